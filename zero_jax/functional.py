@@ -1,0 +1,49 @@
+"""Linen or NNX: the one place where the flavours part. Below it there is one path."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import flax.linen as nn
+from flax import nnx
+
+from zero_jax.linen import Linen
+from zero_jax.nnx import Nnx
+from zero_jax.reads import Read
+
+
+class Functional(Protocol):
+    """A model as pure functions. `fun(model, batch)` is the user's; `model` is a bound Linen or a merged NNX module."""
+
+    given: Any
+    """Arrays that `init` takes as its last argument: the values of a module that was given constructed."""
+
+    def init(self, fun: Callable[..., Any], rng: Any, batch: Any, given: Any) -> tuple[Any, Any]:
+        """(params, variables), traceable."""
+        ...
+
+    def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
+            *, train: bool = True) -> tuple[Any, Any]:
+        """(`fun(model, batch)`, new variables); every parameter is read through its leaf of `uses`."""
+        ...
+
+    def reads(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any) -> dict[str, Read]:
+        """How `fun` reads each parameter, by its name."""
+        ...
+
+
+def functional(model: Any, streams: Sequence[str]) -> Functional:
+    """`model`, a Linen module, an NNX module or a function of `rngs` that makes one, as pure functions.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(model, nn.Module):
+        if model.scope is not None:
+            raise ValueError(f"{type(model).__name__} is bound to variables: give the unbound module.")
+        return Linen(model, streams)
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise ValueError(f"model={model.__name__} is a Linen class: give an instance, {model.__name__}(...).")
+    if isinstance(model, nnx.Module) or callable(model):
+        return Nnx(model)
+    raise ValueError(
+        f"model={model!r} is a {type(model).__name__}, not a Flax module: give a flax.linen.Module, a flax.nnx.Module, "
+        "or a function of rngs that makes an nnx.Module.")

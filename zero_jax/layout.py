@@ -1,0 +1,179 @@
+"""Where every leaf of the state lies: a pure function of shapes, stage and mesh."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.gather import Use
+from zero_jax.precision import Precision
+from zero_jax.reads import Read
+from zero_jax.stages import Stage
+from zero_jax.state import ZeroState
+from zero_jax.tree import leaf_bytes, map_named, named_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """One leaf of the state: what it is, where it lies, and what it costs each device."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: P
+    bytes: int
+    device_bytes: int
+    note: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The storage layout of a train step's state.
+
+    state: a `ZeroState` of `jax.ShapeDtypeStruct`s, each with its sharding. gradients: a `NamedSharding` for
+    each parameter's gradient as the optimizer takes it. uses: for each parameter how the model reads it, a
+    `gather.Use` or None (as it is). reads: what tracing the model told of each parameter.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    stage: Stage
+    state: ZeroState
+    gradients: Any
+    uses: Any
+    reads: Mapping[str, Read]
+
+    @property
+    def shardings(self) -> ZeroState:
+        """The state's tree of `NamedSharding`s."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.state)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of state that each device holds."""
+        return sum(placement.device_bytes for placement in self.placements())
+
+    def placements(self) -> list[Placement]:
+        """Every leaf of the state, in tree order."""
+        rows = []
+        for name, leaf in named_leaves(self.state):
+            shard = leaf.sharding.shard_shape(leaf.shape)
+            rows.append(Placement(
+                name, leaf.shape, str(leaf.dtype), leaf.sharding.spec, leaf_bytes(leaf.shape, leaf.dtype),
+                leaf_bytes(shard, leaf.dtype), self._note(name, leaf)))
+        return rows
+
+    def replicated(self) -> list[Placement]:
+        """The leaves that this stage should shard over the ZeRO axes but cannot; scalars are not counted."""
+        return [placement for placement in self.placements() if placement.note.startswith("replicated")]
+
+    def describe(self) -> str:
+        """The layout as text: a line for each leaf, then what stays whole and what is gathered on entry."""
+        rows = self.placements()
+        total, held = sum(row.bytes for row in rows), self.device_bytes
+        lines = [
+            f"stage {self.stage.number} ({self.stage.name}) on {dict(self.mesh.shape)}: "
+            f"{total:,} bytes of state, {held:,} on each device"]
+        for row in rows:
+            where = " x ".join(map(str, row.shape)) or "scalar"
+            lines.append(f"  {row.name}: {row.dtype} {where}, {row.spec}: {row.device_bytes:,} of {row.bytes:,} bytes"
+                         + (f" [{row.note}]" if row.note else ""))
+        whole = self.replicated()
+        lines.append(
+            f"{len(whole)} leaves ({sum(row.bytes for row in whole):,} bytes) stay replicated though stage "
+            f"{self.stage.number} shards their kind: " + (", ".join(row.name for row in whole) or "none"))
+        entry = [name for name, read in self.reads.items() if read.on_entry]
+        lines.append("gathered when the model is entered: " + (", ".join(entry) or "none"))
+        unread = [name for name, read in self.reads.items() if not read.count]
+        lines.append("never read by the loss: " + (", ".join(unread) or "none"))
+        return "\n".join(lines)
+
+    def _note(self, name: str, leaf: Any) -> str:
+        kind = name.split("/")[0]
+        wanted = {"params": self.stage.shards_params or self.state.weights is not None and self.stage.shards_optimizer,
+                  "opt_state": self.stage.shards_optimizer, "variables": self.stage.shards_params}.get(kind, False)
+        if not wanted or math.prod(leaf.shape) <= 1 or any(leaf.sharding.spec) or self.num_shards == 1:
+            return ""
+        if kind == "variables":
+            return "replicated: no parameter"
+        return f"replicated: no dim of {leaf.shape} that no loop runs over divides by {self.num_shards}"
+
+    @property
+    def num_shards(self) -> int:
+        """Over how many devices ZeRO shards each leaf: the product of the sizes of its axes."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+
+def choose_spec(shape: tuple[int, ...], num_shards: int, axes: tuple[str, ...], read: Read | None = None) -> P:
+    """The storage spec of a leaf: the largest dim that divides by `num_shards`, the last of equals.
+
+    Never a dim over which a loop of the model's runs (each slice would lie on one device), and a dim that
+    the model looks up (an embedding's vocabulary) only if no other divides: its gradient is a scatter, and
+    the partitioner would move the whole batch's activations instead. P() of that rank where none divides.
+    """
+    read = Read() if read is None else read
+    dims = [(dim not in read.lookup, size, dim) for dim, size in enumerate(shape)
+            if size and size % num_shards == 0 and dim not in read.stacked]
+    if not dims or num_shards == 1:
+        return P(*[None] * len(shape))
+    best = max(dims)[2]
+    return P(*[(axes if len(axes) > 1 else axes[0]) if dim == best else None for dim in range(len(shape))])
+
+
+def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.GradientTransformation, stage: Stage,
+                mesh: Mesh, axes: tuple[str, ...], precision: Precision, reads: Mapping[str, Read]) -> Layout:
+    """The layout of a state from the abstract `params` (in their stored dtype), `variables` and key."""
+    num_shards = math.prod(mesh.shape[axis] for axis in axes)
+
+    def put(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    def whole(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: put(leaf, P()), tree)
+
+    sharded = map_named(lambda name, leaf: choose_spec(leaf.shape, num_shards, axes, reads.get(name)), params)
+    unsharded = jax.tree.map(lambda leaf: P(*[None] * leaf.ndim), params)
+    is_spec = {"is_leaf": lambda leaf: isinstance(leaf, P)}
+
+    copied = not stage.shards_params and any(
+        leaf.dtype != _read_dtype(leaf, precision) for leaf in jax.tree.leaves(params))
+    stored = sharded if stage.shards_params or (copied and stage.shards_optimizer) else unsharded
+    weights = jax.tree.map(
+        lambda leaf: put(leaf.update(dtype=_read_dtype(leaf, precision)), P(*[None] * leaf.ndim)),
+        params) if copied else None
+    reduced = sharded if stage.shards_optimizer else unsharded
+
+    def place_moment(leaf: Any, param: Any, spec: P) -> Any:
+        if leaf.shape != param.shape:  # adafactor's factors, say
+            spec = choose_spec(leaf.shape, num_shards, axes)
+        return put(leaf, spec if stage.shards_optimizer else P(*[None] * leaf.ndim))
+
+    opt_state = optax.tree.map_params(
+        optimizer, place_moment, jax.eval_shape(optimizer.init, params), params, sharded,
+        transform_non_params=lambda leaf: put(
+            leaf, choose_spec(leaf.shape, num_shards, axes) if stage.shards_optimizer else P()))
+
+    def use(leaf: Any, stored: P, reduced: P) -> Use | None:
+        dtype = _read_dtype(leaf, precision)
+        if not (stage.shards_params or stage.shards_gradients):
+            return None
+        return Use(mesh, stored if stage.shards_params else P(*[None] * leaf.ndim), reduced, dtype,
+                   precision.reduce or dtype)
+
+    return Layout(
+        mesh=mesh, axes=axes, stage=stage, reads=reads,
+        state=ZeroState(
+            step=put(jax.ShapeDtypeStruct((), jnp.int32), P()), params=jax.tree.map(put, params, stored), weights=weights,
+            opt_state=opt_state, variables=whole(variables), rng=put(rng, P())),
+        gradients=jax.tree.map(lambda spec: NamedSharding(mesh, spec), reduced, **is_spec),
+        uses=jax.tree.map(use, params, stored, reduced))
+
+
+def _read_dtype(leaf: Any, precision: Precision) -> Any:
+    return leaf.dtype if precision.compute is None else precision.compute

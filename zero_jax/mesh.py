@@ -1,0 +1,98 @@
+"""The device mesh: its axes by name, and which of them ZeRO shards over."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+DATA = "data"
+REPLICA = "replica"
+
+
+def simulate_devices(num_devices: int) -> None:
+    """Makes this process see `num_devices` simulated CPU devices. Call it before anything runs on JAX.
+
+    Raises ValueError if JAX has already started with another number of devices.
+    """
+    if num_devices < 1:
+        raise ValueError(f"simulate_devices({num_devices}): give at least 1 device.")
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:
+        pass  # JAX has started: what counts is what it started with
+    if jax.device_count() != num_devices or jax.default_backend() != "cpu":
+        raise ValueError(
+            f"simulate_devices({num_devices}): JAX has already started with {jax.device_count()} "
+            f"{jax.default_backend()} device(s), and their number cannot change any more. Call simulate_devices "
+            "before anything else runs on JAX, in a fresh process, with XLA_FLAGS free of "
+            "--xla_force_host_platform_device_count.")
+
+
+def make_mesh(
+    data: int | Sequence[int] = -1, *, replica: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh for ZeRO over live or described devices.
+
+    Args:
+      data: size of the axis `data`, over which ZeRO shards; -1 takes all devices that `replica` leaves.
+        A sequence factors it into axes `data_0`, `data_1`, ... (major first), for TPU tori: a dim is then
+        sharded over all of them and gathered one axis after another, the minor-most first.
+      replica: size of the axis `replica`, across which the shards are replicated (hybrid sharding).
+      devices: default: all live devices.
+
+    Returns: a `Mesh` with Auto axes, so that models without sharding annotations run under it. Devices lie
+    in the order that their interconnect prefers. Raises ValueError where the sizes do not fit the devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    factors = [data] if isinstance(data, int) else list(data)
+    if not factors or any(size < 1 for size in factors) and factors != [-1] or replica < 1:
+        raise ValueError(f"make_mesh(data={data!r}, replica={replica}): sizes must be positive; data=-1 takes the rest.")
+    if factors == [-1]:
+        if len(devices) % replica:
+            raise ValueError(f"make_mesh(replica={replica}): {len(devices)} devices do not divide by it.")
+        factors = [len(devices) // replica]
+    names = [DATA] if isinstance(data, int) else [f"{DATA}_{i}" for i in range(len(factors))]
+    if replica > 1:
+        factors, names = [replica, *factors], [REPLICA, *names]
+    needed = math.prod(factors)
+    if needed > len(devices):
+        raise ValueError(
+            f"make_mesh: {dict(zip(names, factors, strict=True))} needs {needed} devices and there are {len(devices)}. "
+            f"On a CPU, call zero_jax.simulate_devices({needed}) before anything runs on JAX.")
+    if needed < len(devices):
+        return Mesh(np.array(devices[:needed]).reshape(factors), names)
+    return Mesh(mesh_utils.create_device_mesh(factors, devices, allow_split_physical_axes=True), names)
+
+
+def zero_axes(mesh: Mesh, axis: str | Sequence[str] | None = None) -> tuple[str, ...]:
+    """The mesh axes that ZeRO shards over, major first; None takes `data`, or `data_0`, `data_1`, ...
+
+    Raises ValueError if `mesh` lacks one of them, or has an axis with no role (neither these nor `replica`).
+    """
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh={mesh!r} is not a jax.sharding.Mesh: make one with zero_jax.make_mesh().")
+    sizes = dict(mesh.shape)
+    if axis is None:
+        axes = tuple(name for name in mesh.axis_names if name == DATA or name.startswith(DATA + "_"))
+    else:
+        axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    missing = [name for name in axes if name not in sizes]
+    if missing or not axes:
+        raise ValueError(
+            f"The mesh has axes {sizes} and no axis {', '.join(map(repr, missing)) or repr(DATA)} for ZeRO to shard over: "
+            "name its axis with axis=..., or build the mesh with zero_jax.make_mesh().")
+    strange = [name for name in mesh.axis_names if name not in axes and name != REPLICA and sizes[name] > 1]
+    if strange:
+        raise ValueError(
+            f"The mesh has axes {sizes}, and {', '.join(map(repr, strange))} has no role: ZeRO shards over "
+            f"{axes} and replicates across {REPLICA!r}. Rename it, or include it in axis=....")
+    return axes
+
+
+def batch_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The mesh axes over which the batch is split: the replicas, then the ZeRO axes."""
+    return ((REPLICA,) if REPLICA in mesh.axis_names and REPLICA not in axes else ()) + axes

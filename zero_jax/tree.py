@@ -1,0 +1,38 @@
+"""Pytrees by path: names of leaves and their bytes."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A key path as `blocks/attention/kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def map_named(fun: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` whose function takes the leaf's name first."""
+    return jax.tree_util.tree_map_with_path(lambda path, *leaves: fun(path_name(path), *leaves), tree, *rest)
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of `tree` with their names, in tree order."""
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes of an array of `shape` and `dtype`; a PRNG key counts its words."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return math.prod(shape) * words.size * words.dtype.itemsize
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def cast_floating(tree: Any, dtype: Any) -> Any:
+    """`tree` with its floating leaves as `dtype`; None leaves every leaf as it is."""
+    if dtype is None:
+        return tree
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
