@@ -111,18 +111,16 @@ class Layout:
 
 
 def choose_spec(shape: tuple[int, ...], num_shards: int, axes: tuple[str, ...], read: Read | None = None) -> P:
-    """The storage spec of a leaf: the largest dim that divides by `num_shards`, the last of equals.
+    """The storage spec of a leaf: its first dim that divides by `num_shards`; P() of its rank where none does.
 
-    Never a dim over which a loop of the model's runs (each slice would lie on one device), and a dim that
-    the model looks up (an embedding's vocabulary) only if no other divides: its gradient is a scatter, and
-    the partitioner would move the whole batch's activations instead. P() of that rank where none divides.
+    Never a dim over which a loop of the model's runs: each slice would lie on one device. A dim whose shards
+    fill the tiles of a TPU (16 rows) is preferred, since only such gradients are scattered there.
     """
-    read = Read() if read is None else read
-    dims = [(dim not in read.lookup, size, dim) for dim, size in enumerate(shape)
-            if size and size % num_shards == 0 and dim not in read.stacked]
+    stacked = () if read is None else read.stacked
+    dims = [dim for dim, size in enumerate(shape) if size and size % num_shards == 0 and dim not in stacked]
     if not dims or num_shards == 1:
         return P(*[None] * len(shape))
-    best = max(dims)[2]
+    best = min(dims, key=lambda dim: (shape[dim] // num_shards % 16 != 0, dim))
     return P(*[(axes if len(axes) > 1 else axes[0]) if dim == best else None for dim in range(len(shape))])
 
 
@@ -161,7 +159,7 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
 
     def use(leaf: Any, stored: P, reduced: P) -> Use | None:
         dtype = _read_dtype(leaf, precision)
-        if not (stage.shards_params or stage.shards_gradients):
+        if not stage.shards_optimizer:
             return None
         return Use(mesh, stored if stage.shards_params else P(*[None] * leaf.ndim), reduced, dtype,
                    precision.reduce or dtype)

@@ -3,12 +3,10 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend import core
-from jax.extend.core import primitives
 
 from zero_jax.tree import named_leaves
 
@@ -17,14 +15,12 @@ from zero_jax.tree import named_leaves
 class Read:
     """What tracing told of one parameter.
 
-    stacked: dims over which a loop or map of the model's own runs, so that it reads slices; lookup: dims
-    that the model indexes with computed indices, as an embedding does; count: how many times it is read;
-    on_entry: the module reads it in a way that cannot be intercepted, so it is gathered when the model is
-    entered.
+    stacked: dims over which a loop or map of the model's own runs, so that it reads slices; count: how many
+    times it is read; on_entry: the module reads it in a way that cannot be intercepted, so it is gathered
+    when the model is entered.
     """
 
     stacked: tuple[int, ...] = ()
-    lookup: tuple[int, ...] = ()
     count: int = 1
     on_entry: bool = False
 
@@ -45,9 +41,14 @@ class Recorder:
         """As `Use.add_dim`; -1 marks a dim that the stored parameter does not have."""
         return dataclasses.replace(self, dims=(*self.dims[:index], -1, *self.dims[index:]))
 
-    def __call__(self, value: jax.Array) -> jax.Array:
+    def gather(self, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """As `Use.gather`: the array as it is."""
+        return value, value
+
+    def read(self, carrier: jax.Array, gathered: jax.Array) -> jax.Array:
+        """As `Use.read`: notes one reading."""
         self.seen.append((self.name, self.dims))
-        return value
+        return gathered
 
 
 def trace_reads(run: Callable[..., Any], args: tuple[Any, ...], on_entry: frozenset[str]) -> dict[str, Read]:
@@ -56,29 +57,15 @@ def trace_reads(run: Callable[..., Any], args: tuple[Any, ...], on_entry: frozen
     seen: list[tuple[str, tuple[int, ...]]] = []
     leaves = named_leaves(params)
     recorders = [Recorder(name, tuple(range(leaf.ndim)), seen) for name, leaf in leaves]
-    jaxpr = jax.make_jaxpr(functools.partial(run, jax.tree.unflatten(jax.tree.structure(params), recorders)))(*args)
-    lookups = set(_lookups(jaxpr.jaxpr))
+    jax.eval_shape(functools.partial(run, jax.tree.unflatten(jax.tree.structure(params), recorders)), *args)
     reads = {}
     for name, leaf in leaves:
         dims = {kept for reader, kept in seen if reader == name}
         kept = set(range(leaf.ndim)).intersection(*dims) if dims else set(range(leaf.ndim))
-        looked_up = {
-            ks[i] for ks in dims for shape, indexed in lookups if shape == tuple(leaf.shape[k] for k in ks if k >= 0)
-            for i in indexed}
         reads[name] = Read(
-            stacked=tuple(d for d in range(leaf.ndim) if d not in kept), lookup=tuple(sorted(looked_up)),
+            stacked=tuple(d for d in range(leaf.ndim) if d not in kept),
             count=sum(reader == name for reader, _ in seen), on_entry=name in on_entry)
     return reads
-
-
-def _lookups(jaxpr: core.Jaxpr) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(operand shape, indexed dims) of every indexing by computed indices in `jaxpr`, at any depth."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is primitives.gather_p:
-            shape, sizes = tuple(eqn.invars[0].aval.shape), eqn.params["slice_sizes"]
-            yield shape, tuple(d for d, size in enumerate(sizes) if size < shape[d])
-        for inner in core.jaxprs_in_params(eqn.params):
-            yield from _lookups(inner)
 
 
 def smallest_plain(works: Callable[[frozenset[str]], bool], names: list[str]) -> frozenset[str]:

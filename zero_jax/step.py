@@ -11,11 +11,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.functional import Functional, functional
-from zero_jax.gather import keep_all_but_gathered
 from zero_jax.layout import Layout, plan_layout
 from zero_jax.mesh import batch_axes, make_mesh, zero_axes
+from zero_jax.passes import hide_checkpoints, keep_all_but_gathered, mark_derived, separate_reads
 from zero_jax.precision import Precision, precision_of
-from zero_jax.remat import checkpoint
+from zero_jax.rewrite import rewritten
 from zero_jax.stages import Stage, stage_of
 from zero_jax.state import ZeroState
 from zero_jax.tree import cast_floating, named_leaves
@@ -186,7 +186,10 @@ class ZeroTrainStep:
             return loss, (metrics, variables)
 
         if self.stage.shards_params:
-            loss_of = checkpoint(loss_of, keep_all_but_gathered)
+            loss_of = jax.checkpoint(
+                rewritten(loss_of, separate_reads, mark_derived, hide_checkpoints), policy=keep_all_but_gathered)
+        elif self.stage.shards_optimizer:
+            loss_of = rewritten(loss_of, separate_reads)
         weights = state.params if state.weights is None else state.weights
         (loss, (metrics, variables)), grads = jax.value_and_grad(loss_of, has_aux=True)(
             weights, state.variables, jax.random.fold_in(state.rng, state.step), self._cast(batch))
