@@ -1,4 +1,4 @@
-"""The models are what their configurations say, in both flavours, and the presets are the paper's."""
+"""The models are what their configurations say, and in both flavours the same."""
 
 import dataclasses
 import functools
@@ -11,9 +11,9 @@ import pytest
 from flax import nnx, traverse_util
 
 from models import gpt2, gpt2_nnx
-from models.gpt2 import ERRATA, PRESETS, RUNS, Config, Run
+from models.gpt2 import PRESETS, Config
 
-SMALL = Config(3, 32, 4, vocab_size=48, max_length=16)
+SMALL = Config(2, 32, 4, vocab_size=48, max_length=16)
 TOKENS = jax.random.randint(jax.random.key(7), (2, 12), 0, SMALL.vocab_size)
 LOOPS = pytest.mark.parametrize("scan_layers", [True, False])
 FLAVOURS = pytest.mark.parametrize("flavour", ["linen", "nnx"])
@@ -24,7 +24,8 @@ def initialise(flavour: str, config: Config) -> Flat:
     """Its parameters by name; both flavours name them alike."""
     if flavour == "linen":
         return flat_dict(gpt2.build(config).init(jax.random.key(0), TOKENS)["params"])
-    return flat_dict(nnx.to_pure_dict(nnx.state(gpt2_nnx.build(config)(rngs=nnx.Rngs(0)), nnx.Param)))
+    model = gpt2_nnx.build(config)(rngs=nnx.Rngs(0))
+    return flat_dict(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 
 def flat_dict(tree) -> Flat:
@@ -37,7 +38,7 @@ def shapes_of(flavour: str, config: Config) -> Flat:
 
 
 def forward(flavour: str, config: Config):
-    """`run(flat parameters, tokens) -> logits`; dropout, where there is any, draws the same at each call."""
+    """`run(flat parameters, tokens) -> logits`; dropout, if any, draws the same at each call."""
     if flavour == "linen":
         model = gpt2.build(config)
         rngs = {"dropout": jax.random.key(5)} if config.dropout else {}
@@ -46,12 +47,12 @@ def forward(flavour: str, config: Config):
             params = traverse_util.unflatten_dict(flat, sep="/")
             return model.apply({"params": params}, tokens, rngs=rngs)
     else:
-        graphdef, params, rest = nnx.split(gpt2_nnx.build(config)(rngs=nnx.Rngs(5)), nnx.Param, ...)
-        paths = [path for path, _ in nnx.to_flat_state(params)]
-
         def run(flat: Flat, tokens: jax.Array) -> jax.Array:
+            model = gpt2_nnx.build(config)(rngs=nnx.Rngs(5))
+            paths = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
             state = [(path, nnx.Param(flat["/".join(map(str, path))])) for path in paths]
-            return nnx.merge(graphdef, nnx.from_flat_state(state), rest)(tokens)
+            nnx.update(model, nnx.from_flat_state(state))
+            return model(tokens)
 
     return jax.jit(run)
 
@@ -59,7 +60,7 @@ def forward(flavour: str, config: Config):
 def noise(shapes: Flat) -> Flat:
     """Parameters with nothing left at zero or one, so that each of them counts."""
     keys = zip(sorted(shapes), jax.random.split(jax.random.key(3), len(shapes)), strict=True)
-    return {name: jnp.asarray(0.2 * jax.random.normal(key, shapes[name].shape)) for name, key in keys}
+    return {name: 0.2 * jax.random.normal(key, shapes[name].shape) for name, key in keys}
 
 
 def unstacked(flat: Flat, separator: str, order=range(SMALL.num_layers)) -> Flat:
@@ -100,7 +101,7 @@ def test_scanned_equals_unrolled(flavour):
     scanned = forward(flavour, SMALL)(flat, TOKENS)
     loop = forward(flavour, dataclasses.replace(SMALL, scan_layers=False))
     np.testing.assert_allclose(loop(unstacked(flat, separator), TOKENS), scanned, 1e-4, 1e-4)
-    swapped = loop(unstacked(flat, separator, order=(1, 0, 2)), TOKENS)
+    swapped = loop(unstacked(flat, separator, order=(1, 0)), TOKENS)
     assert not np.allclose(swapped, scanned, 1e-2, 1e-2), "the order of layers must matter here"
 
 
@@ -138,7 +139,7 @@ def test_attention_is_causal(flavour):
 @FLAVOURS
 @LOOPS
 def test_remat_does_not_change_gradients(flavour, scan_layers):
-    config = dataclasses.replace(SMALL, num_layers=2, dropout=0.2, scan_layers=scan_layers)
+    config = dataclasses.replace(SMALL, dropout=0.2, scan_layers=scan_layers)
     flat = noise(shapes_of(flavour, config))
 
     def grads(config: Config) -> tuple[str, Flat]:
@@ -146,7 +147,8 @@ def test_remat_does_not_change_gradients(flavour, scan_layers):
         traced = jax.jit(jax.grad(lambda flat: jnp.square(run(flat, TOKENS)).mean())).trace(flat)
         return str(traced.jaxpr), traced.lower().compile()(flat)
 
-    (text, expected), (remat_text, got) = grads(config), grads(dataclasses.replace(config, remat=True))
+    text, expected = grads(config)
+    remat_text, got = grads(dataclasses.replace(config, remat=True))
     assert "remat" not in text and "remat" in remat_text
     for name in expected:
         np.testing.assert_allclose(got[name], expected[name], 1e-4, 1e-5, err_msg=name)
@@ -177,11 +179,11 @@ def test_nnx_dropout_draws_anew_at_each_call(scan_layers, remat):
     model = gpt2_nnx.build(config)(nnx.Rngs(0))
     keys = nnx.to_flat_state(nnx.state(model, nnx.RngKey))
     data = np.concatenate([np.atleast_2d(jax.random.key_data(key[...])) for _, key in keys])
-    assert len(np.unique(data, axis=0)) == config.num_layers + 1, "each layer has a stream of its own"
+    assert len(np.unique(data, axis=0)) == config.num_layers + 1, "each layer has its own stream"
     call = nnx.jit(lambda model: model(TOKENS))
     assert not np.allclose(call(model), call(model))
     counts = [count[...] for _, count in nnx.to_flat_state(nnx.state(model, nnx.RngCount))]
-    assert sorted(set(np.hstack(counts).tolist())) == [2, 4], "blocks draw twice in each of two calls"
+    assert sorted(set(np.hstack(counts).tolist())) == [2, 4], "blocks draw twice in a call"
     model.eval()
     np.testing.assert_array_equal(call(model), call(model))
 
@@ -222,8 +224,8 @@ def test_the_trillion_costs_nothing_to_describe(flavour):
 
 
 @pytest.mark.parametrize("bad", [
-    {"num_heads": 5}, {"num_layers": 0}, {"width": -32}, {"vocab_size": 0}, {"max_length": 0}, {"num_heads": 0},
-    {"dropout": 1.0}, {"dropout": -0.1}], ids=str)
+    {"num_heads": 5}, {"num_layers": 0}, {"width": -32}, {"vocab_size": 0}, {"max_length": 0},
+    {"num_heads": 0}, {"dropout": 1.0}, {"dropout": -0.1}], ids=str)
 def test_sizes_that_make_no_model_are_refused(bad):
     (name,) = bad
     with pytest.raises(ValueError, match=name):
@@ -234,77 +236,3 @@ def test_sizes_that_make_no_model_are_refused(bad):
 def test_too_many_tokens_are_refused(flavour):
     with pytest.raises(ValueError, match="17 tokens .* max_length=16"):
         forward(flavour, SMALL)(noise(shapes_of(flavour, SMALL)), jnp.zeros((1, 17), jnp.int32))
-
-
-def size_of(name: str) -> float | None:
-    match = re.match(r"([\d.]+)([mbt])(-\d+x\d+)?$", name)
-    return match and float(match[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[match[2]]
-
-
-def fits(name: str, config: Config) -> bool:
-    return abs((config.num_block_params + config.vocab_size * config.width) / size_of(name) - 1) < 0.10
-
-
-SIZED = {name: config for name, config in PRESETS.items() if size_of(name)}
-
-
-def test_names_are_sizes():
-    assert set(PRESETS) - set(SIZED) == {"tiny", "bytes"}
-    assert [name for name, config in SIZED.items() if not fits(name, config)] == ["1.38b"]
-    for name in SIZED:  # a shape in a name is the shape
-        if match := re.search(r"-(\d+)x(\d+)$", name):
-            assert (int(match[1]), int(match[2])) == (PRESETS[name].num_layers, PRESETS[name].width)
-    assert 1e6 < PRESETS["bytes"].num_params < 3e6
-    assert not any(getattr(PRESETS["tiny"], name) % 8 for name in ("width", "vocab_size", "max_length"))
-
-
-# (preset, parameters by 12 L h^2 as printed, of which the last digit may be rounded)
-PRINTED = {
-    "1.5b": 1.47, "8b": 8.15, "20b": 19.7, "40b": 39.9, "60b": 59.8, "80b": 80.5, "100b": 100.7, "120b": 120.8,
-    "140b": 140.9, "170b": 170.7, "40b-50x8192": 40.3, "50b": 49.9, "150b": 150.6, "17b": 16.95}
-
-
-@pytest.mark.parametrize("name", PRINTED)
-def test_sizes_by_the_papers_measure(name):
-    digits = len(str(PRINTED[name]).partition(".")[2])
-    assert PRESETS[name].num_block_params / 1e9 == pytest.approx(PRINTED[name], abs=0.5 * 10**-digits + 1e-9)
-
-
-def test_errata_are_facts():
-    assert set(ERRATA) == {"40b", "60b", "1.38b", "17b"}
-    for name in ("40b", "60b"):
-        assert fits(name, PRESETS[name]) and not fits(name, dataclasses.replace(PRESETS[name], width=4096))
-    assert 12 * 88 * 4096**2 == pytest.approx(17.7e9, rel=1e-2)
-    odd = PRESETS["1.38b"]
-    assert odd.num_block_params == pytest.approx(1.13e9, abs=5e6)
-    assert odd.num_params == pytest.approx(1.21e9, abs=5e6)
-    assert PRESETS["17b"].num_heads % 16 and not PRESETS["17b"].num_heads % 4
-
-
-def breaks_rules(run: Run) -> list[str]:
-    """The appendix's four rules and its definition of the total, by name, where broken."""
-    config, ways = run.config, run.tensor_parallel
-    rules = {
-        "hidden % heads": config.width % config.num_heads, "hidden % MP": config.width % ways,
-        "heads % MP": config.num_heads % ways, "GPUs % MP": run.gpus % ways,
-        "total": run.total_batch - run.batch * run.gpus // ways}
-    return [rule for rule, left in rules.items() if left]
-
-
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"fig{run.figure}-{run.preset}-{run.gpus}-{run.system}")
-def test_runs_keep_the_appendix_rules(run):
-    assert not breaks_rules(run)
-
-
-def test_runs_of_each_figure():
-    assert breaks_rules(Run(5, "17b", 256, 16, 28, 1, 16)) == ["heads % MP"]
-    assert breaks_rules(Run(5, "17b", 250, 4, 28, 1, 62)) == ["GPUs % MP"]
-    assert breaks_rules(Run(2, "8b", 400, 4, 24, 64, 6401)) == ["total"]
-    count = {figure: sum(run.figure == figure for run in RUNS) for figure in (2, 3, 4, 6)}
-    assert count == {2: 20, 3: 4, 4: 11, 6: 5} and sum(count.values()) == len(RUNS) == len(set(RUNS))
-    of_figure_2 = [run for run in RUNS if run.figure == 2]
-    assert [run.baseline for run in of_figure_2] == [False, True] * 10
-    for zero in (run for run in of_figure_2 if not run.baseline):
-        assert zero.heads == PRESETS[zero.preset].num_heads
-    sizes = {run.system: run.config.num_block_params for run in RUNS if run.figure == 6}
-    assert sorted(sizes, key=sizes.get) == ["C1", "C3", "C2", "C4", "C5"]

@@ -1,10 +1,14 @@
 """ZeRO for JAX: any Flax model, any stage, the numbers of one device."""
 
-from zero_jax.layout import Layout
-from zero_jax.mesh import make_mesh, simulate_devices
-from zero_jax.precision import Precision
-from zero_jax.state import ZeroState
-from zero_jax.step import ZeroTrainStep, make_zero_train_step, next_token_loss
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero_jax.layout import Layout
+    from zero_jax.mesh import make_mesh, simulate_devices
+    from zero_jax.precision import Precision
+    from zero_jax.state import ZeroState
+    from zero_jax.step import ZeroTrainStep, make_zero_train_step, next_token_loss
 
 __all__ = [
     "Layout",
@@ -16,3 +20,29 @@ __all__ = [
     "next_token_loss",
     "simulate_devices",
 ]
+
+# Names are imported when first asked for, so that the command line refuses bad input before JAX starts (PEP 562).
+_HOMES = {
+    "Layout": "layout",
+    "Precision": "precision",
+    "ZeroState": "state",
+    "ZeroTrainStep": "step",
+    "make_mesh": "mesh",
+    "make_zero_train_step": "step",
+    "next_token_loss": "step",
+    "simulate_devices": "mesh",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The public name `name`, imported from its module and kept."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'zero_jax' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"zero_jax.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """All public names, imported or not yet, beside what the module holds."""
+    return sorted({*globals(), *__all__})

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 GATHERED = "zero_gathered"
+REDUCED = "zero_reduced"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,8 @@ def _read_backward(use: Use, _: None, gradient: jax.Array) -> tuple[jax.Array, j
     # since XLA:TPU scatters over the major dim only and all-reduces otherwise.
     dim = next((dim for dim, entry in enumerate(use.reduced) if entry), 0)
     spec = P(*[use.reduced[dim], *[None] * (gradient.ndim - 1)]) if gradient.ndim else P()
-    reduced = jnp.moveaxis(gradient.astype(use.reduce), dim, 0) if gradient.ndim else gradient.astype(use.reduce)
+    reduced = checkpoint_name(gradient.astype(use.reduce), REDUCED)
+    reduced = jnp.moveaxis(reduced, dim, 0) if gradient.ndim else reduced
     for spec in reversed(between(spec)):
         reduced = constrain(reduced, use.mesh, spec)
     return jnp.moveaxis(reduced, 0, dim) if gradient.ndim else reduced, jnp.zeros_like(gradient)

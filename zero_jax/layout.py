@@ -148,6 +148,8 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
     reduced = sharded if stage.shards_optimizer else unsharded
 
     def place_moment(leaf: Any, param: Any, spec: P) -> Any:
+        if isinstance(leaf, optax.MaskedNode):  # another transform's parameter
+            return leaf
         if leaf.shape != param.shape:  # adafactor's factors, say
             spec = choose_spec(leaf.shape, num_shards, axes)
         return put(leaf, spec if stage.shards_optimizer else P(*[None] * leaf.ndim))
@@ -155,12 +157,13 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
     opt_state = optax.tree.map_params(
         optimizer, place_moment, jax.eval_shape(optimizer.init, params), params, sharded,
         transform_non_params=lambda leaf: put(
-            leaf, choose_spec(leaf.shape, num_shards, axes) if stage.shards_optimizer else P()))
+            leaf, choose_spec(leaf.shape, num_shards, axes) if stage.shards_optimizer else P()),
+        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode))
 
     def use(leaf: Any, stored: P, reduced: P) -> Use | None:
         dtype = _read_dtype(leaf, precision)
-        if not stage.shards_optimizer:
-            return None
+        if not stage.shards_optimizer and precision.reduce in (None, dtype):
+            return None  # the partitioner all-reduces by itself
         return Use(mesh, stored if stage.shards_params else P(*[None] * leaf.ndim), reduced, dtype,
                    precision.reduce or dtype)
 

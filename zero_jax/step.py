@@ -19,6 +19,7 @@ from zero_jax.rewrite import rewritten
 from zero_jax.stages import Stage, stage_of
 from zero_jax.state import ZeroState
 from zero_jax.tree import cast_floating, named_leaves
+from zero_jax.widen import widen_reductions
 
 Loss = Callable[[Any, Any], Any]
 
@@ -188,10 +189,13 @@ class ZeroTrainStep:
         if self.stage.shards_params:
             loss_of = jax.checkpoint(
                 rewritten(loss_of, separate_reads, mark_derived, hide_checkpoints), policy=keep_all_but_gathered)
-        elif self.stage.shards_optimizer:
+        else:
             loss_of = rewritten(loss_of, separate_reads)
         weights = state.params if state.weights is None else state.weights
-        (loss, (metrics, variables)), grads = jax.value_and_grad(loss_of, has_aux=True)(
+        gradient_of = jax.value_and_grad(loss_of, has_aux=True)
+        if self._precision.reduce is not None:
+            gradient_of = rewritten(gradient_of, widen_reductions)
+        (loss, (metrics, variables)), grads = gradient_of(
             weights, state.variables, jax.random.fold_in(state.rng, state.step), self._cast(batch))
 
         # From here on each device works on its own part: gradients, moments and parameters lie alike.

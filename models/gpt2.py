@@ -1,0 +1,245 @@
+"""GPT-2 in Flax Linen, its sizes, and every configuration of the ZeRO paper (arXiv 1910.02054).
+
+A module of models has `PRESETS`, configurations by name, and `build(config)`, which makes one.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+INIT = nn.initializers.normal(0.02)
+EPSILON = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A decoder with learned positions, tied embeddings and a feed-forward width of 4 x `width`.
+
+    dropout: of the embeddings and of what is added to the residual stream, not of attention.
+    dtype: of the computation; None: bfloat16 parameters give bfloat16 activations, and so on.
+    scan_layers: one stacked block in a loop, so that compile time does not grow with the depth.
+    remat: keep only each block's input for the backward pass.
+
+    Raises ValueError for sizes that make no model.
+    """
+
+    num_layers: int
+    width: int
+    num_heads: int
+    vocab_size: int = 50257
+    max_length: int = 1024
+    dropout: float = 0.0
+    dtype: Any = None
+    scan_layers: bool = True
+    remat: bool = False
+
+    def __post_init__(self):
+        for name in ("num_layers", "width", "num_heads", "vocab_size", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.width % self.num_heads:
+            raise ValueError(f"width={self.width} is not a multiple of num_heads={self.num_heads}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be in [0, 1).")
+
+    @property
+    def num_block_params(self) -> int:
+        """12 L h^2: the paper's measure of size, without embeddings, biases and norms."""
+        return 12 * self.num_layers * self.width**2
+
+    @property
+    def num_params(self) -> int:
+        """All of them, exactly. The output layer is the embedding and counts once."""
+        embeddings = (self.vocab_size + self.max_length) * self.width
+        biases_and_norms = (13 * self.num_layers + 2) * self.width
+        return embeddings + self.num_block_params + biases_and_norms
+
+
+def check_length(config: Config, tokens: jax.Array) -> None:
+    """Raises ValueError for more tokens than learned positions, which a lookup would not notice."""
+    if tokens.shape[-1] > config.max_length:
+        raise ValueError(f"{tokens.shape[-1]} tokens are more than max_length={config.max_length}.")
+
+
+def attention(qkv: jax.Array, num_heads: int) -> jax.Array:
+    """Causal self-attention of (batch, seq, 3 x width), giving (batch, seq, width).
+
+    Columns are ordered (head, q | k | v, head dim), as in Megatron: split over devices, heads stay
+    whole. GPT-2's released weights have q | k | v outermost.
+    """
+    batch, seq, columns = qkv.shape
+    q, k, v = jnp.moveaxis(qkv.reshape(batch, seq, num_heads, 3, -1), 3, 0)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(batch, seq, columns // 3)
+
+
+def residual_init(config: Config) -> nn.initializers.Initializer:
+    """GPT-2's for what adds to the residual stream, twice in each layer."""
+    return nn.initializers.normal(0.02 / math.sqrt(2 * config.num_layers))
+
+
+class Block(nn.Module):
+    """One pre-norm layer, (batch, seq, width) to the same; the None is for `nn.scan`."""
+
+    config: Config
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+        """The residual stream after this layer."""
+        c = self.config
+        norm = functools.partial(nn.LayerNorm, epsilon=EPSILON, dtype=c.dtype)
+        dense = functools.partial(nn.Dense, dtype=c.dtype)
+        dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
+        qkv = dense(3 * c.width, kernel_init=INIT, name="qkv")(norm(name="ln_1")(x))
+        mixed = attention(qkv, c.num_heads)
+        x = x + dropout(dense(c.width, kernel_init=residual_init(c), name="proj")(mixed))
+        hidden = nn.gelu(dense(4 * c.width, kernel_init=INIT, name="up")(norm(name="ln_2")(x)))
+        return x + dropout(dense(c.width, kernel_init=residual_init(c), name="down")(hidden)), None
+
+
+class GPT2(nn.Module):
+    """Tokens, int (batch, seq), to logits (batch, seq, vocab) in the dtype of the computation."""
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
+        """`deterministic`: without dropout; None: if no "dropout" stream is given.
+
+        Raises ValueError for more than `max_length` tokens.
+        """
+        c = self.config
+        check_length(c, tokens)
+        if deterministic is None:
+            deterministic = not self.has_rng("dropout")
+        embed = functools.partial(nn.Embed, features=c.width, dtype=c.dtype, embedding_init=INIT)
+        wte = embed(c.vocab_size, name="wte")
+        x = wte(tokens) + embed(c.max_length, name="wpe")(jnp.arange(tokens.shape[-1])[None])
+        x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
+        block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat else Block
+        if c.scan_layers:
+            stack = nn.scan(block, variable_axes={"params": 0}, length=c.num_layers,
+                            split_rngs={"params": True, "dropout": True})
+            x, _ = stack(c, deterministic, name="blocks")(x, None)
+        else:
+            for layer in range(c.num_layers):
+                x, _ = block(c, deterministic, name=f"blocks_{layer}")(x)
+        return wte.attend(nn.LayerNorm(epsilon=EPSILON, dtype=c.dtype, name="ln_f")(x))
+
+
+def build(config: Config) -> GPT2:
+    """The model of `config`."""
+    return GPT2(config)
+
+
+def _paper(num_layers: int, width: int, num_heads: int) -> Config:
+    return Config(num_layers, width, num_heads, remat=True)
+
+
+# Sizes as the paper names them; where two of its shapes share a name, the shape follows. Heads are
+# the ZeRO run's (11b to 13b have 10b's). The paper checkpoints every block, so these remat.
+PRESETS: dict[str, Config] = {
+    "tiny": Config(2, 64, 4, vocab_size=256, max_length=64),
+    "bytes": Config(4, 192, 4, vocab_size=256, max_length=256),
+    "124m": Config(12, 768, 12),
+    "355m": Config(24, 1024, 16),
+    "774m": Config(36, 1280, 20),
+    # Fig. 2. The released GPT-2 XL is 1.5b with 25 heads.
+    "1.5b": _paper(48, 1600, 16),
+    "8b": _paper(72, 3072, 24),
+    "20b": _paper(98, 4096, 32),
+    "40b": _paper(88, 6144, 32),
+    "60b": _paper(132, 6144, 32),
+    "80b": _paper(100, 8192, 64),
+    "100b": _paper(125, 8192, 64),
+    "120b": _paper(150, 8192, 64),
+    "140b": _paper(175, 8192, 64),
+    "170b": _paper(212, 8192, 64),
+    # Fig. 3
+    "60b-75x8192": _paper(75, 8192, 32),
+    # Fig. 4; its 8B is Fig. 2's
+    "1.16b": _paper(24, 1920, 16),
+    "1.38b": _paper(40, 1536, 16),
+    "1.5b-34x1920": _paper(34, 1920, 16),
+    "2.5b": _paper(54, 1920, 16),
+    "4b": _paper(64, 2304, 24),
+    "6b": _paper(52, 3072, 24),
+    "10b": _paper(50, 4096, 32),
+    "11b": _paper(54, 4096, 32),
+    "12b": _paper(58, 4096, 32),
+    "13b": _paper(62, 4096, 32),
+    # Fig. 5: Turing-NLG
+    "17b": _paper(78, 4256, 28),
+    # Fig. 6; its 60B and 140B are Fig. 2's
+    "40b-50x8192": _paper(50, 8192, 32),
+    "50b": _paper(62, 8192, 32),
+    "150b": _paper(187, 8192, 64),
+    # Section 9: the model that the paper's title is about
+    "1t": _paper(128, 25600, 200),
+}
+
+# What the paper prints that cannot be, by preset.
+ERRATA: dict[str, str] = {
+    "40b": "arXiv v3, Table 4, prints hidden 4096: 17.7B. The appendix and SC20 print 6144.",
+    "60b": "arXiv v3, Table 4, prints hidden 4096: 26.6B. The appendix and SC20 print 6144.",
+    "1.38b": "Fig. 4's baseline 40 x 1536 is 1.13B, 1.21B with embeddings: the label does not fit.",
+    "17b": "28 heads do not divide by MP 16, as the appendix asks: Turing-NLG ran with MP 4.",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of the paper's evaluation, as the appendix of SC20 prints it.
+
+    batch: sequences in each tensor-parallel group; total_batch: in all of them, as printed. system:
+    "ZeRO", or its row C1 to C5 of Table 3 where a figure compares those, or "Megatron" or "DDP".
+    """
+
+    figure: int
+    preset: str
+    gpus: int
+    tensor_parallel: int
+    heads: int
+    batch: int
+    total_batch: int
+    system: str = "ZeRO"
+
+    @property
+    def baseline(self) -> bool:
+        """Whether it ran without ZeRO."""
+        return self.system in ("Megatron", "DDP")
+
+    @property
+    def config(self) -> Config:
+        """The preset with the heads of this run."""
+        return dataclasses.replace(PRESETS[self.preset], num_heads=self.heads)
+
+
+RUNS: tuple[Run, ...] = (
+    Run(2, "1.5b", 400, 1, 16, 24, 9600), Run(2, "1.5b", 400, 2, 16, 16, 3200, "Megatron"),
+    Run(2, "8b", 400, 4, 24, 64, 6400), Run(2, "8b", 400, 8, 24, 8, 400, "Megatron"),
+    Run(2, "20b", 400, 4, 32, 32, 3200), Run(2, "20b", 400, 16, 32, 4, 100, "Megatron"),
+    Run(2, "40b", 400, 4, 32, 12, 1200), Run(2, "40b", 384, 32, 64, 4, 48, "Megatron"),
+    Run(2, "60b", 400, 16, 32, 64, 1600), Run(2, "60b", 384, 64, 64, 4, 24, "Megatron"),
+    Run(2, "80b", 400, 16, 64, 32, 800), Run(2, "80b", 384, 128, 128, 4, 12, "Megatron"),
+    Run(2, "100b", 400, 16, 64, 32, 800), Run(2, "100b", 384, 128, 128, 2, 6, "Megatron"),
+    Run(2, "120b", 400, 16, 64, 24, 600), Run(2, "120b", 384, 128, 128, 2, 6, "Megatron"),
+    Run(2, "140b", 400, 16, 64, 16, 400), Run(2, "140b", 384, 128, 128, 2, 6, "Megatron"),
+    Run(2, "170b", 400, 16, 64, 12, 300), Run(2, "170b", 256, 256, 256, 2, 2, "Megatron"),
+    *(Run(3, "60b-75x8192", gpus, 16, 32, batch, total)
+      for gpus, batch, total in ((64, 16, 64), (128, 48, 384), (256, 48, 768), (400, 64, 1600))),
+    Run(4, "1.16b", 128, 1, 16, 8, 1024, "DDP"), Run(4, "1.38b", 128, 1, 16, 1, 128, "DDP"),
+    Run(4, "1.5b-34x1920", 128, 1, 16, 24, 3072), Run(4, "2.5b", 128, 1, 16, 24, 3072),
+    Run(4, "4b", 128, 1, 24, 16, 2048), Run(4, "6b", 128, 1, 24, 12, 1536),
+    Run(4, "8b", 128, 1, 24, 8, 1024), Run(4, "10b", 128, 1, 32, 6, 768),
+    Run(4, "11b", 128, 1, 32, 4, 512), Run(4, "12b", 128, 1, 32, 4, 512),
+    Run(4, "13b", 128, 1, 32, 2, 256),
+    Run(6, "40b-50x8192", 400, 16, 32, 16, 400, "C1"), Run(6, "60b", 400, 16, 64, 16, 400, "C2"),
+    Run(6, "50b", 400, 16, 32, 16, 400, "C3"), Run(6, "140b", 400, 16, 64, 16, 400, "C4"),
+    Run(6, "150b", 400, 16, 64, 16, 400, "C5"),
+)

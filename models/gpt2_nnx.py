@@ -1,0 +1,98 @@
+"""GPT-2 in Flax NNX: the same architecture, configurations and parameter count as `models.gpt2`."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.gpt2 import EPSILON, INIT, PRESETS, Config, attention, check_length, residual_init
+
+__all__ = ["GPT2", "PRESETS", "Block", "Config", "build"]
+
+
+class Block(nnx.Module):
+    """One pre-norm layer, (batch, seq, width) to the same."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        width, dtype = config.width, config.dtype
+        norm = functools.partial(nnx.LayerNorm, width, epsilon=EPSILON, dtype=dtype, rngs=rngs)
+        linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
+        self.num_heads = config.num_heads
+        self.ln_1 = norm()
+        self.qkv = linear(width, 3 * width, kernel_init=INIT)
+        self.proj = linear(width, width, kernel_init=residual_init(config))
+        self.ln_2 = norm()
+        self.up = linear(width, 4 * width, kernel_init=INIT)
+        self.down = linear(4 * width, width, kernel_init=residual_init(config))
+        self.dropout = _dropout(config, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The residual stream after this layer."""
+        x = x + self.dropout(self.proj(attention(self.qkv(self.ln_1(x)), self.num_heads)))
+        return x + self.dropout(self.down(nnx.gelu(self.up(self.ln_2(x)))))
+
+
+class GPT2(nnx.Module):
+    """Tokens, int (batch, seq), to logits (batch, seq, vocab) in the dtype of the computation.
+
+    It owns RNG state if there is dropout, and none otherwise.
+    """
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.config = config
+        self.wte = _embed(config.vocab_size, config, rngs)
+        self.wpe = _embed(config.max_length, config, rngs)
+        self.dropout = _dropout(config, rngs)
+        if config.scan_layers:
+
+            @nnx.split_rngs(splits=config.num_layers)
+            @nnx.vmap
+            def stack(rngs: nnx.Rngs) -> Block:
+                return Block(config, rngs=rngs)
+
+            self.blocks = stack(rngs)
+        else:
+            self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.ln_f = nnx.LayerNorm(config.width, epsilon=EPSILON, dtype=config.dtype, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Dropout is active unless `eval()` was called.
+
+        Raises ValueError for more than `max_length` tokens.
+        """
+        c = self.config
+        check_length(c, tokens)
+        x = self.dropout(self.wte(tokens) + self.wpe(jnp.arange(tokens.shape[-1])[None]))
+
+        def run(x: jax.Array, block: Block) -> jax.Array:
+            return block(x)
+
+        if c.remat:
+            run = nnx.remat(run, prevent_cse=not c.scan_layers)
+        if c.scan_layers:
+            x = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+        else:
+            for block in self.blocks:
+                x = run(x, block)
+        return self.wte.attend(self.ln_f(x))
+
+
+def build(config: Config) -> Callable[[nnx.Rngs], GPT2]:
+    """A function of `rngs` that makes the model: one made here would lie whole on one device."""
+
+    def make(rngs: nnx.Rngs) -> GPT2:
+        return GPT2(config, rngs=rngs)
+
+    return make
+
+
+def _embed(num_embeddings: int, config: Config, rngs: nnx.Rngs) -> nnx.Embed:
+    embed = nnx.Embed(num_embeddings, config.width, embedding_init=INIT, rngs=rngs)
+    embed.dtype = config.dtype  # Embed makes None float32, which would not follow a bf16 copy
+    return embed
+
+
+def _dropout(config: Config, rngs: nnx.Rngs) -> nnx.Dropout:
+    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)

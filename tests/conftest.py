@@ -1,0 +1,23 @@
+"""Policy of all tests: eight simulated devices, no accelerator, no silent rank promotion.
+
+Warnings are errors (pyproject.toml). A test that needs another number of devices starts its own process.
+"""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, and for processes that tests start
+
+import jax
+import pytest
+from jax.sharding import Mesh
+
+import zero_jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def mesh8() -> Mesh:
+    """Eight simulated devices on the axis `data`."""
+    return zero_jax.make_mesh()

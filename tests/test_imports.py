@@ -1,0 +1,153 @@
+"""The floors: which module may import which, read from the sources; nothing is imported here."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_LINES = 300
+
+# A module imports from lower floors only, so that the table can be read from the top and the code from there too.
+FLOORS: dict[str, tuple[int, str]] = {
+    "tree": (0, "pytrees by path: names and bytes"),
+    "stages": (0, "the stage table"),
+    "state": (0, "what a step carries to the next"),
+    "precision": (0, "dtypes that are stored, used and reduced"),
+    "mesh": (0, "the device mesh and the roles of its axes"),
+    "gather": (0, "the use of a stored parameter, and the reduce-scatter of its gradient"),
+    "once": (0, "one gather per array and trace"),
+    "rewrite": (0, "a traced function with its equations edited"),
+    "hardware": (0, "devices that are described and not there"),
+    "hlo_text": (0, "compiled text as a structure"),
+    "hlo_groups": (0, "who takes part in a collective"),
+    "token_file": (0, "files of token ids"),
+    "config": (0, "what a run is told; no JAX, so that a mistake is answered at once"),
+    "data": (0, "tokens as global batches"),
+    "reads": (1, "how a model reads its parameters, found by tracing"),
+    "passes": (1, "edits of the traced loss, and what backward may keep"),
+    "widen": (1, "gradients computed in the dtype they are reduced in"),
+    "hlo": (1, "the collectives that a compiled program runs"),
+    "corpus": (1, "text as tokens, and its held-out split"),
+    "layout": (2, "where every leaf of the state lies"),
+    "linen": (2, "Linen modules as pure functions"),
+    "nnx": (2, "NNX modules as pure functions"),
+    "functional": (3, "where the two flavours part"),
+    "step": (4, "make_zero_train_step: all of the above in the order of the paper"),
+    "__init__": (5, "what users import"),
+}
+FLAX_ROOMS = {"linen", "nnx", "functional"}
+
+
+def imported(source: str) -> Iterator[str]:
+    """Every dotted name that `source` imports, at any depth; `from a import b` gives a.b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                yield "relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def attributes(source: str) -> Iterator[str]:
+    """Every dotted expression in `source`: jax._src.core and its like need no import."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+def room_of(name: str) -> str | None:
+    """The module of zero_jax that `name` is or lies in; `__init__` for the package itself, None for others'."""
+    package, *rest = name.split(".")
+    if package != "zero_jax":
+        return None
+    return rest[0] if rest and rest[0] in FLOORS else "__init__"
+
+
+def faults(module: str, source: str) -> list[str]:
+    """What breaks a rule in `source`, the text of zero_jax/`module`.py."""
+    if module not in FLOORS:
+        return [f"zero_jax/{module}.py stands on no floor: place it in FLOORS, tests/test_imports.py"]
+    found = []
+    for name in imported(source):
+        room = room_of(name)
+        if room is not None and FLOORS[room][0] >= FLOORS[module][0]:
+            found.append(f"{module} (floor {FLOORS[module][0]}) imports {name} (floor {FLOORS[room][0]})")
+        if name.split(".")[0] == "flax" and module not in FLAX_ROOMS:
+            found.append(f"{module} imports {name}: only {sorted(FLAX_ROOMS)} know Flax")
+        if name.split(".")[0] == "models" or name == "relative import":
+            found.append(f"{module}: {name}")
+    lines = source.count("\n")
+    return found + private(module, source) + ([f"{module}: {lines} lines"] if lines > MAX_LINES else [])
+
+
+def private(module: str, source: str) -> list[str]:
+    """What `source` takes from inside JAX."""
+    names = {*imported(source), *attributes(source)}
+    return [f"{module} uses {name}" for name in sorted(names) if name.startswith("jax._src") or "._src." in name]
+
+
+def model_faults(module: str, source: str) -> list[str]:
+    """What breaks a rule in `source`, the text of models/`module`.py: a model knows nothing of sharding."""
+    found = [f"models/{module} imports {name}" for name in imported(source)
+             if name.split(".")[0] == "zero_jax" or name.startswith("jax.sharding")]
+    return found + private(module, source)
+
+
+def sources(folder: str) -> list[Path]:
+    paths = sorted((ROOT / folder).glob("**/*.py"))
+    assert paths
+    return paths
+
+
+@pytest.mark.parametrize("path", sources("zero_jax"), ids=lambda path: path.stem)
+def test_floors_of_zero_jax(path):
+    assert faults(path.stem, path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", sources("models"), ids=lambda path: path.stem)
+def test_models_know_nothing_of_sharding(path):
+    assert model_faults(path.stem, path.read_text()) == []
+
+
+def test_the_table_names_what_there_is():
+    assert sorted(FLOORS) == [path.stem for path in sources("zero_jax")]
+    assert all(purpose and "\n" not in purpose for _, purpose in FLOORS.values())
+
+
+@pytest.mark.parametrize(
+    "module, source, fault",
+    [
+        ("tree", "from zero_jax.step import make_zero_train_step", "tree (floor 0) imports"),
+        ("tree", "from zero_jax import layout", "imports zero_jax.layout (floor 2)"),
+        ("tree", "from zero_jax import mesh", "imports zero_jax.mesh (floor 0)"),
+        ("tree", "import zero_jax.layout as l", "imports zero_jax.layout"),
+        ("tree", "import zero_jax", "imports zero_jax (floor 5)"),
+        ("tree", "from zero_jax import make_mesh", "(floor 5)"),
+        ("tree", "def f():\n    from zero_jax import step\n", "imports zero_jax.step"),
+        ("step", "from . import layout", "relative import"),
+        ("step", "import flax.linen as nn", "know Flax"),
+        ("step", "from flax import nnx", "know Flax"),
+        ("step", "from models import gpt2", "models.gpt2"),
+        ("step", "from jax._src import core", "step uses jax._src.core"),
+        ("step", "import jax._src.core", "step uses jax._src.core"),
+        ("step", "import jax\njax._src.core.Jaxpr", "step uses jax._src"),
+        ("step", "x = 1\n" * (MAX_LINES + 1), f"step: {MAX_LINES + 1} lines"),
+        ("utils", "", "stands on no floor"),
+    ],
+)
+def test_a_broken_rule_is_found(module, source, fault):
+    assert any(fault in found for found in faults(module, source)), faults(module, source)
+
+
+@pytest.mark.parametrize(
+    "source", ["import zero_jax", "from zero_jax.mesh import make_mesh", "from jax.sharding import Mesh"])
+def test_a_model_that_knows_of_sharding_is_found(source):
+    assert model_faults("gpt2", source)
+
+
+def test_what_is_allowed_is_not_refused():
+    assert faults("linen", "import flax.linen as nn\nfrom zero_jax.tree import map_named\nfrom zero_jax import once\n") == []
+    assert model_faults("gpt2", "import flax.linen as nn\nimport jax\nfrom models.gpt2 import Config\n") == []

@@ -1,0 +1,212 @@
+"""What a run is told: the configuration of a training run, and the model that its name stands for.
+
+Nothing here imports JAX, so that a mistake is answered at once.
+"""
+
+import dataclasses
+import difflib
+import glob
+import importlib
+import importlib.util
+import math
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+SIMULATED_DEVICES = 8
+"""CPU devices to simulate where no accelerator is present."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Train a language model at a ZeRO stage.
+
+    Raises ValueError for values that make no run.
+    """
+
+    stage: Literal[0, 1, 2, 3] = 3
+    """What lies sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
+
+    model: str = "models.gpt2:bytes"
+    """MODULE:PRESET. Any module on the path or in this folder that has PRESETS and build(config)."""
+
+    data: tuple[str, ...] = ("python",)
+    """Text files, folders and globs, read as bytes; or one token file (.bin, .npy); or "python", its own library."""
+
+    max_bytes: int | None = None
+    """Read no more text than this, in bytes. None: all."""
+
+    devices: int | None = None
+    """How many to use. None: all accelerators; 8 simulated CPU devices where there are none."""
+
+    replica: int = 1
+    """Hybrid sharding: this many groups of devices, each with a whole set of shards."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of computation and wire; the master copy is fp32. bf16 is the choice on accelerators, and emulated on CPUs."""
+
+    batch_size: int = 16
+    """Sequences per step, over all devices, which it must divide over."""
+
+    length: int = 128
+    """Tokens per sequence, at most the model's max_length."""
+
+    steps: int = 800
+    """Optimizer steps."""
+
+    learning_rate: float = 3e-3
+    """Peak of AdamW's schedule: linear warmup, then a cosine down to a tenth."""
+
+    warmup: float = 0.1
+    """Share of the steps that warm up, since early gradients are large."""
+
+    weight_decay: float = 0.1
+    """AdamW's, per unit of learning rate."""
+
+    clip: float = 1.0
+    """Largest global norm of the gradient. inf: as it is."""
+
+    seed: int = 0
+    """Of initialisation, batch order and generated text."""
+
+    eval_every: int = 100
+    """Steps between validations, each on the same held-out batches, at most 16."""
+
+    out: Path = Path("runs/train")
+    """Folder for train.jsonl and loss.png, which a later run to the same folder overwrites."""
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage={self.stage!r} is not a ZeRO stage: give 0, 1, 2 or 3.")
+        if self.precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision={self.precision!r} is unknown: give fp32 or bf16.")
+        for name in ("devices", "replica", "batch_size", "length", "steps", "eval_every", "max_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: give at least 1.")
+        for name, low, high in (("learning_rate", 0, 10), ("warmup", 0, 1), ("weight_decay", 0, 10),
+                                ("clip", 1e-9, math.inf), ("seed", 0, 2**32 - 1)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name}={value} is not within {low} to {high}.")
+        if not self.data:
+            raise ValueError('data is empty: name files, or "python".')
+        object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
+        object.__setattr__(self, "out", Path(self.out))
+        if self.devices is not None:
+            self.check_devices(self.devices)
+
+    def check(self) -> None:
+        """Raises ValueError for what can be seen to be wrong before JAX is imported.
+
+        Data or a model's module that are not there, an output folder that cannot be written, and a batch that does
+        not divide over the devices where their number is known.
+        """
+        self._check_files()
+        check_module(self.model)
+        if self.devices is None and simulates():
+            self.check_devices(SIMULATED_DEVICES)
+
+    def check_devices(self, devices: int) -> None:
+        """Raises ValueError unless the batch and the replicas divide over `devices`."""
+        if devices % self.replica:
+            raise ValueError(f"replica={self.replica} does not divide the {devices} devices.")
+        if self.batch_size % devices:
+            near = max(devices, round(self.batch_size / devices) * devices)
+            raise ValueError(
+                f"batch_size={self.batch_size} does not divide over {devices} devices: give a multiple, such as {near}.")
+
+    @property
+    def token_file(self) -> bool:
+        """Whether the data are ids of some tokenizer, and not text read as bytes."""
+        return Path(self.data[0]).suffix in (".bin", ".npy")
+
+    def _check_files(self) -> None:
+        for name in self.data:
+            path = Path(name).expanduser()
+            if self.data != ("python",) and not path.exists() and not glob.glob(str(path), recursive=True):
+                raise ValueError(f"data: {name}: no such file, folder or glob match.")
+        existing = next(folder for folder in (self.out, *self.out.absolute().parents) if folder.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise ValueError(f"out={self.out} cannot be written: {existing} is not a folder that allows it.")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelChoice:
+    """A preset of a module of models: `build(config)` makes the Flax model."""
+
+    name: str
+    config: Any
+    build: Callable[[Any], Any]
+
+    def check(self, *, length: int, vocab_size: int | None) -> None:
+        """Raises ValueError for sequences or token ids that the model's config has no room for."""
+        longest, known = getattr(self.config, "max_length", None), getattr(self.config, "vocab_size", None)
+        if longest is not None and length > longest:
+            raise ValueError(f"length={length} is longer than max_length={longest} of {self.name}.")
+        if known is not None and vocab_size is not None and vocab_size > known:
+            raise ValueError(f"The data's vocabulary of {vocab_size} is larger than vocab_size={known} of {self.name}.")
+
+
+def find_model(name: str) -> ModelChoice:
+    """The model that MODULE:PRESET stands for, of any importable module with `PRESETS` and `build`.
+
+    The current folder is searched too. Raises ValueError for one that is not there, with the nearest that is; an
+    error inside the module is its own.
+    """
+    check_module(name)
+    module_name, _, preset = name.partition(":")
+    module = importlib.import_module(module_name)
+    presets, build = getattr(module, "PRESETS", None), getattr(module, "build", None)
+    if not isinstance(presets, Mapping) or not callable(build):
+        raise ValueError(
+            f"model={name!r}: {module_name} lacks PRESETS (configs by name) or build(config) (a Flax model)"
+            + _nearest(module_name, _modules_beside(module_name)))
+    if preset not in presets:
+        wrong = f"{module_name} has no preset {preset!r}" if preset else f"name a preset, as in {module_name}:PRESET"
+        raise ValueError(f"model={name!r}: {wrong}" + _nearest(preset, list(presets)))
+    return ModelChoice(name, presets[preset], build)
+
+
+def check_module(name: str) -> None:
+    """Raises ValueError unless the module of MODULE:PRESET is there; it is not imported."""
+    module = name.partition(":")[0]
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if not _exists(module):
+        raise ValueError(f"model={name!r}: there is no module {module!r}" + _nearest(module, _modules_beside(module)))
+
+
+def simulates() -> bool:
+    """Whether to simulate devices: JAX_PLATFORMS says cpu, or says nothing and there is no accelerator's file."""
+    platforms = os.environ.get("JAX_PLATFORMS")
+    if platforms:
+        return platforms == "cpu"
+    files = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
+    return not any(glob.glob(pattern) for pattern in files)
+
+
+def _exists(module: str) -> bool:
+    try:
+        return bool(module) and importlib.util.find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):  # its package is not there; a name such as "a..b"
+        return False
+
+
+def _modules_beside(module: str) -> list[str]:
+    """Names of modules in the same package; in `models` where there is no such package."""
+    for package in (module.rpartition(".")[0], "models"):
+        if _exists(package):
+            spec = importlib.util.find_spec(package)
+            folders = spec.submodule_search_locations if spec else None
+            return [f"{package}.{found.name}" for found in pkgutil.iter_modules(folders)]
+    return []
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    hint = f". Did you mean {close[0]!r}?" if close else "."
+    return hint + (f" There are: {', '.join(known)}." if known else "")

@@ -1,0 +1,180 @@
+"""What a run shows: where its bytes lie, how far it is, and the curve of its loss."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from zero_jax.layout import Layout, Placement
+
+
+def make_console() -> Console:
+    """Standard output; 120 columns wide where it is no terminal, so that tables are not cut."""
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False, emoji=False)
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes for people.
+
+    >>> size_text(938_000), size_text(3 << 30)
+    ('916.0 KiB', '3.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def formulas(layout: Layout) -> dict[str, tuple[str, float]]:
+    """For params, weights and opt_state: the bytes per device that the stage's table gives them, as text and number.
+
+    psi is the number of parameters and N that of the shards; fp32 masters and Adam's two moments. Their sum is
+    `Stage.state_bytes`.
+    """
+    stage, copied = layout.stage, layout.state.weights is not None
+    psi = sum(row.bytes for row in layout.placements() if row.name.startswith("params/")) / 4
+    master_split = stage.shards_params or (copied and stage.shards_optimizer)
+    terms = {"params": (4, master_split), "opt_state": (8, stage.shards_optimizer)}
+    if copied:
+        terms["weights"] = (2, False)
+    return {kind: (f"{size} psi" + ("/N" if split else ""), size * psi / (layout.num_shards if split else 1))
+            for kind, (size, split) in terms.items()}
+
+
+def state_table(layout: Layout) -> Table:
+    """Where every byte of the state lies: a row for each top-level module of the model, and the formula beside."""
+    rows, expected = layout.placements(), formulas(layout)
+    psi = int(sum(row.bytes for row in rows if row.name.startswith("params/")) // 4)
+    table = Table(
+        title=f"Where the state lies: stage {layout.stage.number} ({layout.stage.name}), "
+              f"psi = {psi:,} parameters, N = {layout.num_shards} shards",
+        box=box.SIMPLE_HEAD, title_justify="left")
+    for name in ("state", "leaves", "largest", "dtype", "sharded", "bytes", "per device", "formula"):
+        table.add_column(name, justify="right" if name in ("leaves", "bytes", "per device", "formula") else "left")
+    kinds: dict[str, dict[str, list[Placement]]] = {}
+    params = [row.name.partition("/")[2] for row in rows if row.name.startswith("params/")]
+    for row in rows:
+        kind, label = _group(row.name, params)
+        kinds.setdefault(kind, {}).setdefault(label, []).append(row)
+    for kind, groups in kinds.items():
+        members = [row for group in groups.values() for row in group]
+        text, value = expected.get(kind, ("", 0.0))
+        formula = f"{text} = {value:,.0f}" if text else ""
+        table.add_row(kind, str(len(members)), "", "", "", *_bytes(members), formula, style="bold")
+        for label, group in groups.items():
+            if label:
+                table.add_row(f"  {label}", str(len(group)), *_summary(group), *_bytes(group), "")
+    table.add_section()
+    low = layout.state.weights is not None or any(use and use.dtype.itemsize == 2 for use in _uses(layout))
+    total = layout.stage.state_bytes(psi, layout.num_shards, low_precision=low)
+    table.add_row("all", str(len(rows)), "", "", "", *_bytes(rows), f"{total:,.0f}", style="bold")
+    return table
+
+
+def replicated_text(layout: Layout) -> str:
+    """The leaves that stay whole though the stage shards their kind, by name."""
+    rows = layout.replicated()
+    names = ", ".join(row.name for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
+    return f"Whole on every device though this stage shards their kind: {len(rows)} leaves" + (
+        f" ({size_text(sum(row.bytes for row in rows))}): {names}" if rows else "")
+
+
+def memory_text(analysis: Any) -> str:
+    """What the compiled step takes on each device, from `Compiled.memory_analysis()`."""
+    if analysis is None:
+        return "Compiled step: this backend tells nothing of its memory."
+    parts = {"arguments": "argument_size_in_bytes", "temporaries": "temp_size_in_bytes",
+             "outputs": "output_size_in_bytes", "of them in place of arguments": "alias_size_in_bytes"}
+    return "Compiled step, per device: " + ", ".join(
+        f"{size_text(getattr(analysis, field))} {name}" for name, field in parts.items())
+
+
+def draw_curves(
+    path: Path, *, title: str, train: Sequence[tuple[int, float]], validation: Sequence[tuple[int, float]],
+    baselines: Mapping[str, float]
+) -> None:
+    """A PNG of loss, in nats per token, over steps; each baseline is a horizontal line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and needed once
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(title=title, xlabel="step", ylabel="loss, nats per token")
+    axes.plot(*zip(*train, strict=True), linewidth=0.8, alpha=0.7, label="training")
+    if validation:
+        axes.plot(*zip(*validation, strict=True), marker="o", label=f"validation: {validation[-1][1]:.3f}")
+    for name, loss in baselines.items():
+        axes.axhline(loss, linestyle="--", color="gray", label=f"{name}: {loss:.3f}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+class Ticker:
+    """A progress bar on a terminal, and now and then a line elsewhere. Use it in a `with`."""
+
+    def __init__(self, console: Console, *, total: int):
+        self._console, self._every = console, max(1, total // 20)
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(), console=console, refresh_per_second=2, disable=not console.is_terminal)
+        self._task = self._progress.add_task("", total=total, status="")
+
+    def __enter__(self) -> "Ticker":
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def tick(self, step: int, *, loss: float, tokens_per_second: float, memory: str) -> None:
+        """Step number `step` is done."""
+        status = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  {memory}"
+        self._progress.update(self._task, completed=step, status=status)
+        if not self._console.is_terminal and step % self._every == 0:
+            self.say(f"step {step:5d}  {status}")
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self._console.print(text, soft_wrap=True)
+
+
+def _uses(layout: Layout) -> list[Any]:
+    import jax
+
+    return jax.tree.leaves(layout.uses, is_leaf=lambda leaf: hasattr(leaf, "dtype"))
+
+
+def _group(name: str, params: Sequence[str]) -> tuple[str, str]:
+    """(kind, label) of a leaf: opt_state/1/0/mu/blocks/qkv/kernel belongs to opt_state, "mu: blocks"."""
+    kind, _, rest = name.partition("/")
+    if kind in ("params", "weights", "variables"):
+        return kind, rest.partition("/")[0]
+    if kind == "opt_state":
+        for param in params:
+            if rest.endswith("/" + param):
+                moment = rest.removesuffix("/" + param).rpartition("/")[2]
+                return kind, f"{moment}: {param.partition('/')[0]}"
+        return kind, "counts and rates"
+    return "step and rng", ""
+
+
+def _bytes(rows: Sequence[Placement]) -> tuple[str, str]:
+    return f"{sum(row.bytes for row in rows):,}", f"{sum(row.device_bytes for row in rows):,}"
+
+
+def _summary(rows: Sequence[Placement]) -> tuple[str, str, str]:
+    """Shape of the largest leaf, dtypes, and where the shards are: (., data) splits the second dim."""
+    largest = max(rows, key=lambda row: row.bytes)
+    specs: dict[str, None] = {}
+    for row in rows:
+        specs[f"({', '.join('.' if axis is None else str(axis) for axis in row.spec)})" if any(row.spec) else "whole"] = None
+    shape = " x ".join(map(str, largest.shape)) or "scalar"
+    return shape, ", ".join(sorted({row.dtype for row in rows})), "  ".join(specs)

@@ -1,0 +1,97 @@
+"""Gradients computed in the dtype that they are reduced in.
+
+A cast before the reduction does not do it: the partitioner reduces a partial sum where it arises, in the dtype of
+the product that makes it. `widen_reductions` edits the backward pass so that this product comes out wide.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.extend.core import primitives
+
+from zero_jax.gather import REDUCED
+
+_MOVES = ("transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "name", "sharding_constraint")
+_CONTRACTS = ("dot_general", "conv_general_dilated")
+_SUMS = ("add_any", "add", "reduce_sum", "concatenate")
+
+
+def widen_reductions(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """An edit for `rewrite.rewritten`: what is cast right before a reduction is computed in the wide dtype."""
+    if not any(_is_mark(eqn) for eqn in jaxpr.eqns):
+        return jaxpr
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    eqns: list[core.JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        if _is_mark(eqn):
+            wide = _widened(eqn.invars[0], eqn.outvars[0].aval.dtype, makers, eqns)
+            eqn = eqn.replace(invars=[wide])
+        eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns)
+
+
+def _is_mark(eqn: core.JaxprEqn) -> bool:
+    return eqn.primitive.name == "name" and eqn.params["name"] == REDUCED
+
+
+def _widened(atom: Any, dtype: Any, makers: dict[Any, core.JaxprEqn], eqns: list[core.JaxprEqn]) -> Any:
+    """`atom` in `dtype`, computed in it as far back as sums and products go; appends what that takes to `eqns`."""
+    if atom.aval.dtype == dtype:
+        maker = makers.get(atom) if not isinstance(atom, core.Literal) else None
+        if maker is not None and maker.primitive.name == "convert_element_type" and jnp.finfo(
+                maker.invars[0].aval.dtype).bits < jnp.finfo(dtype).bits:
+            return _widened(maker.invars[0], dtype, makers, eqns)
+        return atom
+    maker = None if isinstance(atom, core.Literal) else makers.get(atom)
+    name = "" if maker is None else maker.primitive.name
+    wide = core.Var(atom.aval.update(dtype=jnp.dtype(dtype), weak_type=False))
+    if maker is not None and name == "convert_element_type" and maker.invars[0].aval.dtype == dtype:
+        return maker.invars[0]
+    if maker is not None and name in _CONTRACTS:
+        new = maker.replace(outvars=[wide], params={**maker.params, "preferred_element_type": jnp.dtype(dtype)})
+    elif maker is not None and name in _MOVES + _SUMS:
+        new = maker.replace(outvars=[wide], invars=[
+            _widened(v, dtype, makers, eqns) if v.aval.dtype == atom.aval.dtype else v for v in maker.invars])
+    elif maker is not None and maker.primitive is primitives.scatter_add_p:
+        new = _scatter_add(maker, [
+            _widened(v, dtype, makers, eqns) if v.aval.dtype == atom.aval.dtype else v for v in maker.invars], wide)
+    elif maker is not None and maker.primitive is primitives.jit_p:
+        new = _widened_call(maker, maker.outvars.index(atom), wide, dtype)
+    else:
+        (new,) = jax.make_jaxpr(lambda x: x.astype(dtype))(
+            jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)).jaxpr.eqns
+        new = new.replace(invars=[atom], outvars=[wide])
+    eqns.append(new)
+    return wide
+
+
+def _scatter_add(old: core.JaxprEqn, invars: list[Any], wide: core.Var) -> core.JaxprEqn:
+    """A scatter-add as `old`; made anew, since it carries its addition as a jaxpr of its dtype."""
+    params = {name: old.params[name] for name in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")}
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
+    (new,) = jax.make_jaxpr(lambda *args: jax.lax.scatter_add(*args, **params))(*shapes).jaxpr.eqns
+    return new.replace(invars=invars, outvars=[wide])
+
+
+def _widened_call(call: core.JaxprEqn, index: int, wide: core.Var, dtype: Any) -> core.JaxprEqn:
+    """The jit equation `call` with its output `index` alone, in `dtype`."""
+    inner = call.params["jaxpr"].jaxpr
+    makers = {var: eqn for eqn in inner.eqns for var in eqn.outvars}
+    eqns = list(inner.eqns)
+    out = _widened(inner.outvars[index], dtype, makers, eqns)
+
+    def evaluate(*args: Any) -> Any:
+        (result,) = jax.core.eval_jaxpr(
+            inner.replace(eqns=eqns, outvars=[out], debug_info=_unnamed(inner)), call.params["jaxpr"].consts, *args)
+        return result
+
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in call.invars]
+    (new,) = jax.make_jaxpr(jax.jit(evaluate))(*shapes).jaxpr.eqns
+    return new.replace(invars=call.invars, outvars=[wide])
+
+
+def _unnamed(jaxpr: core.Jaxpr) -> Any:
+    """Debug info without the names of results, whose number changes."""
+    return jaxpr.debug_info._replace(result_paths=None)
