@@ -145,7 +145,7 @@ def _paper(num_layers: int, width: int, num_heads: int) -> Config:
 # the ZeRO run's (11b to 13b have 10b's). The paper checkpoints every block, so these remat.
 PRESETS: dict[str, Config] = {
     "tiny": Config(2, 64, 4, vocab_size=256, max_length=64),
-    "bytes": Config(4, 192, 4, vocab_size=256, max_length=256),
+    "bytes": Config(2, 192, 4, vocab_size=256, max_length=512),
     "124m": Config(12, 768, 12),
     "355m": Config(24, 1024, 16),
     "774m": Config(36, 1280, 20),

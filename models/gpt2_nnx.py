@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,7 @@ class GPT2(nnx.Module):
         self.wte = _embed(config.vocab_size, config, rngs)
         self.wpe = _embed(config.max_length, config, rngs)
         self.dropout = _dropout(config, rngs)
+        self.blocks: Any  # one Block with stacked parameters, or a list of them
         if config.scan_layers:
 
             @nnx.split_rngs(splits=config.num_layers)

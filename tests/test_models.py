@@ -14,7 +14,9 @@ from models import gpt2, gpt2_nnx
 from models.gpt2 import PRESETS, Config
 
 SMALL = Config(2, 32, 4, vocab_size=48, max_length=16)
-TOKENS = jax.random.randint(jax.random.key(7), (2, 12), 0, SMALL.vocab_size)
+TOKENS = np.random.default_rng(7).integers(0, SMALL.vocab_size, (2, 12), np.int32)
+# Compile time is most of what these tests take.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 LOOPS = pytest.mark.parametrize("scan_layers", [True, False])
 FLAVOURS = pytest.mark.parametrize("flavour", ["linen", "nnx"])
 Flat = dict[str, jax.Array]
@@ -54,13 +56,13 @@ def forward(flavour: str, config: Config):
             nnx.update(model, nnx.from_flat_state(state))
             return model(tokens)
 
-    return jax.jit(run)
+    return run
 
 
 def noise(shapes: Flat) -> Flat:
     """Parameters with nothing left at zero or one, so that each of them counts."""
-    keys = zip(sorted(shapes), jax.random.split(jax.random.key(3), len(shapes)), strict=True)
-    return {name: 0.2 * jax.random.normal(key, shapes[name].shape) for name, key in keys}
+    draw = np.random.default_rng(3).normal
+    return {name: jnp.float32(0.2 * draw(size=shapes[name].shape)) for name in sorted(shapes)}
 
 
 def unstacked(flat: Flat, separator: str, order=range(SMALL.num_layers)) -> Flat:
@@ -83,7 +85,7 @@ def test_num_params_is_exact(flavour, scan_layers, config):
 @FLAVOURS
 def test_initialisation_is_gpt2s(flavour):
     config = dataclasses.replace(SMALL, width=128, vocab_size=512)
-    for name, value in jax.jit(lambda: initialise(flavour, config))().items():
+    for name, value in jit(lambda: initialise(flavour, config))().items():
         layers = np.asarray(value if name.startswith("blocks") else value[None])
         if name.endswith(("bias", "scale")):
             assert (layers == name.endswith("scale")).all(), name
@@ -98,8 +100,8 @@ def test_initialisation_is_gpt2s(flavour):
 @FLAVOURS
 def test_scanned_equals_unrolled(flavour):
     flat, separator = noise(shapes_of(flavour, SMALL)), "_" if flavour == "linen" else "/"
-    scanned = forward(flavour, SMALL)(flat, TOKENS)
-    loop = forward(flavour, dataclasses.replace(SMALL, scan_layers=False))
+    scanned = jit(forward(flavour, SMALL))(flat, TOKENS)
+    loop = jit(forward(flavour, dataclasses.replace(SMALL, scan_layers=False)))
     np.testing.assert_allclose(loop(unstacked(flat, separator), TOKENS), scanned, 1e-4, 1e-4)
     swapped = loop(unstacked(flat, separator, order=(1, 0)), TOKENS)
     assert not np.allclose(swapped, scanned, 1e-2, 1e-2), "the order of layers must matter here"
@@ -119,7 +121,7 @@ def test_a_scanned_program_does_not_grow_with_depth(flavour):
 def test_linen_equals_nnx():
     flat = noise(shapes_of("linen", SMALL))
     assert shapes_of("nnx", SMALL) == shapes_of("linen", SMALL)
-    linen, other = forward("linen", SMALL), forward("nnx", SMALL)
+    linen, other = jit(forward("linen", SMALL)), jit(forward("nnx", SMALL))
     expected = linen(flat, TOKENS)
     np.testing.assert_allclose(other(flat, TOKENS), expected, 1e-4, 1e-4)
     for name, value in flat.items():  # each parameter counts, or equality would say little
@@ -128,9 +130,11 @@ def test_linen_equals_nnx():
 
 @FLAVOURS
 def test_attention_is_causal(flavour):
-    flat, run, at = noise(shapes_of(flavour, SMALL)), forward(flavour, SMALL), 6
+    flat, run, at = noise(shapes_of(flavour, SMALL)), jit(forward(flavour, SMALL)), 6
     before = run(flat, TOKENS)
-    after = run(flat, TOKENS.at[:, at].set((TOKENS[:, at] + 1) % SMALL.vocab_size))
+    tokens = TOKENS.copy()
+    tokens[:, at] = (tokens[:, at] + 1) % SMALL.vocab_size
+    after = run(flat, tokens)
     np.testing.assert_array_equal(after[:, :at], before[:, :at])
     changed = np.abs(after - before).max(axis=(0, 2))
     assert (changed[at:] > 1e-4).all(), "a token must reach every later position"
@@ -144,7 +148,7 @@ def test_remat_does_not_change_gradients(flavour, scan_layers):
 
     def grads(config: Config) -> tuple[str, Flat]:
         run = forward(flavour, config)
-        traced = jax.jit(jax.grad(lambda flat: jnp.square(run(flat, TOKENS)).mean())).trace(flat)
+        traced = jit(jax.grad(lambda flat: jnp.square(run(flat, TOKENS)).mean())).trace(flat)
         return str(traced.jaxpr), traced.lower().compile()(flat)
 
     text, expected = grads(config)
@@ -161,12 +165,12 @@ def test_linen_dropout_follows_its_stream(scan_layers, remat):
     flat, model = noise(shapes_of("linen", config)), gpt2.build(config)
     variables = {"params": traverse_util.unflatten_dict(flat, sep="/")}
 
-    @functools.partial(jax.jit, static_argnames="deterministic")
+    @functools.partial(jit, static_argnames="deterministic")
     def run(key: jax.Array, deterministic: bool | None = None) -> jax.Array:
         return model.apply(variables, TOKENS, deterministic=deterministic, rngs={"dropout": key})
 
     one, two = jax.random.key(1), jax.random.key(2)
-    still = jax.jit(model.apply)(variables, TOKENS)
+    still = jit(model.apply)(variables, TOKENS)
     np.testing.assert_array_equal(run(one), run(one))
     assert not np.allclose(run(one), run(two)) and not np.allclose(run(one), still)
     np.testing.assert_allclose(run(one, deterministic=True), still, 1e-4, 1e-4)
@@ -176,7 +180,7 @@ def test_linen_dropout_follows_its_stream(scan_layers, remat):
 @pytest.mark.parametrize("remat", [True, False])
 def test_nnx_dropout_draws_anew_at_each_call(scan_layers, remat):
     config = dataclasses.replace(SMALL, dropout=0.2, scan_layers=scan_layers, remat=remat)
-    model = gpt2_nnx.build(config)(nnx.Rngs(0))
+    model = nnx.jit(lambda: gpt2_nnx.build(config)(nnx.Rngs(0)))()
     keys = nnx.to_flat_state(nnx.state(model, nnx.RngKey))
     data = np.concatenate([np.atleast_2d(jax.random.key_data(key[...])) for _, key in keys])
     assert len(np.unique(data, axis=0)) == config.num_layers + 1, "each layer has its own stream"

@@ -19,13 +19,13 @@ from typing import Any, Literal
 SIMULATED_DEVICES = 8
 """CPU devices to simulate where no accelerator is present."""
 
+BYTES = 256
+"""Size of the vocabulary of text."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Train a language model at a ZeRO stage.
-
-    Raises ValueError for values that make no run.
-    """
+    """Train a language model at a ZeRO stage."""
 
     stage: Literal[0, 1, 2, 3] = 3
     """What lies sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
@@ -54,7 +54,7 @@ class TrainConfig:
     length: int = 128
     """Tokens per sequence, at most the model's max_length."""
 
-    steps: int = 800
+    steps: int = 700
     """Optimizer steps."""
 
     learning_rate: float = 3e-3
@@ -99,16 +99,19 @@ class TrainConfig:
         if self.devices is not None:
             self.check_devices(self.devices)
 
-    def check(self) -> None:
-        """Raises ValueError for what can be seen to be wrong before JAX is imported.
+    def check(self) -> "ModelChoice":
+        """The model; raises ValueError for what can be seen to be wrong before any device is touched.
 
-        Data or a model's module that are not there, an output folder that cannot be written, and a batch that does
-        not divide over the devices where their number is known.
+        Data that is not there, an output folder that cannot be written, a batch that does not divide over the devices
+        where their number is known, and only then, since it imports the model's module, a model that is not there or
+        too small for `length`, or for bytes.
         """
         self._check_files()
-        check_module(self.model)
         if self.devices is None and simulates():
             self.check_devices(SIMULATED_DEVICES)
+        choice = find_model(self.model)
+        choice.check(length=self.length, vocab_size=None if self.token_file else BYTES)
+        return choice
 
     def check_devices(self, devices: int) -> None:
         """Raises ValueError unless the batch and the replicas divide over `devices`."""
@@ -117,7 +120,7 @@ class TrainConfig:
         if self.batch_size % devices:
             near = max(devices, round(self.batch_size / devices) * devices)
             raise ValueError(
-                f"batch_size={self.batch_size} does not divide over {devices} devices: give a multiple, such as {near}.")
+                f"batch_size={self.batch_size} does not divide over {devices} devices: give a multiple, say {near}.")
 
     @property
     def token_file(self) -> bool:
@@ -157,8 +160,12 @@ def find_model(name: str) -> ModelChoice:
     The current folder is searched too. Raises ValueError for one that is not there, with the nearest that is; an
     error inside the module is its own.
     """
-    check_module(name)
     module_name, _, preset = name.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if not _exists(module_name):
+        raise ValueError(
+            f"model={name!r}: there is no module {module_name!r}" + _nearest(module_name, _modules_beside(module_name)))
     module = importlib.import_module(module_name)
     presets, build = getattr(module, "PRESETS", None), getattr(module, "build", None)
     if not isinstance(presets, Mapping) or not callable(build):
@@ -169,15 +176,6 @@ def find_model(name: str) -> ModelChoice:
         wrong = f"{module_name} has no preset {preset!r}" if preset else f"name a preset, as in {module_name}:PRESET"
         raise ValueError(f"model={name!r}: {wrong}" + _nearest(preset, list(presets)))
     return ModelChoice(name, presets[preset], build)
-
-
-def check_module(name: str) -> None:
-    """Raises ValueError unless the module of MODULE:PRESET is there; it is not imported."""
-    module = name.partition(":")[0]
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    if not _exists(module):
-        raise ValueError(f"model={name!r}: there is no module {module!r}" + _nearest(module, _modules_beside(module)))
 
 
 def simulates() -> bool:

@@ -46,7 +46,7 @@ class Use:
         The second is cast on the shard, then gathered, and has no derivative. Gradients of several readings
         meet at the carrier, in the dtype in which they are reduced.
         """
-        return value.astype(self.reduce), _gather(value, self)
+        return _carrier(value, self), _gather(value, self)
 
     def read(self, carrier: jax.Array, gathered: jax.Array) -> jax.Array:
         """`gathered`, as a function of `carrier`: its transpose reduces and scatters the gradient of this reading."""
@@ -85,6 +85,17 @@ def _gather(value: jax.Array, use: Use) -> jax.Array:
 
 
 _gather.defvjp(lambda value, use: (_gather(value, use), value), lambda use, value, _: (jnp.zeros_like(value),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _carrier(value: jax.Array, use: Use) -> jax.Array:
+    # Nothing reads its value. It bears the name so that backward does not keep it either.
+    return checkpoint_name(value.astype(use.reduce), GATHERED)
+
+
+_carrier.defvjp(
+    lambda value, use: (_carrier(value, use), jnp.zeros((0,), value.dtype)),
+    lambda use, like, gradient: (gradient.astype(like.dtype),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -71,14 +71,28 @@ def hide_checkpoints(jaxpr: core.Jaxpr) -> core.Jaxpr:
     3 GB became 83 GB). With a derivative of its own, its residuals are exactly what its own policy keeps.
     """
 
-    def opaque(eqn: core.JaxprEqn) -> core.JaxprEqn:
-        fun = jax.checkpoint(
-            as_fun(eqn.params["jaxpr"]), policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])
-        call = jax.custom_vjp(fun)
-        call.defvjp(lambda *args: jax.vjp(fun, *args), lambda pullback, cotangents: pullback(cotangents))
-        return _as_call(eqn, call)
+    def hidden(eqn: core.JaxprEqn) -> core.JaxprEqn:
+        params = eqn.params
+        return _as_call(eqn, _keeping(as_fun(params["jaxpr"]), params["policy"], prevent_cse=params["prevent_cse"]))
 
-    return jaxpr.replace(eqns=[opaque(eqn) if eqn.primitive is primitives.remat_p else eqn for eqn in jaxpr.eqns])
+    return jaxpr.replace(eqns=[hidden(eqn) if eqn.primitive is primitives.remat_p else eqn for eqn in jaxpr.eqns])
+
+
+def checkpoint_loops(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The body of each loop that reads parameters gets a checkpoint of its own, with `keep_all_but_gathered`.
+
+    From a checkpoint around a loop, backward makes two loops: the first gathers what the second uses, all
+    layers of it at once.
+    """
+
+    def guarded(eqn: core.JaxprEqn) -> core.JaxprEqn:
+        body = eqn.params["jaxpr"]
+        call = _keeping(as_fun(body), keep_all_but_gathered, prevent_cse=False)  # forward is another loop
+        return eqn.replace(params={**eqn.params, "jaxpr": jax.make_jaxpr(call)(*map(_shape, body.in_avals))})
+
+    return jaxpr.replace(eqns=[
+        guarded(eqn) if eqn.primitive is primitives.scan_p and _reads(eqn.params["jaxpr"].jaxpr) else eqn
+        for eqn in jaxpr.eqns])
 
 
 def keep_all_but_gathered(prim: Any, *_: Any, **params: Any) -> bool:
@@ -89,6 +103,14 @@ def keep_all_but_gathered(prim: Any, *_: Any, **params: Any) -> bool:
     if prim.name == "name":
         return params["name"] != GATHERED
     return not (prim.name == "custom_vjp_call" and _holds_name(params))
+
+
+def _keeping(fun: Callable[..., Any], policy: Any, *, prevent_cse: bool) -> Callable[..., Any]:
+    """`fun` with a derivative of its own, which keeps what `policy` says whatever a policy around it says."""
+    checkpointed = jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
+    call = jax.custom_vjp(checkpointed)
+    call.defvjp(lambda *args: jax.vjp(checkpointed, *args), lambda pullback, cotangents: pullback(cotangents))
+    return call
 
 
 def _gathered_too(eqn: core.JaxprEqn) -> core.JaxprEqn:
@@ -110,9 +132,18 @@ def _gathered_too(eqn: core.JaxprEqn) -> core.JaxprEqn:
 
 def _as_call(eqn: core.JaxprEqn, call: Callable[..., Any]) -> core.JaxprEqn:
     """`eqn` replaced by a call of `call`, a `jax.custom_vjp` that computes the same."""
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
-    (traced,) = jax.make_jaxpr(call)(*shapes).jaxpr.eqns
+    (traced,) = jax.make_jaxpr(call)(*(_shape(v.aval) for v in eqn.invars)).jaxpr.eqns
     return traced.replace(invars=eqn.invars, outvars=eqn.outvars)
+
+
+def _shape(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _reads(jaxpr: core.Jaxpr) -> bool:
+    """Whether `jaxpr` reads a parameter outside of what has a derivative of its own."""
+    return any(_is_use(eqn) or eqn.primitive is primitives.jit_p and _reads(eqn.params["jaxpr"].jaxpr)
+               for eqn in jaxpr.eqns)
 
 
 def _is_use(eqn: core.JaxprEqn) -> bool:

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich import box
@@ -56,8 +55,9 @@ def state_table(layout: Layout) -> Table:
         title=f"Where the state lies: stage {layout.stage.number} ({layout.stage.name}), "
               f"psi = {psi:,} parameters, N = {layout.num_shards} shards",
         box=box.SIMPLE_HEAD, title_justify="left")
-    for name in ("state", "leaves", "largest", "dtype", "sharded", "bytes", "per device", "formula"):
-        table.add_column(name, justify="right" if name in ("leaves", "bytes", "per device", "formula") else "left")
+    for name in ("state", "leaves", "largest", "dtype", "split dim", "bytes", "per device", "by formula"):
+        table.add_column(name, justify="left" if name in ("state", "largest", "dtype") else "right",
+                         no_wrap=name != "largest")
     kinds: dict[str, dict[str, list[Placement]]] = {}
     params = [row.name.partition("/")[2] for row in rows if row.name.startswith("params/")]
     for row in rows:
@@ -66,14 +66,13 @@ def state_table(layout: Layout) -> Table:
     for kind, groups in kinds.items():
         members = [row for group in groups.values() for row in group]
         text, value = expected.get(kind, ("", 0.0))
-        formula = f"{text} = {value:,.0f}" if text else ""
-        table.add_row(kind, str(len(members)), "", "", "", *_bytes(members), formula, style="bold")
+        table.add_row(f"{kind}: {text}" if text else kind, str(len(members)), "", "", "", *_bytes(members),
+                      f"{value:,.0f}" if text else "", style="bold")
         for label, group in groups.items():
             if label:
                 table.add_row(f"  {label}", str(len(group)), *_summary(group), *_bytes(group), "")
     table.add_section()
-    low = layout.state.weights is not None or any(use and use.dtype.itemsize == 2 for use in _uses(layout))
-    total = layout.stage.state_bytes(psi, layout.num_shards, low_precision=low)
+    total = layout.stage.state_bytes(psi, layout.num_shards, low_precision=layout.state.weights is not None)
     table.add_row("all", str(len(rows)), "", "", "", *_bytes(rows), f"{total:,.0f}", style="bold")
     return table
 
@@ -117,6 +116,38 @@ def draw_curves(
     figure.savefig(path)
 
 
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The end of a run, from the fields of `train.Summary`."""
+    def loss(name: str) -> str:
+        return "none" if summary[name] is None else f"{summary[name]:.3f} nats per token"
+
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    table.add_row("validation loss", loss("validation_loss"), style="bold")
+    table.add_row("bigram model's", loss("bigram_loss"))
+    table.add_row("training loss", loss("loss"))
+    table.add_row("speed", f"{summary['tokens_per_second']:,.0f} tokens/s")
+    table.add_row("peak memory", size_text(summary["peak_bytes"]))
+    table.add_row("time", f"{summary['seconds']:.0f} s for {summary['steps']} steps"
+                  + (", interrupted" if summary["interrupted"] else ""))
+    table.add_row("written", ", ".join(path for path in (summary["log"], summary["curve"]) if path))
+    return table
+
+
+def process_bytes() -> int:
+    """Most memory that this process had resident so far; 0 where the system does not tell."""
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_bytes(devices: Sequence[Any]) -> int:
+    """Most memory in use on any of `devices` so far; of this process where they are simulated."""
+    stats = [device.memory_stats() or {} for device in devices]
+    return max(stat.get("peak_bytes_in_use", 0) for stat in stats) or process_bytes()
+
+
 class Ticker:
     """A progress bar on a terminal, and now and then a line elsewhere. Use it in a `with`."""
 
@@ -131,7 +162,7 @@ class Ticker:
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def tick(self, step: int, *, loss: float, tokens_per_second: float, memory: str) -> None:
@@ -144,12 +175,6 @@ class Ticker:
     def say(self, text: str) -> None:
         """A line above the bar."""
         self._console.print(text, soft_wrap=True)
-
-
-def _uses(layout: Layout) -> list[Any]:
-    import jax
-
-    return jax.tree.leaves(layout.uses, is_leaf=lambda leaf: hasattr(leaf, "dtype"))
 
 
 def _group(name: str, params: Sequence[str]) -> tuple[str, str]:
@@ -171,10 +196,8 @@ def _bytes(rows: Sequence[Placement]) -> tuple[str, str]:
 
 
 def _summary(rows: Sequence[Placement]) -> tuple[str, str, str]:
-    """Shape of the largest leaf, dtypes, and where the shards are: (., data) splits the second dim."""
+    """Shape and dtype of the largest leaf, and the dims that lie split over the shards ("1 or 2": leaves differ)."""
     largest = max(rows, key=lambda row: row.bytes)
-    specs: dict[str, None] = {}
-    for row in rows:
-        specs[f"({', '.join('.' if axis is None else str(axis) for axis in row.spec)})" if any(row.spec) else "whole"] = None
-    shape = " x ".join(map(str, largest.shape)) or "scalar"
-    return shape, ", ".join(sorted({row.dtype for row in rows})), "  ".join(specs)
+    dims = {str(dim) for row in rows for dim, axis in enumerate(row.spec) if axis}
+    whole = {"none" for row in rows if not any(row.spec)}
+    return " x ".join(map(str, largest.shape)) or "scalar", largest.dtype, " or ".join(sorted(dims | whole))

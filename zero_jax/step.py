@@ -13,7 +13,13 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.functional import Functional, functional
 from zero_jax.layout import Layout, plan_layout
 from zero_jax.mesh import batch_axes, make_mesh, zero_axes
-from zero_jax.passes import hide_checkpoints, keep_all_but_gathered, mark_derived, separate_reads
+from zero_jax.passes import (
+    checkpoint_loops,
+    hide_checkpoints,
+    keep_all_but_gathered,
+    mark_derived,
+    separate_reads,
+)
 from zero_jax.precision import Precision, precision_of
 from zero_jax.rewrite import rewritten
 from zero_jax.stages import Stage, stage_of
@@ -188,7 +194,8 @@ class ZeroTrainStep:
 
         if self.stage.shards_params:
             loss_of = jax.checkpoint(
-                rewritten(loss_of, separate_reads, mark_derived, hide_checkpoints), policy=keep_all_but_gathered)
+                rewritten(loss_of, separate_reads, mark_derived, hide_checkpoints, checkpoint_loops),
+                policy=keep_all_but_gathered)
         else:
             loss_of = rewritten(loss_of, separate_reads)
         weights = state.params if state.weights is None else state.weights
@@ -207,7 +214,7 @@ class ZeroTrainStep:
         new = ZeroState(
             step=state.step + 1, params=params, weights=self._weights(params, layout), opt_state=opt_state,
             variables=variables, rng=state.rng)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), **_learning_rate(opt_state), **metrics}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **_learning_rate(opt_state), **metrics}
         return new, jax.tree.map(lambda metric: jnp.asarray(metric, jnp.float32), metrics)
 
     def _weights(self, params: Any, layout: Layout) -> Any:

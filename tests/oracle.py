@@ -1,0 +1,56 @@
+"""What the tests compare with: the same training on one device at stage 0."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import zero_jax
+from zero_jax.tree import named_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """Losses of each step, the final parameters by name as numpy arrays, and the step that made them."""
+
+    losses: np.ndarray
+    params: dict[str, np.ndarray]
+    state: Any
+    step: Any
+
+
+def train(model, stage, num_devices, *, batches, optimizer=None, seed=0, **options) -> Trained:
+    """Trains for one step on each of `batches`."""
+    step = zero_jax.make_zero_train_step(
+        model, stage, mesh=zero_jax.make_mesh(num_devices), optimizer=optimizer or optax.adamw(1e-3), **options)
+    state = step.init(jax.random.key(seed), batches[0])
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+    params = {name: np.asarray(leaf) for name, leaf in named_leaves(state.params)}
+    return Trained(np.array(losses, np.float64), params, state, step)
+
+
+def loss_difference(a: Trained, b: Trained) -> float:
+    """The largest relative difference of two runs' losses."""
+    return float(np.max(np.abs(a.losses - b.losses) / np.abs(b.losses)))
+
+
+def param_difference(a: Trained, b: Trained, zero_gradient=()) -> float:
+    """The largest absolute difference of two runs' parameters.
+
+    `zero_gradient`: (part of a name, function from such an array to its part to compare): with Adam, what
+    has no true gradient (a key's bias: softmax does not see it) gets noise of the size of the learning rate.
+    """
+    assert a.params.keys() == b.params.keys()
+    worst = 0.0
+    for name, left in a.params.items():
+        right = b.params[name]
+        for part, keep in zero_gradient:
+            if part in name:
+                left, right = keep(left), keep(right)
+        worst = max(worst, float(np.max(np.abs(left - right))))
+    return worst

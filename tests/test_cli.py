@@ -1,0 +1,109 @@
+"""The command line as a user meets it: help, and each kind of bad input with one message and status 2."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """`python -m zero_jax` with `args` in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    command = [sys.executable, "-W", "error", "-m", "zero_jax", *args]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def message(done: subprocess.CompletedProcess) -> str:
+    """What was said on standard error, without the frame that tyro draws, on one line."""
+    return " ".join("".join(c for c in done.stderr if c.isascii()).split())
+
+
+BAD_INPUT = {
+    "no command": ([], "Missing subcommand"),
+    "unknown command": (["trian"], "Unrecognized options: trian"),
+    "unknown option": (["train", "--stagee", "3"], "Unrecognized options: --stagee"),
+    "stage 4": (["train", "--stage", "4"], "invalid choice '4' for argument '--stage'"),
+    "stage three": (["train", "--stage", "three"], "invalid choice 'three' for argument '--stage'"),
+    "precision": (["train", "--precision", "fp8"], "Expected one of ('fp32', 'bf16')"),
+    "devices 0": (["train", "--devices", "0"], "devices=0: give at least 1"),
+    "steps": (["train", "--steps", "0"], "steps=0: give at least 1"),
+    "rate": (["train", "--learning-rate", "-1"], "learning_rate=-1.0 is not within"),
+    "module": (["train", "--model", "models.gtp2:bytes"], "no module 'models.gtp2'. Did you mean 'models.gpt2'?"),
+    "package": (["train", "--model", "nowhere.gpt2:bytes"], "no module 'nowhere.gpt2'"),
+    "preset": (["train", "--model", "models.gpt2:byte"], "Did you mean 'bytes'? There are: tiny, bytes, 124m"),
+    "no preset": (["train", "--model", "models.gpt2"], "name a preset, as in models.gpt2:PRESET. There are: tiny"),
+    "not a model": (["train", "--model", "json:tiny"], "json lacks PRESETS"),
+    "file": (["train", "--data", "no/such.txt"], "no/such.txt: no such file"),
+    "batch": (["train", "--batch-size", "12"], "batch_size=12 does not divide over 8 devices"),
+    "batch, told devices": (["train", "--batch-size", "4", "--devices", "3"], "batch_size=4 does not divide over 3"),
+    "replica": (["train", "--replica", "3"], "replica=3 does not divide the 8 devices"),
+    "length": (["train", "--model", "models.gpt2:tiny", "--length", "65"], "longer than max_length=64"),
+    "out": (["train", "--out", f"{__file__}/run"], "cannot be written"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_has_one_message_and_status_2(name):
+    args, expected = BAD_INPUT[name]
+    done = run(*args)
+    assert done.returncode == 2, done.stderr
+    assert expected in message(done)
+    assert "Traceback" not in done.stderr and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 or done.stderr.count("──╮") == 1
+
+
+@pytest.mark.parametrize(
+    "write, expected",
+    [
+        (lambda path: path.write_text("too short"), "The data has 9 tokens"),
+        (lambda path: path.write_text(""), "the file is empty"),
+    ],
+)
+def test_data_without_a_run_in_it(tmp_path, write, expected):
+    write(tmp_path / "text.txt")
+    done = run("train", "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"))
+    assert (done.returncode, done.stdout) == (2, "") and expected in message(done)
+
+
+def test_ids_beyond_the_models_vocabulary(tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(10_000, dtype=np.uint16))
+    done = run("train", "--data", str(tmp_path / "ids.npy"), "--out", str(tmp_path / "out"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "token ids reach 0..9999 but vocab_size=256" in message(done)
+
+
+def test_a_module_in_the_users_folder_enters_by_the_same_door(tmp_path):
+    (tmp_path / "mine.py").write_text("PRESETS = {'small': None, 'large': None}\nbuild = print\n")
+    done = run("train", "--model", "mine:smal", cwd=tmp_path)
+    assert done.returncode == 2 and "Did you mean 'small'? There are: small, large." in message(done)
+
+
+def test_an_error_in_the_users_module_is_shown_as_it_is(tmp_path):
+    (tmp_path / "mine.py").write_text("import nowhere\n")
+    done = run("train", "--model", "mine:small", cwd=tmp_path)
+    assert done.returncode == 1 and "ModuleNotFoundError: No module named 'nowhere'" in done.stderr
+
+
+def test_help_and_what_is_refused_early_import_no_jax():
+    program = (
+        "import sys\nfrom zero_jax import cli\n"
+        "for args in (['--help'], ['train', '--help'], ['train', '--stage', '4'], ['train', '--data', 'nowhere']):\n"
+        "    try:\n        cli.main(args)\n    except SystemExit:\n        pass\n"
+        "assert 'jax' not in sys.modules and 'flax' not in sys.modules\n")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--learning-rate" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_every_field_says_what_it_is():
+    source = ast.parse((ROOT / "zero_jax/config.py").read_text())
+    config = next(node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "TrainConfig")
+    for field, text in zip(config.body, config.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign):
+            assert isinstance(text, ast.Expr), f"{ast.unparse(field)} has no docstring"

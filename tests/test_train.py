@@ -1,0 +1,166 @@
+"""A training run from end to end: its files, its summary, and that it learns."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import typing
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+import zero_jax
+from models import gpt2
+from zero_jax import corpus, report
+from zero_jax.config import BYTES, TrainConfig
+from zero_jax.generate import generate, next_logits
+from zero_jax.precision import POLICIES
+from zero_jax.stages import STAGES
+from zero_jax.train import train
+
+ROOT = Path(__file__).parents[1]
+TINY = TrainConfig(model="models.gpt2:tiny", batch_size=8, length=32, max_bytes=200_000, eval_every=2, steps=3)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def command(out: Path, *args: str) -> list[str]:
+    short = ["--model", "models.gpt2:tiny", "--batch-size", "8", "--length", "32", "--max-bytes", "200000"]
+    return [sys.executable, "-W", "error", "-m", "zero_jax", "train", *short, "--out", str(out), *args]
+
+
+def test_the_command_writes_log_and_curve(tmp_path):
+    done = subprocess.run(command(tmp_path, "--steps", "3", "--eval-every", "2", "--devices", "4", "--replica", "2"),
+                          cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    first, *rows, last = lines(tmp_path / "train.jsonl")
+    assert first["config"]["stage"] == 3 and len(first["devices"]) == 4 and first["bigram_loss"] > 1
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert set(steps[0]) == {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second"}
+    assert [row["step"] for row in rows if "validation_loss" in row] == [2, 3]
+    assert last["summary"]["validation_loss"] == rows[-1]["validation_loss"]
+    assert "psi = " in done.stdout and "temporaries" in done.stdout and "continued by the model" in done.stdout
+
+
+def test_it_learns_and_stages_agree(tmp_path):
+    found = []
+    for stage in (0, 3):
+        config = dataclasses.replace(TINY, stage=stage, steps=30, eval_every=30, length=64, out=tmp_path / str(stage))
+        found.append(train(config, console=Console(quiet=True)))
+    first = lines(tmp_path / "3/train.jsonl")[1]["loss"]
+    assert first > 5 and found[1].loss < 4 and found[1].validation_loss < 4
+    # Sums are taken in another order.
+    np.testing.assert_allclose(found[0].validation_loss, found[1].validation_loss, rtol=1e-3)
+    assert found[0].bigram_loss == found[1].bigram_loss
+
+
+def test_an_nnx_model_in_bf16_on_token_ids(tmp_path):
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 256, 20_000).astype(np.uint16))
+    config = dataclasses.replace(TINY, model="models.gpt2_nnx:tiny", precision="bf16", stage=2, max_bytes=None,
+                                 data=(str(tmp_path / "ids.npy"),), out=tmp_path / "out")
+    summary = train(config, console=Console(quiet=True))
+    assert summary.steps == 3 and summary.curve == tmp_path / "out/loss.png"
+    continued = summary.samples[0].splitlines()[-1]
+    assert all(0 <= int(token) < 256 for token in continued.split())
+
+
+def test_ctrl_c_keeps_log_and_curve(tmp_path):
+    with subprocess.Popen(command(tmp_path, "--steps", "100000"), cwd=ROOT, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True) as process:
+        log, deadline = tmp_path / "train.jsonl", time.monotonic() + 200
+        while not (log.exists() and len(log.read_text().splitlines()) > 3) and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in errors, errors
+    assert "interrupted" in output and (tmp_path / "loss.png").exists()
+    assert lines(log)[-1]["summary"]["interrupted"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "import flax.linen as nn\nimport jax.numpy as jnp\nPRESETS = {'nan': None}\n"
+        "class Bad(nn.Module):\n    @nn.compact\n    def __call__(self, tokens):\n"
+        "        return nn.Embed(256, 256)(tokens) * jnp.nan\n"
+        "def build(config):\n    return Bad()\n")
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command(tmp_path / "out"), "--model", "bad:nan"], cwd=tmp_path, env=env,
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith("error: The loss of step 1 is nan")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("change", [{"stage": 4}, {"precision": "fp8"}, {"devices": 0}, {"warmup": 2.0}, {"data": ()}])
+def test_a_config_that_makes_no_run(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        dataclasses.replace(TINY, **change)
+
+
+def test_the_choices_of_the_config_are_those_of_the_library():
+    fields = typing.get_type_hints(TrainConfig)
+    assert typing.get_args(fields["stage"]) == tuple(stage.number for stage in STAGES)
+    assert typing.get_args(fields["precision"]) == tuple(POLICIES)
+    assert BYTES == corpus.BYTE_VOCAB_SIZE
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_formulas_of_the_table_are_the_stages(stage, precision):
+    step = zero_jax.make_zero_train_step(gpt2.build(gpt2.PRESETS["tiny"]), stage, precision=precision)
+    batch = {name: jax.ShapeDtypeStruct((8, 16), np.int32) for name in ("inputs", "targets")}
+    layout = step.layout(batch)
+    expected = layout.stage.state_bytes(
+        gpt2.PRESETS["tiny"].num_params, 8, low_precision=layout.state.weights is not None)
+    by_formula = report.formulas(layout)
+    assert sum(value for _, value in by_formula.values()) == expected
+    for kind, (_, value) in by_formula.items():
+        held = sum(row.device_bytes for row in layout.placements() if row.name.startswith(kind))
+        assert value <= held <= value + 64, kind  # Adam's count
+    text = _text(report.state_table(layout))
+    assert f"{layout.device_bytes:,}" in text and f"{expected:,.0f}" in text and "mu: blocks" in text
+
+
+def test_a_tokens_number_in_the_window_is_its_end():
+    seen = []
+
+    def count_up(batch):
+        seen.append((batch["inputs"].copy(), batch["last"].copy()))
+        last = batch["inputs"][np.arange(2), batch["last"]]
+        return np.where(np.arange(50) == (last[:, None] + 1), 0.0, -1e9)
+
+    new = generate(count_up, np.array([[1, 2, 3], [11, 12, 13]]), num_tokens=6, length=5, temperature=1.0, seed=0)
+    assert new.tolist() == [[4, 5, 6, 7, 8, 9], [14, 15, 16, 17, 18, 19]]
+    assert seen[0][0].tolist() == [[1, 2, 3, 0, 0], [11, 12, 13, 0, 0]] and seen[0][1].tolist() == [2, 2]
+    assert seen[-1][0][0].tolist() == [4, 5, 6, 7, 8] and seen[-1][1].tolist() == [4, 4]
+
+
+def test_draws_follow_the_softmax():
+    logits = np.log(np.array([0.2, 0.5, 0.3]))
+    new = generate(lambda batch: np.tile(logits, (2000, 1)), np.zeros((2000, 1), int), num_tokens=1, length=1,
+                   temperature=1.0, seed=0)
+    np.testing.assert_allclose(np.bincount(new[:, 0]) / 2000, [0.2, 0.5, 0.3], atol=0.04)
+
+
+def test_next_logits_are_those_of_the_last_token():
+    logits = jax.numpy.arange(2 * 3 * 4).reshape(2, 3, 4)
+    found = next_logits(lambda inputs: logits, {"inputs": None, "last": np.array([2, 0])})
+    np.testing.assert_array_equal(found, [[8, 9, 10, 11], [12, 13, 14, 15]])
+
+
+def _text(table: object) -> str:
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()

@@ -1,0 +1,8 @@
+"""python -m zero_jax."""
+
+import sys
+
+from zero_jax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

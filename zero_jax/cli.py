@@ -1,0 +1,44 @@
+"""The command line, derived from the configs. What can be refused without JAX is refused before it is imported."""
+
+import sys
+from collections.abc import Sequence
+
+from zero_jax.config import TrainConfig
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command of `args` (default: those of the process) and returns its exit status.
+
+    0, or 1 for a run that failed, 2 for wrong input (one message on standard error), 130 after Ctrl-C.
+    """
+    try:
+        return _run(_parse(args))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parse(args: Sequence[str] | None) -> TrainConfig:
+    try:
+        import tyro
+    except ImportError as error:
+        raise ValueError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
+    return tyro.extras.subcommand_cli_from_dict(
+        {"train": TrainConfig}, prog="python -m zero_jax", args=args,
+        description="ZeRO for JAX: any Flax model, any stage, the numbers of one device.")
+
+
+def _run(config: TrainConfig) -> int:
+    config.check()
+    from zero_jax.train import train  # imports JAX
+
+    return INTERRUPTED if train(config).interrupted else 0

@@ -1,0 +1,131 @@
+"""The loop over steps: the devices work on one step while the metrics of the one before are read and written."""
+
+import dataclasses
+import itertools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from zero_jax.config import TrainConfig
+from zero_jax.data import Batches
+from zero_jax.report import Ticker, draw_curves, process_bytes, size_text
+
+EVAL_BATCHES = 16
+
+
+class History:
+    """The losses of a run by step, and the JSONL file that gets a line for each as soon as it is known."""
+
+    def __init__(self, path: Path):
+        """Begins the file at `path`; raises ValueError where it cannot be written."""
+        make_folder(path.parent)
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written ({error.strerror}): choose another folder with out.") from error
+        self.path = path
+        self.train: list[tuple[int, float]] = []
+        self.validation: list[tuple[int, float]] = []
+
+    @property
+    def last_step(self) -> int:
+        """The last step whose loss is known; 0 before the first."""
+        return self.train[-1][0] if self.train else 0
+
+    def write(self, **row: Any) -> None:
+        """A line; it is on disk when this returns, whatever ends the run."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Ends the file."""
+        self._file.close()
+
+    def draw(self, title: str, bigram: float | None) -> Path | None:
+        """loss.png beside the file, and its path; None before the first step."""
+        if not self.train:
+            return None
+        path = self.path.with_name("loss.png")
+        baselines = {} if bigram is None else {"bigram model": bigram}
+        draw_curves(path, title=title, train=self.train, validation=self.validation, baselines=baselines)
+        return path
+
+
+def make_folder(path: Path) -> None:
+    """Makes the folder and those above it; raises ValueError where that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be made ({error.strerror}): choose another folder with out.") from error
+
+
+@dataclasses.dataclass
+class Loop:
+    """What the loop needs: the compiled step and evaluator, both sets of batches, and where to tell of it.
+
+    memory: text that stands beside each step. seconds and timed_steps: spent in training, without validation.
+    """
+
+    config: TrainConfig
+    step: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
+    evaluate: Callable[[Any, Any], jax.Array]
+    batches: Batches
+    held_out: Batches
+    history: History
+    ticker: Ticker
+    bigram: float | None
+    memory: str
+    seconds: float = 0.0
+    timed_steps: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Since the start, without validation."""
+        return self.config.batch_size * self.config.length * self.timed_steps / self.seconds if self.seconds else 0.0
+
+    def run(self, state: Any) -> Any:
+        """The state after all steps, from a state that is donated.
+
+        Raises FloatingPointError for a loss that is not finite.
+        """
+        waiting: tuple[int, dict[str, jax.Array]] | None = None
+        self._clock = time.perf_counter()
+        for number in range(1, self.config.steps + 1):
+            state, metrics = self.step(state, next(self.batches))
+            if waiting:
+                self._record(*waiting)
+            waiting = number, metrics
+            if number % self.config.eval_every == 0 or number == self.config.steps:
+                self._record(*waiting)
+                waiting = None
+                self._validate(number, state)
+        return state
+
+    def _record(self, number: int, metrics: dict[str, jax.Array]) -> None:
+        row = {name: float(value) for name, value in metrics.items()}  # waits for the step
+        now = time.perf_counter()
+        rate = self.config.batch_size * self.config.length / (now - self._clock)
+        self.seconds, self.timed_steps, self._clock = self.seconds + now - self._clock, self.timed_steps + 1, now
+        if not np.isfinite(row["loss"]):
+            raise FloatingPointError(
+                f"The loss of step {number} is {row['loss']}: give a lower learning_rate than "
+                f"{self.config.learning_rate}, or a lower clip than {self.config.clip}.")
+        self.history.train.append((number, row["loss"]))
+        self.history.write(step=number, **row, tokens_per_second=round(rate, 1))
+        self.ticker.tick(number, loss=row["loss"], tokens_per_second=self.tokens_per_second,
+                         memory=f"{self.memory}, process peak {size_text(process_bytes())}")
+
+    def _validate(self, number: int, state: Any) -> None:
+        # One after another: two programs with collectives must not run at once on simulated devices.
+        losses = [float(self.evaluate(state, batch)) for batch in itertools.islice(self.held_out.once(), EVAL_BATCHES)]
+        loss = float(np.mean(losses))
+        self.history.validation.append((number, loss))
+        self.history.write(step=number, validation_loss=loss)
+        beside = "" if self.bigram is None else f" (bigram model: {self.bigram:.3f})"
+        self.ticker.say(f"step {number:5d}  validation loss {loss:.3f}{beside}")
+        self._clock = time.perf_counter()

@@ -1,0 +1,188 @@
+"""A training run: corpus, model, step, loop, and what is left of it on disk."""
+
+import dataclasses
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from rich.console import Console
+
+from zero_jax import corpus
+from zero_jax.config import SIMULATED_DEVICES, ModelChoice, TrainConfig, simulates
+from zero_jax.data import Batches
+from zero_jax.generate import generate, next_logits
+from zero_jax.loop import History, Loop, make_folder
+from zero_jax.mesh import make_mesh, simulate_devices
+from zero_jax.report import (
+    Ticker,
+    make_console,
+    memory_text,
+    peak_bytes,
+    replicated_text,
+    size_text,
+    state_table,
+    summary_table,
+)
+from zero_jax.step import ZeroTrainStep, make_zero_train_step
+
+PROMPT_TOKENS, SAMPLE_TOKENS, NUM_SAMPLES, TEMPERATURE = 64, 160, 2, 0.7
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What came of a run. Losses are in nats per token; None where there was nothing to measure.
+
+    tokens_per_second: in training, without compilation and validation. peak_bytes: of the fullest accelerator, or of
+    this process where devices are simulated. interrupted: Ctrl-C ended it early, and nothing was generated.
+    """
+
+    steps: int
+    loss: float | None
+    validation_loss: float | None
+    bigram_loss: float | None
+    tokens_per_second: float
+    seconds: float
+    peak_bytes: int
+    log: Path
+    curve: Path | None
+    samples: tuple[str, ...]
+    interrupted: bool
+
+
+def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
+    """Trains as `config` says and shows on `console` how it goes; returns what came of it.
+
+    Raises ValueError for a configuration that makes no run, before anything is compiled or overwritten, and
+    FloatingPointError for a loss that is not finite.
+    """
+    started = time.perf_counter()
+    console = console or make_console()
+    choice = config.check()
+    devices = _devices(config)
+    make_folder(config.out)
+    vocab_size = getattr(choice.config, "vocab_size", None)
+    tokens = corpus.load(config.data, max_bytes=config.max_bytes, vocab_size=vocab_size)
+    train_part, held_part = _split(tokens, config)
+    step = _step(config, choice, devices)
+    shape = {"batch_size": config.batch_size, "length": config.length, "sharding": step.batch_sharding,
+             "vocab_size": vocab_size}
+    batches, held_out = Batches(train_part, seed=config.seed, **shape), Batches(held_part, **shape)
+    bigram = _bigram(config, vocab_size, train_part, held_part)
+    layout = step.layout(batches[0])
+    history = History(config.out / "train.jsonl")
+    interrupted, samples = False, ()
+    try:
+        console.print(
+            f"{config.model} in {config.precision} at stage {config.stage} on {len(devices)} {devices[0].platform} "
+            f"devices; {len(train_part):,} tokens to train on, {len(held_part):,} held out", soft_wrap=True)
+        console.print(state_table(layout))
+        console.print(replicated_text(layout), soft_wrap=True)
+        # Compiled by hand, for its memory; calling `step` itself would compile it again.
+        compiled = step.lower(batches[0]).compile()
+        console.print(memory_text(compiled.memory_analysis()), soft_wrap=True)
+        versions = {name: metadata.version(name) for name in ("jax", "flax", "optax")}
+        history.write(config=_plain(config), versions=versions, devices=[str(device) for device in devices],
+                      bigram_loss=bigram, state_bytes_per_device=layout.device_bytes)
+        state = step.init(jax.random.key(config.seed), batches[0])
+        with Ticker(console, total=config.steps) as ticker:
+            loop = Loop(config, compiled, step.evaluator(), batches, held_out, history, ticker, bigram,
+                        f"state {size_text(layout.device_bytes)}/device")
+            try:
+                state = loop.run(state)
+            except KeyboardInterrupt:
+                interrupted = True
+        if not interrupted:
+            samples = _samples(config, step, state, held_part)
+        curve = history.draw(f"{config.model}, stage {config.stage}, {len(devices)} devices", bigram)
+        summary = Summary(
+            steps=history.last_step, loss=history.train[-1][1] if history.train else None,
+            validation_loss=history.validation[-1][1] if history.validation else None, bigram_loss=bigram,
+            tokens_per_second=loop.tokens_per_second, seconds=time.perf_counter() - started,
+            peak_bytes=peak_bytes(devices), log=history.path, curve=curve, samples=samples, interrupted=interrupted)
+        history.write(summary=_plain(summary))
+    finally:
+        history.close()
+    for sample in samples:
+        console.print(sample, soft_wrap=True)
+    console.print(summary_table(_plain(summary)))
+    return summary
+
+
+def _devices(config: TrainConfig) -> list[jax.Device]:
+    """The devices of the run; simulated where there is no accelerator."""
+    if simulates():
+        simulate_devices(config.devices or SIMULATED_DEVICES)
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise ValueError(f"JAX finds no devices ({error}): JAX_PLATFORMS=cpu simulates them.") from error
+    number = config.devices or len(devices)
+    if number > len(devices):
+        raise ValueError(
+            f"devices={number}, but there are {len(devices)} of kind {devices[0].platform}: give fewer, or set "
+            "JAX_PLATFORMS=cpu to simulate them.")
+    config.check_devices(number)
+    return devices[:number]
+
+
+def _step(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device]) -> ZeroTrainStep:
+    warmup = min(round(config.warmup * config.steps), config.steps - 1)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0 if warmup else config.learning_rate, config.learning_rate, warmup, config.steps, config.learning_rate / 10)
+    # The injected rate is part of the state, so that the step's metrics tell it.
+    adamw = optax.inject_hyperparams(optax.adamw, static_args=("b1", "b2", "eps", "eps_root", "weight_decay"))(
+        learning_rate=schedule, weight_decay=config.weight_decay)
+    optimizer = optax.chain(optax.clip_by_global_norm(config.clip), adamw)
+    mesh = make_mesh(len(devices) // config.replica, replica=config.replica, devices=devices)
+    return make_zero_train_step(
+        choice.build(choice.config), config.stage, optimizer=optimizer, mesh=mesh, precision=config.precision)
+
+
+def _split(tokens: np.ndarray, config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
+    """(training part, held-out part): a twentieth is held out, and one batch at least."""
+    one_batch = config.batch_size * config.length + 1
+    if len(tokens) < 2 * one_batch + config.length:
+        raise ValueError(
+            f"The data has {len(tokens):,} tokens, and two batches, one of them held out, take {2 * one_batch:,}: give "
+            f"more data, or a smaller batch_size={config.batch_size} or length={config.length}.")
+    return corpus.split(tokens, length=config.length, holdout=max(0.05, one_batch / len(tokens)))
+
+
+def _bigram(config: TrainConfig, vocab_size: int | None, *parts: np.ndarray) -> float | None:
+    vocab_size = vocab_size if config.token_file else corpus.BYTE_VOCAB_SIZE
+    if vocab_size is None or vocab_size > 4096:
+        return None  # its table has the square of that
+    return corpus.bigram_loss(*parts, vocab_size=vocab_size)
+
+
+def _samples(config: TrainConfig, step: ZeroTrainStep, state: Any, held_part: np.ndarray) -> tuple[str, ...]:
+    """Continuations of held-out text, or of held-out ids where they are no bytes."""
+    rows = step.batch_sharding.num_devices
+    prompt = min(PROMPT_TOKENS, config.length)
+    starts = np.arange(rows) * (len(held_part) - prompt) // rows
+    prompts = np.stack([held_part[start : start + prompt] for start in starts])
+    evaluate = step.evaluator(next_logits)
+
+    def logits(batch: Any) -> jax.Array:
+        return evaluate(state, jax.device_put(batch, step.batch_sharding))  # a row on each device, not all on all
+
+    new = generate(logits, prompts, num_tokens=SAMPLE_TOKENS, length=config.length,
+                   temperature=TEMPERATURE, seed=config.seed)
+
+    def text(ids: np.ndarray) -> str:
+        if config.token_file:
+            return " ".join(map(str, ids))
+        # An untrained model draws control characters, which a terminal would obey.
+        return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in corpus.decode(ids))
+
+    return tuple(f"--- held-out text:\n{text(prompts[i])}\n--- continued by the model:\n{text(new[i])}"
+                 for i in range(min(NUM_SAMPLES, rows)))
+
+
+def _plain(row: Any) -> dict[str, Any]:
+    """A dataclass as what JSON can hold."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(row).items()}
