@@ -6,6 +6,8 @@ Warnings are errors (pyproject.toml). A test that needs another number of device
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, and for processes that tests start
+# Compiling is most of the time of the tests, and LLVM's part of it halves; XLA's own passes are the same.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 " + os.environ.get("XLA_FLAGS", "")
 
 import jax
 import pytest

@@ -11,6 +11,9 @@ import zero_jax
 from zero_jax.tree import named_leaves
 
 
+ADAMW = optax.adamw(3e-4, eps=1e-6)
+
+
 @dataclasses.dataclass(frozen=True)
 class Trained:
     """Losses of each step, the final parameters by name as numpy arrays, and the step that made them."""
@@ -22,9 +25,13 @@ class Trained:
 
 
 def train(model, stage, num_devices, *, batches, optimizer=None, seed=0, **options) -> Trained:
-    """Trains for one step on each of `batches`."""
+    """Trains for one step on each of `batches`.
+
+    Adam divides a gradient by its own size: with its default eps of 1e-8, single elements whose gradient
+    passes through zero amplify rounding. 1e-6 keeps the comparison one of gradients.
+    """
     step = zero_jax.make_zero_train_step(
-        model, stage, mesh=zero_jax.make_mesh(num_devices), optimizer=optimizer or optax.adamw(1e-3), **options)
+        model, stage, mesh=zero_jax.make_mesh(num_devices), optimizer=optimizer or ADAMW, **options)
     state = step.init(jax.random.key(seed), batches[0])
     losses = []
     for batch in batches:

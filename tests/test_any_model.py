@@ -162,7 +162,8 @@ class Mixture(nnx.Module):
         self.out = nnx.Linear(32, 8, rngs=rngs)
 
     def __call__(self, x):
-        x = nnx.scan(lambda x, layer: x + nnx.relu(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+        scan = nnx.scan(lambda x, layer: x + nnx.relu(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        x = scan(x, self.layers)
         mixed = nnx.vmap(lambda expert, x: expert(x), in_axes=(0, None), out_axes=1)(self.experts, x)
         x = self.norm(jnp.einsum("be,beh->bh", nnx.softmax(self.gate(x)), mixed) + x @ self.frozen[...])
         self.scale[...] = 0.9 * self.scale[...] + 0.1 * x.mean(0)

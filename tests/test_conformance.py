@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from oracle import loss_difference, param_difference, train
+from oracle import ADAMW, loss_difference, param_difference, train
 
 import zero_jax
 from models import gpt2, gpt2_nnx
@@ -27,8 +27,9 @@ KEY_BIAS = [("qkv/bias", without_key_bias)]
 
 
 def token_batches(num=NUM_STEPS, size=8, length=16, vocab=64):
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, vocab, (num, size, length + 1)).astype(np.int32)
+    """Counting upwards from anywhere, modulo the vocabulary: soon learned."""
+    starts = np.random.default_rng(0).integers(0, vocab, (num, size, 1))
+    tokens = ((starts + np.arange(length + 1)) % vocab).astype(np.int32)
     return [{"inputs": t[:, :-1], "targets": t[:, 1:]} for t in tokens]
 
 
@@ -125,7 +126,7 @@ def test_mlp_is_one_device(name, precision, stage):
     one, many = mlp_run(name, precision, 0, 1), mlp_run(name, precision, stage, 8)
     tolerance = 1e-6 if precision == "fp32" else 2e-2
     assert loss_difference(many, one) < tolerance
-    assert param_difference(many, one) < (1e-5 if precision == "fp32" else 2e-2)
+    assert param_difference(many, one) < (1e-5 if precision == "fp32" else 5e-2)
     for left, right in zip(jax.tree.leaves(many.state.variables), jax.tree.leaves(one.state.variables), strict=True):
         if jnp.issubdtype(left.dtype, jax.dtypes.prng_key):
             left, right = jax.random.key_data(left), jax.random.key_data(right)
@@ -162,7 +163,7 @@ def test_the_same_seed_twice_is_bitwise_equal(flavour):
 def test_meshes_are_one_device(mesh, stage):
     config = gpt2.Config(2, 32, 2, vocab_size=64, max_length=16)
     step = zero_jax.make_zero_train_step(
-        gpt2.build(config), stage, mesh=zero_jax.make_mesh(**mesh), optimizer=optax.adamw(1e-3), precision="fp32")
+        gpt2.build(config), stage, mesh=zero_jax.make_mesh(**mesh), optimizer=ADAMW, precision="fp32")
     state = step.init(jax.random.key(0), token_batches()[0])
     one = gpt2_run("linen", True, "fp32", 0, 1)
     for expected, batch in zip(one.losses, token_batches(), strict=True):

@@ -39,7 +39,7 @@ def test_wrong_stage(stage):
 @pytest.mark.parametrize(("wrong", "message"), [
     ("gpt2", "not a Flax module: give a flax.linen.Module"),
     (Tiny, "is a Linen class: give an instance"),
-    (lambda rngs: 3, "made int, which is no Flax module"),
+    (lambda rngs: jnp.ones(3), "made ShapeDtypeStruct, which is no Flax module"),
     (Tiny().bind({"params": {}}), "is bound to variables: give the unbound module"),
 ])
 def test_what_is_no_model(wrong, message):

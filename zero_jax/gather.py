@@ -112,8 +112,8 @@ def _read_backward(use: Use, _: None, gradient: jax.Array) -> tuple[jax.Array, j
     spec = P(*[use.reduced[dim], *[None] * (gradient.ndim - 1)]) if gradient.ndim else P()
     reduced = checkpoint_name(gradient.astype(use.reduce), REDUCED)
     reduced = jnp.moveaxis(reduced, dim, 0) if gradient.ndim else reduced
-    for spec in reversed(between(spec)):
-        reduced = constrain(reduced, use.mesh, spec)
+    for step in reversed(between(spec)):
+        reduced = constrain(reduced, use.mesh, step)
     return jnp.moveaxis(reduced, 0, dim) if gradient.ndim else reduced, jnp.zeros_like(gradient)
 
 

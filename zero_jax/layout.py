@@ -121,7 +121,7 @@ def choose_spec(shape: tuple[int, ...], num_shards: int, axes: tuple[str, ...], 
     if not dims or num_shards == 1:
         return P(*[None] * len(shape))
     best = min(dims, key=lambda dim: (shape[dim] // num_shards % 16 != 0, dim))
-    return P(*[(axes if len(axes) > 1 else axes[0]) if dim == best else None for dim in range(len(shape))])
+    return P(*[(axes[0] if len(axes) == 1 else axes) if dim == best else None for dim in range(len(shape))])
 
 
 def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.GradientTransformation, stage: Stage,
@@ -170,8 +170,8 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
     return Layout(
         mesh=mesh, axes=axes, stage=stage, reads=reads,
         state=ZeroState(
-            step=put(jax.ShapeDtypeStruct((), jnp.int32), P()), params=jax.tree.map(put, params, stored), weights=weights,
-            opt_state=opt_state, variables=whole(variables), rng=put(rng, P())),
+            step=put(jax.ShapeDtypeStruct((), jnp.int32), P()), params=jax.tree.map(put, params, stored),
+            weights=weights, opt_state=opt_state, variables=whole(variables), rng=put(rng, P())),
         gradients=jax.tree.map(lambda spec: NamedSharding(mesh, spec), reduced, **is_spec),
         uses=jax.tree.map(use, params, stored, reduced))
 

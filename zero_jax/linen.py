@@ -1,5 +1,6 @@
 """Linen modules: parameters in boxes that open where the module asks for them."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,15 +28,15 @@ class Stored(meta.AxisMetadata[Any]):
 
     def replace_boxed(self, val: Any) -> "Stored":
         """The same box around another value."""
-        return self.replace(value=val)
+        return dataclasses.replace(self, value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Stored":
         """The box on the way out of a lifted loop."""
-        return self.replace(use=self.use.add_dim(index))
+        return dataclasses.replace(self, use=self.use.add_dim(index))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Stored":
         """The box on the way into a lifted loop over dim `index`."""
-        return self.replace(use=self.use.drop_dim(index))
+        return dataclasses.replace(self, use=self.use.drop_dim(index))
 
 
 class Linen:

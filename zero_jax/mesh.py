@@ -50,7 +50,8 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     factors = [data] if isinstance(data, int) else list(data)
     if not factors or any(size < 1 for size in factors) and factors != [-1] or replica < 1:
-        raise ValueError(f"make_mesh(data={data!r}, replica={replica}): sizes must be positive; data=-1 takes the rest.")
+        raise ValueError(
+            f"make_mesh(data={data!r}, replica={replica}): sizes must be positive; data=-1 takes the rest.")
     if factors == [-1]:
         if len(devices) % replica:
             raise ValueError(f"make_mesh(replica={replica}): {len(devices)} devices do not divide by it.")
@@ -83,8 +84,8 @@ def zero_axes(mesh: Mesh, axis: str | Sequence[str] | None = None) -> tuple[str,
     missing = [name for name in axes if name not in sizes]
     if missing or not axes:
         raise ValueError(
-            f"The mesh has axes {sizes} and no axis {', '.join(map(repr, missing)) or repr(DATA)} for ZeRO to shard over: "
-            "name its axis with axis=..., or build the mesh with zero_jax.make_mesh().")
+            f"The mesh has axes {sizes} and no axis {', '.join(map(repr, missing)) or repr(DATA)} for ZeRO to shard "
+            "over: name its axis with axis=..., or build the mesh with zero_jax.make_mesh().")
     strange = [name for name in mesh.axis_names if name not in axes and name != REPLICA and sizes[name] > 1]
     if strange:
         raise ValueError(

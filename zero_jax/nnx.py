@@ -1,6 +1,7 @@
 """NNX modules: parameters whose `on_get_value` hook gathers them where the module reads them."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ class OnRead:
     once: OnceEach
 
     def __call__(self, variable: Any, value: Any) -> Any:
+        """`value`, read through the use that fits its rank."""
         use = self.use
         for _ in range(self.ndim - jnp.ndim(value)):
             use = use.drop_dim(0)
@@ -37,7 +39,9 @@ class Nnx:
 
     def __init__(self, model: Any):
         self._model = model
-        module = model if isinstance(model, nnx.Module) else nnx.eval_shape(lambda: _construct(model, jax.random.key(0)))
+        module = model
+        if not isinstance(model, nnx.Module):
+            module = nnx.eval_shape(lambda: _construct(model, jax.random.key(0)))
         if not isinstance(module, nnx.Module):
             raise ValueError(f"model={model!r} made {type(module).__name__}, which is no Flax module.")
         self._graphdef, self._params, self._variables = nnx.split(module, nnx.Param, ...)
@@ -74,21 +78,28 @@ class Nnx:
 
     def reads(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any) -> dict[str, Read]:
         """How `fun` reads each parameter. Every argument is abstract."""
-        return trace_reads(
-            lambda uses, *args: self.run(fun, *args, uses), (params, variables, rng, batch), frozenset())
+
+        def run(uses: Any, params: Any, variables: Any, rng: Any, batch: Any) -> Any:
+            return self.run(fun, params, variables, rng, batch, uses)
+
+        return trace_reads(run, (params, variables, rng, batch), frozenset())
 
     def _refuse_abstract(self) -> None:
         for path, variable in [*_flat(self._params), *_flat(self._variables)]:
             if isinstance(_value(variable), jax.ShapeDtypeStruct):
                 raise ValueError(
-                    f"{type(self._model).__name__}: {'/'.join(map(str, path))} is abstract, so the model has no values to "
-                    "start from. Give a constructed module, or a function of rngs that constructs one.")
+                    f"{type(self._model).__name__}: {'/'.join(map(str, path))} is abstract, so the model has no values "
+                    "to start from. Give a constructed module, or a function of rngs that constructs one.")
 
 
 def _construct(factory: Callable[..., Any], key: jax.Array) -> Any:
     rngs = nnx.Rngs(key)
-    takes_keyword = "rngs" in inspect.signature(factory).parameters
-    return factory(rngs=rngs) if takes_keyword else factory(rngs)
+    target: Any = factory
+    while isinstance(target, functools.partial):
+        target = target.func
+    # A module's class has the signature of its metaclass, which takes anything.
+    signature = inspect.signature(target.__init__ if isinstance(target, type) else target)
+    return factory(rngs=rngs) if "rngs" in signature.parameters else factory(rngs)
 
 
 def _flat(state: Any) -> list[tuple[Any, Any]]:

@@ -25,7 +25,7 @@ def separate_reads(jaxpr: core.Jaxpr) -> core.Jaxpr:
     taken: set[core.Var] = set()
     eqns: list[core.JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        invars = list(eqn.invars)
+        invars: list[Any] = list(eqn.invars)
         for i, atom in enumerate(invars):
             if _is_among(atom, reads):
                 if atom in taken:
@@ -151,7 +151,8 @@ def _is_use(eqn: core.JaxprEqn) -> bool:
 
 
 def _holds_name(params: Any) -> bool:
-    return any(eqn.primitive.name == "name" and eqn.params["name"] == GATHERED for eqn in params["call_jaxpr"].jaxpr.eqns)
+    eqns = params["call_jaxpr"].jaxpr.eqns
+    return any(eqn.primitive.name == "name" and eqn.params["name"] == GATHERED for eqn in eqns)
 
 
 def _is_among(atom: Any, found: Any) -> bool:

@@ -33,7 +33,8 @@ def _edit(value: Any, edit: Edit) -> Any:
     if isinstance(value, core.Jaxpr):
         eqns = [eqn.replace(params={name: _edit(param, edit) for name, param in eqn.params.items()})
                 if any(True for _ in core.jaxprs_in_params(eqn.params)) else eqn for eqn in value.eqns]
-        return edit(value.replace(eqns=eqns))
+        jaxpr: Any = value  # else pyright takes it for a closed one, too
+        return edit(jaxpr.replace(eqns=eqns))
     if isinstance(value, tuple) and value and all(isinstance(item, core.ClosedJaxpr) for item in value):
         return tuple(_edit(item, edit) for item in value)
     return value

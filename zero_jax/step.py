@@ -69,7 +69,8 @@ def make_zero_train_step(
     optimizer = optax.adamw(3e-4) if optimizer is None else optimizer
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise ValueError(
-            f"optimizer={optimizer!r} is a {type(optimizer).__name__}, not an optax transform: give optax.adamw(1e-3), say.")
+            f"optimizer={optimizer!r} is a {type(optimizer).__name__}, not an optax transform: give optax.adamw(1e-3), "
+            "say.")
     return ZeroTrainStep(
         functional(model, streams), row, optax.with_extra_args_support(optimizer), loss or next_token_loss, mesh, axes,
         precision_of(precision))
@@ -142,8 +143,8 @@ class ZeroTrainStep:
             # Reading settles which of a Linen module's collections start empty at each step: they are no state.
             _, variables = jax.eval_shape(lambda *args: self._model.init(self._loss, *args), rng, batch, given)
             self._layout = plan_layout(
-                params=params, variables=variables, rng=rng, optimizer=self._optimizer, stage=self.stage, mesh=self.mesh,
-                axes=self._axes, precision=self._precision, reads=reads)
+                params=params, variables=variables, rng=rng, optimizer=self._optimizer, stage=self.stage,
+                mesh=self.mesh, axes=self._axes, precision=self._precision, reads=reads)
         return self._layout
 
     def evaluator(self, fun: Loss | None = None) -> Callable[[ZeroState, Any], Any]:
@@ -153,6 +154,7 @@ class ZeroTrainStep:
         modules are switched to `eval()`.
         """
         fun = fun or self._loss
+        compiled: list[Any] = []
 
         def evaluate(state: ZeroState, batch: Any) -> Any:
             weights = state.params if state.weights is None else state.weights
@@ -160,7 +162,13 @@ class ZeroTrainStep:
             out, _ = self._model.run(fun, weights, state.variables, None, self._cast(batch), uses, train=False)
             return out
 
-        return jax.jit(evaluate)
+        def call(state: ZeroState, batch: Any) -> Any:
+            if not compiled:
+                shardings = (self.layout(batch).shardings, self.batch_sharding)
+                compiled.append(jax.jit(evaluate, in_shardings=shardings))
+            return compiled[0](state, batch)
+
+        return call
 
     def _jitted(self, batch: Any) -> Any:
         layout = self.layout(batch)
@@ -250,16 +258,16 @@ class ZeroTrainStep:
         (size,), ways = next(iter(sizes.values())), self.batch_sharding.num_devices
         if size % ways or not size:
             raise ValueError(
-                f"A batch of {size} does not divide over the {ways} devices of the mesh {dict(self.mesh.shape)}: give a "
-                f"multiple of {ways}, or a smaller mesh.")
+                f"A batch of {size} does not divide over the {ways} devices of the mesh {dict(self.mesh.shape)}: give "
+                f"a multiple of {ways}, or a smaller mesh.")
 
 
 def _loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, Any]]:
     loss, metrics = out if isinstance(out, tuple) else (out, {})
     if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise ValueError(
-            f"The loss returned shape {jnp.shape(loss)} and dtype {jnp.result_type(loss)}: return a floating scalar, or "
-            "(scalar, {name: metric}).")
+            f"The loss returned shape {jnp.shape(loss)} and dtype {jnp.result_type(loss)}: return a floating scalar, "
+            "or (scalar, {name: metric}).")
     return loss, dict(metrics)
 
 

@@ -22,12 +22,12 @@ def widen_reductions(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """An edit for `rewrite.rewritten`: what is cast right before a reduction is computed in the wide dtype."""
     if not any(_is_mark(eqn) for eqn in jaxpr.eqns):
         return jaxpr
-    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    makers: dict[Any, Any] = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     eqns: list[core.JaxprEqn] = []
     for eqn in jaxpr.eqns:
         if _is_mark(eqn):
-            wide = _widened(eqn.invars[0], eqn.outvars[0].aval.dtype, makers, eqns)
-            eqn = eqn.replace(invars=[wide])
+            out: Any = eqn.outvars[0]
+            eqn = eqn.replace(invars=[_widened(eqn.invars[0], out.aval.dtype, makers, eqns)])
         eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)
 
@@ -36,15 +36,14 @@ def _is_mark(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive.name == "name" and eqn.params["name"] == REDUCED
 
 
-def _widened(atom: Any, dtype: Any, makers: dict[Any, core.JaxprEqn], eqns: list[core.JaxprEqn]) -> Any:
+def _widened(atom: Any, dtype: Any, makers: dict[Any, Any], eqns: list[core.JaxprEqn]) -> Any:
     """`atom` in `dtype`, computed in it as far back as sums and products go; appends what that takes to `eqns`."""
+    maker = None if _is_literal(atom) else makers.get(atom)
     if atom.aval.dtype == dtype:
-        maker = makers.get(atom) if not isinstance(atom, core.Literal) else None
         if maker is not None and maker.primitive.name == "convert_element_type" and jnp.finfo(
                 maker.invars[0].aval.dtype).bits < jnp.finfo(dtype).bits:
             return _widened(maker.invars[0], dtype, makers, eqns)
         return atom
-    maker = None if isinstance(atom, core.Literal) else makers.get(atom)
     name = "" if maker is None else maker.primitive.name
     wide = core.Var(atom.aval.update(dtype=jnp.dtype(dtype), weak_type=False))
     if maker is not None and name == "convert_element_type" and maker.invars[0].aval.dtype == dtype:
@@ -75,16 +74,20 @@ def _scatter_add(old: core.JaxprEqn, invars: list[Any], wide: core.Var) -> core.
     return new.replace(invars=invars, outvars=[wide])
 
 
-def _widened_call(call: core.JaxprEqn, index: int, wide: core.Var, dtype: Any) -> core.JaxprEqn:
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, core.Literal)
+
+
+def _widened_call(call: Any, index: int, wide: core.Var, dtype: Any) -> core.JaxprEqn:
     """The jit equation `call` with its output `index` alone, in `dtype`."""
     inner = call.params["jaxpr"].jaxpr
-    makers = {var: eqn for eqn in inner.eqns for var in eqn.outvars}
+    makers: dict[Any, Any] = {var: eqn for eqn in inner.eqns for var in eqn.outvars}
     eqns = list(inner.eqns)
     out = _widened(inner.outvars[index], dtype, makers, eqns)
 
     def evaluate(*args: Any) -> Any:
-        (result,) = jax.core.eval_jaxpr(
-            inner.replace(eqns=eqns, outvars=[out], debug_info=_unnamed(inner)), call.params["jaxpr"].consts, *args)
+        new = inner.replace(eqns=eqns, outvars=[out], debug_info=_unnamed(inner))
+        (result,) = core.jaxpr_as_fun(core.ClosedJaxpr(new, call.params["jaxpr"].consts))(*args)
         return result
 
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in call.invars]

@@ -1,0 +1,132 @@
+"""The step itself: layouts stay, one compilation, donation, metrics, evaluation, what is listed."""
+
+import collections
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_conformance import classify, token_batches, vector_batches
+
+import zero_jax
+from models import gpt2, gpt2_nnx
+from zero_jax.gather import between
+from zero_jax.layout import choose_spec
+from zero_jax.reads import Read, smallest_plain
+
+P = jax.sharding.PartitionSpec
+CONFIG = gpt2.Config(2, 32, 2, vocab_size=64, max_length=16)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_no_leaf_moves_and_one_compilation(stage, precision):
+    step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), stage, precision=precision)
+    batches = token_batches(5)
+    state = step.init(jax.random.key(0), batches[0])
+    declared = jax.tree.leaves(step.layout(batches[0]).shardings)
+    compiled = collections.Counter()
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **kwargs: compiled.update([event] if "backend_compile" in event else []))
+    try:
+        for batch in batches:
+            for leaf, sharding in zip(jax.tree.leaves(state), declared, strict=True):
+                assert leaf.sharding == sharding
+            state, metrics = step(state, batch)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert sum(compiled.values()) == 1
+    assert int(state.step) == 5
+
+
+def test_the_state_is_donated():
+    step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3)
+    batch = token_batches(1)[0]
+    state = step.init(jax.random.key(0), batch)
+    old = jax.tree.leaves(state.params)
+    step(state, batch)
+    assert all(leaf.is_deleted() for leaf in old)
+
+
+def test_the_default_step_runs():
+    step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3)
+    state = step.init(jax.random.PRNGKey(0), token_batches(1)[0])  # an old-style key too
+    state, metrics = step(state, token_batches(1)[0])
+    assert sorted(metrics) == ["grad_norm", "loss"]
+    assert all(metric.dtype == jnp.float32 and metric.shape == () for metric in metrics.values())
+
+
+def test_what_the_loss_returns_is_a_metric():
+    model = nn.Dense(8)
+    step = zero_jax.make_zero_train_step(model, 2, loss=classify, optimizer=optax.sgd(0.1))
+    batch = vector_batches(1)[0]
+    state = step.init(jax.random.key(0), batch)
+    params = jax.device_get(state.params)
+    _, metrics = step(state, batch)
+    logits = batch["x"] @ params["kernel"]
+    np.testing.assert_allclose(float(metrics["accuracy"]), (logits.argmax(-1) == batch["y"]).mean(), rtol=1e-6)
+
+
+def test_a_batch_of_another_size_compiles_and_runs():
+    step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3)
+    state = step.init(jax.random.key(0), token_batches(1)[0])
+    state, _ = step(state, token_batches(1)[0])
+    state, metrics = step(state, token_batches(1, size=16)[0])
+    assert np.isfinite(float(metrics["loss"]))
+
+
+@pytest.mark.parametrize("build", [gpt2.build, gpt2_nnx.build])
+def test_evaluation_changes_nothing_and_drops_nothing_out(build):
+    config = gpt2.Config(2, 32, 2, vocab_size=64, max_length=16, dropout=0.5)
+    step = zero_jax.make_zero_train_step(build(config), 3)
+    batch = token_batches(1)[0]
+    state = step.init(jax.random.key(0), batch)
+    evaluate = step.evaluator()
+    first, second = evaluate(state, batch), evaluate(state, batch)
+    assert float(first) == float(second)
+    logits = step.evaluator(lambda model, batch: model(batch["inputs"]))(state, batch)
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+    np.testing.assert_allclose(float(first), float(expected), rtol=1e-5)
+    _, metrics = step(state, batch)
+    assert float(metrics["loss"]) != float(first)  # training drops out
+
+
+def test_leaves_that_do_not_divide_are_listed_with_their_bytes():
+    class Odd(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(7, name="odd")(nn.Dense(13, name="prime")(x))
+
+    step = zero_jax.make_zero_train_step(Odd(), 3, loss=lambda m, b: m(b["x"]).mean(), optimizer=optax.sgd(0.1))
+    layout = step.layout({"x": np.ones((8, 16), np.float32)})
+    whole = {row.name: row.bytes for row in layout.replicated()}
+    assert whole == {"params/odd/bias": 28, "params/odd/kernel": 364, "params/prime/bias": 52}
+    text = layout.describe()
+    assert "3 leaves (444 bytes) stay replicated" in text and all(name in text for name in whole)
+    assert "no dim of (13, 7) that no loop runs over divides by 8" in text
+
+
+@pytest.mark.parametrize(("shape", "read", "spec"), [
+    ((64, 32), Read(), P("data", None)),
+    ((12, 32), Read(), P(None, "data")),
+    ((8, 12, 32), Read(stacked=(0,)), P(None, None, "data")),
+    ((8, 12), Read(stacked=(0,)), P(None, None)),
+    ((64, 512), Read(), P(None, "data")),  # only 512 / 8 fills a TPU's tiles
+    ((), Read(), P()),
+    ((0, 8), Read(), P(None, "data")),
+    ((7, 5), Read(), P(None, None)),
+])
+def test_which_dim_is_sharded(shape, read, spec):
+    assert choose_spec(shape, 8, ("data",), read) == spec
+
+
+def test_factored_axes_are_gathered_minor_most_first():
+    assert between(P(None, ("x", "y"))) == [P(None, ("x", "y")), P(None, "x"), P(None, None)]
+    assert choose_spec((64, 3), 8, ("x", "y")) == P(("x", "y"), None)
+
+
+@pytest.mark.parametrize("needed", [set(), {"c"}, {"a", "h"}, set("abcdefgh")])
+def test_the_smallest_set_is_found_by_bisection(needed):
+    assert smallest_plain(lambda names: needed <= names, list("abcdefgh")) == needed
