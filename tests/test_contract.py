@@ -40,12 +40,12 @@ def described(target):
 
 
 @functools.cache
-def program(target, stage, flavour="linen", config=CONFIG, precision="bf16", variant="zero"):
+def program(target, stage, flavour="linen", config=CONFIG, precision="bf16", variant="zero", length=64):
     mesh = described(target)
     step = zero_jax.make_zero_train_step(
         {"linen": gpt2, "nnx": gpt2_nnx}[flavour].build(config), stage, mesh=mesh, precision=precision,
         optimizer=optax.adamw(1e-3))
-    batch = {name: jax.ShapeDtypeStruct((8, 64), jnp.int32) for name in ("inputs", "targets")}
+    batch = {name: jax.ShapeDtypeStruct((8, length), jnp.int32) for name in ("inputs", "targets")}
     layout = step.layout(batch)
     if variant == "annotated":  # the same layout, and nothing but jit
         step._layout = dataclasses.replace(layout, uses=jax.tree.map(lambda _: None, layout.state.params))
@@ -56,7 +56,7 @@ def program(target, stage, flavour="linen", config=CONFIG, precision="bf16", var
     return Program(hlo.collectives(compiled.as_text()), psi)
 
 
-def broken_promises(program, stage):
+def broken_promises(program, stage, config=CONFIG):
     """What the stage's contract says of a program: an empty list, or what is wrong with it."""
     found = []
     expected = {1: 2, 2: 2, 3: 3}[stage]
@@ -65,13 +65,13 @@ def broken_promises(program, stage):
     if abs(program.over_psi("all-gather") - (expected - 1)) > 0.02:
         found.append(f"{program.over_psi('all-gather'):.3f} psi gathered, not {expected - 1}")
     scattered = [c for c in program.collectives if c.kind == "reduce-scatter"]
-    in_loop = sum(c.wire_bytes * c.count for c in scattered if c.in_loop) / (CONFIG.num_block_params * BF16 * 7 / 8)
+    in_loop = sum(c.wire_bytes * c.count for c in scattered if c.in_loop) / (config.num_block_params * BF16 * 7 / 8)
     if abs(in_loop - 1) > 0.02:
         found.append(f"{in_loop:.3f} of the blocks' gradients scattered in the backward loop, not all")
     for collective in program.collectives:
         if collective.kind in ("all-gather", "reduce-scatter"):
             continue
-        share = collective.wire_bytes * collective.count / (program.psi * BF16)
+        share = collective.payload_bytes * collective.count / (program.psi * BF16)
         if share > 0.01:
             found.append(f"{collective.kind} of {collective.shapes}: {share:.3f} psi")
     return found
@@ -125,3 +125,12 @@ def test_the_cast_happens_on_the_shard():
     assert {dtype for c in gathered for dtype in c.dtypes} == {"bf16"}
     wide = [c for c in program("h100:8", 3, precision="fp32").collectives if c.kind == "all-gather"]
     assert {dtype for c in wide for dtype in c.dtypes} == {"f32"}  # the setting, and not the backend, decides
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("preset", ["124m", "1.5b"])
+def test_wire_of_the_papers_model(preset, stage):
+    """GPT-2 as it is, vocabulary of 50257 included, with 1024 tokens on each of eight H100s."""
+    config = gpt2.PRESETS[preset]
+    assert not broken_promises(program("h100:8", stage, config=config, length=1024), stage, config)

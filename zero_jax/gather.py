@@ -106,15 +106,17 @@ def _read(carrier: jax.Array, gathered: jax.Array, use: Use) -> jax.Array:
 def _read_backward(use: Use, _: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Whole first: a partial sum, which the next constraint turns into a reduce-scatter. Without it the target layout
     # propagates into what computes the gradient: a dot becomes a ring that sends 1.29 times the bytes (v5e), and an
-    # embedding's updates, as large as the batch, are exchanged instead of its gradient. The sharded dim goes first,
-    # since XLA:TPU scatters over the major dim only and all-reduces otherwise.
-    dim = next((dim for dim, entry in enumerate(use.reduced) if entry), 0)
-    spec = P(*[use.reduced[dim], *[None] * (gradient.ndim - 1)]) if gradient.ndim else P()
+    # embedding's updates, as large as the batch, are exchanged instead of its gradient.
     reduced = checkpoint_name(gradient.astype(use.reduce), REDUCED)
-    reduced = jnp.moveaxis(reduced, dim, 0) if gradient.ndim else reduced
+    spec, dim = use.reduced, next((dim for dim, entry in enumerate(use.reduced) if entry), 0)
+    # XLA:TPU scatters over the major dim only and all-reduces otherwise. XLA:GPU scatters over any, and merges the
+    # reductions of a weight that is read twice only if nothing stands between them and their sum.
+    first = dim and use.mesh.devices.flat[0].platform == "tpu"
+    if first:
+        reduced, spec = jnp.moveaxis(reduced, dim, 0), P(spec[dim], *spec[:dim], *spec[dim + 1:])
     for step in reversed(between(spec)):
         reduced = constrain(reduced, use.mesh, step)
-    return jnp.moveaxis(reduced, 0, dim) if gradient.ndim else reduced, jnp.zeros_like(gradient)
+    return jnp.moveaxis(reduced, 0, dim) if first else reduced, jnp.zeros_like(gradient)
 
 
 _read.defvjp(lambda carrier, gathered, use: (_read(carrier, gathered, use), None), _read_backward)
