@@ -10,7 +10,6 @@ import optax
 import zero_jax
 from zero_jax.tree import named_leaves
 
-
 ADAMW = optax.adamw(3e-4, eps=1e-6)
 
 
