@@ -200,7 +200,7 @@ class ZeroTrainStep:
             loss, metrics = _loss_and_metrics(out)
             return loss, (metrics, variables)
 
-        if self.stage.shards_params:
+        if self.stage.shards_params and layout.num_shards > 1:  # else nothing is gathered
             loss_of = jax.checkpoint(
                 rewritten(loss_of, separate_reads, mark_derived, hide_checkpoints, checkpoint_loops),
                 policy=keep_all_but_gathered)
