@@ -91,8 +91,8 @@ def torch_fully_shard(config, batch, num_steps):
 
     import torch
     import torch.distributed as dist
-    import torch.utils.checkpoint
     import torch.nn.functional as F
+    import torch.utils.checkpoint
     from torch import nn
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
