@@ -50,7 +50,7 @@ class DecoderLayer(nn.Module):
     @nn.compact
     def __call__(self, x, memory):
         causal = nn.make_causal_mask(jnp.ones(x.shape[:2]))
-        x = nn.LayerNorm()(x + nn.SelfAttention(4)(x, mask=causal))
+        x = nn.LayerNorm()(x + nn.MultiHeadDotProductAttention(4)(x, mask=causal))
         x = nn.LayerNorm()(x + nn.MultiHeadDotProductAttention(4)(x, memory))
         return nn.LayerNorm()(x + nn.Dense(32)(nn.gelu(nn.Dense(64)(x))))
 
@@ -196,7 +196,7 @@ CASES = {
     "convolutional net": Case(ConvNet(), IMAGES),
     "encoder-decoder": Case(EncoderDecoder(), PAIRS, lambda m, b: cross_entropy(m(b["x"], b["t"]), b["y"])),
     "recurrent": Case(Recurrent()),
-    "weight and spectral norm": Case(Normalised(), on_entry=("Dense_0/kernel", "Dense_1/kernel")),
+    "weight and spectral norm": Case(Normalised(), on_entry=("Dense_0/kernel", "Dense_2/kernel")),
     "reads .variables": Case(ReadsVariables(), on_entry=("dense/kernel",)),
     "sows": Case(Sows(), loss=with_sown_losses),
     "ensemble": Case(Ensemble()),

@@ -26,6 +26,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "config": (0, "what a run is told; no JAX, so that a mistake is answered at once"),
     "generate": (0, "text from a model"),
     "data": (0, "tokens as global batches"),
+    "batch": (1, "what a batch must be"),
     "reads": (1, "how a model reads its parameters, found by tracing"),
     "passes": (1, "edits of the traced loss, and what backward may keep"),
     "widen": (1, "gradients computed in the dtype they are reduced in"),

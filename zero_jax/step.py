@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.batch import abstract_batch, check_batch
 from zero_jax.functional import Functional, functional
 from zero_jax.layout import Layout, plan_layout
 from zero_jax.mesh import batch_axes, make_mesh, zero_axes
@@ -113,7 +114,7 @@ class ZeroTrainStep:
         try:
             return compiled(state, batch)
         except (TypeError, ValueError):
-            self._check(batch)  # a batch that does not fit the mesh gets its own message
+            check_batch(batch, self.mesh)  # a batch that does not fit the mesh gets its own message
             raise
 
     def abstract_state(self, batch: Any) -> ZeroState:
@@ -131,10 +132,10 @@ class ZeroTrainStep:
 
     def layout(self, batch: Any) -> Layout:
         """Where every leaf of the state lies. It depends on the model, not on the size of `batch`."""
-        self._check(batch)
+        check_batch(batch, self.mesh)
         if self._layout is None:
             rng = jax.eval_shape(lambda: jax.random.key(0))
-            batch = jax.eval_shape(self._cast, _abstract(batch))
+            batch = jax.eval_shape(self._cast, abstract_batch(batch))
             given = jax.eval_shape(lambda: self._model.given)
             params, variables = jax.eval_shape(lambda *args: self._model.init(self._loss, *args), rng, batch, given)
             params = jax.eval_shape(lambda tree: cast_floating(tree, self._precision.params), params)
@@ -239,27 +240,10 @@ class ZeroTrainStep:
         return cast_floating(batch, self._precision.compute)
 
     def _placed(self, batch: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.batch_sharding), _abstract(batch))
+        def place(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.batch_sharding)
 
-    def _check(self, batch: Any) -> None:
-        """Raises ValueError unless every leaf's leading dim is the same and divides over the mesh."""
-        leaves = named_leaves(batch)
-        if not leaves:
-            raise ValueError("The batch is empty: give a pytree of arrays whose leading dim is the global batch.")
-        sizes = {name: np.shape(leaf)[:1] for name, leaf in leaves}
-        flat = [name for name, size in sizes.items() if not size]
-        if flat:
-            raise ValueError(f"batch[{flat[0]!r}] is a scalar: every leaf needs a leading dim, the global batch.")
-        if len(set(sizes.values())) > 1:
-            raise ValueError(
-                "The leaves of the batch differ in their leading dim, the global batch: "
-                + ", ".join(f"{name} {size[0]}" for name, size in sizes.items()) + ".")
-        (size,), ways = next(iter(sizes.values())), self.batch_sharding.num_devices
-        if size % ways or not size:
-            raise ValueError(
-                f"A batch of {size} does not divide over the {ways} devices of the mesh {dict(self.mesh.shape)}: give "
-                f"a multiple of {ways}, or a smaller mesh.")
+        return jax.tree.map(place, abstract_batch(batch))
 
 
 def _loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, Any]]:
@@ -291,11 +275,6 @@ def _constrain(value: jax.Array, sharding: NamedSharding) -> jax.Array:
 def _strong(tree: Any) -> Any:
     """`tree` without weak types: a weakly typed leaf would compile the step twice."""
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, jnp.asarray(leaf).dtype), tree)
-
-
-def _abstract(batch: Any) -> Any:
-    return jax.eval_shape(lambda: jax.tree.map(jnp.asarray, batch)) if not any(
-        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)) else batch
 
 
 def _typed_key(rng: Any) -> jax.Array:
