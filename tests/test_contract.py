@@ -98,6 +98,12 @@ def test_the_contract_tells_other_programs(variant):
     assert broken_promises(program("h100:8", 3, variant=variant), 3)
 
 
+def test_stage_1_is_already_stage_2():
+    """One program: gradients are scattered where backward reaches them (zero_jax/stages.py says why)."""
+    moved = [[(c.kind, c.shapes, c.count) for c in program("h100:8", stage).collectives] for stage in (1, 2, 3)]
+    assert moved[0] == moved[1] != moved[2]
+
+
 def test_stage_0_all_reduces():
     found = program("h100:8", 0)
     assert not [c for c in found.collectives if c.kind in ("all-gather", "reduce-scatter")]

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 class Stage:
     """A row of the table: which of a train step's trees lie sharded over the ZeRO axes.
 
-    `wire` is what each device sends per step in units of psi, the number of parameters, as N grows.
+    `wire` is what each device sends per step in units of psi, the number of parameters, as N grows. From stage 1 on
+    a gradient is scattered as soon as backward reaches it, since a compiled loop cannot carry an unreduced sum and
+    a full reduction would send 3 psi: in a step of one reduction, stage 1 already has the memory of stage 2, and
+    `shards_gradients` only tells what the stage promises.
     """
 
     number: int
