@@ -70,6 +70,15 @@ def test_learning_rate_is_told_where_the_schedule_gives_one():
     assert rates("adamw") is None
 
 
+def test_every_learning_rate_is_told():
+    injected = {"kernel": optax.inject_hyperparams(optax.adam)(1e-2), "rest": optax.inject_hyperparams(optax.sgd)(0.5)}
+    trained = train(Model(), 2, 8, batches=BATCHES[:1], loss=classify,
+                    optimizer=optax.multi_transform(injected, kernels_apart))
+    _, metrics = trained.step(trained.state, BATCHES[1])
+    told = sorted(float(value) for name, value in metrics.items() if name.startswith("learning_rate"))
+    np.testing.assert_allclose(told, [1e-2, 0.5], rtol=1e-6)
+
+
 def test_a_norm_of_one_shard_is_caught():
     """Negative control: an optimizer whose trust ratio saw one device's part only has another trajectory."""
 

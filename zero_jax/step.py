@@ -107,8 +107,8 @@ class ZeroTrainStep:
         """One step: (new state, metrics). `state` is donated; nothing waits for the devices.
 
         Metrics are float32 scalars: `loss`, `grad_norm` (of the whole reduced gradient, before any clipping),
-        `learning_rate` where the optimizer's state tells it (`optax.inject_hyperparams`), and those of the
-        user's loss.
+        `learning_rate` where the optimizer's state tells it (`optax.inject_hyperparams`; `learning_rate_1` and so
+        on where it tells several), and those of the user's loss.
         """
         compiled = self._compiled or self._jitted(batch)
         try:
@@ -257,7 +257,7 @@ def _loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, Any]]:
 
 def _learning_rate(opt_state: Any) -> dict[str, Any]:
     found = optax.tree.get_all_with_path(opt_state, "learning_rate")
-    return {"learning_rate": found[0][1]} if found else {}
+    return {f"learning_rate_{i}" if i else "learning_rate": rate for i, (_, rate) in enumerate(found)}
 
 
 def _refuse_integers(params: Any) -> None:
