@@ -64,6 +64,7 @@ def test_learning_rate_is_told_where_the_schedule_gives_one():
     def rates(name):
         trained = run(name, 1, 8)
         _, metrics = trained.step(trained.state, BATCHES[0])
+        assert all(metric.shape == () for metric in metrics.values())
         return metrics.get("learning_rate")
 
     np.testing.assert_allclose(float(rates("inject_hyperparams")), float(SCHEDULE(5)), rtol=1e-6)

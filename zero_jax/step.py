@@ -256,8 +256,9 @@ def _loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, Any]]:
 
 
 def _learning_rate(opt_state: Any) -> dict[str, Any]:
-    found = optax.tree.get_all_with_path(opt_state, "learning_rate")
-    return {f"learning_rate_{i}" if i else "learning_rate": rate for i, (_, rate) in enumerate(found)}
+    found = [rate for _, rate in optax.tree.get_all_with_path(opt_state, "learning_rate")]
+    rates = [rate for rate in found if isinstance(rate, jax.Array)]  # and not the state of its schedule
+    return {f"learning_rate_{i}" if i else "learning_rate": rate for i, rate in enumerate(rates)}
 
 
 def _refuse_integers(params: Any) -> None:
