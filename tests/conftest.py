@@ -10,16 +10,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, and for processes
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 " + os.environ.get("XLA_FLAGS", "")
 
 import jax
-import pytest
-from jax.sharding import Mesh
-
-import zero_jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-
-@pytest.fixture
-def mesh8() -> Mesh:
-    """Eight simulated devices on the axis `data`."""
-    return zero_jax.make_mesh()

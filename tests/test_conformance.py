@@ -74,7 +74,6 @@ class Mlp(nn.Module):
     """Batch statistics over the global batch, and dropout."""
 
     rate: float = 0.0
-    axis_name: str | None = None
 
     @nn.compact
     def __call__(self, x):

@@ -55,7 +55,7 @@ def test_trajectory_is_one_device(name):
     whole = [row.name for row in layout.replicated() if "ns_coeffs" not in row.name]  # muon's five constants
     sharded = [row for row in layout.placements() if row.name.startswith("opt_state") and row.device_bytes < row.bytes]
     assert not whole
-    assert len(sharded) >= {"frozen biases": 4, "multi_transform": 4}.get(name, 4)
+    assert len(sharded) >= 2  # at least one moment or factor of each kernel
     for leaf, declared in zip(jax.tree.leaves(many.state), jax.tree.leaves(layout.shardings), strict=True):
         assert leaf.sharding.is_equivalent_to(declared, leaf.ndim)
 

@@ -60,8 +60,7 @@ class Linen:
         return params, {name: tree for name, tree in collections.items() if name not in self._transient}
 
     def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
-            *,
-            on_entry: frozenset[str] | None = None, train: bool = True) -> tuple[Any, Any]:
+            *, on_entry: frozenset[str] | None = None, train: bool = True) -> tuple[Any, Any]:
         """(`fun(bound module, batch)`, new variables); each parameter is read through its leaf of `uses`.
 
         Parameters in `on_entry` (default: as `reads` found) are given to the module already used; None in place of a

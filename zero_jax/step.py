@@ -98,10 +98,10 @@ class ZeroTrainStep:
 
         rng: a JAX PRNG key. Raises ValueError for a batch that does not fit the mesh.
         """
-        lowered_for = self._initializer(batch)
+        make = self._initializer(batch)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
             batch = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), batch)
-        return lowered_for(_typed_key(rng), self._model.given, batch)
+        return make(_typed_key(rng), self._model.given, batch)
 
     def __call__(self, state: ZeroState, batch: Any) -> tuple[ZeroState, dict[str, jax.Array]]:
         """One step: (new state, metrics). `state` is donated; nothing waits for the devices.
