@@ -242,4 +242,9 @@ RUNS: tuple[Run, ...] = (
     Run(6, "40b-50x8192", 400, 16, 32, 16, 400, "C1"), Run(6, "60b", 400, 16, 64, 16, 400, "C2"),
     Run(6, "50b", 400, 16, 32, 16, 400, "C3"), Run(6, "140b", 400, 16, 64, 16, 400, "C4"),
     Run(6, "150b", 400, 16, 64, 16, 400, "C5"),
+    # Their heads are those of the same shapes above, and their totals follow from the rule: no source at hand has them.
+    Run(7, "40b-50x8192", 400, 16, 32, 16, 400), Run(7, "100b", 400, 16, 64, 32, 800),
+    *(Run(8, "60b-75x8192", 128, 16, 32, batch, total, system) for system, batch, total in (
+        ("C1", 2, 16), ("C2", 4, 32), ("C3", 32, 256), ("C4", 32, 256), ("C5", 8, 64))),
+    Run(8, "170b", 400, 16, 64, 12, 300, "C5"),
 )

@@ -89,12 +89,14 @@ def test_the_rules_can_be_broken():
 
 
 def test_runs_of_each_figure():
-    count = {figure: sum(run.figure == figure for run in RUNS) for figure in (2, 3, 4, 6)}
-    assert count == {2: 20, 3: 4, 4: 11, 6: 5}
-    assert sum(count.values()) == len(RUNS) == len(set(RUNS))
+    count = {figure: sum(run.figure == figure for run in RUNS) for figure in (2, 3, 4, 6, 7, 8)}
+    assert count == {2: 20, 3: 4, 4: 11, 6: 5, 7: 2, 8: 6}
+    assert sum(count.values()) == len(RUNS) == len(set(RUNS)) == 48
     of_figure_2 = [run for run in RUNS if run.figure == 2]
     assert [run.baseline for run in of_figure_2] == [False, True] * 10
     for zero in (run for run in of_figure_2 if not run.baseline):
         assert zero.heads == PRESETS[zero.preset].num_heads
     sizes = {run.system: run.config.num_block_params for run in RUNS if run.figure == 6}
     assert sorted(sizes, key=sizes.get) == ["C1", "C3", "C2", "C4", "C5"]
+    assert [(run.system, run.batch) for run in RUNS if run.figure == 8 and run.gpus == 128] == [
+        ("C1", 2), ("C2", 4), ("C3", 32), ("C4", 32), ("C5", 8)]
