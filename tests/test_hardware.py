@@ -12,16 +12,14 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import zero_jax
 from zero_jax import hardware
+from zero_jax.targets import target_of
 
-SIZES = {
-    "h100:8": (8, 1),
-    "h100:16x8": (128, 16),
-    "v5e:2x4": (8, 2),
-    "v5e:16x16": (256, 64),
-    "v5p:2x2x2": (8, 2),
-    "v5p:4x4x8": (128, 32),
-}  # devices, hosts
+# The larger example of each chip has what the smaller one has, and several hosts.
+EXAMPLES = hardware.known_targets()
+LARGEST = {example.split(":")[0]: example for example in EXAMPLES}.values()
+BIG = {"v5p:16x16x24": 6144, "v5p:8x8x16": 1024, "h100:512x8": 4096, "tpu7x:8x8x8": 1024}
 
 
 def described(target: str) -> list[jax.Device]:
@@ -30,27 +28,69 @@ def described(target: str) -> list[jax.Device]:
     return hardware.describe(target)
 
 
-def test_sizes_cover_the_table():
-    assert tuple(SIZES) == hardware.known_targets()
-
-
-@pytest.mark.parametrize("target", SIZES)
+@pytest.mark.parametrize("target", EXAMPLES)
 def test_describe(target):
-    devices = described(target)
-    assert (len(devices), len({d.process_index for d in devices})) == SIZES[target]
-    assert {d.platform for d in devices} == {"gpu" if target.startswith("h100") else "tpu"}
+    """The devices and hosts that the target counts without JAX are those that the compiler gives."""
+    devices, expected = described(target), target_of(target)
+    assert (len(devices), len({d.process_index for d in devices})) == (expected.num_devices, expected.num_hosts)
+    assert {d.platform for d in devices} == {"gpu" if expected.chip.gpu else "tpu"}
     assert hardware.describe(target) == devices  # the same clients, so that meshes compare equal
+    assert hardware.describe(expected) == devices
 
 
-@pytest.mark.parametrize("target", ["h100:8", "v5e:2x4", "v5p:2x2x2"])
-def test_compile_reports_memory(target):
-    device = described(target)[0]
-    x = jax.ShapeDtypeStruct(
-        (256, 256), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(device)
-    )
-    options = hardware.compiler_options(device)
-    compiled = jax.jit(lambda x: jax.nn.gelu(x @ x)).lower(x).compile(compiler_options=options)
-    assert compiled.memory_analysis().argument_size_in_bytes == 256 * 256 * 2
+@pytest.mark.parametrize("target", BIG)
+def test_describe_big_slices(target):
+    assert len(described(target)) == target_of(target).num_devices == BIG[target]
+
+
+@pytest.mark.parametrize("target", LARGEST)
+def test_compile(target):
+    """Every chip compiles a matrix product and a gather of its factor, which memory and text tell."""
+    devices = described(target)
+    mesh = Mesh(mesh_utils.create_device_mesh((len(devices),), devices), ("x",))
+    n = 16 * len(devices)
+    x = jax.ShapeDtypeStruct((n, n), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
+
+    def product(x: jax.Array) -> jax.Array:
+        whole = jax.lax.with_sharding_constraint(x * 2, NamedSharding(mesh, P()))
+        return jax.nn.gelu(x @ whole)
+
+    compiled = jax.jit(product).lower(x).compile(compiler_options=hardware.compiler_options(devices[0]))
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory.argument_size_in_bytes == memory.output_size_in_bytes == n * n * 2 // len(devices)
+    assert "all-gather" in text or "AllGather" in text or "collective-permute" in text
+
+
+@pytest.mark.parametrize("target", ["v5e:16x16", "v6e:16x16", "v5p:4x4x8", "tpu7x:4x4x8"])
+def test_factors_make_a_mesh_of_torus_axes(target):
+    devices, expected = described(target), target_of(target)
+    mesh = zero_jax.make_mesh(expected.factors, devices=devices).devices
+    links = [expected.link([hardware.coords(d) for d in group]) for group in (mesh[:, 0], mesh[0])]
+    ici = expected.chip.link_bandwidth
+    assert [link.bandwidth / ici for link in links] == {
+        "v5e:16x16": [2, 2], "v6e:16x16": [2, 2], "v5p:4x4x8": [4, 2],
+        "tpu7x:4x4x8": [2, 2],  # over (x, y) each of a chip's two devices has half of four links
+    }[target]
+
+
+def test_links_of_described_gpus():
+    devices, target = described("h100:16x8"), target_of("h100:16x8")
+    assert target.link([hardware.coords(d) for d in devices[8:16]]).name == "nvlink"
+    assert target.link([hardware.coords(d) for d in devices[7:9]]).name == "network"
+
+
+def test_coords_of_live_devices():
+    assert [hardware.coords(d) for d in jax.devices()] == [(0, d.id) for d in jax.devices()]
+
+
+def test_too_large_for_a_tpu_says_how_large():
+    """The planner reads these words."""
+    device = described("v5e:2x4")[0]
+    x = jax.ShapeDtypeStruct((1 << 20, 1 << 17), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(device))
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        jax.jit(lambda x: x[0] * 2).lower(x).compile()
+    assert re.search(r"RESOURCE_EXHAUSTED.*\(256\.00G\) exceeds available HBM \(15\.75G\)", str(error.value))
+    assert target_of("v5e:2x4").chip.memory_bytes == 15.75 * 2**30
 
 
 def gather_emitters(devices: list[jax.Device]) -> list[str]:
@@ -77,30 +117,35 @@ def test_compiler_options():
     assert hardware.compiler_options(described("v5e:2x4")[0]) == {}
 
 
+@pytest.mark.parametrize("target", ["h10:8", "h100:0", "v5e:3x5"])
+def test_what_is_no_target_is_refused(target):
+    with pytest.raises(ValueError, match=target):
+        hardware.describe(target)
+
+
+def test_a_slice_that_the_compiler_does_not_know(monkeypatch):
+    described("v5e:2x4")
+    monkeypatch.setattr("zero_jax.targets._check_slice", lambda *arguments: None)
+    with pytest.raises(ValueError, match="the compiler knows no slice 'v5e:3x5'"):
+        hardware.describe("v5e:3x5")
+
+
 @pytest.mark.parametrize(
-    "target, nearest",
+    "jax_version, libtpu, missing",
     [
-        ("h10:8", "h100:8"),
-        ("v6e:16x16", "v5e:16x16"),
-        ("h100", "h100:8"),
-        ("h100:8x8x8", "h100:8"),
-        ("h100:0", "h100:8"),
-        ("h100:16x", "h100:16x8"),
-        ("v5p:2x2", "v5p:2x2x2"),
-        ("v5e:-2x4", "v5e:2x4"),
+        ("0.10.2", "0.0.51", "libtpu==0.0.42.*"),
+        ("0.10.2", "0.0.42.1", None),
+        ("0.10.2", "0.0.40", None),
+        ("0.12.0.1", "0.0.51", None),
     ],
 )
-def test_unknown_target_names_the_nearest(target, nearest):
-    with pytest.raises(ValueError) as error:
-        hardware.describe(target)
-    assert repr(target) in str(error.value) and f"nearest is {nearest!r}" in str(error.value)
-    assert all(known in str(error.value) for known in SIZES)
-
-
-def test_a_slice_that_cannot_be():
+def test_a_libtpu_that_is_too_new_for_jax(jax_version, libtpu, missing, monkeypatch):
     described("v5e:2x4")
-    with pytest.raises(ValueError, match="v5e:3x5"):
-        hardware.describe("v5e:3x5")
+    monkeypatch.setattr("jax.__version__", jax_version)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: libtpu)
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["numpy>=2.0", 'libtpu==0.0.42.*; extra == "tpu"'])
+    assert hardware.missing_compiler("tpu7x:2x2x1") == missing
+    assert hardware.missing_compiler("v5p:2x2x1") is None
 
 
 @pytest.mark.parametrize("target, extra", [("h100:4", "gpu-compiler"), ("v5e:4x4", "tpu-compiler")])

@@ -1,51 +1,24 @@
 """Described accelerators: devices that need no hardware, only XLA's compiler for them.
 
 `jax.jit(...).lower(shapes on them).compile(compiler_options=compiler_options(device))` gives the
-scheduled program of an H100 or a TPU pod and its memory, on a laptop.
+scheduled program of an H100 or a TPU pod and its memory, on a laptop. What they are is in `zero_jax.targets`.
 """
 
 import contextlib
 import dataclasses
-import difflib
 import functools
-import importlib.resources
+import importlib.metadata
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 
 import jax
 from jax.experimental import topologies
 
+from zero_jax.targets import Chip, Gpu, Target, known_targets, target_of
 
-@dataclasses.dataclass(frozen=True)
-class _Chip:
-    """A row of the table of targets.
-
-    Attributes:
-        platform: "tpu" or "cuda".
-        forms: how its targets are written, one per number of dims.
-        examples: targets that are compiled for in the tests.
-        ring: a torus dim of a multiple of this many chips has its wrap-around links (TPU).
-        description: file in zero_jax/targets that describes the device (GPU).
-    """
-
-    platform: str
-    forms: tuple[str, ...]
-    examples: tuple[str, ...]
-    ring: int = 0
-    description: str = ""
-
-
-_CHIPS = {
-    "h100": _Chip(
-        "cuda",
-        ("h100:GPUS", "h100:HOSTSxGPUS_PER_HOST"),
-        ("h100:8", "h100:16x8"),
-        description="h100.txtpb",
-    ),
-    "v5e": _Chip("tpu", ("v5e:XxY",), ("v5e:2x4", "v5e:16x16"), ring=16),
-    "v5p": _Chip("tpu", ("v5p:XxYxZ",), ("v5p:2x2x2", "v5p:4x4x8"), ring=4),
-}
+__all__ = ["compiler_options", "coords", "describe", "known_targets", "missing_compiler"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +34,7 @@ _COMPILERS = {
     "cuda": _Compiler(
         "jax_plugins.xla_cuda13",
         "zero-jax[gpu-compiler]",
-        {
-            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"
-        },  # there are no CUDA libraries whose versions matter
+        {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},  # there are no CUDA libraries whose versions matter
     ),
     "tpu": _Compiler(
         "libtpu",
@@ -78,8 +49,47 @@ _COMPILERS = {
     ),
 }
 
+# XLA's device description, as text of its protocol buffer GpuTargetConfigProto. The limits are those of every
+# data center GPU since Volta (CUDA C programming guide, compute capabilities).
+_GPU_DESCRIPTION = """
+platform_name: "CUDA"
+device_description_str: "{name}"
+gpu_device_info {{
+  name: "{name}"
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability {capability}"
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+  core_count: {gpu.core_count}
+  fpus_per_core: {gpu.fpus_per_core}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {chip.memory_bytes}
+  memory_bandwidth: {chip.memory_bandwidth:.0f}
+  l2_cache_size: {gpu.l2_bytes}
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {gpu.shared_bytes_per_block}
+  shared_memory_per_core: {gpu.shared_bytes_per_core}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  device_address_bits: 64
+}}
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+"""
 
-def describe(target: str) -> list[jax.Device]:
+
+def describe(target: str | Target) -> list[jax.Device]:
     """Devices of `target`, for compiling only, in XLA's order. The same objects each time.
 
     `h100:8` is one host of 8 GPUs, `h100:16x8` 16 hosts of 8, `v5e:2x4` and `v5p:4x4x8` TPU slices
@@ -88,7 +98,7 @@ def describe(target: str) -> list[jax.Device]:
 
     Raises ValueError for an unknown target, a slice that cannot be, or a compiler not installed.
     """
-    return list(_devices(target))
+    return list(_devices(_target(target)))
 
 
 def compiler_options(device: jax.Device) -> dict[str, bool | int | float | str]:
@@ -99,67 +109,80 @@ def compiler_options(device: jax.Device) -> dict[str, bool | int | float | str]:
     return {"xla_gpu_autotune_level": 0} if device.platform in ("gpu", "cuda") else {}
 
 
-def known_targets() -> tuple[str, ...]:
-    """One or two targets of each chip; other sizes are written alike."""
-    return tuple(example for chip in _CHIPS.values() for example in chip.examples)
-
-
-def missing_compiler(target: str) -> str | None:
-    """Return the pip extra that `target` needs and that is not installed; None if it compiles."""
-    compiler = _COMPILERS[_parse(target)[0].platform]
+def missing_compiler(target: str | Target) -> str | None:
+    """What to `pip install` so that `target` compiles here: an extra, or the libtpu of this JAX. None: nothing."""
+    chip = _target(target).chip
+    compiler = _COMPILERS[chip.platform]
     try:
         found = importlib.util.find_spec(compiler.module) is not None
     except ModuleNotFoundError:  # of the parent package
         found = False
-    return None if found else compiler.extra
+    return _pinned_libtpu(chip) if found else compiler.extra
+
+
+def coords(device: jax.Device) -> tuple[int, ...]:
+    """Where `device` is, as `Target.link` wants it: torus coordinates and core of a TPU, else (host, number)."""
+    if device.platform == "tpu":
+        return (*device.coords, device.core_on_chip)
+    return device.process_index, device.id
 
 
 @functools.cache
-def _devices(target: str) -> tuple[jax.Device, ...]:
-    chip, dims = _parse(target)
+def _devices(target: Target) -> tuple[jax.Device, ...]:
+    chip = target.chip
     if extra := missing_compiler(target):
-        raise ValueError(f"no compiler for {target!r} is installed: pip install '{extra}'")
+        raise ValueError(f"no compiler for {target.text!r} is installed: pip install '{extra}'")
     try:
         with _environment(_COMPILERS[chip.platform].environment):
-            if chip.platform == "cuda":
-                hosts, gpus = (1, *dims)[-2:]
-                files = importlib.resources.files("zero_jax") / "targets"
+            if chip.gpu:
                 described = topologies.get_topology_desc(
                     "",
                     platform="cuda",
-                    target_config=(files / chip.description).read_text(),
-                    topology=f"1x{hosts}x{gpus}",  # partitions x hosts x GPUs per host
+                    target_config=_gpu_description(chip, chip.gpu),
+                    topology="1x{}x{}".format(*target.dims),  # partitions x hosts x GPUs per host
                 )
             else:
-                # Three dims, whatever the torus has.
-                wrap = tuple(dim % chip.ring == 0 for dim in (*dims, 1, 1)[:3])
-                described = topologies.get_topology_desc(target, platform="tpu", wrap=wrap)
+                described = _describe_tpu(target)
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"the compiler knows no slice {target!r}: {error}") from error
+        raise ValueError(f"the compiler knows no slice {target.text!r}: {error}") from error
     return tuple(described.devices)
 
 
-def _parse(target: str) -> tuple[_Chip, tuple[int, ...]]:
-    """`v5p:4x4x8` -> its chip and (4, 4, 8)."""
-    name, _, size = target.partition(":")
-    known = f"known: {', '.join(known_targets())}"
-    if name not in _CHIPS:
-        near = _CHIPS[difflib.get_close_matches(name, _CHIPS, n=1, cutoff=0.0)[0]]
-        raise ValueError(
-            f"unknown target {target!r}, nearest is {_nearest(target, near)!r}; {known}"
-        )
-    chip = _CHIPS[name]
-    dims = tuple(int(dim) if dim.isdecimal() else 0 for dim in size.split("x"))
-    if len(dims) not in [form.count("x") + 1 for form in chip.forms] or min(dims) < 1:
-        raise ValueError(
-            f"target {target!r} is not written as {' or '.join(chip.forms)}, "
-            f"nearest is {_nearest(target, chip)!r}; {known}"
-        )
-    return chip, dims
+def _describe_tpu(target: Target) -> topologies.TopologyDescription:
+    tpu = target.chip.tpu
+    assert tpu is not None
+    options = {"chip_config_name": tpu.chip_config} if tpu.chip_config else {}
+    return topologies.get_topology_desc(
+        f"{tpu.topology}:{'x'.join(map(str, target.dims))}",
+        platform="tpu",
+        wrap=(*target.wrap, False)[:3],  # three dims, whatever the torus has
+        **options,
+    )
 
 
-def _nearest(target: str, chip: _Chip) -> str:
-    return difflib.get_close_matches(target, chip.examples, n=1, cutoff=0.0)[0]
+def _gpu_description(chip: Chip, gpu: Gpu) -> str:
+    capability = gpu.compile_as or gpu.capability
+    major, minor = capability.rstrip("a").split(".")
+    extension = "ACCELERATED_FEATURES" if capability.endswith("a") else "NONE"
+    return _GPU_DESCRIPTION.format(
+        name=chip.name, chip=chip, gpu=gpu, capability=capability, major=major, minor=minor, extension=extension)
+
+
+def _pinned_libtpu(chip: Chip) -> str | None:
+    """The libtpu to install where `chip` needs the one that this JAX pins, and another is installed."""
+    if chip.tpu is None or _numbers(jax.__version__) >= _numbers(chip.tpu.min_jax):
+        return None
+    installed = importlib.metadata.version("libtpu")
+    pins = re.findall(r"libtpu==([\d.]+)\.\*", " ".join(importlib.metadata.requires("jax") or ()))
+    return f"libtpu=={pins[0]}.*" if pins and _numbers(installed) > _numbers(pins[0]) else None
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
+def _target(target: str | Target) -> Target:
+    return target if isinstance(target, Target) else target_of(target)
 
 
 @contextlib.contextmanager
