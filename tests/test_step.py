@@ -12,6 +12,7 @@ from test_conformance import classify, token_batches, vector_batches
 
 import zero_jax
 from models import gpt2, gpt2_nnx
+from zero_jax import hardware
 from zero_jax.gather import between
 from zero_jax.layout import choose_spec
 from zero_jax.reads import Read, smallest_plain
@@ -105,7 +106,7 @@ def test_leaves_that_do_not_divide_are_listed_with_their_bytes():
     assert whole == {"params/odd/bias": 28, "params/odd/kernel": 364, "params/prime/bias": 52}
     text = layout.describe()
     assert "3 leaves (444 bytes) stay replicated" in text and all(name in text for name in whole)
-    assert "no dim of (13, 7) that no loop runs over divides by 8" in text
+    assert "no dims of (13, 7) that no loop runs over divide by 8" in text
 
 
 @pytest.mark.parametrize(("shape", "read", "spec"), [
@@ -119,12 +120,29 @@ def test_leaves_that_do_not_divide_are_listed_with_their_bytes():
     ((7, 5), Read(), P(None, None)),
 ])
 def test_which_dim_is_sharded(shape, read, spec):
-    assert choose_spec(shape, 8, ("data",), read) == spec
+    assert choose_spec(shape, {"data": 8}, read) == spec
 
 
-def test_factored_axes_are_gathered_minor_most_first():
-    assert between(P(None, ("x", "y"))) == [P(None, ("x", "y")), P(None, "x"), P(None, None)]
-    assert choose_spec((64, 3), 8, ("x", "y")) == P(("x", "y"), None)
+@pytest.mark.parametrize(("shape", "tiled", "spec"), [
+    ((64, 3), False, P(("x", "y"), None)),
+    ((6, 12), False, P("x", "y")),  # no dim takes both
+    ((6, 7), False, P("x", None)),  # and the rest is replicated
+    ((4096, 4096), False, P(("x", "y"), None)),
+    ((4096, 4096), True, P("x", "y")),  # whole tiles either way, and a dim for each axis
+    ((128, 65536), True, P(None, ("x", "y"))),
+    ((4, 7), True, P("y", None)),
+])
+def test_axes_that_are_factored_may_split_different_dims(shape, tiled, spec):
+    assert choose_spec(shape, {"x": 2, "y": 4}, tiled=tiled) == spec
+
+
+def test_a_torus_gathers_the_minor_most_axis_first_and_others_a_dim_at_once():
+    spec = P(None, ("x", "y"))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+    assert between(spec, mesh) == [spec, P(None, None)]
+    described = hardware.describe("v5e:2x4")
+    torus = jax.sharding.Mesh(np.array(described).reshape(2, 4), ("x", "y"))
+    assert between(spec, torus) == [spec, P(None, "x"), P(None, None)]
 
 
 @pytest.mark.parametrize("needed", [set(), {"c"}, {"a", "h"}, set("abcdefgh")])

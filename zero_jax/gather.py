@@ -10,8 +10,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.mesh import on_torus
+
 GATHERED = "zero_gathered"
 REDUCED = "zero_reduced"
+SCATTER = "zero_scatter"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,18 +61,18 @@ def constrain(value: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
     return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
 
 
-def between(spec: P) -> list[P]:
+def between(spec: P, mesh: Mesh) -> list[P]:
     """The layouts from `spec` to whole, one mesh axis less each time and the minor-most first.
 
-    >>> between(P(None, ("x", "y")))
-    [PartitionSpec(None, ('x', 'y')), PartitionSpec(None, 'x'), PartitionSpec(None, None)]
+    A TPU gathers along one axis of its torus after another; where there is no torus all axes of a dim go at once.
     """
-    specs = [spec]
     entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
-    while any(entries):
-        last = max(dim for dim, entry in enumerate(entries) if entry)
-        entries[last] = entries[last][:-1]
-        specs.append(P(*[None if not e else e[0] if len(e) == 1 else e for e in entries]))
+    specs = [spec]
+    for axis in reversed(mesh.axis_names):
+        dim = next((dim for dim, entry in enumerate(entries) if axis in entry), None)
+        if dim is not None:
+            entries[dim] = tuple(name for name in entries[dim] if name != axis) if on_torus(mesh) else ()
+            specs.append(P(*[None if not e else e[0] if len(e) == 1 else e for e in entries]))
     return specs
 
 
@@ -79,7 +82,7 @@ def _gather(value: jax.Array, use: Use) -> jax.Array:
     # sharding propagation gathers before the barrier, so that forward and backward share one gather and the whole
     # weight stays alive between them. The second keeps the cast on the shard: the wire carries use.dtype.
     value = constrain(value, use.mesh, use.stored).astype(use.dtype)
-    for spec in between(use.stored):
+    for spec in between(use.stored, use.mesh):
         value = constrain(value, use.mesh, spec)
     return checkpoint_name(value, GATHERED)
 
@@ -108,15 +111,18 @@ def _read_backward(use: Use, _: None, gradient: jax.Array) -> tuple[jax.Array, j
     # propagates into what computes the gradient: a dot becomes a ring that sends 1.29 times the bytes (v5e), and an
     # embedding's updates, as large as the batch, are exchanged instead of its gradient.
     reduced = checkpoint_name(gradient.astype(use.reduce), REDUCED)
-    spec, dim = use.reduced, next((dim for dim, entry in enumerate(use.reduced) if entry), 0)
-    # XLA:TPU scatters over the major dim only and all-reduces otherwise. XLA:GPU scatters over any, and merges the
-    # reductions of a weight that is read twice only if nothing stands between them and their sum.
-    first = dim and use.mesh.devices.flat[0].platform == "tpu"
-    if first:
-        reduced, spec = jnp.moveaxis(reduced, dim, 0), P(spec[dim], *spec[:dim], *spec[dim + 1:])
-    for step in reversed(between(spec)):
-        reduced = constrain(reduced, use.mesh, step)
-    return jnp.moveaxis(reduced, 0, dim) if first else reduced, jnp.zeros_like(gradient)
+    return _scatter(reduced, use), jnp.zeros_like(gradient)
+
+
+def _scatter(gradient: jax.Array, use: Use) -> jax.Array:
+    """The gradient laid out as it is reduced, as one call, which `partial.scatter_parts` finds by its name."""
+
+    def zero_scatter(value: jax.Array) -> jax.Array:
+        for spec in reversed(between(use.reduced, use.mesh)):
+            value = constrain(value, use.mesh, spec)
+        return value
+
+    return jax.jit(zero_scatter, out_shardings=NamedSharding(use.mesh, use.reduced))(gradient)
 
 
 _read.defvjp(lambda carrier, gathered, use: (_read(carrier, gathered, use), None), _read_backward)

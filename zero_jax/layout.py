@@ -1,6 +1,8 @@
 """Where every leaf of the state lies: a pure function of shapes, stage and mesh."""
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.gather import Use
+from zero_jax.mesh import on_torus
 from zero_jax.precision import Precision
 from zero_jax.reads import Read
 from zero_jax.stages import Stage
@@ -98,11 +101,15 @@ class Layout:
         kind = name.split("/")[0]
         wanted = {"params": self.stage.shards_params or self.state.weights is not None and self.stage.shards_optimizer,
                   "opt_state": self.stage.shards_optimizer, "variables": self.stage.shards_params}.get(kind, False)
-        if not wanted or math.prod(leaf.shape) <= 1 or any(leaf.sharding.spec) or self.num_shards == 1:
+        if not wanted or math.prod(leaf.shape) <= 1:
+            return ""
+        parts = math.prod(leaf.shape) // max(1, math.prod(leaf.sharding.shard_shape(leaf.shape)))
+        if parts == self.num_shards:
             return ""
         if kind == "variables":
             return "replicated: no parameter"
-        return f"replicated: no dim of {leaf.shape} that no loop runs over divides by {self.num_shards}"
+        copies = f" {self.num_shards // parts} times" if parts > 1 else ""
+        return f"replicated{copies}: no dims of {leaf.shape} that no loop runs over divide by {self.num_shards}"
 
     @property
     def num_shards(self) -> int:
@@ -110,24 +117,49 @@ class Layout:
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
 
-def choose_spec(shape: tuple[int, ...], num_shards: int, axes: tuple[str, ...], read: Read | None = None) -> P:
-    """The storage spec of a leaf: its first dim that divides by `num_shards`; P() of its rank where none does.
+def choose_spec(shape: tuple[int, ...], sizes: Mapping[str, int], read: Read | None = None, *,
+                tiled: bool = False) -> P:
+    """The storage spec of a leaf over mesh axes of `sizes`: in as many parts as its dims allow.
 
-    Never a dim over which a loop of the model's runs: each slice would lie on one device. A dim whose shards
-    fill the tiles of a TPU (16 rows) is preferred, since only such gradients are scattered there.
+    Never a dim over which a loop of the model's runs: each slice would lie on one device. Then the fewest dims; on a
+    TPU (`tiled`) shards that fill tiles of 16 x 128, since others are padded to be scattered, and a dim for each axis.
     """
     stacked = () if read is None else read.stacked
-    dims = [dim for dim, size in enumerate(shape) if size and size % num_shards == 0 and dim not in stacked]
-    if not dims or num_shards == 1:
-        return P(*[None] * len(shape))
-    best = min(dims, key=lambda dim: (shape[dim] // num_shards % 16 != 0, dim))
-    return P(*[(axes[0] if len(axes) == 1 else axes) if dim == best else None for dim in range(len(shape))])
+    entries = _choose_dims(shape, tuple(item for item in sizes.items() if item[1] > 1), stacked, tiled)
+    return P(*[None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries])
+
+
+@functools.cache
+def _choose_dims(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], stacked: tuple[int, ...],
+                 tiled: bool) -> tuple[tuple[str, ...], ...]:
+    """For each dim the axes that split it."""
+    dims = [dim for dim, size in enumerate(shape) if size and dim not in stacked]
+
+    def parts(choice: tuple[int | None, ...], dim: int) -> int:
+        return math.prod(size for (_, size), chosen in zip(sizes, choice, strict=True) if chosen == dim)
+
+    def rank(choice: tuple[int | None, ...]) -> tuple[Any, ...]:
+        used = sorted({dim for dim in choice if dim is not None})
+        ragged = sum(shape[dim] // parts(choice, dim) % (128 if tiled and dim == len(shape) - 1 else 16) != 0
+                     for dim in used)
+        shards = math.prod(parts(choice, dim) for dim in used)
+        cost = (ragged, -len(used)) if tiled else (len(used), ragged)
+        return -shards, *cost, [-1 if dim is None else dim for dim in choice]
+
+    fitting = (choice for choice in itertools.product([None, *dims], repeat=len(sizes))
+               if all(shape[dim] % parts(choice, dim) == 0 for dim in dims))
+    best = min(fitting, key=rank)
+    return tuple(tuple(name for (name, _), chosen in zip(sizes, best, strict=True) if chosen == dim)
+                 for dim in range(len(shape)))
 
 
 def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.GradientTransformation, stage: Stage,
                 mesh: Mesh, axes: tuple[str, ...], precision: Precision, reads: Mapping[str, Read]) -> Layout:
     """The layout of a state from the abstract `params` (in their stored dtype), `variables` and key."""
-    num_shards = math.prod(mesh.shape[axis] for axis in axes)
+    sizes, tiled = {axis: mesh.shape[axis] for axis in axes}, on_torus(mesh)
+
+    def choose(leaf: Any, read: Read | None = None) -> P:
+        return choose_spec(leaf.shape, sizes, read, tiled=tiled)
 
     def put(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
@@ -135,7 +167,7 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
     def whole(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: put(leaf, P()), tree)
 
-    sharded = map_named(lambda name, leaf: choose_spec(leaf.shape, num_shards, axes, reads.get(name)), params)
+    sharded = map_named(lambda name, leaf: choose(leaf, reads.get(name)), params)
     unsharded = jax.tree.map(lambda leaf: P(*[None] * leaf.ndim), params)
     is_spec = {"is_leaf": lambda leaf: isinstance(leaf, P)}
 
@@ -151,13 +183,13 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
         if isinstance(leaf, optax.MaskedNode):  # another transform's parameter
             return leaf
         if leaf.shape != param.shape:  # adafactor's factors, say
-            spec = choose_spec(leaf.shape, num_shards, axes)
+            spec = choose(leaf)
         return put(leaf, spec if stage.shards_optimizer else P(*[None] * leaf.ndim))
 
     opt_state = optax.tree.map_params(
         optimizer, place_moment, jax.eval_shape(optimizer.init, params), params, sharded,
         transform_non_params=lambda leaf: put(
-            leaf, choose_spec(leaf.shape, num_shards, axes) if stage.shards_optimizer else P()),
+            leaf, choose(leaf) if stage.shards_optimizer else P()),
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode))
 
     def use(leaf: Any, stored: P, reduced: P) -> Use | None:

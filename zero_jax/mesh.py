@@ -38,9 +38,9 @@ def make_mesh(
     """A mesh for ZeRO over live or described devices.
 
     Args:
-      data: size of the axis `data`, over which ZeRO shards; -1 takes all devices that `replica` leaves.
-        A sequence factors it into axes `data_0`, `data_1`, ... (major first), for TPU tori: a dim is then
-        sharded over all of them and gathered one axis after another, the minor-most first.
+      data: size of the axis `data`, over which ZeRO shards; -1 takes all devices that `replica` leaves, and on a
+        whole TPU slice factors it along the torus. A sequence factors it into axes `data_0`, `data_1`, ... (major
+        first): parameters are then gathered over one axis after another, and gradients scattered so.
       replica: size of the axis `replica`, across which the shards are replicated (hybrid sharding).
       devices: default: all live devices.
 
@@ -55,8 +55,8 @@ def make_mesh(
     if factors == [-1]:
         if len(devices) % replica:
             raise ValueError(f"make_mesh(replica={replica}): {len(devices)} devices do not divide by it.")
-        factors = [len(devices) // replica]
-    names = [DATA] if isinstance(data, int) else [f"{DATA}_{i}" for i in range(len(factors))]
+        factors = list(_torus(devices)) if replica == 1 else [len(devices) // replica]
+    names = [DATA] if isinstance(data, int) and len(factors) == 1 else [f"{DATA}_{i}" for i in range(len(factors))]
     if replica > 1:
         factors, names = [replica, *factors], [REPLICA, *names]
     needed = math.prod(factors)
@@ -67,6 +67,23 @@ def make_mesh(
     if needed < len(devices):
         return Mesh(np.array(devices[:needed]).reshape(factors), names)
     return Mesh(mesh_utils.create_device_mesh(factors, devices, allow_split_physical_axes=True), names)
+
+
+def _torus(devices: Sequence[jax.Device]) -> tuple[int, ...]:
+    """Sizes along the axes of a TPU slice, the first two of three as one; else the number of devices.
+
+    XLA:TPU has reduce-scatters along a ring or a plane, and none over a whole 3-D slice or a large one.
+    """
+    coords = [getattr(device, "coords", None) for device in devices]
+    if any(coord is None for coord in coords):
+        return (len(devices),)
+    *plane, depth = (len(set(along)) for along in zip(*coords, strict=True))
+    chips = math.prod(plane) * depth
+    sizes = plane if depth == 1 else [math.prod(plane), depth]
+    if len(devices) % chips:
+        return (len(devices),)
+    sizes[-1] *= len(devices) // chips  # a chip may be two devices
+    return tuple(size for size in sizes if size > 1) or (1,)
 
 
 def zero_axes(mesh: Mesh, axis: str | Sequence[str] | None = None) -> tuple[str, ...]:
@@ -97,3 +114,8 @@ def zero_axes(mesh: Mesh, axis: str | Sequence[str] | None = None) -> tuple[str,
 def batch_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     """The mesh axes over which the batch is split: the replicas, then the ZeRO axes."""
     return ((REPLICA,) if REPLICA in mesh.axis_names and REPLICA not in axes else ()) + axes
+
+
+def on_torus(mesh: Mesh) -> bool:
+    """Whether its devices are TPUs: collectives run along one mesh axis after another, and arrays lie in tiles."""
+    return mesh.devices.flat[0].platform == "tpu"

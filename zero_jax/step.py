@@ -1,5 +1,6 @@
 """make_zero_train_step: the rooms below, assembled in the order of the paper."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.batch import abstract_batch, check_batch
 from zero_jax.functional import Functional, functional
+from zero_jax.gather import between
 from zero_jax.layout import Layout, plan_layout
-from zero_jax.mesh import batch_axes, make_mesh, zero_axes
+from zero_jax.mesh import batch_axes, make_mesh, on_torus, zero_axes
+from zero_jax.partial import inline_calls, merge_scatters, scatter_parts
 from zero_jax.passes import (
     checkpoint_loops,
     hide_checkpoints,
@@ -209,8 +212,11 @@ class ZeroTrainStep:
             loss_of = rewritten(loss_of, separate_reads)
         weights = state.params if state.weights is None else state.weights
         gradient_of = jax.value_and_grad(loss_of, has_aux=True)
-        if self._precision.reduce is not None:
-            gradient_of = rewritten(gradient_of, widen_reductions)
+        edits = [inline_calls] if self._precision.reduce is None else [inline_calls, widen_reductions]
+        if len(self._axes) > 1 or on_torus(self.mesh):
+            size = jax.tree.leaves(batch)[0].shape[0]
+            edits = [merge_scatters, *edits, functools.partial(scatter_parts, batch_size=size)]
+        gradient_of = rewritten(gradient_of, *edits)
         (loss, (metrics, variables)), grads = gradient_of(
             weights, state.variables, jax.random.fold_in(state.rng, state.step), self._cast(batch))
 
@@ -232,7 +238,10 @@ class ZeroTrainStep:
             return None
 
         def copy(param: jax.Array, shard: NamedSharding, like: jax.ShapeDtypeStruct) -> jax.Array:
-            return _constrain(_constrain(param.astype(like.dtype), shard), like.sharding)
+            value = param.astype(like.dtype)
+            for spec in between(shard.spec, self.mesh):
+                value = _constrain(value, NamedSharding(self.mesh, spec))
+            return value
 
         return jax.tree.map(copy, params, layout.gradients, layout.state.weights)
 

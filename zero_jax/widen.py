@@ -56,8 +56,6 @@ def _widened(atom: Any, dtype: Any, makers: dict[Any, Any], eqns: list[core.Jaxp
     elif maker is not None and maker.primitive is primitives.scatter_add_p:
         new = _scatter_add(maker, [
             _widened(v, dtype, makers, eqns) if v.aval.dtype == atom.aval.dtype else v for v in maker.invars], wide)
-    elif maker is not None and maker.primitive is primitives.jit_p:
-        new = _widened_call(maker, maker.outvars.index(atom), wide, dtype)
     else:
         (new,) = jax.make_jaxpr(lambda x: x.astype(dtype))(
             jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)).jaxpr.eqns
@@ -76,25 +74,3 @@ def _scatter_add(old: core.JaxprEqn, invars: list[Any], wide: core.Var) -> core.
 
 def _is_literal(atom: Any) -> bool:
     return isinstance(atom, core.Literal)
-
-
-def _widened_call(call: Any, index: int, wide: core.Var, dtype: Any) -> core.JaxprEqn:
-    """The jit equation `call` with its output `index` alone, in `dtype`."""
-    inner = call.params["jaxpr"].jaxpr
-    makers: dict[Any, Any] = {var: eqn for eqn in inner.eqns for var in eqn.outvars}
-    eqns = list(inner.eqns)
-    out = _widened(inner.outvars[index], dtype, makers, eqns)
-
-    def evaluate(*args: Any) -> Any:
-        new = inner.replace(eqns=eqns, outvars=[out], debug_info=_unnamed(inner))
-        (result,) = core.jaxpr_as_fun(core.ClosedJaxpr(new, call.params["jaxpr"].consts))(*args)
-        return result
-
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in call.invars]
-    (new,) = jax.make_jaxpr(jax.jit(evaluate))(*shapes).jaxpr.eqns
-    return new.replace(invars=call.invars, outvars=[wide])
-
-
-def _unnamed(jaxpr: core.Jaxpr) -> Any:
-    """Debug info without the names of results, whose number changes."""
-    return jaxpr.debug_info._replace(result_paths=None)

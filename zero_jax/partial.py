@@ -1,0 +1,221 @@
+"""Gradients as sums over devices: each adds its own part, and one mesh axis after another scatters the sum.
+
+Left to the partitioner, a gradient is summed over all devices at once. A TPU slice has no such reduce-scatter, so that
+the whole gradient is all-reduced and then cut: twice the bytes, and a gradient that lies whole on every chip.
+`scatter_parts` edits the backward pass so that the product that makes a gradient stands in a `jax.shard_map` with the
+scatters behind it; everything else stays the partitioner's, so that nothing that is global becomes local.
+"""
+
+import collections
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.extend.core import primitives
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.gather import SCATTER
+from zero_jax.mesh import on_torus
+
+_MOVES = ("transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "name", "convert_element_type")
+_SUMS = ("add_any", "add")
+_INTO = (*_MOVES, *_SUMS, "scatter-add", "reduce_sum", "concatenate")
+
+
+def inline_calls(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The calls that a scattered gradient comes from, replaced by what they call: other edits look for its product."""
+    while True:
+        makers = _makers(jaxpr)
+        atoms = [eqn.invars[0] for eqn in jaxpr.eqns if _is_scatter(eqn)]
+        calls: list[core.JaxprEqn] = []
+        while atoms:
+            eqn = makers.get(atoms.pop())
+            if eqn is not None and _is_plain_call(eqn):
+                calls.append(eqn)
+            elif eqn is not None and eqn.primitive.name in _INTO:
+                atoms += [atom for atom in eqn.invars if not isinstance(atom, core.Literal)]
+        if not calls:
+            return jaxpr
+        jaxpr = jaxpr.replace(eqns=[
+            inner for eqn in jaxpr.eqns for inner in (_inlined(eqn) if any(eqn is c for c in calls) else [eqn])])
+
+
+def merge_scatters(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The gradients of several readings of a parameter, scattered alike and added, are added and scattered once."""
+    makers = _makers(jaxpr)
+    uses = collections.Counter(atom for eqn in jaxpr.eqns for atom in eqn.invars if not isinstance(atom, core.Literal))
+    eqns: list[core.JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        terms = [makers[atom] for atom in eqn.invars if eqn.primitive.name == "add_any" and atom in makers]
+        if (len(terms) == 2 and all(_is_scatter(term) and uses[term.outvars[0]] == 1 for term in terms)
+                and len({term.params["out_shardings"] for term in terms}) == 1):
+            eqns = [other for other in eqns if not any(other is term for term in terms)]
+            total = core.Var(terms[0].invars[0].aval)
+            makers[eqn.outvars[0]] = terms[0].replace(invars=[total], outvars=eqn.outvars)
+            eqns += [eqn.replace(invars=[term.invars[0] for term in terms], outvars=[total]), makers[eqn.outvars[0]]]
+        else:
+            eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns)
+
+
+def scatter_parts(jaxpr: core.Jaxpr, *, batch_size: int) -> core.Jaxpr:
+    """Every gradient whose product is found is summed and scattered over one mesh axis after another.
+
+    batch_size: of the global batch; the contracted dim of this size, or of a multiple, is split over the devices.
+    """
+    makers = _makers(jaxpr)
+    eqns: list[core.JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        part = _Part(makers, batch_size)
+        eqns.append(part.scattered(eqn) if _is_scatter(eqn) and part.add(eqn.invars[0]) else eqn)
+    return jaxpr.replace(eqns=eqns)
+
+
+class _Part:
+    """The equations that make one device's part of a gradient, and what goes into them."""
+
+    def __init__(self, makers: dict[Any, core.JaxprEqn], batch_size: int):
+        self.makers, self.batch_size = makers, batch_size
+        self.eqns: list[core.JaxprEqn] = []
+        self.cuts: dict[Any, int | None] = {}  # an input, and the dim in which it is split over the devices
+
+    def add(self, atom: Any) -> bool:
+        """Whether `atom` is a sum over devices; if so, adds what makes it."""
+        eqn = None if isinstance(atom, core.Literal) else self.makers.get(atom)
+        if eqn is None:
+            return False
+        if any(eqn is known for known in self.eqns):
+            return True
+        name, params = eqn.primitive.name, eqn.params
+        if name in _MOVES:
+            found = self.add(eqn.invars[0])
+        elif name in _SUMS:
+            found = all([self.add(term) for term in eqn.invars])
+        elif name == "dot_general":
+            found = self._split(eqn, *params["dimension_numbers"][0])
+        elif name == "conv_general_dilated":
+            lhs, rhs, _ = params["dimension_numbers"]
+            alone = params["feature_group_count"] == params["batch_group_count"] == 1
+            found = alone and self._split(eqn, lhs[1:2], rhs[1:2])
+        else:
+            found = name == "scatter-add" and self._split_rows(eqn)
+        if found:
+            self.eqns.append(eqn)
+        return found
+
+    def _split(self, eqn: core.JaxprEqn, lefts: Sequence[int], rights: Sequence[int]) -> bool:
+        """Splits a product in a dim that both sides contract."""
+        left = self._batch_dim(eqn.invars[0], lefts)
+        return left is not None and all([
+            self._cut(eqn.invars[0], left), self._cut(eqn.invars[1], rights[tuple(lefts).index(left)])])
+
+    def _split_rows(self, eqn: core.JaxprEqn) -> bool:
+        """Splits what is added to the rows of zeros: an embedding's gradient."""
+        zeros, indices, updates = eqn.invars
+        window, shape = eqn.params["dimension_numbers"].update_window_dims, getattr(updates.aval, "shape", ())
+        rows = [dim for dim in range(len(shape)) if dim not in window]
+        dim = self._batch_dim(updates, rows)
+        return dim is not None and self._is_zero(zeros) and all([
+            self._cut(zeros, None), self._cut(indices, rows.index(dim)), self._cut(updates, dim)])
+
+    def _batch_dim(self, atom: Any, dims: Sequence[int]) -> int | None:
+        fitting = [dim for dim in dims if atom.aval.shape[dim] % self.batch_size == 0]
+        return min(fitting, key=lambda dim: atom.aval.shape[dim] != self.batch_size, default=None)
+
+    def _is_zero(self, atom: Any) -> bool:
+        while not isinstance(atom, core.Literal):
+            eqn = self.makers.get(atom)
+            if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "copy"):
+                return False
+            atom = eqn.invars[0]
+        return not atom.val
+
+    def _cut(self, atom: Any, dim: int | None) -> bool:
+        return not isinstance(atom, core.Literal) and self.cuts.setdefault(atom, dim) == dim
+
+    def scattered(self, scatter: core.JaxprEqn) -> core.JaxprEqn:
+        """The equation `scatter`, which reduces and scatters a gradient, as one that does so with the parts."""
+        sharding: NamedSharding = scatter.params["out_shardings"][0]
+        axes = tuple(sharding.mesh.axis_names)
+        scope = str(self.eqns[0].source_info.name_stack)
+
+        def part(*values: jax.Array) -> jax.Array:
+            env: dict[Any, Any] = dict(zip(self.cuts, values, strict=True))
+            for eqn in self.eqns:
+                args = [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in eqn.invars]
+                env[eqn.outvars[0]] = eqn.primitive.bind(*args, **eqn.params)
+            return _reduced(env[scatter.invars[0]], sharding.mesh, sharding.spec)
+
+        summed = jax.shard_map(
+            part, mesh=sharding.mesh, out_specs=sharding.spec, check_vma=False,
+            in_specs=tuple(P() if dim is None else P(*[None] * dim, axes) for dim in self.cuts.values()))
+
+        def zero_scatter(*values: jax.Array) -> jax.Array:
+            with jax.named_scope(scope):
+                return summed(*values)
+
+        (made,) = jax.make_jaxpr(jax.jit(zero_scatter))(*map(_shape, self.cuts)).jaxpr.eqns
+        return made.replace(invars=list(self.cuts), outvars=scatter.outvars)
+
+
+def _reduced(value: jax.Array, mesh: Any, spec: P) -> jax.Array:
+    """The sum of the devices' `value`s, laid out by `spec`; each device returns its part."""
+    dims = {axis: dim for dim, entry in enumerate(spec)
+            for axis in (() if entry is None else (entry,) if isinstance(entry, str) else entry)}
+    for axis in mesh.axis_names:
+        if axis in dims:
+            value = _scatter(value, axis, mesh.shape[axis], dims[axis], tiled=on_torus(mesh))
+    whole = tuple(axis for axis in mesh.axis_names if axis not in dims)
+    return jax.lax.psum(value, whole) if whole else value
+
+
+def _scatter(value: jax.Array, axis: str, size: int, dim: int, *, tiled: bool) -> jax.Array:
+    """The sum of `value` over `axis`, of which each of `size` devices keeps its part of `dim`.
+
+    A TPU's tiles hold 16 x 128 values of bfloat16. Parts that fill no whole tiles are padded by up to a half, or
+    all-reduced: they travel as flat blocks of tiles instead, with less than 2048 values of padding each.
+    """
+    shape = (*value.shape[:dim], value.shape[dim] // size, *value.shape[dim + 1:])
+    if not tiled or shape[dim] % (128 if dim == value.ndim - 1 else 64) == 0:
+        return jax.lax.psum_scatter(value, axis, scatter_dimension=dim, tiled=True)
+    parts = jnp.moveaxis(value.reshape(*shape[:dim], size, *shape[dim:]), dim, 0).reshape(size, -1)
+    blocks = jnp.pad(parts, ((0, 0), (0, -parts.shape[1] % 2048))).reshape(size, -1, 16, 128)
+    return jax.lax.psum_scatter(blocks, axis, scatter_dimension=0).reshape(-1)[:math.prod(shape)].reshape(shape)
+
+
+def _makers(jaxpr: core.Jaxpr) -> dict[Any, Any]:
+    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+
+def _is_scatter(eqn: core.JaxprEqn) -> bool:
+    """Whether `eqn` is the reduction of a gradient that `gather.Use` asks for."""
+    return eqn.primitive is primitives.jit_p and eqn.params["name"] == SCATTER
+
+
+def _is_plain_call(eqn: core.JaxprEqn) -> bool:
+    return eqn.primitive is primitives.jit_p and not _is_scatter(eqn) and not eqn.params["jaxpr"].consts
+
+
+def _inlined(call: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
+    """The equations of the jit that `call` is, and a copy of each result."""
+    inner = call.params["jaxpr"].jaxpr
+    env: dict[Any, Any] = dict(zip(inner.invars, call.invars, strict=True))
+
+    def outer(atom: Any) -> Any:
+        return atom if isinstance(atom, core.Literal) else env[atom]
+
+    for eqn in inner.eqns:
+        invars = [outer(atom) for atom in eqn.invars]
+        env.update((var, core.Var(var.aval)) for var in eqn.outvars)
+        yield eqn.replace(invars=invars, outvars=[env[var] for var in eqn.outvars])
+    for atom, out in zip(inner.outvars, call.outvars, strict=True):
+        (copy,) = jax.make_jaxpr(jax.lax.copy_p.bind)(_shape(atom)).jaxpr.eqns
+        yield copy.replace(invars=[outer(atom)], outvars=[out])
+
+
+def _shape(atom: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type)
