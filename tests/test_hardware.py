@@ -62,15 +62,22 @@ def test_compile(target):
 
 
 @pytest.mark.parametrize("target", ["v5e:16x16", "v6e:16x16", "v5p:4x4x8", "tpu7x:4x4x8"])
-def test_factors_make_a_mesh_of_torus_axes(target):
+def test_the_mesh_of_a_slice_has_axes_of_its_torus(target):
     devices, expected = described(target), target_of(target)
-    mesh = zero_jax.make_mesh(expected.factors, devices=devices).devices
+    mesh = zero_jax.make_mesh(devices=devices).devices
     links = [expected.link([hardware.coords(d) for d in group]) for group in (mesh[:, 0], mesh[0])]
     ici = expected.chip.link_bandwidth
     assert [link.bandwidth / ici for link in links] == {
         "v5e:16x16": [2, 2], "v6e:16x16": [2, 2], "v5p:4x4x8": [4, 2],
         "tpu7x:4x4x8": [2, 2],  # over (x, y) each of a chip's two devices has half of four links
     }[target]
+
+
+@pytest.mark.parametrize(("target", "sizes"), [
+    ("v5e:2x4", (2, 4)), ("v5p:2x2x2", (4, 2)), ("v5p:8x8x16", (64, 16)), ("tpu7x:4x4x8", (16, 16)), ("h100:16x8", (128,))])
+def test_the_mesh_builder_factors_tpu_slices_alone(target, sizes):
+    assert zero_jax.make_mesh(devices=described(target)).devices.shape == sizes
+    assert zero_jax.make_mesh(4, devices=described(target)).devices.shape == (4,)  # as asked for
 
 
 def test_links_of_described_gpus():

@@ -74,10 +74,9 @@ def _torus(devices: Sequence[jax.Device]) -> tuple[int, ...]:
 
     XLA:TPU has reduce-scatters along a ring or a plane, and none over a whole 3-D slice or a large one.
     """
-    coords = [getattr(device, "coords", None) for device in devices]
-    if any(coord is None for coord in coords):
+    if devices[0].platform != "tpu":
         return (len(devices),)
-    *plane, depth = (len(set(along)) for along in zip(*coords, strict=True))
+    *plane, depth = (len(set(along)) for along in zip(*(device.coords for device in devices), strict=True))
     chips = math.prod(plane) * depth
     sizes = plane if depth == 1 else [math.prod(plane), depth]
     if len(devices) % chips:

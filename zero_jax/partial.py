@@ -1,4 +1,4 @@
-"""Gradients as sums over devices: each adds its own part, and one mesh axis after another scatters the sum.
+"""Gradients as sums over devices: each adds its own part, and on a TPU one mesh axis after another scatters the sum.
 
 Left to the partitioner, a gradient is summed over all devices at once. A TPU slice has no such reduce-scatter, so that
 the whole gradient is all-reduced and then cut: twice the bytes, and a gradient that lies whole on every chip.
@@ -63,7 +63,7 @@ def merge_scatters(jaxpr: core.Jaxpr) -> core.Jaxpr:
 
 
 def scatter_parts(jaxpr: core.Jaxpr, *, batch_size: int) -> core.Jaxpr:
-    """Every gradient whose product is found is summed and scattered over one mesh axis after another.
+    """Every gradient whose product is found is summed and scattered explicitly.
 
     batch_size: of the global batch; the contracted dim of this size, or of a multiple, is split over the devices.
     """
@@ -164,23 +164,26 @@ class _Part:
 
 def _reduced(value: jax.Array, mesh: Any, spec: P) -> jax.Array:
     """The sum of the devices' `value`s, laid out by `spec`; each device returns its part."""
-    dims = {axis: dim for dim, entry in enumerate(spec)
-            for axis in (() if entry is None else (entry,) if isinstance(entry, str) else entry)}
-    for axis in mesh.axis_names:
-        if axis in dims:
-            value = _scatter(value, axis, mesh.shape[axis], dims[axis], tiled=on_torus(mesh))
-    whole = tuple(axis for axis in mesh.axis_names if axis not in dims)
-    return jax.lax.psum(value, whole) if whole else value
+    splits = [(dim, (entry,) if isinstance(entry, str) else entry) for dim, entry in enumerate(spec) if entry]
+    rest = tuple(axis for axis in mesh.axis_names if all(axis not in axes for _, axes in splits))
+    if on_torus(mesh):
+        steps = sorted((mesh.axis_names.index(axis), dim, axis) for dim, axes in splits for axis in axes)
+        for _, dim, axis in steps:
+            value = _scatter_tiles(value, axis, mesh.shape[axis], dim)
+    else:
+        for dim, axes in splits:
+            value = jax.lax.psum_scatter(value, axes, scatter_dimension=dim, tiled=True)
+    return jax.lax.psum(value, rest) if rest else value
 
 
-def _scatter(value: jax.Array, axis: str, size: int, dim: int, *, tiled: bool) -> jax.Array:
-    """The sum of `value` over `axis`, of which each of `size` devices keeps its part of `dim`.
+def _scatter_tiles(value: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
+    """The sum of `value` over `axis`, of which each of `size` chips keeps its part of `dim`.
 
     A TPU's tiles hold 16 x 128 values of bfloat16. Parts that fill no whole tiles are padded by up to a half, or
     all-reduced: they travel as flat blocks of tiles instead, with less than 2048 values of padding each.
     """
     shape = (*value.shape[:dim], value.shape[dim] // size, *value.shape[dim + 1:])
-    if not tiled or shape[dim] % (128 if dim == value.ndim - 1 else 64) == 0:
+    if shape[dim] % (128 if dim == value.ndim - 1 else 64) == 0:
         return jax.lax.psum_scatter(value, axis, scatter_dimension=dim, tiled=True)
     parts = jnp.moveaxis(value.reshape(*shape[:dim], size, *shape[dim:]), dim, 0).reshape(size, -1)
     blocks = jnp.pad(parts, ((0, 0), (0, -parts.shape[1] % 2048))).reshape(size, -1, 16, 128)

@@ -11,10 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-LARGE_SLICE = 128
-"""Chips from which on XLA:TPU has no flat reduce-scatter: larger slices are sharded one torus axis after another."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     """What is particular to a GPU: its host, and what XLA's compiler wants to know of it. Sizes in bytes."""
@@ -139,14 +135,6 @@ class Target:
             return ()
         rings = tuple(dim % self.chip.tpu.ring == 0 for dim in self.dims)
         return rings if len(rings) < 3 else (all(rings),) * 3
-
-    @property
-    def factors(self) -> tuple[int, ...]:
-        """Sizes of the mesh axes into which ZeRO's axis is factored, major first; their product is `num_devices`."""
-        if not self.chip.tpu or math.prod(self.dims) < LARGE_SLICE:
-            return (self.num_devices,)
-        *plane, last = self.dims
-        return math.prod(plane), last * self.chip.tpu.devices_per_chip
 
     def link(self, coords: Sequence[tuple[int, ...]]) -> Link:
         """The links between the devices of a group, and their bandwidth.
