@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -22,6 +23,21 @@ def first_group(attributes: str, num_devices: int) -> tuple[int, ...]:
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
         return tuple(int(device) for device in listed[1].split(","))
     return tuple(range(num_devices))  # "{}" or no attribute: everyone
+
+
+def mesh_axes(group: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Names of the mesh axes along which the coordinates of `group` differ.
+
+    A group that is no whole sub-grid of axes, as a part of one axis, gives the axes that vary anyway.
+
+    Args:
+        group: partition numbers. Under jit these are positions in `mesh.devices.flat`, whatever ids the devices have.
+        sizes: axis name -> size, in the order of the mesh, the first varying slowest: `mesh.shape`.
+    """
+    if not group:
+        return ()
+    coordinates = np.unravel_index(list(group), tuple(sizes.values()))
+    return tuple(name for name, along in zip(sizes, coordinates, strict=True) if np.ptp(along) > 0)
 
 
 def _device_ids(text: str | None, num_devices: int) -> np.ndarray:

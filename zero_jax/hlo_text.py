@@ -100,6 +100,20 @@ class Computation:
     instructions: dict[str, Instruction]
     root: str = ""
 
+    @functools.cached_property
+    def users(self) -> dict[str, list[tuple[Instruction, int]]]:
+        """`(instruction, position)` of every use of a name as an operand."""
+        users: dict[str, list[tuple[Instruction, int]]] = {}
+        for instruction in self.instructions.values():
+            for position, name in enumerate(instruction.operands):
+                users.setdefault(name, []).append((instruction, position))
+        return users
+
+    @functools.cached_property
+    def parameters(self) -> dict[int, str]:
+        """Names of the parameters by number."""
+        return {int(i.arguments): i.name for i in self.instructions.values() if i.opcode == "parameter"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
