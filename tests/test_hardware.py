@@ -74,7 +74,8 @@ def test_the_mesh_of_a_slice_has_axes_of_its_torus(target):
 
 
 @pytest.mark.parametrize(("target", "sizes"), [
-    ("v5e:2x4", (2, 4)), ("v5p:2x2x2", (4, 2)), ("v5p:8x8x16", (64, 16)), ("tpu7x:4x4x8", (16, 16)), ("h100:16x8", (128,))])
+    ("v5e:2x4", (8,)), ("v5e:4x4", (4, 4)), ("v5p:2x2x2", (4, 2)), ("v5p:8x8x16", (64, 16)), ("tpu7x:4x4x8", (16, 16)),
+    ("h100:16x8", (128,))])
 def test_the_mesh_builder_factors_tpu_slices_alone(target, sizes):
     assert zero_jax.make_mesh(devices=described(target)).devices.shape == sizes
     assert zero_jax.make_mesh(4, devices=described(target)).devices.shape == (4,)  # as asked for

@@ -4,13 +4,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_jax.contract import ContractError
     from zero_jax.layout import Layout
+    from zero_jax.losses import next_token_loss
     from zero_jax.mesh import make_mesh, simulate_devices
     from zero_jax.precision import Precision
     from zero_jax.state import ZeroState
-    from zero_jax.step import ZeroTrainStep, make_zero_train_step, next_token_loss
+    from zero_jax.step import ZeroTrainStep, make_zero_train_step
 
 __all__ = [
+    "ContractError",
     "Layout",
     "Precision",
     "ZeroState",
@@ -23,13 +26,14 @@ __all__ = [
 
 # Names are imported when first asked for, so that the command line refuses bad input before JAX starts (PEP 562).
 _HOMES = {
+    "ContractError": "contract",
     "Layout": "layout",
     "Precision": "precision",
     "ZeroState": "state",
     "ZeroTrainStep": "step",
     "make_mesh": "mesh",
     "make_zero_train_step": "step",
-    "next_token_loss": "step",
+    "next_token_loss": "losses",
     "simulate_devices": "mesh",
 }
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from zero_jax.targets import Target, target_of
+
 SIMULATED_DEVICES = 8
 """CPU devices to simulate where no accelerator is present."""
 
@@ -132,9 +134,75 @@ class TrainConfig:
             path = Path(name).expanduser()
             if self.data != ("python",) and not path.exists() and not glob.glob(str(path), recursive=True):
                 raise ValueError(f"data: {name}: no such file, folder or glob match.")
-        existing = next(folder for folder in (self.out, *self.out.absolute().parents) if folder.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise ValueError(f"out={self.out} cannot be written: {existing} is not a folder that allows it.")
+        _check_folder("out", self.out)
+
+
+class InspectConfig(TrainConfig):
+    """Report on the step that `train` would run with the same options: its layout, memory and wire, as compiled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanConfig:
+    """Compile a train step for hardware that is not there: does it fit, what holds the memory, what crosses the wire."""
+
+    target: str = "h100:8"
+    """h100:16x8 (hosts x GPUs of each), v5p:8x8x16 (a torus), ...; or a file of your own, ./mychip.toml:4x8."""
+
+    model: str = "models.gpt2:1.5b"
+    """MODULE:PRESET. Any module on the path or in this folder that has PRESETS and build(config)."""
+
+    stage: Literal[0, 1, 2, 3] = 3
+    """What lies sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
+
+    batch_per_device: int = 1
+    """Sequences on each device."""
+
+    length: int | None = None
+    """Tokens per sequence. None: the model's max_length."""
+
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Of computation and wire; the master copy is fp32."""
+
+    remat: bool | None = None
+    """Recompute each block in the backward pass. None: as the preset says. Needs a config with a field `remat`."""
+
+    mesh: tuple[int, ...] = ()
+    """Sizes of ZeRO's mesh axes; their product is the number of devices. Empty: one axis, or a TPU's torus."""
+
+    search: Literal["no", "fit", "layers"] = "no"
+    """fit: the smallest stage, largest batch and least rematerialisation that fit; layers: the deepest model."""
+
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    png: Path | None = None
+    """Draw the memory of every stage, stacked as in the paper's Figure 1, into this file."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", tuple(self.mesh))
+        for name, value in (("batch_per_device", self.batch_per_device), ("length", self.length),
+                            *(("mesh", size) for size in self.mesh)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: give at least 1.")
+        if self.png is not None and self.png.suffix != ".png":
+            raise ValueError(f"png={self.png} does not end in .png.")
+
+    def check(self) -> "tuple[Target, ModelChoice]":
+        """The target and the model; raises ValueError for what can be seen to be wrong before JAX starts."""
+        target = target_of(self.target)
+        if self.mesh and math.prod(self.mesh) != target.num_devices:
+            raise ValueError(f"mesh={self.mesh} is of {math.prod(self.mesh)} devices, and {self.target} has "
+                             f"{target.num_devices}: give sizes whose product is that.")
+        if self.png is not None:
+            _check_folder("png", self.png.parent)
+        choice = find_model(self.model)
+        for name, asked in (("remat", self.remat is not None), ("num_layers", self.search == "layers")):
+            if asked and not hasattr(choice.config, name):
+                raise ValueError(f"{self.model} has no field {name!r} in its config, which this option changes.")
+        if self.length is None and not hasattr(choice.config, "max_length"):
+            raise ValueError(f"{self.model} has no max_length in its config: give length=....")
+        choice.check(length=self.length or 1, vocab_size=None)
+        return target, choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +244,12 @@ def find_model(name: str) -> ModelChoice:
         wrong = f"{module_name} has no preset {preset!r}" if preset else f"name a preset, as in {module_name}:PRESET"
         raise ValueError(f"model={name!r}: {wrong}" + _nearest(preset, list(presets)))
     return ModelChoice(name, presets[preset], build)
+
+
+def _check_folder(name: str, path: Path) -> None:
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{name}={path} cannot be written: {existing} is not a folder that allows it.")
 
 
 def simulates() -> bool:

@@ -15,6 +15,8 @@ from zero_jax.mesh import on_torus
 GATHERED = "zero_gathered"
 REDUCED = "zero_reduced"
 SCATTER = "zero_scatter"
+GATHER_SCOPE = "zero_gather"
+"""In the op_name of every collective that gathers parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +78,21 @@ def between(spec: P, mesh: Mesh) -> list[P]:
     return specs
 
 
+def gather(value: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
+    """`value`, which lies as `spec` says, whole on every device."""
+    with jax.named_scope(GATHER_SCOPE):
+        for step in between(spec, mesh):
+            value = constrain(value, mesh, step)
+    return value
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather(value: jax.Array, use: Use) -> jax.Array:
     # The first constraint matters: under jax.checkpoint the residual passes an optimization barrier, and without it
     # sharding propagation gathers before the barrier, so that forward and backward share one gather and the whole
     # weight stays alive between them. The second keeps the cast on the shard: the wire carries use.dtype.
     value = constrain(value, use.mesh, use.stored).astype(use.dtype)
-    for spec in between(use.stored, use.mesh):
-        value = constrain(value, use.mesh, spec)
-    return checkpoint_name(value, GATHERED)
+    return checkpoint_name(gather(value, use.mesh, use.stored), GATHERED)
 
 
 _gather.defvjp(lambda value, use: (_gather(value, use), value), lambda use, value, _: (jnp.zeros_like(value),))

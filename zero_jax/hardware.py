@@ -12,6 +12,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -101,7 +102,7 @@ def describe(target: str | Target) -> list[jax.Device]:
     return list(_devices(_target(target)))
 
 
-def compiler_options(device: jax.Device) -> dict[str, bool | int | float | str]:
+def compiler_options(device: jax.Device) -> dict[str, Any]:
     """Options for `.compile(compiler_options=...)` on a described `device`.
 
     GPU autotuning times kernels, so without a GPU it has to be off. TPU and CPU need nothing.

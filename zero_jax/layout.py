@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.gather import Use
-from zero_jax.mesh import on_torus
+from zero_jax.mesh import fills_tiles, on_torus
 from zero_jax.precision import Precision
 from zero_jax.reads import Read
 from zero_jax.stages import Stage
@@ -122,7 +122,7 @@ def choose_spec(shape: tuple[int, ...], sizes: Mapping[str, int], read: Read | N
     """The storage spec of a leaf over mesh axes of `sizes`: in as many parts as its dims allow.
 
     Never a dim over which a loop of the model's runs: each slice would lie on one device. Then the fewest dims; on a
-    TPU (`tiled`) shards that fill tiles of 16 x 128, since others are padded to be scattered, and a dim for each axis.
+    TPU (`tiled`) shards that fill tiles, since others are padded to be scattered, and a dim for each axis.
     """
     stacked = () if read is None else read.stacked
     entries = _choose_dims(shape, tuple(item for item in sizes.items() if item[1] > 1), stacked, tiled)
@@ -140,8 +140,9 @@ def _choose_dims(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], sta
 
     def rank(choice: tuple[int | None, ...]) -> tuple[Any, ...]:
         used = sorted({dim for dim in choice if dim is not None})
-        ragged = sum(shape[dim] // parts(choice, dim) % (128 if tiled and dim == len(shape) - 1 else 16) != 0
-                     for dim in used)
+        shards_of = {dim: shape[dim] // parts(choice, dim) for dim in used}
+        ragged = sum(not fills_tiles(size, minor=dim == len(shape) - 1) if tiled else size % 16 != 0
+                     for dim, size in shards_of.items())
         shards = math.prod(parts(choice, dim) for dim in used)
         cost = (ragged, -len(used)) if tiled else (len(used), ragged)
         return -shards, *cost, [-1 if dim is None else dim for dim in choice]
@@ -194,8 +195,8 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
 
     def use(leaf: Any, stored: P, reduced: P) -> Use | None:
         dtype = _read_dtype(leaf, precision)
-        if not stage.shards_optimizer and precision.reduce in (None, dtype):
-            return None  # the partitioner all-reduces by itself
+        if mesh.size == 1 and precision.reduce in (None, dtype):
+            return None  # nothing to gather and nothing to reduce
         return Use(mesh, stored if stage.shards_params else P(*[None] * leaf.ndim), reduced, dtype,
                    precision.reduce or dtype)
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.gather import SCATTER
-from zero_jax.mesh import on_torus
+from zero_jax.mesh import fills_tiles, on_torus
 
 _MOVES = ("transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "name", "convert_element_type")
 _SUMS = ("add_any", "add")
@@ -179,11 +179,10 @@ def _reduced(value: jax.Array, mesh: Any, spec: P) -> jax.Array:
 def _scatter_tiles(value: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
     """The sum of `value` over `axis`, of which each of `size` chips keeps its part of `dim`.
 
-    A TPU's tiles hold 16 x 128 values of bfloat16. Parts that fill no whole tiles are padded by up to a half, or
-    all-reduced: they travel as flat blocks of tiles instead, with less than 2048 values of padding each.
+    Parts that do not fill tiles travel as flat blocks of tiles, with less than 2048 values of padding each.
     """
     shape = (*value.shape[:dim], value.shape[dim] // size, *value.shape[dim + 1:])
-    if shape[dim] % (128 if dim == value.ndim - 1 else 64) == 0:
+    if fills_tiles(shape[dim], minor=dim == value.ndim - 1):
         return jax.lax.psum_scatter(value, axis, scatter_dimension=dim, tiled=True)
     parts = jnp.moveaxis(value.reshape(*shape[:dim], size, *shape[dim:]), dim, 0).reshape(size, -1)
     blocks = jnp.pad(parts, ((0, 0), (0, -parts.shape[1] % 2048))).reshape(size, -1, 16, 128)

@@ -12,9 +12,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.batch import abstract_batch, check_batch
+from zero_jax.contract import Contract, Report, contract_of, verify
 from zero_jax.functional import Functional, functional
-from zero_jax.gather import between
+from zero_jax.gather import gather
+from zero_jax.hardware import compiler_options
 from zero_jax.layout import Layout, plan_layout
+from zero_jax.losses import Loss, learning_rates, loss_and_metrics, next_token_loss
 from zero_jax.mesh import batch_axes, make_mesh, on_torus, zero_axes
 from zero_jax.partial import inline_calls, merge_scatters, scatter_parts
 from zero_jax.passes import (
@@ -30,14 +33,6 @@ from zero_jax.stages import Stage, stage_of
 from zero_jax.state import ZeroState
 from zero_jax.tree import cast_floating, named_leaves
 from zero_jax.widen import widen_reductions
-
-Loss = Callable[[Any, Any], Any]
-
-
-def next_token_loss(model: Any, batch: Any) -> jax.Array:
-    """Mean cross entropy, in nats, of `batch["targets"]` under `model(batch["inputs"])`; both int (batch, length)."""
-    logits = model(batch["inputs"]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
 def make_zero_train_step(
@@ -126,12 +121,28 @@ class ZeroTrainStep:
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """The step lowered for `batch` (arrays or `jax.ShapeDtypeStruct`s); its mesh may be of described devices."""
-        return self._jitted(batch).lower(self.abstract_state(batch), self._placed(batch))
+        return self._jitted(batch).lower(self.abstract_state(batch), self.abstract_batch(batch))
+
+    def compile(self, batch: Any) -> jax.stages.Compiled:
+        """`lower`, compiled for the mesh's devices, described or live: its text, its memory; calls do not use it."""
+        return self.lower(batch).compile(compiler_options=compiler_options(self.mesh.devices.flat[0]))
+
+    def contract(self, batch: Any) -> Contract:
+        """What a step may send over the wire: kinds of collectives, mesh axes, bytes per device."""
+        return contract_of(self.layout(batch))
+
+    def verify(self, batch: Any) -> Report:
+        """Compiles the step and holds it against its contract: what is sent for what, beside what was promised.
+
+        Raises ContractError (a ValueError) if it sends more, with the operation, its bytes, its source line and
+        what to do.
+        """
+        return verify(self.compile(batch).as_text() or "", self.contract(batch))
 
     def lower_init(self, batch: Any) -> jax.stages.Lowered:
         """`init` lowered for `batch`, to see what it needs."""
         return self._initializer(batch).lower(
-            jax.eval_shape(lambda: jax.random.key(0)), jax.eval_shape(lambda: self._model.given), self._placed(batch))
+            jax.eval_shape(lambda: jax.random.key(0)), jax.eval_shape(lambda: self._model.given), self.abstract_batch(batch))
 
     def layout(self, batch: Any) -> Layout:
         """Where every leaf of the state lies. It depends on the model, not on the size of `batch`."""
@@ -201,7 +212,7 @@ class ZeroTrainStep:
 
         def loss_of(weights: Any, variables: Any, rng: jax.Array, batch: Any) -> tuple[jax.Array, Any]:
             out, variables = self._model.run(self._loss, weights, variables, rng, batch, layout.uses)
-            loss, metrics = _loss_and_metrics(out)
+            loss, metrics = loss_and_metrics(out)
             return loss, (metrics, variables)
 
         if self.stage.shards_params and layout.num_shards > 1:  # else nothing is gathered
@@ -229,7 +240,7 @@ class ZeroTrainStep:
         new = ZeroState(
             step=state.step + 1, params=params, weights=self._weights(params, layout), opt_state=opt_state,
             variables=variables, rng=state.rng)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **_learning_rate(opt_state), **metrics}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **learning_rates(opt_state), **metrics}
         return new, jax.tree.map(lambda metric: jnp.asarray(metric, jnp.float32), metrics)
 
     def _weights(self, params: Any, layout: Layout) -> Any:
@@ -238,36 +249,19 @@ class ZeroTrainStep:
             return None
 
         def copy(param: jax.Array, shard: NamedSharding, like: jax.ShapeDtypeStruct) -> jax.Array:
-            value = param.astype(like.dtype)
-            for spec in between(shard.spec, self.mesh):
-                value = _constrain(value, NamedSharding(self.mesh, spec))
-            return value
+            return gather(param.astype(like.dtype), self.mesh, shard.spec)
 
         return jax.tree.map(copy, params, layout.gradients, layout.state.weights)
 
     def _cast(self, batch: Any) -> Any:
         return cast_floating(batch, self._precision.compute)
 
-    def _placed(self, batch: Any) -> Any:
+    def abstract_batch(self, batch: Any) -> Any:
+        """`batch` as `jax.ShapeDtypeStruct`s, laid over the mesh."""
         def place(leaf: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.batch_sharding)
 
         return jax.tree.map(place, abstract_batch(batch))
-
-
-def _loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, Any]]:
-    loss, metrics = out if isinstance(out, tuple) else (out, {})
-    if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise ValueError(
-            f"The loss returned shape {jnp.shape(loss)} and dtype {jnp.result_type(loss)}: return a floating scalar, "
-            "or (scalar, {name: metric}).")
-    return loss, dict(metrics)
-
-
-def _learning_rate(opt_state: Any) -> dict[str, Any]:
-    found = [rate for _, rate in optax.tree.get_all_with_path(opt_state, "learning_rate")]
-    rates = [rate for rate in found if isinstance(rate, jax.Array)]  # and not the state of its schedule
-    return {f"learning_rate_{i}" if i else "learning_rate": rate for i, rate in enumerate(rates)}
 
 
 def _refuse_integers(params: Any) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     """What is particular to a GPU: its host, and what XLA's compiler wants to know of it. Sizes in bytes."""

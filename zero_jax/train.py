@@ -62,12 +62,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     started = time.perf_counter()
     console = console or make_console()
     choice = config.check()
-    devices = _devices(config)
+    devices = devices_of(config)
     make_folder(config.out)
     vocab_size = getattr(choice.config, "vocab_size", None)
     tokens = corpus.load(config.data, max_bytes=config.max_bytes, vocab_size=vocab_size)
     train_part, held_part = _split(tokens, config)
-    step = _step(config, choice, devices)
+    step = step_of(config, choice, devices)
     shape = {"batch_size": config.batch_size, "length": config.length, "sharding": step.batch_sharding,
              "vocab_size": vocab_size}
     batches, held_out = Batches(train_part, seed=config.seed, **shape), Batches(held_part, **shape)
@@ -112,7 +112,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     return summary
 
 
-def _devices(config: TrainConfig) -> list[jax.Device]:
+def devices_of(config: TrainConfig) -> list[jax.Device]:
     """The devices of the run; simulated where there is no accelerator."""
     if simulates():
         simulate_devices(config.devices or SIMULATED_DEVICES)
@@ -129,7 +129,8 @@ def _devices(config: TrainConfig) -> list[jax.Device]:
     return devices[:number]
 
 
-def _step(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device]) -> ZeroTrainStep:
+def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device]) -> ZeroTrainStep:
+    """The train step of `config`: AdamW with clipping and a schedule, on a mesh of `devices`."""
     warmup = min(round(config.warmup * config.steps), config.steps - 1)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0 if warmup else config.learning_rate, config.learning_rate, warmup, config.steps, config.learning_rate / 10)
@@ -137,7 +138,7 @@ def _step(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device]) -
     adamw = optax.inject_hyperparams(optax.adamw, static_args=("b1", "b2", "eps", "eps_root", "weight_decay"))(
         learning_rate=schedule, weight_decay=config.weight_decay)
     optimizer = optax.chain(optax.clip_by_global_norm(config.clip), adamw)
-    mesh = make_mesh(len(devices) // config.replica, replica=config.replica, devices=devices)
+    mesh = make_mesh(replica=config.replica, devices=devices)
     return make_zero_train_step(
         choice.build(choice.config), config.stage, optimizer=optimizer, mesh=mesh, precision=config.precision)
 

@@ -1,0 +1,235 @@
+"""What each stage lets cross the wire, and whether a compiled program keeps to it.
+
+A stage promises which collectives a step runs, over which mesh axes and with how many bytes (arXiv 1910.02054,
+section 7). XLA decides what is emitted, and a model can make it emit more; only the compiled text tells.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from zero_jax.gather import GATHER_SCOPE
+from zero_jax.hlo import Collective, collectives
+from zero_jax.layout import Layout
+from zero_jax.tree import named_leaves
+
+TOLERANCE = 0.04
+"""Share of what is promised by which a program may exceed it: tiles are padded, small leaves are all-reduced."""
+
+
+class ContractError(ValueError):
+    """A compiled program sends what its stage does not promise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """One kind of traffic: what for, as which collectives, over which axes, and how much of it.
+
+    wire_bytes: what each device sends per step, by rings. pieces: elements of each buffer that may travel, by the
+    parameter that it is; empty where anything small may.
+    """
+
+    purpose: str
+    kinds: tuple[str, ...]
+    axes: tuple[str, ...]
+    wire_bytes: float
+    pieces: Mapping[int, str] = dataclasses.field(default_factory=dict, repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contract:
+    """All that one step of a layout may send. mesh: sizes of the mesh's axes, in its order; platform: as JAX has it."""
+
+    stage: int
+    mesh: Mapping[str, int]
+    platform: str
+    promises: tuple[Promise, ...]
+
+    @property
+    def wire_bytes(self) -> float:
+        """Promised bytes that each device sends per step."""
+        return sum(promise.wire_bytes for promise in self.promises)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A promise beside what the program sends for it. notes: where the backend did it in another way."""
+
+    promise: Promise
+    collectives: tuple[Collective, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends for it per step."""
+        return sum(c.wire_bytes * c.count for c in self.collectives)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """How a program keeps its contract: one `Kept` for each promise, and what breaks it in words."""
+
+    contract: Contract
+    kept: tuple[Kept, ...]
+    violations: tuple[str, ...]
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends per step."""
+        return sum(kept.wire_bytes for kept in self.kept)
+
+    def __str__(self) -> str:
+        lines = [f"stage {self.contract.stage} on {dict(self.contract.mesh)}: {self.wire_bytes:,.0f} bytes sent per "
+                 f"device and step, {self.contract.wire_bytes:,.0f} promised"]
+        for kept in self.kept:
+            kinds = ", ".join(sorted({c.kind for c in kept.collectives})) or "none"
+            lines.append(f"  {kept.promise.purpose}: {kept.wire_bytes:,.0f} of {kept.promise.wire_bytes:,.0f} bytes "
+                         f"over {' x '.join(kept.promise.axes) or 'no axis'} ({kinds})")
+            lines += [f"    {note}" for note in kept.notes]
+        return "\n".join([*lines, *(f"  BROKEN: {line}" for line in self.violations)])
+
+
+def contract_of(layout: Layout) -> Contract:
+    """What a step of this layout may send; exact for every leaf, divided or not.
+
+    Simulated devices get it as XLA:CPU can: bfloat16 travels as float32 there, and a tied embedding, as a rule the
+    largest leaf, is summed for each of its readings.
+    """
+    mesh, stage, platform = dict(layout.mesh.shape), layout.stage, layout.mesh.devices.flat[0].platform
+    narrowest = 4 if platform == "cpu" else 1
+    params = dict(named_leaves(layout.state.params))
+    grads = dict(named_leaves(layout.gradients))
+    weights = dict(named_leaves(layout.state.weights)) if layout.state.weights is not None else params
+    uses = dict(named_leaves(layout.uses))  # no entry where the parameter is used as it is stored
+    gathered, sums, pieces = 0.0, {}, {}
+    for name, leaf in params.items():
+        use, parts = uses.get(name), _parts(leaf.shape, grads[name])
+        read, summed = (weights[name].dtype,) * 2 if use is None else (use.dtype, use.reduce)
+        itemsize, sum_size = (max(np.dtype(dtype).itemsize, narrowest) for dtype in (read, summed))
+        pieces |= {size: name for size in _sizes(leaf.shape, layout.reads[name].stacked, parts)}
+        if stage.shards_params:
+            gathered += 2 * leaf.size * itemsize * (1 - 1 / _parts(leaf.shape, leaf.sharding))
+        else:
+            gathered += leaf.size * itemsize * (1 - 1 / parts)
+        others, size = math.prod(mesh.values()) // parts, leaf.size * sum_size
+        sums[name] = size * (1 - 1 / parts) + 2 * size / parts * (1 - 1 / others)
+    reduced = sum(sums.values())
+    if platform == "cpu":
+        reduced += max(sums.values(), default=0.0)
+    how = "the forward and once more for the backward pass" if stage.shards_params else "all devices after the update"
+    axes = layout.axes if stage.shards_optimizer else ()
+    small = max(0.01 * gathered / 2, 0.01 * reduced, 4096.0)
+    return Contract(stage.number, mesh, platform, (
+        Promise(f"parameters gathered for {how}" if axes else "no parameter gathered", ("all-gather",), axes,
+                gathered, pieces),
+        Promise("gradients summed" + (" and scattered" if axes else ""),
+                ("reduce-scatter", "all-reduce") if axes else ("all-reduce",), tuple(mesh), reduced, pieces),
+        Promise("metrics, statistics of the batch and other small sums", ("all-reduce", "all-gather", "reduce-scatter",
+                "collective-permute"), tuple(mesh), small)))
+
+
+def check(text: str, contract: Contract) -> Report:
+    """How the compiled program `text` keeps `contract`; it does if the report has no violations."""
+    gather, reduce, rest = contract.promises
+    found: dict[str, list[Collective]] = {"gather": [], "reduce": [], "rest": []}
+    notes: list[str] = []
+    for collective in collectives(text):
+        if collective.wire_bytes:
+            found[_purpose(collective, contract)].append(collective)
+    lowered = [c for c in found["gather"] if c.kind == "all-reduce"]
+    if lowered:
+        notes.append(f"{_total(lowered):,.0f} bytes of it by all-reduces: this compiler has no all-gather over "
+                     f"{' x '.join(lowered[0].axes(contract.mesh))} for them")
+    kept = (Kept(gather, tuple(found["gather"]), tuple(notes)),
+            Kept(reduce, tuple(found["reduce"]), _reduce_notes(found["reduce"], contract)),
+            Kept(rest, tuple(found["rest"])))
+    return Report(contract, kept, tuple(_violations(kept, contract)))
+
+
+def verify(text: str, contract: Contract) -> Report:
+    """As `check`, but raises ContractError with each offending operation, its bytes, its source and what to do."""
+    report = check(text, contract)
+    if report.violations:
+        raise ContractError(
+            f"The compiled step breaks its contract.\n"
+            f"{report}")
+    return report
+
+
+def _parts(shape: Sequence[int], sharding: jax.sharding.NamedSharding) -> int:
+    """Into how many parts a leaf is split."""
+    return math.prod(shape) // max(1, math.prod(sharding.shard_shape(tuple(shape)))) or 1
+
+
+def _sizes(shape: Sequence[int], stacked: Sequence[int], parts: int) -> set[int]:
+    """Elements of what may travel of a leaf: all of it, or a slice of a loop; whole, or what an axis leaves of it."""
+    whole = math.prod(shape)
+    slices = whole // max(1, math.prod(shape[dim] for dim in stacked))
+    ways = [way for way in range(1, parts + 1) if parts % way == 0]
+    return {size // way for size in (whole, slices) for way in ways if size // way > 1}
+
+
+def _purpose(collective: Collective, contract: Contract) -> str:
+    if GATHER_SCOPE in collective.op_name or collective.kind == "all-gather" and _is_piece(collective, contract):
+        return "gather"
+    if collective.kind in ("reduce-scatter", "all-reduce", "collective-permute") and (
+            collective.serves or _is_piece(collective, contract) or "zero_scatter" in collective.op_name):
+        return "reduce"
+    return "rest"
+
+
+def _is_piece(collective: Collective, contract: Contract) -> bool:
+    """Whether all but a thousandth of its elements are buffers of the size of some parameter."""
+    sizes = [math.prod(dims) for _, dims in collective.shapes]
+    return sum(size for size in sizes if size not in contract.promises[0].pieces) <= 1e-3 * sum(sizes)
+
+
+def _reduce_notes(found: Iterable[Collective], contract: Contract) -> tuple[str, ...]:
+    whole = [c for c in found if c.kind == "all-reduce"]
+    if contract.stage == 0 or not whole:
+        return ()
+    if contract.platform == "cpu":
+        return (f"{_total(whole):,.0f} bytes of it by all-reduces and slices: XLA:CPU has no reduce-scatter under jit, "
+                "so that half of them counts",)
+    return (f"{_total(whole):,.0f} bytes of it by all-reduces, for leaves too small or uneven to be scattered",)
+
+
+def _violations(kept: Sequence[Kept], contract: Contract) -> Iterable[str]:
+    gather, reduce, rest = kept
+    allowed = TOLERANCE * contract.wire_bytes
+    sent = reduce.wire_bytes
+    if contract.platform == "cpu" and contract.stage:
+        sent -= _total([c for c in reduce.collectives if c.kind == "all-reduce"]) / 2
+    if gather.wire_bytes > gather.promise.wire_bytes + allowed:
+        yield (f"{gather.wire_bytes:,.0f} bytes of parameters are gathered, {gather.promise.wire_bytes:,.0f} are "
+               f"promised: {_tell(gather.collectives, contract)}. A parameter that is read in a loop over time or "
+               "microbatches is gathered in each of its rounds: read it before the loop.")
+    if sent > reduce.promise.wire_bytes + allowed:
+        yield (f"{sent:,.0f} bytes of gradients are reduced, {reduce.promise.wire_bytes:,.0f} are promised: "
+               f"{_tell(reduce.collectives, contract)}. On a TPU slice let zero_jax.make_mesh() factor the mesh along "
+               "the torus, so that gradients are scattered; elsewhere see whether a parameter is read in a loop.")
+    if rest.wire_bytes > rest.promise.wire_bytes + allowed:
+        yield (f"{rest.wire_bytes:,.0f} bytes are of no parameter and no gradient: {_tell(rest.collectives, contract)}. "
+               "Something as large as the batch crosses the wire: look for a sharding constraint or a loss that mixes "
+               "examples in the model, or for a parameter that its hooks do not see (step.layout(batch).describe()).")
+    wrong = [c for c in gather.collectives if set(c.axes(contract.mesh)) - set(gather.promise.axes)]
+    if _total(wrong) > allowed / 4:
+        yield (f"parameters are gathered over {' x '.join(wrong[0].axes(contract.mesh))}, not only over "
+               f"{' x '.join(gather.promise.axes) or 'no axis'}: {_tell(wrong, contract)}.")
+
+
+def _total(found: Iterable[Collective]) -> float:
+    return sum(c.wire_bytes * c.count for c in found)
+
+
+def _tell(found: Sequence[Collective], contract: Contract) -> str:
+    """The collective of `found` that sends most, in words."""
+    c = max(found, key=lambda c: c.wire_bytes * c.count)
+    dtype, dims = max(c.shapes, key=lambda shape: math.prod(shape[1]))
+    serves = f" for {', '.join(c.serves[:3])}" if c.serves else ""
+    return (f"{c.kind} of {dtype}{list(dims)} over {' x '.join(c.axes(contract.mesh)) or 'no axis'}, {c.count} times, "
+            f"{c.wire_bytes * c.count:,.0f} bytes per step{serves}, from {c.op_name[:120] or 'the compiler'}"
+            + (f" ({c.source})" if c.source else ""))
