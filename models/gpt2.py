@@ -179,6 +179,8 @@ PRESETS: dict[str, Config] = {
     "40b-50x8192": _paper(50, 8192, 32),
     "50b": _paper(62, 8192, 32),
     "150b": _paper(187, 8192, 64),
+    # GPT-3's 6.7B (arXiv 2005.14165, Table 2.1): no model of the paper's
+    "6.7b": Config(32, 4096, 32, max_length=2048, remat=True),
     # Section 9: the model that the paper's title is about
     "1t": _paper(128, 25600, 200),
 }

@@ -1,49 +1,135 @@
-"""State, temporaries and wire bytes of compiled steps on hardware that is not there, as a Markdown table.
+"""State, temporaries and wire of compiled steps on hardware that is not there, as a Markdown table.
 
-    python scripts/wire_table.py            # three to six minutes on 2 cores; no accelerator
+    python scripts/wire_table.py --out wire.md                             # an hour on 2 cores; no accelerator
+    python scripts/wire_table.py --targets h100:8 --models 1.5b --stages 3
 
-Each step is compiled by the target's own compiler, and read: state and temporaries are per device, wire is what each
-device sends, over the paper's 2 psi (stages 1 and 2) or 3 psi (stage 3) in bf16 on a ring, and the largest share of
-it that is not a gather or a scatter.
+Each step is compiled by the target's own compiler and held against its contract (`step.verify`). State and temporaries
+are per device. Wire is what each device sends in a step, over the paper's 2 psi (stages 1 and 2, one program) or 3 psi
+(stage 3) in bf16 on a ring; then the shares of it that overlap with compute, and that all-reduces send. Rows are
+written as they come, to --out and as JSON beside it.
 """
 
 import argparse
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import zero_jax
-from models import gpt2
-from zero_jax import hardware, hlo
+from models import gpt2, resnet
+from zero_jax import contract, hardware
 from zero_jax.stages import STAGES
 
+LENGTH = 1024
+TARGETS = ("h100:8", "h100:16x8", "h100:128x8", "v5p:2x2x2", "v5p:4x4x8", "v5p:8x8x16", "v5e:16x16")
+FACTORS = {"h100:16x8": (64, 2), "h100:128x8": (64, 16)}  # for widths that do not divide by the number of devices
+MODELS = {"1.5b": gpt2, "6.7b": gpt2, "resnet50": resnet}
+HEADER = ("target", "model", "stage", "state MiB", "ideal MiB", "temporaries MiB", "wire over theory", "asynchronous",
+          "all-reduced", "contract", "compile s")
 
-def row(target, preset, stage, length):
-    mesh = zero_jax.make_mesh(devices=hardware.describe(target))
-    config = gpt2.PRESETS[preset]
-    step = zero_jax.make_zero_train_step(gpt2.build(config), stage, mesh=mesh, precision="bf16")
-    batch = {name: jax.ShapeDtypeStruct((mesh.size, length), jnp.int32) for name in ("inputs", "targets")}
-    compiled = step.lower(batch).compile(compiler_options=hardware.compiler_options(mesh.devices.flat[0]))
-    found = hlo.collectives(compiled.as_text())
-    theory = STAGES[stage].wire * config.num_params * 2 * (mesh.size - 1) / mesh.size
-    sent = sum(c.wire_bytes * c.count for c in found)
-    other = sum(c.wire_bytes * c.count for c in found if c.kind not in ("all-gather", "reduce-scatter"))
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
-    return (f"| {target} | {preset} | {stage} | {step.layout(batch).device_bytes / 2**20:,.0f} | "
-            f"{temporaries / 2**20:,.0f} | {sent / 1e6:,.0f} | {sent / theory:.3f} | {other / theory:.3f} |")
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One compiled step. state, ideal, temporaries: bytes per device; sent: bytes per device and step; broken: why."""
+
+    target: str
+    mesh: dict[str, int]
+    model: str
+    stages: tuple[int, ...]
+    params: int
+    state: int
+    ideal: float
+    temporaries: int
+    sent: float
+    theory: float
+    asynchronous: float
+    all_reduced: float
+    seconds: float
+    broken: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        sizes = tuple(self.mesh.values())
+        place = self.target + f" as {' x '.join(map(str, sizes))}" * (sizes == FACTORS.get(self.target))
+        cells = (
+            place, self.model, ", ".join(map(str, self.stages)), *(f"{size / 2**20:,.1f}" for size in (
+                self.state, self.ideal, self.temporaries)), f"{self.sent / self.theory:.3f}",
+            *(f"{share / self.sent:.1%}" for share in (self.asynchronous, self.all_reduced)),
+            "broken" if self.broken else "kept", f"{self.seconds:.0f}")
+        return f"| {' | '.join(cells)} |"
+
+
+def classify(model, batch):
+    logits = model(batch["images"]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+
+def batch_of(model, size):
+    """One example for each of `size` devices."""
+    if MODELS[model] is resnet:
+        return {"images": jax.ShapeDtypeStruct((size, 224, 224, 3), jnp.float32),
+                "labels": jax.ShapeDtypeStruct((size,), jnp.int32)}
+    return {name: jax.ShapeDtypeStruct((size, LENGTH), jnp.int32) for name in ("inputs", "targets")}
+
+
+def step_of(target, model, stage):
+    """(step, batch) on the default mesh, or on a factored one where that leaves less state on each device."""
+    devices, module = hardware.describe(target), MODELS[model]
+    batch = batch_of(model, len(devices))
+    loss = classify if module is resnet else None
+    steps = [zero_jax.make_zero_train_step(
+        module.build(module.PRESETS[model]), stage, loss=loss, precision="bf16",
+        mesh=zero_jax.make_mesh(data, devices=devices)) for data in (-1, *filter(None, [FACTORS.get(target)]))]
+    return min(steps, key=lambda step: step.layout(batch).device_bytes), batch
+
+
+def measure(target, model, stages):
+    step, batch = step_of(target, model, stages[0])
+    layout, devices = step.layout(batch), step.mesh.size
+    psi = sum(leaf.size for leaf in jax.tree.leaves(layout.state.params))
+    began = time.monotonic()
+    compiled = step.compile(batch)
+    seconds = time.monotonic() - began
+    report = contract.check(compiled.as_text(), step.contract(batch))
+    sent = [(c, c.wire_bytes * c.count) for kept in report.kept for c in kept.collectives]
+    return Row(
+        target, dict(step.mesh.shape), model, stages, psi, layout.device_bytes,
+        step.stage.state_bytes(psi, devices, low_precision=True), compiled.memory_analysis().temp_size_in_bytes,
+        math.fsum(size for _, size in sent), step.stage.wire * psi * 2 * (devices - 1) / devices,
+        math.fsum(size for c, size in sent if c.asynchronous),
+        math.fsum(size for c, size in sent if c.kind == "all-reduce"), seconds, report.violations,
+        tuple(note for kept in report.kept for note in kept.notes))
+
+
+def write(rows, out):
+    lines = [f"jax {jax.__version__}; one sequence of {LENGTH} tokens or one image on each device; bf16 with fp32 "
+             "master and Adam", "", f"| {' | '.join(HEADER)} |", "| --- " * len(HEADER) + "|", *map(str, rows)]
+    out.write_text("\n".join(lines) + "\n")
+    out.with_suffix(".json").write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=1024, help="tokens on each device")
+    parser.add_argument("--targets", nargs="+", default=TARGETS)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3], choices=[row.number for row in STAGES])
+    parser.add_argument("--out", type=Path, help="a Markdown file; JSON goes beside it")
     args = parser.parse_args()
-    print(f"jax {jax.__version__}, one sequence of {args.length} tokens on each device, bf16 with fp32 master")
-    print("| target | model | stage | state MiB | temporaries MiB | wire MB | over theory | not gather or scatter |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for target, presets in {"h100:8": ("124m", "1.5b"), "v5e:2x4": ("124m",)}.items():
-        for preset in presets:
-            for stage in (1, 2, 3):
-                print(row(target, preset, stage, args.length), flush=True)
+    together = tuple(stage for stage in args.stages if stage in (1, 2))  # one program (zero_jax/stages.py says why)
+    programs = [(stage,) for stage in args.stages if stage not in (1, 2)] + [together] * bool(together)
+    rows = []
+    for model in args.models:
+        for target in args.targets:
+            for stages in sorted(programs):
+                rows.append(measure(target, model, stages))
+                print(rows[-1], *rows[-1].broken, sep="\n  ", flush=True)
+                if args.out:
+                    write(rows, args.out)
 
 
 if __name__ == "__main__":

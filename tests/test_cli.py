@@ -45,6 +45,18 @@ BAD_INPUT = {
     "replica": (["train", "--replica", "3"], "replica=3 does not divide the 8 devices"),
     "length": (["train", "--model", "models.gpt2:tiny", "--length", "65"], "longer than max_length=64"),
     "out": (["train", "--out", f"{__file__}/run"], "cannot be written"),
+    "target": (["plan", "--target", "h10:8"], "unknown target 'h10:8', nearest is 'h100:8'"),
+    "slice": (["plan", "--target", "v5p:8x8"], "is not written as v5p:XxYxZ"),
+    "GPUs of a host": (["plan", "--target", "h100:64"], "a host has at most 8 GPUs"),
+    "target file": (["plan", "--target", "./no-chip.toml:8"], "target file ./no-chip.toml cannot be read"),
+    "mesh": (["plan", "--mesh", "4", "4"], "mesh=(4, 4) is of 16 devices, and h100:8 has 8"),
+    "batch per device": (["plan", "--batch-per-device", "0"], "batch_per_device=0: give at least 1"),
+    "planned model": (["plan", "--model", "models.gpt2:15b"], "has no preset '15b'"),
+    "planned length": (["plan", "--model", "models.gpt2:tiny", "--length", "65"], "longer than max_length=64"),
+    "png": (["plan", "--png", "stages.pdf"], "does not end in .png"),
+    "png folder": (["plan", "--png", f"{__file__}/stages.png"], "cannot be written"),
+    "no layers": (["plan", "--model", "models.resnet:tiny", "--search", "layers"], "has no field 'num_layers'"),
+    "inspected batch": (["inspect", "--batch-size", "12"], "batch_size=12 does not divide over 8 devices"),
 }
 
 

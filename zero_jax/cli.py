@@ -3,16 +3,19 @@
 import sys
 from collections.abc import Sequence
 
-from zero_jax.config import TrainConfig
+from zero_jax.config import InspectConfig, PlanConfig, TrainConfig
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+DOES_NOT_FIT = 3
+"""Exit status of a plan that does not fit: an answer, and no error."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command of `args` (default: those of the process) and returns its exit status.
 
-    0, or 1 for a run that failed, 2 for wrong input (one message on standard error), 130 after Ctrl-C.
+    0, or 1 for a run that failed, 2 for wrong input (one message on standard error), 3 for a plan that does not fit,
+    130 after Ctrl-C.
     """
     try:
         return _run(_parse(args))
@@ -27,18 +30,25 @@ def main(args: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parse(args: Sequence[str] | None) -> TrainConfig:
+def _parse(args: Sequence[str] | None) -> TrainConfig | PlanConfig:
     try:
         import tyro
     except ImportError as error:
         raise ValueError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
     return tyro.extras.subcommand_cli_from_dict(
-        {"train": TrainConfig}, prog="python -m zero_jax", args=args,
+        {"train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig}, prog="python -m zero_jax", args=args,
         description="ZeRO for JAX: any Flax model, any stage, the numbers of one device.")
 
 
-def _run(config: TrainConfig) -> int:
+def _run(config: TrainConfig | PlanConfig) -> int:
     config.check()
-    from zero_jax.train import train  # imports JAX
+    if isinstance(config, TrainConfig) and not isinstance(config, InspectConfig):
+        from zero_jax.train import train  # imports JAX
 
-    return INTERRUPTED if train(config).interrupted else 0
+        return INTERRUPTED if train(config).interrupted else 0
+    from zero_jax.planning import inspect_command, plan_command
+
+    if isinstance(config, PlanConfig):
+        return 0 if plan_command(config) else DOES_NOT_FIT
+    inspect_command(config)
+    return 0

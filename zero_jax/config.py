@@ -143,7 +143,7 @@ class InspectConfig(TrainConfig):
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """Compile a train step for hardware that is not there: does it fit, what holds the memory, what crosses the wire."""
+    """Compile a train step for hardware that is not there: does it fit, and what holds the memory and the wire."""
 
     target: str = "h100:8"
     """h100:16x8 (hosts x GPUs of each), v5p:8x8x16 (a torus), ...; or a file of your own, ./mychip.toml:4x8."""

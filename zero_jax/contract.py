@@ -5,6 +5,7 @@ section 7). XLA decides what is emitted, and a model can make it emit more; only
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,11 +14,15 @@ import numpy as np
 
 from zero_jax.gather import GATHER_SCOPE
 from zero_jax.hlo import Collective, collectives
+from zero_jax.hlo_text import shape_bytes
 from zero_jax.layout import Layout
 from zero_jax.tree import named_leaves
 
 TOLERANCE = 0.04
-"""Share of what is promised by which a program may exceed it: tiles are padded, small leaves are all-reduced."""
+"""Share of what is promised by which a program may exceed it."""
+
+SMALL_LEAF = 4096
+"""Bytes that a leaf may add: the padding of a TPU's tile, for each device of an axis; elsewhere its all-reduce."""
 
 
 class ContractError(ValueError):
@@ -41,11 +46,16 @@ class Promise:
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """All that one step of a layout may send. mesh: sizes of the mesh's axes, in its order; platform: as JAX has it."""
+    """All that one step of a layout may send.
+
+    mesh: sizes of the mesh's axes, in its order. platform: as JAX has it. slack: bytes by which parameters or gradients
+    may exceed their promise, since small leaves are padded or all-reduced.
+    """
 
     stage: int
     mesh: Mapping[str, int]
     platform: str
+    slack: float
     promises: tuple[Promise, ...]
 
     @property
@@ -109,7 +119,7 @@ def contract_of(layout: Layout) -> Contract:
         use, parts = uses.get(name), _parts(leaf.shape, grads[name])
         read, summed = (weights[name].dtype,) * 2 if use is None else (use.dtype, use.reduce)
         itemsize, sum_size = (max(np.dtype(dtype).itemsize, narrowest) for dtype in (read, summed))
-        pieces |= {size: name for size in _sizes(leaf.shape, layout.reads[name].stacked, parts)}
+        pieces |= {size: name for size in _sizes(leaf.shape, layout.reads[name].stacked, parts, mesh)}
         if stage.shards_params:
             gathered += 2 * leaf.size * itemsize * (1 - 1 / _parts(leaf.shape, leaf.sharding))
         else:
@@ -121,8 +131,12 @@ def contract_of(layout: Layout) -> Contract:
         reduced += max(sums.values(), default=0.0)
     how = "the forward and once more for the backward pass" if stage.shards_params else "all devices after the update"
     axes = layout.axes if stage.shards_optimizer else ()
-    small = max(0.01 * gathered / 2, 0.01 * reduced, 4096.0)
-    return Contract(stage.number, mesh, platform, (
+    # A batch norm sums two statistics forward, again where it is recomputed, and two backward.
+    statistics = 3 * sum(leaf.size * 4 for leaf in jax.tree.leaves(layout.state.variables))
+    small = max(0.01 * (gathered + reduced), 2.0 * statistics, 4096.0)
+    tiles = max(mesh.values()) if platform == "tpu" else 1
+    slack = TOLERANCE * (gathered + reduced) + len(params) * SMALL_LEAF * tiles
+    return Contract(stage.number, mesh, platform, slack, (
         Promise(f"parameters gathered for {how}" if axes else "no parameter gathered", ("all-gather",), axes,
                 gathered, pieces),
         Promise("gradients summed" + (" and scattered" if axes else ""),
@@ -136,9 +150,10 @@ def check(text: str, contract: Contract) -> Report:
     gather, reduce, rest = contract.promises
     found: dict[str, list[Collective]] = {"gather": [], "reduce": [], "rest": []}
     notes: list[str] = []
-    for collective in collectives(text):
-        if collective.wire_bytes:
-            found[_purpose(collective, contract)].append(collective)
+    for combined in collectives(text):
+        for collective in _split(combined, contract):
+            if collective.wire_bytes:
+                found[_purpose(collective, contract)].append(collective)
     lowered = [c for c in found["gather"] if c.kind == "all-reduce"]
     if lowered:
         notes.append(f"{_total(lowered):,.0f} bytes of it by all-reduces: this compiler has no all-gather over "
@@ -164,21 +179,38 @@ def _parts(shape: Sequence[int], sharding: jax.sharding.NamedSharding) -> int:
     return math.prod(shape) // max(1, math.prod(sharding.shard_shape(tuple(shape)))) or 1
 
 
-def _sizes(shape: Sequence[int], stacked: Sequence[int], parts: int) -> set[int]:
-    """Elements of what may travel of a leaf: all of it, or a slice of a loop; whole, or what an axis leaves of it."""
+def _sizes(shape: Sequence[int], stacked: Sequence[int], parts: int, mesh: Mapping[str, int]) -> set[int]:
+    """Elements of what may travel of a leaf: all of it, or a slice of a loop; whole, or what some axes leave of it."""
     whole = math.prod(shape)
     slices = whole // max(1, math.prod(shape[dim] for dim in stacked))
-    ways = [way for way in range(1, parts + 1) if parts % way == 0]
-    return {size // way for size in (whole, slices) for way in ways if size // way > 1}
+    ways = {math.prod(axes) for many in range(len(mesh) + 1) for axes in itertools.combinations(mesh.values(), many)}
+    return {size // way for size in (whole, slices) for way in ways if parts % way == 0 and size // way > 1}
 
 
 def _purpose(collective: Collective, contract: Contract) -> str:
-    if GATHER_SCOPE in collective.op_name or collective.kind == "all-gather" and _is_piece(collective, contract):
+    unmarked = collective.kind == "all-gather" and (contract.stage < 3 or not collective.op_name)
+    if GATHER_SCOPE in collective.op_name or unmarked and _is_piece(collective, contract):
         return "gather"
     if collective.kind in ("reduce-scatter", "all-reduce", "collective-permute") and (
             collective.serves or _is_piece(collective, contract) or "zero_scatter" in collective.op_name):
         return "reduce"
     return "rest"
+
+
+def _split(collective: Collective, contract: Contract) -> Iterable[Collective]:
+    """A gather of many buffers, as one of parameters and one of the others: a GPU's compiler combines what it can."""
+    if collective.kind != "all-gather" or len(collective.shapes) == 1 or _is_piece(collective, contract):
+        return (collective,)
+    known = contract.promises[0].pieces
+    pieces, others = ([shape for shape in collective.shapes if (math.prod(shape[1]) in known) == is_one]
+                      for is_one in (True, False))
+    names = ":".join(name for name in collective.op_name.split(":") if GATHER_SCOPE not in name)
+    return (_part(collective, pieces), dataclasses.replace(_part(collective, others), op_name=names, serves=()))
+
+
+def _part(collective: Collective, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Collective:
+    size = sum(shape_bytes(*shape) for shape in shapes)
+    return dataclasses.replace(collective, shapes=tuple(shapes), payload_bytes=size)
 
 
 def _is_piece(collective: Collective, contract: Contract) -> bool:
@@ -199,26 +231,24 @@ def _reduce_notes(found: Iterable[Collective], contract: Contract) -> tuple[str,
 
 def _violations(kept: Sequence[Kept], contract: Contract) -> Iterable[str]:
     gather, reduce, rest = kept
-    allowed = TOLERANCE * contract.wire_bytes
+    allowed = contract.slack
     sent = reduce.wire_bytes
     if contract.platform == "cpu" and contract.stage:
         sent -= _total([c for c in reduce.collectives if c.kind == "all-reduce"]) / 2
     if gather.wire_bytes > gather.promise.wire_bytes + allowed:
         yield (f"{gather.wire_bytes:,.0f} bytes of parameters are gathered, {gather.promise.wire_bytes:,.0f} are "
-               f"promised: {_tell(gather.collectives, contract)}. A parameter that is read in a loop over time or "
-               "microbatches is gathered in each of its rounds: read it before the loop.")
+               f"promised: {_tell(gather.collectives, contract)}")
     if sent > reduce.promise.wire_bytes + allowed:
+        whole = [c for c in reduce.collectives if c.kind == "all-reduce"]
         yield (f"{sent:,.0f} bytes of gradients are reduced, {reduce.promise.wire_bytes:,.0f} are promised: "
-               f"{_tell(reduce.collectives, contract)}. On a TPU slice let zero_jax.make_mesh() factor the mesh along "
-               "the torus, so that gradients are scattered; elsewhere see whether a parameter is read in a loop.")
-    if rest.wire_bytes > rest.promise.wire_bytes + allowed:
-        yield (f"{rest.wire_bytes:,.0f} bytes are of no parameter and no gradient: {_tell(rest.collectives, contract)}. "
-               "Something as large as the batch crosses the wire: look for a sharding constraint or a loss that mixes "
-               "examples in the model, or for a parameter that its hooks do not see (step.layout(batch).describe()).")
+               f"{_tell(whole if _total(whole) > allowed else reduce.collectives, contract)}")
+    if rest.wire_bytes > rest.promise.wire_bytes:
+        yield (f"{rest.wire_bytes:,.0f} bytes gather no parameter where it is read and sum no gradient, "
+               f"{rest.promise.wire_bytes:,.0f} are promised for such: {_tell(rest.collectives, contract)}")
     wrong = [c for c in gather.collectives if set(c.axes(contract.mesh)) - set(gather.promise.axes)]
-    if _total(wrong) > allowed / 4:
+    if _total(wrong) > rest.promise.wire_bytes:
         yield (f"parameters are gathered over {' x '.join(wrong[0].axes(contract.mesh))}, not only over "
-               f"{' x '.join(gather.promise.axes) or 'no axis'}: {_tell(wrong, contract)}.")
+               f"{' x '.join(gather.promise.axes) or 'no axis'}: {_tell(wrong, contract)}")
 
 
 def _total(found: Iterable[Collective]) -> float:
@@ -226,10 +256,24 @@ def _total(found: Iterable[Collective]) -> float:
 
 
 def _tell(found: Sequence[Collective], contract: Contract) -> str:
-    """The collective of `found` that sends most, in words."""
+    """The collective of `found` that sends most, in words, and what to do about it."""
     c = max(found, key=lambda c: c.wire_bytes * c.count)
     dtype, dims = max(c.shapes, key=lambda shape: math.prod(shape[1]))
     serves = f" for {', '.join(c.serves[:3])}" if c.serves else ""
     return (f"{c.kind} of {dtype}{list(dims)} over {' x '.join(c.axes(contract.mesh)) or 'no axis'}, {c.count} times, "
-            f"{c.wire_bytes * c.count:,.0f} bytes per step{serves}, from {c.op_name[:120] or 'the compiler'}"
-            + (f" ({c.source})" if c.source else ""))
+            f"{c.wire_bytes * c.count:,.0f} bytes per step{serves}, from {c.op_name[-160:] or 'the compiler'}"
+            + (f" ({c.source})" if c.source else "") + f". {_advice(c, contract)}")
+
+
+def _advice(collective: Collective, contract: Contract) -> str:
+    if _purpose(collective, contract) == "rest":
+        return ("Values of the batch cross the wire, or a parameter that is not gathered where it is read: look for a "
+                "sharding constraint in the model, a loss that mixes examples, and a parameter that the layout does "
+                "not see read (step.layout(batch).describe()).")
+    if collective.kind == "all-reduce" and contract.platform == "tpu" and len(contract.mesh) == 1:
+        return ("This slice has no reduce-scatter over one flat axis: let zero_jax.make_mesh() factor it along the "
+                "torus.")
+    if collective.in_loop:
+        return ("In a loop: over layers that is as it should be, but a parameter that is read in a loop over time or "
+                "microbatches is gathered, and its gradient summed, in each of its rounds. Read it before the loop.")
+    return "See whether the parameter is read more than once, or through something that no hook sees."

@@ -120,9 +120,10 @@ def on_torus(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "tpu"
 
 
-def fills_tiles(part: int, *, minor: bool) -> bool:
-    """Whether a TPU scatters a dim into parts of this size as they are; `minor`: the last dim.
+def fills_tiles(part: int, ways: int, *, minor: bool) -> bool:
+    """Whether a TPU scatters a dim into `ways` parts of this size as they are; `minor`: the last dim.
 
-    Tiles hold 16 x 128 values of bfloat16. Measured: other parts are padded, by up to a third, or all-reduced.
+    Tiles hold 8 x 128 values. Measured: other parts are padded, by up to a third, or all-reduced; rings of 16 and more
+    chips take more.
     """
-    return part % 256 == 0 or not minor and part in (64, 128)
+    return part % (256 if minor or ways < 16 else 64) == 0 or not minor and part in (64, 128)

@@ -176,16 +176,20 @@ def _reduced(value: jax.Array, mesh: Any, spec: P) -> jax.Array:
     return jax.lax.psum(value, rest) if rest else value
 
 
-def _scatter_tiles(value: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
-    """The sum of `value` over `axis`, of which each of `size` chips keeps its part of `dim`.
+def _scatter_tiles(value: jax.Array, axis: str, ways: int, dim: int) -> jax.Array:
+    """The sum of `value` over `axis`, of which each of `ways` chips keeps its part of `dim`.
 
-    Parts that do not fill tiles travel as flat blocks of tiles, with less than 2048 values of padding each.
+    Parts that are not scattered as they are travel as blocks of tiles of 8 x 128 values: in the order in which they
+    lie, where the part is made of whole tiles, else flat, with less than 2048 values of padding.
     """
-    shape = (*value.shape[:dim], value.shape[dim] // size, *value.shape[dim + 1:])
-    if fills_tiles(shape[dim], minor=dim == value.ndim - 1):
+    shape = (*value.shape[:dim], value.shape[dim] // ways, *value.shape[dim + 1:])
+    if fills_tiles(shape[dim], ways, minor=dim == value.ndim - 1):
         return jax.lax.psum_scatter(value, axis, scatter_dimension=dim, tiled=True)
-    parts = jnp.moveaxis(value.reshape(*shape[:dim], size, *shape[dim:]), dim, 0).reshape(size, -1)
-    blocks = jnp.pad(parts, ((0, 0), (0, -parts.shape[1] % 2048))).reshape(size, -1, 16, 128)
+    if value.ndim == 2 and dim == 0 and shape[0] % 8 == shape[1] % 128 == 0:
+        tiles = value.reshape(ways, shape[0] // 8, 8, shape[1] // 128, 128).swapaxes(2, 3)
+        return jax.lax.psum_scatter(tiles, axis, scatter_dimension=0).swapaxes(1, 2).reshape(shape)
+    parts = jnp.moveaxis(value.reshape(*shape[:dim], ways, *shape[dim:]), dim, 0).reshape(ways, -1)
+    blocks = jnp.pad(parts, ((0, 0), (0, -parts.shape[1] % 2048))).reshape(ways, -1, 16, 128)
     return jax.lax.psum_scatter(blocks, axis, scatter_dimension=0).reshape(-1)[:math.prod(shape)].reshape(shape)
 
 

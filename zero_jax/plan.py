@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from zero_jax import contract, hardware, hlo_schedule
 from zero_jax.flops import traced_flops
 from zero_jax.layout import Layout
-from zero_jax.memory import MemoryReport, memory_report
+from zero_jax.memory import MemoryReport, Transformer, memory_report
 from zero_jax.mesh import make_mesh
 from zero_jax.stages import STAGES
 from zero_jax.step import ZeroTrainStep, make_zero_train_step
@@ -101,7 +101,7 @@ class Plan:
 
 
 def plan(model: Any, stage: int, target: str | Target, batch: Any, *, mesh: int | Sequence[int] = -1,
-         **options: Any) -> Plan:
+         transformer: Transformer | None = None, **options: Any) -> Plan:
     """What a train step of `model` would do on `target`; nothing runs, and no accelerator is needed.
 
     Args:
@@ -110,6 +110,7 @@ def plan(model: Any, stage: int, target: str | Target, batch: Any, *, mesh: int 
         target: `h100:16x8`, `v5p:8x8x16`, ... (`zero_jax.targets.known_targets()`), or a file: `./mychip.toml:4x8`.
         batch: the global batch, as arrays or `jax.ShapeDtypeStruct`s.
         mesh: sizes of ZeRO's axes, as `make_mesh(data=...)`; default: all devices, factored along a TPU's torus.
+        transformer: the model as the paper's formula of activations takes it; None leaves that out.
         **options: of `make_zero_train_step`: optimizer, loss, precision, streams.
 
     Raises ValueError for a target that is unknown or whose compiler is not installed, a mesh that does not match it, a
@@ -121,10 +122,11 @@ def plan(model: Any, stage: int, target: str | Target, batch: Any, *, mesh: int 
     if made.size != target.num_devices:
         raise ValueError(f"mesh={mesh!r} is of {made.size} devices, and target {target.text!r} has "
                          f"{target.num_devices}: their product must be that.")
-    return examine(make_zero_train_step(model, stage, mesh=made, **options), batch, target)
+    return examine(make_zero_train_step(model, stage, mesh=made, **options), batch, target, transformer)
 
 
-def examine(step: ZeroTrainStep, batch: Any, target: Target | None = None) -> Plan:
+def examine(step: ZeroTrainStep, batch: Any, target: Target | None = None,
+            transformer: Transformer | None = None) -> Plan:
     """The plan of a step as it stands: on described devices of `target`, or on live ones (None)."""
     began = time.perf_counter()
     layout, leaf = step.layout(batch), jax.tree.leaves(batch)[0]
@@ -156,7 +158,7 @@ def examine(step: ZeroTrainStep, batch: Any, target: Target | None = None) -> Pl
             link = target.link([coords[device] for device in collective.group]).name
             links[link, collective.axes(step.mesh.shape)] += collective.wire_bytes * collective.count
     return made(program_bytes(memory), host=_host_bytes(memory), wire=wire, timing=timing, links=dict(links),
-                memory=memory_report(layout, compiled))
+                memory=memory_report(layout, compiled, activations=transformer))
 
 
 def program_bytes(memory: Any) -> int:

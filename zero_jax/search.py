@@ -1,7 +1,7 @@
 """What fits a target: the smallest stage, the largest batch, the least rematerialisation, the deepest model."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.plan import Plan, plan
@@ -23,8 +23,8 @@ class Found:
 
 
 def search(
-    models: Mapping[str, Any], target: Target, batch: Callable[[int], Any], *, stages: Sequence[int] = range(len(STAGES)),
-    largest_batch: int = 1024, on_plan: Callable[[str, Plan], None] = lambda name, plan: None, **options: Any
+    models: Mapping[str, Any], target: Target, batch: Callable[[int], Any], *,
+    stages: Sequence[int] = range(len(STAGES)), largest_batch: int = 1024, on_plan: Callable[[str, Plan], None] = lambda name, plan: None, **options: Any
 ) -> Found:
     """The smallest stage that fits, with it the largest batch per device, and for that the least rematerialisation.
 
@@ -88,27 +88,22 @@ def largest(share: Callable[[int], float], limit: int) -> int:
     """
     known: dict[int, float] = {}
     low, high = 0, limit + 1
-    for n in _guesses(known, lambda: (low, high)):
+    while high - low > 1:  # the largest that fits, the smallest that does not
+        n = min(max(_guess(known, low, high), low + 1), high - 1)
         known[n] = share(n)
         low, high = (n, high) if known[n] <= 1 else (low, n)
     return low
 
 
-def _guesses(known: Mapping[int, float], bracket: Callable[[], tuple[int, int]]) -> Iterator[int]:
-    """What to try next, as long as anything is between the largest that fits and the smallest that does not."""
-    while True:
-        low, high = bracket()
-        if high - low <= 1:
-            return
-        if len(known) < 2:
-            yield 2 * low if low else 1
-            continue
-        (a, at_a), (b, at_b) = sorted(known.items(), key=lambda item: abs(item[1] - 1))[:2]
-        slope = (at_b - at_a) / (b - a)
-        guess = int(a + (1 - at_a) / slope) if slope > 0 else 2 * low
-        if guess in known or not low < guess < high:
-            guess = low + 1 if guess <= low else high - 1  # confirm the bracket's end that the line points to
-        yield min(max(guess, low + 1), high - 1)
+def _guess(known: Mapping[int, float], low: int, high: int) -> int:
+    if len(known) < 2:
+        return 2 * low if low else 1
+    (a, at_a), (b, at_b) = sorted(known.items(), key=lambda item: abs(item[1] - 1))[:2]
+    slope = (at_b - at_a) / (b - a)
+    guess = int(a + (1 - at_a) / slope) if slope > 0 else 2 * low
+    if low < guess < high:
+        return guess
+    return low + 1 if guess <= low else high - 1  # confirm the end that the line points to
 
 
 def _share(plan: Plan) -> float:

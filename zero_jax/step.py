@@ -142,7 +142,8 @@ class ZeroTrainStep:
     def lower_init(self, batch: Any) -> jax.stages.Lowered:
         """`init` lowered for `batch`, to see what it needs."""
         return self._initializer(batch).lower(
-            jax.eval_shape(lambda: jax.random.key(0)), jax.eval_shape(lambda: self._model.given), self.abstract_batch(batch))
+            jax.eval_shape(lambda: jax.random.key(0)), jax.eval_shape(lambda: self._model.given),
+            self.abstract_batch(batch))
 
     def layout(self, batch: Any) -> Layout:
         """Where every leaf of the state lies. It depends on the model, not on the size of `batch`."""
@@ -224,7 +225,7 @@ class ZeroTrainStep:
         weights = state.params if state.weights is None else state.weights
         gradient_of = jax.value_and_grad(loss_of, has_aux=True)
         edits = [inline_calls] if self._precision.reduce is None else [inline_calls, widen_reductions]
-        if len(self._axes) > 1 or on_torus(self.mesh):
+        if len(self.mesh.axis_names) > 1 or on_torus(self.mesh):
             size = jax.tree.leaves(batch)[0].shape[0]
             edits = [merge_scatters, *edits, functools.partial(scatter_parts, batch_size=size)]
         gradient_of = rewritten(gradient_of, *edits)
