@@ -3,10 +3,10 @@
 The step is the real one, compiled by the target's own compiler; no device is needed.
 """
 
+import collections
 import dataclasses
 import re
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -148,7 +148,7 @@ def examine(step: ZeroTrainStep, batch: Any, target: Target | None = None,
         return made(refused_bytes(str(error)), refused=str(error).splitlines()[0])
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     wire = contract.check(text, step.contract(batch))
-    timing, links = None, Counter()
+    timing, links = None, collections.defaultdict[Any, float](float)
     if target is not None:
         coords = [hardware.coords(device) for device in step.mesh.devices.flat]
         tokens = leaf.size if leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer) else leaf.shape[0]

@@ -115,8 +115,8 @@ def draw_stages(path: Path, plans: Sequence[Plan], title: str) -> None:
         heights = [held(plan)[kind] / 1e9 for plan in plans]
         axes.bar(names, heights, bottom=bottom, label=kind)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    for name, total in zip(names, bottom, strict=True):
-        axes.text(name, total, f"{total:.3g}", ha="center", va="bottom")
+    for place, total in enumerate(bottom):
+        axes.text(place, total, f"{total:.3g}", ha="center", va="bottom")
     if memory := plans[0].memory_bytes:
         axes.axhline(memory / 1e9, linestyle="--", color="gray", label=f"memory: {memory / 1e9:.0f}")
     axes.legend()

@@ -46,8 +46,9 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
     made = found.plan if found else None
     if found is None:
         with progress.status(f"Compiling {config.model} for {config.target} ..."):
-            made = plan(_model(choice, config), config.stage, target, batch(config.batch_per_device),
-                        transformer=_transformer(choice.config, config.remat, config.batch_per_device, length), **options)
+            made = plan(
+                _model(choice, config), config.stage, target, batch(config.batch_per_device), **options,
+                transformer=_transformer(choice.config, config.remat, config.batch_per_device, length))
     if config.json:
         print(json.dumps(finite({
             "model": config.model, "plan": made and plan_json(made),

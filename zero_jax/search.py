@@ -24,7 +24,8 @@ class Found:
 
 def search(
     models: Mapping[str, Any], target: Target, batch: Callable[[int], Any], *,
-    stages: Sequence[int] = range(len(STAGES)), largest_batch: int = 1024, on_plan: Callable[[str, Plan], None] = lambda name, plan: None, **options: Any
+    stages: Sequence[int] = range(len(STAGES)), largest_batch: int = 1024,
+    on_plan: Callable[[str, Plan], None] = lambda name, plan: None, **options: Any
 ) -> Found:
     """The smallest stage that fits, with it the largest batch per device, and for that the least rematerialisation.
 
