@@ -1,5 +1,6 @@
 """The command line, derived from the configs. What can be refused without JAX is refused before it is imported."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -46,6 +47,8 @@ def _run(config: TrainConfig | PlanConfig) -> int:
         from zero_jax.train import train  # imports JAX
 
         return INTERRUPTED if train(config).interrupted else 0
+    if isinstance(config, PlanConfig):
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's own words on programs that do not fit
     from zero_jax.planning import inspect_command, plan_command
 
     if isinstance(config, PlanConfig):

@@ -61,7 +61,7 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
         if made:
             console.print(plan_tables(made))
     if config.png is not None:
-        _draw(config, choice, target, batch(config.batch_per_device), options, told)
+        _draw(config, choice, target, batch(config.batch_per_device), options, None if found else made)
     return made is not None and made.fits
 
 
@@ -105,11 +105,9 @@ def _models(choice: ModelChoice, config: PlanConfig) -> dict[str, Any]:
             for name, remat in (("nothing recomputed", False), ("blocks recomputed", True))}
 
 
-def _draw(config: PlanConfig, choice: ModelChoice, target: Target, batch: Any, options: Any, told: Any) -> None:
-    plans = []
-    for stage in range(len(STAGES)):
-        plans.append(plan(_model(choice, config), stage, target, batch, **options))
-        told(f"stage {stage}", plans[-1])
+def _draw(config: PlanConfig, choice: ModelChoice, target: Target, batch: Any, options: Any, made: Plan | None) -> None:
+    plans = [made if made is not None and made.stage == stage else
+             plan(_model(choice, config), stage, target, batch, **options) for stage in range(len(STAGES))]
     assert config.png is not None
     config.png.parent.mkdir(parents=True, exist_ok=True)
     draw_stages(config.png, plans, f"{config.model} on {config.target}, {config.batch_per_device} per device")
