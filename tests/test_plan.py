@@ -145,6 +145,13 @@ def test_the_largest_is_found_in_few_tries(fixed, each, limit):
     expected = max((n for n in range(1, limit + 1) if fixed + each * n <= 1), default=0)
     assert largest(share, limit) == expected
     assert len(tried) == len(set(tried)) <= 6
+    tried.clear()
+
+    def bent(n):  # flat, then steep, then too large to tell
+        tried.append(n)
+        return math.inf if n > 800 else max(0.25, n / 350)
+
+    assert largest(bent, limit) == min(limit, 350) and len(tried) <= 3 * math.log2(limit)
     bumpy = largest(lambda n: 0.2 + 0.013 * n + 0.002 * math.sin(n), 1000)
     assert 0.2 + 0.013 * bumpy + 0.002 * math.sin(bumpy) <= 1 < 0.2 + 0.013 * (bumpy + 1) + 0.002 * math.sin(bumpy + 1)
 
@@ -155,6 +162,7 @@ class Fake:
 
     stage: int
     needed_bytes: float
+    refused: str = ""
     target: str = "fake"
     memory_bytes: float = 100.0
 

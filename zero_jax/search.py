@@ -1,6 +1,7 @@
 """What fits a target: the smallest stage, the largest batch, the least rematerialisation, the deepest model."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -83,14 +84,18 @@ def deepest(
 
 
 def largest(share: Callable[[int], float], limit: int) -> int:
-    """The largest n of 1 to `limit` with `share(n)` at most 1, for a share that grows about linearly; 0 if none.
+    """The largest n of 1 to `limit` with `share(n)` at most 1, for a share that grows; 0 if there is none.
 
-    Few n are tried, each once: what the line through the last two says, and its neighbour.
+    Few n are tried, each once: what the line through the last two says, and its neighbour, where the share grows
+    about linearly; else by bisection. An infinite share is of something too large to tell by how much.
     """
     known: dict[int, float] = {}
-    low, high = 0, limit + 1
-    while high - low > 1:  # the largest that fits, the smallest that does not
-        n = min(max(_guess(known, low, high), low + 1), high - 1)
+    low, high, widths = 0, limit + 1, []  # the largest that fits, the smallest that does not
+    while high - low > 1:
+        widths.append(high - low)
+        n = _guess({size: value for size, value in known.items() if math.isfinite(value)}, low, high)
+        if high in known and len(widths) > 3 and widths[-1] > widths[-4] / 2:
+            n = (low + high) // 2
         known[n] = share(n)
         low, high = (n, high) if known[n] <= 1 else (low, n)
     return low
@@ -98,18 +103,18 @@ def largest(share: Callable[[int], float], limit: int) -> int:
 
 def _guess(known: Mapping[int, float], low: int, high: int) -> int:
     if len(known) < 2:
-        return 2 * low if low else 1
+        return min(2 * low if low else 1, high - 1)
     (a, at_a), (b, at_b) = sorted(known.items(), key=lambda item: abs(item[1] - 1))[:2]
     slope = (at_b - at_a) / (b - a)
     guess = int(a + (1 - at_a) / slope) if slope > 0 else 2 * low
-    if low < guess < high:
-        return guess
-    return low + 1 if guess <= low else high - 1  # confirm the end that the line points to
+    return min(max(guess, low + 1), high - 1)
 
 
 def _share(plan: Plan) -> float:
     """Of the device's memory, or of the host's if that is what lacks."""
     if plan.target is None or plan.memory_bytes is None:
         return 0.0
+    if plan.refused and not plan.refused.startswith("RESOURCE_EXHAUSTED"):
+        return math.inf  # not compiled: nobody knows its temporaries
     share = plan.needed_bytes / plan.memory_bytes
     return max(share, 1.001) if not plan.fits else share
