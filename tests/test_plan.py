@@ -117,6 +117,13 @@ def test_a_state_that_cannot_fit_is_not_compiled():
     assert any(line.startswith("stage 3") for line in made.advice)
 
 
+def test_a_width_that_does_not_divide_is_told():
+    described("h100:8")
+    made = plan(gpt2.build(gpt2.Config(3, 25600, 200, max_length=64)), 3, "h100:512x8",
+                tokens(4096), precision="bf16")
+    assert not made.fits and any(line.startswith("a mesh of several axes, such as 1024 x 4") for line in made.advice)
+
+
 def test_refused_bytes():
     assert refused_bytes("total memory required for HLO temporaries (2.00G) exceeds available HBM (1.00G).") == 2**31
     assert refused_bytes("RESOURCE_EXHAUSTED: something else") == 0

@@ -13,13 +13,13 @@ from rich.table import Table
 from zero_jax.contract import Report
 from zero_jax.memory_table import largest_table, memory_table
 from zero_jax.plan import Plan
-from zero_jax.report import size_text
+from zero_jax.report import replicated_text, size_text
 from zero_jax.search import Found
 
 
 def plan_tables(plan: Plan) -> RenderableType:
     """The whole answer: whether it fits, what holds the memory, what crosses which link, how long it takes."""
-    parts: list[RenderableType] = [verdict(plan)]
+    parts: list[RenderableType] = [verdict(plan), replicated_text(plan.layout)]
     if plan.memory is not None:
         parts += [memory_table(plan.memory), largest_table(plan.memory)]
     if plan.wire is not None:

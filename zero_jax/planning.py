@@ -12,7 +12,7 @@ from zero_jax.config import InspectConfig, ModelChoice, PlanConfig
 from zero_jax.memory import Transformer
 from zero_jax.plan import Plan, examine, plan
 from zero_jax.plan_report import draw_stages, finite, found_table, plan_json, plan_tables, verdict
-from zero_jax.report import make_console, replicated_text, state_table
+from zero_jax.report import make_console, state_table
 from zero_jax.search import Found, deepest, search
 from zero_jax.stages import STAGES
 from zero_jax.targets import Target
@@ -79,7 +79,6 @@ def inspect_command(config: InspectConfig, *, console: Console | None = None) ->
         step, {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")},
         transformer=_transformer(choice.config, None, config.batch_size // len(devices), config.length))
     console.print(state_table(made.layout))
-    console.print(replicated_text(made.layout), soft_wrap=True)
     console.print(plan_tables(made))
 
 
