@@ -156,7 +156,7 @@ def test_a_libtpu_that_is_too_new_for_jax(jax_version, libtpu, missing, monkeypa
     assert hardware.missing_compiler("v5p:2x2x1") is None
 
 
-@pytest.mark.parametrize("target, extra", [("h100:4", "gpu-compiler"), ("v5e:4x4", "tpu-compiler")])
+@pytest.mark.parametrize("target, extra", [("h100:3", "gpu-compiler"), ("v5e:4x8", "tpu-compiler")])
 def test_missing_compiler_names_the_extra(target, extra, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf"pip install 'zero-jax\[{extra}\]'"):
