@@ -56,7 +56,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "functional": (3, "where the two flavours part"),
     "report": (3, "what a run shows: tables, curves, bytes"),
     "step": (6, "make_zero_train_step: all of the above in the order of the paper"),
-    "plan": (7, "a step on hardware that is not there: memory, wire, time"),
+    "planner": (7, "a step on hardware that is not there: memory, wire, time"),
     "loop": (7, "the training loop, its log and its curves"),
     "__init__": (8, "what users import"),
     "train": (8, "a training run as a function of its config"),

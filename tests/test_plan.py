@@ -13,7 +13,7 @@ from test_contract import described
 import zero_jax
 from models import gpt2, gpt2_nnx
 from zero_jax import plan_report, report
-from zero_jax.plan import examine, plan, refused_bytes
+from zero_jax.planner import examine, plan, refused_bytes
 from zero_jax.search import deepest, largest, search
 from zero_jax.stages import STAGES
 from zero_jax.targets import target_of

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from zero_jax.layout import Layout
     from zero_jax.losses import next_token_loss
     from zero_jax.mesh import make_mesh, simulate_devices
+    from zero_jax.planner import plan
     from zero_jax.precision import Precision
     from zero_jax.state import ZeroState
     from zero_jax.step import ZeroTrainStep, make_zero_train_step
@@ -21,6 +22,7 @@ __all__ = [
     "make_mesh",
     "make_zero_train_step",
     "next_token_loss",
+    "plan",
     "simulate_devices",
 ]
 
@@ -34,6 +36,7 @@ _HOMES = {
     "make_mesh": "mesh",
     "make_zero_train_step": "step",
     "next_token_loss": "losses",
+    "plan": "planner",
     "simulate_devices": "mesh",
 }
 

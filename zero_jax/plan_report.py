@@ -12,7 +12,7 @@ from rich.table import Table
 
 from zero_jax.contract import Report
 from zero_jax.memory_table import largest_table, memory_table
-from zero_jax.plan import Plan
+from zero_jax.planner import Plan
 from zero_jax.report import replicated_text, size_text
 from zero_jax.search import Found
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from zero_jax.config import InspectConfig, ModelChoice, PlanConfig
 from zero_jax.memory import Transformer
-from zero_jax.plan import Plan, examine, plan
 from zero_jax.plan_report import draw_stages, finite, found_table, plan_json, plan_tables, verdict
+from zero_jax.planner import Plan, examine, plan
 from zero_jax.report import make_console, state_table
 from zero_jax.search import Found, deepest, search
 from zero_jax.stages import STAGES

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zero_jax.plan import Plan, plan
+from zero_jax.planner import Plan, plan
 from zero_jax.stages import STAGES
 from zero_jax.targets import Target
 
@@ -37,7 +37,7 @@ def search(
       stages: to choose from, in order.
       largest_batch: examples per device that are enough.
       on_plan: told of each plan as it is made, with its model's name.
-      **options: of `plan.plan`.
+      **options: of `planner.plan`.
 
     `Found.plan` is None if nothing fits.
     """
