@@ -33,7 +33,8 @@ class ContractError(ValueError):
 class Promise:
     """One kind of traffic: what for, as which collectives, over which axes, and how much of it.
 
-    wire_bytes: what each device sends per step, by rings. pieces: elements of each buffer that may travel, by the
+    kinds: as what it is meant to travel; another kind is noted, and it is bytes that break a promise. wire_bytes: what
+    each device sends per step, by rings. pieces: elements of each buffer that may travel, by the
     parameter that it is; empty where anything small may.
     """
 
@@ -168,9 +169,7 @@ def verify(text: str, contract: Contract) -> Report:
     """As `check`, but raises ContractError with each offending operation, its bytes, its source and what to do."""
     report = check(text, contract)
     if report.violations:
-        raise ContractError(
-            f"The compiled step breaks its contract.\n"
-            f"{report}")
+        raise ContractError(f"The compiled step breaks its contract.\n{report}")
     return report
 
 
