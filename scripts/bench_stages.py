@@ -27,7 +27,7 @@ from zero_jax.layout import choose_spec
 def hand_written(model, optimizer, mesh, batch, *, annotated):
     """What a user would write with jit alone; `annotated`: every array sharded like stage 3 and nothing else said."""
     params = jax.eval_shape(model.init, jax.random.key(0), batch["inputs"])["params"]
-    place = lambda leaf: NamedSharding(mesh, choose_spec(leaf.shape, mesh.size, ("data",)) if annotated else P())  # noqa: E731
+    place = lambda leaf: NamedSharding(mesh, choose_spec(leaf.shape, dict(mesh.shape)) if annotated else P())  # noqa: E731
     shardings = jax.tree.map(place, (params, jax.eval_shape(optimizer.init, params)))
 
     def init():
