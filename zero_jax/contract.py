@@ -106,8 +106,8 @@ class Report:
 def contract_of(layout: Layout) -> Contract:
     """What a step of this layout may send; exact for every leaf, divided or not.
 
-    Simulated devices get it as XLA:CPU can: bfloat16 travels as float32 there, and a tied embedding, as a rule the
-    largest leaf, is summed for each of its readings.
+    Simulated devices get it as XLA:CPU can: bfloat16 travels as float32 there. There and at stage 0 a tied embedding,
+    as a rule the largest leaf, is summed for each of its readings.
     """
     mesh, stage, platform = dict(layout.mesh.shape), layout.stage, layout.mesh.devices.flat[0].platform
     narrowest = 4 if platform == "cpu" else 1
@@ -128,7 +128,7 @@ def contract_of(layout: Layout) -> Contract:
         others, size = math.prod(mesh.values()) // parts, leaf.size * sum_size
         sums[name] = size * (1 - 1 / parts) + 2 * size / parts * (1 - 1 / others)
     reduced = sum(sums.values())
-    if platform == "cpu":
+    if platform == "cpu" or not stage.shards_optimizer:
         reduced += max(sums.values(), default=0.0)
     how = "the forward and once more for the backward pass" if stage.shards_params else "all devices after the update"
     axes = layout.axes if stage.shards_optimizer else ()

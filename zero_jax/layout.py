@@ -195,8 +195,8 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
 
     def use(leaf: Any, stored: P, reduced: P) -> Use | None:
         dtype = _read_dtype(leaf, precision)
-        if mesh.size == 1 and precision.reduce in (None, dtype):
-            return None  # nothing to gather and nothing to reduce
+        if not stage.shards_optimizer and precision.reduce in (None, dtype):
+            return None  # the partitioner all-reduces by itself
         return Use(mesh, stored if stage.shards_params else P(*[None] * leaf.ndim), reduced, dtype,
                    precision.reduce or dtype)
 
