@@ -50,7 +50,7 @@ def program(target, stage, flavour="linen", config=CONFIG, precision="bf16", var
     if variant == "annotated":  # the same layout, and nothing but jit
         step._layout = dataclasses.replace(layout, uses=jax.tree.map(lambda _: None, layout.state.params))
     if variant == "kept":  # gathered at use, and kept for backward
-        step.stage = dataclasses.replace(step.stage, shards_params=False)
+        step._layout = dataclasses.replace(layout, stage=dataclasses.replace(layout.stage, shards_params=False))
     compiled = step.lower(batch).compile(compiler_options=hardware.compiler_options(mesh.devices.flat[0]))
     psi = sum(leaf.size for leaf in jax.tree.leaves(layout.state.params))
     return Program(hlo.collectives(compiled.as_text()), psi)

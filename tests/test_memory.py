@@ -75,7 +75,7 @@ def temporaries(num_layers, flavour, remat, variant="zero"):
     if variant == "annotated":
         step._layout = dataclasses.replace(layout, uses=jax.tree.map(lambda _: None, layout.state.params))
     if variant == "kept":
-        step.stage = dataclasses.replace(step.stage, shards_params=False)
+        step._layout = dataclasses.replace(layout, stage=dataclasses.replace(layout.stage, shards_params=False))
     compiled = step.lower(BATCH).compile(compiler_options=hardware.compiler_options(mesh.devices.flat[0]))
     return compiled.memory_analysis().temp_size_in_bytes
 

@@ -42,7 +42,7 @@ def program(target, num_layers=4, batch=8, remat=False, variant="zero"):
         gpt2.build(config), 3, mesh=mesh, precision="bf16", optimizer=optax.adamw(1e-3))
     layout = step.layout(tokens(batch, 64))
     if variant == "kept":  # gathered at use, and kept for backward
-        step.stage = dataclasses.replace(step.stage, shards_params=False)
+        step._layout = dataclasses.replace(layout, stage=dataclasses.replace(layout.stage, shards_params=False))
     compiled = step.compile(tokens(batch, 64))
     return memory_report(layout, compiled), compiled.memory_analysis()
 

@@ -1,5 +1,6 @@
-"""A batch: a pytree of arrays whose leading dim is the global batch, split over all of a mesh's devices."""
+"""A batch: a pytree of arrays whose leading dim is the global batch, split over devices and into microbatches."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,8 +11,30 @@ from jax.sharding import Mesh
 from zero_jax.tree import named_leaves
 
 
-def check_batch(batch: Any, mesh: Mesh) -> None:
-    """Raises ValueError unless every leaf's leading dim is the same and divides over the devices of `mesh`."""
+@dataclasses.dataclass(frozen=True)
+class Accumulation:
+    """How many microbatches make a step, and whether "every" one of them or all at "once" are reduced."""
+
+    microbatches: int = 1
+    reduce: str = "every"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
+            raise ValueError(f"accumulate={self.microbatches!r}: give the number of microbatches, at least 1.")
+        if self.reduce not in ("every", "once"):
+            raise ValueError(f"reduce={self.reduce!r}: give \"every\" (each microbatch's gradient is reduced and "
+                             "scattered) or \"once\" (the sum of them is).")
+        if self.once and self.microbatches == 1:
+            raise ValueError("reduce=\"once\" without accumulate: the gradient of one batch is reduced once anyhow.")
+
+    @property
+    def once(self) -> bool:
+        """Whether the devices' sums are reduced after the last microbatch only."""
+        return self.reduce == "once"
+
+
+def check_batch(batch: Any, mesh: Mesh, microbatches: int = 1) -> None:
+    """Raises ValueError unless every leaf's leading dim is the same and divides over devices and microbatches."""
     leaves = named_leaves(batch)
     if not leaves:
         raise ValueError("The batch is empty: give a pytree of arrays whose leading dim is the global batch.")
@@ -24,6 +47,10 @@ def check_batch(batch: Any, mesh: Mesh) -> None:
             "The leaves of the batch differ in their leading dim, the global batch: "
             + ", ".join(f"{name} {size[0]}" for name, size in sizes.items()) + ".")
     (size,) = next(iter(sizes.values()))
+    if size and not size % mesh.size and size % (mesh.size * microbatches):
+        raise ValueError(
+            f"A batch of {size} does not divide into {microbatches} microbatches over the {mesh.size} devices of the "
+            f"mesh {dict(mesh.shape)}: give a multiple of {mesh.size * microbatches}, or another accumulate.")
     if size % mesh.size or not size:
         raise ValueError(
             f"A batch of {size} does not divide over the {mesh.size} devices of the mesh {dict(mesh.shape)}: give a "

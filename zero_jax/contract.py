@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import numpy as np
 
+from zero_jax.batch import Accumulation
 from zero_jax.gather import GATHER_SCOPE
 from zero_jax.hlo import Collective, collectives
 from zero_jax.hlo_text import shape_bytes
@@ -103,8 +104,10 @@ class Report:
         return "\n".join([*lines, *(f"  BROKEN: {line}" for line in self.violations)])
 
 
-def contract_of(layout: Layout) -> Contract:
+def contract_of(layout: Layout, accumulation: Accumulation | None = None) -> Contract:
     """What a step of this layout may send; exact for every leaf, divided or not.
+
+    With microbatches, stage 3 gathers in each of them, and gradients are summed in each or once.
 
     Simulated devices get it as XLA:CPU can: bfloat16 travels as float32 there. There and at stage 0 a tied embedding,
     as a rule the largest leaf, is summed for each of its readings.
@@ -127,14 +130,20 @@ def contract_of(layout: Layout) -> Contract:
             gathered += leaf.size * itemsize * (1 - 1 / parts)
         others, size = math.prod(mesh.values()) // parts, leaf.size * sum_size
         sums[name] = size * (1 - 1 / parts) + 2 * size / parts * (1 - 1 / others)
+    for leaf in jax.tree.leaves(layout.state.frozen):
+        size = leaf.size * max(leaf.dtype.itemsize, narrowest)
+        gathered += 2 * size * (1 - 1 / _parts(leaf.shape, leaf.sharding))
     reduced = sum(sums.values())
     if platform == "cpu" or not stage.shards_optimizer:
         reduced += max(sums.values(), default=0.0)
+    many = 1 if accumulation is None else accumulation.microbatches
+    gathered *= many if stage.shards_params else 1
+    reduced *= 1 if accumulation is None or accumulation.once else many
     how = "the forward and once more for the backward pass" if stage.shards_params else "all devices after the update"
     axes = layout.axes if stage.shards_optimizer else ()
     # A batch norm sums two statistics forward, again where it is recomputed, and two backward.
     statistics = 3 * sum(leaf.size * 4 for leaf in jax.tree.leaves(layout.state.variables))
-    small = max(0.01 * (gathered + reduced), 2.0 * statistics, 4096.0)
+    small = max(0.01 * (gathered + reduced), 2.0 * many * statistics, 4096.0 * many)
     tiles = max(mesh.values()) if platform == "tpu" else 1
     slack = TOLERANCE * (gathered + reduced) + len(params) * SMALL_LEAF * tiles
     return Contract(stage.number, mesh, platform, slack, (

@@ -23,14 +23,14 @@ GATHER_SCOPE = "zero_gather"
 class Use:
     """How one parameter gets from its storage layout into the model, and its gradient back.
 
-    stored: spec of the parameter where it is stored; reduced: spec of its gradient. Entries are None, an
-    axis name or a tuple of axis names (major first), at most one of them not None. dtype: what the model
+    stored: spec of the parameter where it is stored; reduced: spec of its gradient, None where reading does not
+    reduce it. Entries are None, an axis name or a tuple of axis names (major first). dtype: what the model
     reads; reduce: what the gradient is reduced in.
     """
 
     mesh: Mesh
     stored: P
-    reduced: P
+    reduced: P | None
     dtype: Any
     reduce: Any
 
@@ -43,7 +43,8 @@ class Use:
         return self._edit(lambda spec: P(*spec[:index], None, *spec[index:]))
 
     def _edit(self, edit: Any) -> "Use":
-        return dataclasses.replace(self, stored=edit(self.stored), reduced=edit(self.reduced))
+        reduced = None if self.reduced is None else edit(self.reduced)
+        return dataclasses.replace(self, stored=edit(self.stored), reduced=reduced)
 
     def gather(self, value: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The stored array (as a carrier of gradients, the array as the model reads it): the arguments of `read`.
@@ -119,18 +120,18 @@ def _read_backward(use: Use, _: None, gradient: jax.Array) -> tuple[jax.Array, j
     # propagates into what computes the gradient: a dot becomes a ring that sends 1.29 times the bytes (v5e), and an
     # embedding's updates, as large as the batch, are exchanged instead of its gradient.
     reduced = checkpoint_name(gradient.astype(use.reduce), REDUCED)
-    return _scatter(reduced, use), jnp.zeros_like(gradient)
+    return reduced if use.reduced is None else _scatter(reduced, use.mesh, use.reduced), jnp.zeros_like(gradient)
 
 
-def _scatter(gradient: jax.Array, use: Use) -> jax.Array:
+def _scatter(gradient: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
     """The gradient laid out as it is reduced, as one call, which `partial.scatter_parts` finds by its name."""
 
     def zero_scatter(value: jax.Array) -> jax.Array:
-        for spec in reversed(between(use.reduced, use.mesh)):
-            value = constrain(value, use.mesh, spec)
+        for step in reversed(between(spec, mesh)):
+            value = constrain(value, mesh, step)
         return value
 
-    return jax.jit(zero_scatter, out_shardings=NamedSharding(use.mesh, use.reduced))(gradient)
+    return jax.jit(zero_scatter, out_shardings=NamedSharding(mesh, spec))(gradient)
 
 
 _read.defvjp(lambda carrier, gathered, use: (_read(carrier, gathered, use), None), _read_backward)

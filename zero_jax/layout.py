@@ -19,7 +19,7 @@ from zero_jax.precision import Precision
 from zero_jax.reads import Read
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
-from zero_jax.tree import leaf_bytes, map_named, named_leaves
+from zero_jax.tree import leaf_bytes, map_named, merge, named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,8 @@ class Layout:
     def _note(self, name: str, leaf: Any) -> str:
         kind = name.split("/")[0]
         wanted = {"params": self.stage.shards_params or self.state.weights is not None and self.stage.shards_optimizer,
-                  "opt_state": self.stage.shards_optimizer, "variables": self.stage.shards_params}.get(kind, False)
+                  "opt_state": self.stage.shards_optimizer, "ema": self.stage.shards_optimizer,
+                  "frozen": self.stage.shards_params, "variables": self.stage.shards_params}.get(kind, False)
         if not wanted or math.prod(leaf.shape) <= 1:
             return ""
         parts = math.prod(leaf.shape) // max(1, math.prod(leaf.sharding.shard_shape(leaf.shape)))
@@ -154,9 +155,13 @@ def _choose_dims(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], sta
                  for dim in range(len(shape)))
 
 
-def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.GradientTransformation, stage: Stage,
-                mesh: Mesh, axes: tuple[str, ...], precision: Precision, reads: Mapping[str, Read]) -> Layout:
-    """The layout of a state from the abstract `params` (in their stored dtype), `variables` and key."""
+def plan_layout(*, params: Any, frozen: Any, variables: Any, guard: Any, rng: Any,
+                optimizer: optax.GradientTransformation, stage: Stage, mesh: Mesh, axes: tuple[str, ...],
+                precision: Precision, reads: Mapping[str, Read], ema: bool, reduce_at_use: bool) -> Layout:
+    """The layout of a state from the abstract `params` (in their stored dtype), `frozen` ones, `variables` and so on.
+
+    reduce_at_use: whether reading a parameter reduces its gradient, as against after the last microbatch.
+    """
     sizes, tiled = {axis: mesh.shape[axis] for axis in axes}, on_torus(mesh)
 
     def choose(leaf: Any, read: Read | None = None) -> P:
@@ -168,17 +173,23 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
     def whole(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: put(leaf, P()), tree)
 
-    sharded = map_named(lambda name, leaf: choose(leaf, reads.get(name)), params)
-    unsharded = jax.tree.map(lambda leaf: P(*[None] * leaf.ndim), params)
-    is_spec = {"is_leaf": lambda leaf: isinstance(leaf, P)}
+    def spread(tree: Any) -> Any:
+        return map_named(lambda name, leaf: choose(leaf, reads.get(name)), tree)
 
+    def unspread(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: P(*[None] * leaf.ndim), tree)
+
+    def as_read(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+        return leaf.update(dtype=precision.read_dtype(name, leaf.dtype))
+
+    sharded, unsharded = spread(params), unspread(params)
     copied = not stage.shards_params and any(
-        leaf.dtype != _read_dtype(leaf, precision) for leaf in jax.tree.leaves(params))
+        leaf.dtype != as_read(name, leaf).dtype for name, leaf in named_leaves(params))
     stored = sharded if stage.shards_params or (copied and stage.shards_optimizer) else unsharded
-    weights = jax.tree.map(
-        lambda leaf: put(leaf.update(dtype=_read_dtype(leaf, precision)), P(*[None] * leaf.ndim)),
-        params) if copied else None
+    weights = map_named(lambda name, leaf: put(as_read(name, leaf), P(*[None] * leaf.ndim)), params) if copied else None
     reduced = sharded if stage.shards_optimizer else unsharded
+    frozen = map_named(as_read, frozen)
+    kept = spread(frozen) if stage.shards_params else unspread(frozen)
 
     def place_moment(leaf: Any, param: Any, spec: P) -> Any:
         if isinstance(leaf, optax.MaskedNode):  # another transform's parameter
@@ -193,21 +204,22 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
             leaf, choose(leaf) if stage.shards_optimizer else P()),
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode))
 
-    def use(leaf: Any, stored: P, reduced: P) -> Use | None:
-        dtype = _read_dtype(leaf, precision)
+    def use(name: str, leaf: Any, stored: P, reduced: P | None) -> Use | None:
+        dtype = precision.read_dtype(name, leaf.dtype)
         if not stage.shards_optimizer and precision.reduce in (None, dtype):
             return None  # the partitioner all-reduces by itself
-        return Use(mesh, stored if stage.shards_params else P(*[None] * leaf.ndim), reduced, dtype,
-                   precision.reduce or dtype)
+        return Use(mesh, stored if stage.shards_params else P(*[None] * leaf.ndim),
+                   reduced if reduce_at_use else None, dtype, precision.reduce or dtype)
+
+    def use_frozen(leaf: Any, stored: P) -> Use | None:
+        return Use(mesh, stored, None, leaf.dtype, leaf.dtype) if stage.shards_params else None
 
     return Layout(
         mesh=mesh, axes=axes, stage=stage, reads=reads,
         state=ZeroState(
             step=put(jax.ShapeDtypeStruct((), jnp.int32), P()), params=jax.tree.map(put, params, stored),
-            weights=weights, opt_state=opt_state, variables=whole(variables), rng=put(rng, P())),
-        gradients=jax.tree.map(lambda spec: NamedSharding(mesh, spec), reduced, **is_spec),
-        uses=jax.tree.map(use, params, stored, reduced))
-
-
-def _read_dtype(leaf: Any, precision: Precision) -> Any:
-    return leaf.dtype if precision.compute is None else precision.compute
+            weights=weights, frozen=jax.tree.map(put, frozen, kept), opt_state=opt_state, variables=whole(variables),
+            ema=jax.tree.map(put, params, reduced) if ema else None, guard=whole(guard), rng=put(rng, P())),
+        gradients=jax.tree.map(lambda spec: NamedSharding(mesh, spec), reduced,
+                               is_leaf=lambda leaf: isinstance(leaf, P)),
+        uses=merge(map_named(use, params, stored, reduced), jax.tree.map(use_frozen, frozen, kept)))

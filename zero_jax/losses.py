@@ -10,20 +10,35 @@ import optax
 Loss = Callable[[Any, Any], Any]
 
 
-def next_token_loss(model: Any, batch: Any) -> jax.Array:
-    """Mean cross entropy, in nats, of `batch["targets"]` under `model(batch["inputs"])`; both int (batch, length)."""
+def next_token_loss(model: Any, batch: Any) -> Any:
+    """Mean cross entropy, in nats, of `batch["targets"]` under `model(batch["inputs"])`; both int (batch, length).
+
+    Where there is `batch["weights"]`, float (batch, length) and 0 for what is no token, the mean is weighted by it,
+    and its sum is returned too, so that microbatches weigh by their valid tokens: (mean, {}, sum).
+    """
     logits = model(batch["inputs"]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    if "weights" not in batch:
+        return losses.mean()
+    weights = batch["weights"].astype(jnp.float32)
+    total = weights.sum()
+    return (losses * weights).sum() / jnp.where(total == 0, 1.0, total), {}, total
 
 
-def loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, Any]]:
-    """What a loss returned, as (scalar, metrics). Raises ValueError for anything but a floating scalar."""
-    loss, metrics = out if isinstance(out, tuple) else (out, {})
-    if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise ValueError(
-            f"The loss returned shape {jnp.shape(loss)} and dtype {jnp.result_type(loss)}: return a floating scalar, "
-            "or (scalar, {name: metric}).")
-    return loss, dict(metrics)
+def loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, Any], Any]:
+    """What a loss returned, as (scalar, metrics, weight); the weight is 1 where it tells none.
+
+    Raises ValueError for anything but floating scalars.
+    """
+    loss, *more = out if isinstance(out, tuple) else (out,)
+    metrics: Any = more[0] if more else {}
+    weight: Any = more[1] if len(more) > 1 else 1.0
+    for what, value in (("loss", loss), ("loss's weight", weight)):
+        if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            raise ValueError(
+                f"The {what} has shape {jnp.shape(value)} and dtype {jnp.result_type(value)}: return a floating "
+                "scalar, (scalar, {name: metric}), or with a third item the floating scalar that it is a mean over.")
+    return loss, dict(metrics), weight
 
 
 def learning_rates(opt_state: Any) -> dict[str, Any]:

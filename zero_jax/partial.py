@@ -18,7 +18,7 @@ from jax.extend.core import primitives
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.gather import SCATTER
+from zero_jax.gather import REDUCED, SCATTER
 from zero_jax.mesh import fills_tiles, on_torus
 
 _MOVES = ("transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "name", "convert_element_type")
@@ -30,7 +30,7 @@ def inline_calls(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """The calls that a scattered gradient comes from, replaced by what they call: other edits look for its product."""
     while True:
         makers = _makers(jaxpr)
-        atoms = [eqn.invars[0] for eqn in jaxpr.eqns if _is_scatter(eqn)]
+        atoms = [eqn.invars[0] for eqn in jaxpr.eqns if _is_scatter(eqn) or _is_mark(eqn)]
         calls: list[core.JaxprEqn] = []
         while atoms:
             eqn = makers.get(atoms.pop())
@@ -148,7 +148,7 @@ class _Part:
             for eqn in self.eqns:
                 args = [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in eqn.invars]
                 env[eqn.outvars[0]] = eqn.primitive.bind(*args, **eqn.params)
-            return _reduced(env[scatter.invars[0]], sharding.mesh, sharding.spec)
+            return reduce_parts(env[scatter.invars[0]], sharding.mesh, sharding.spec)
 
         summed = jax.shard_map(
             part, mesh=sharding.mesh, out_specs=sharding.spec, check_vma=False,
@@ -162,8 +162,8 @@ class _Part:
         return made.replace(invars=list(self.cuts), outvars=scatter.outvars)
 
 
-def _reduced(value: jax.Array, mesh: Any, spec: P) -> jax.Array:
-    """The sum of the devices' `value`s, laid out by `spec`; each device returns its part."""
+def reduce_parts(value: jax.Array, mesh: Any, spec: P) -> jax.Array:
+    """The sum of the devices' `value`s, laid out by `spec`; each device returns its part. For `jax.shard_map`."""
     splits = [(dim, (entry,) if isinstance(entry, str) else entry) for dim, entry in enumerate(spec) if entry]
     rest = tuple(axis for axis in mesh.axis_names if all(axis not in axes for _, axes in splits))
     if on_torus(mesh):
@@ -200,6 +200,11 @@ def _makers(jaxpr: core.Jaxpr) -> dict[Any, Any]:
 def _is_scatter(eqn: core.JaxprEqn) -> bool:
     """Whether `eqn` is the reduction of a gradient that `gather.Use` asks for."""
     return eqn.primitive is primitives.jit_p and eqn.params["name"] == SCATTER
+
+
+def _is_mark(eqn: core.JaxprEqn) -> bool:
+    """Whether `eqn` marks a gradient that is to be reduced, here or after the last microbatch."""
+    return eqn.primitive.name == "name" and eqn.params["name"] == REDUCED
 
 
 def _is_plain_call(eqn: core.JaxprEqn) -> bool:

@@ -11,19 +11,25 @@ import jax
 class ZeroState:
     """The state of training: a pytree, so that it can be saved, mapped and donated.
 
-    params: the parameters at full precision, a tree of dicts; sharded at stage 3, and at stages 1 and 2
-        where `weights` holds what the model reads (then they are the paper's fp32 master copy).
+    step: number of steps taken, int32 scalar; a step that is skipped is not taken.
+    params: the parameters that are trained, at full precision, a tree of dicts; sharded at stage 3, and at stages 1
+        and 2 where `weights` holds what the model reads (then they are the paper's fp32 master copy).
     weights: the copy of `params` in the compute dtype that the model reads, replicated; None at stage 3
         and wherever the parameters are stored in the dtype they are used in.
+    frozen: the parameters that are not trained, in the dtype in which the model reads them; sharded at stage 3.
     opt_state: the optimizer's state; sharded from stage 1 on.
     variables: what the model owns beside parameters (batch statistics, RNG streams, frozen variables).
-    step: number of steps taken, int32 scalar.
+    ema: the moving average of `params`, laid out as the optimizer's moments; None without one.
+    guard: what a step remembers of bad steps before it (`guard.GuardState`); None without loss scale and guard.
     rng: the typed key from which each step's randomness is derived.
     """
 
     step: Any
     params: Any
     weights: Any
+    frozen: Any
     opt_state: Any
     variables: Any
+    ema: Any
+    guard: Any
     rng: Any

@@ -1,6 +1,6 @@
 """make_zero_train_step: the rooms below, assembled in the order of the paper."""
 
-import functools
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,28 +11,22 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.batch import abstract_batch, check_batch
+from zero_jax.accumulate import accumulated
+from zero_jax.batch import Accumulation, abstract_batch, check_batch
 from zero_jax.contract import Contract, Report, contract_of, verify
 from zero_jax.functional import Functional, functional
-from zero_jax.gather import gather
+from zero_jax.gradients import Reading, gradient_function
+from zero_jax.guard import Guard, Lookout, Watch
 from zero_jax.hardware import compiler_options
 from zero_jax.layout import Layout, plan_layout
-from zero_jax.losses import Loss, learning_rates, loss_and_metrics, next_token_loss
-from zero_jax.mesh import batch_axes, make_mesh, on_torus, zero_axes
-from zero_jax.partial import inline_calls, merge_scatters, scatter_parts
-from zero_jax.passes import (
-    checkpoint_loops,
-    hide_checkpoints,
-    keep_all_but_gathered,
-    mark_derived,
-    separate_reads,
-)
+from zero_jax.losses import Loss, next_token_loss
+from zero_jax.mesh import batch_axes, make_mesh, zero_axes
 from zero_jax.precision import Precision, precision_of
-from zero_jax.rewrite import rewritten
 from zero_jax.stages import Stage, stage_of
 from zero_jax.state import ZeroState
-from zero_jax.tree import cast_floating, named_leaves
-from zero_jax.widen import widen_reductions
+from zero_jax.trained import check_trained, split_trained
+from zero_jax.tree import cast_floating, merge
+from zero_jax.update import updated, working_copy
 
 
 def make_zero_train_step(
@@ -45,6 +39,11 @@ def make_zero_train_step(
     axis: str | Sequence[str] | None = None,
     precision: Precision | str | None = None,
     streams: Sequence[str] = ("dropout",),
+    accumulate: int = 1,
+    reduce: str = "every",
+    frozen: str | Sequence[str] = (),
+    ema: float | None = None,
+    guard: Guard | None = None,
 ) -> "ZeroTrainStep":
     """A train step of any Flax model at a ZeRO stage, with the numbers of one device.
 
@@ -53,12 +52,24 @@ def make_zero_train_step(
         is born sharded, where a constructed module has already been whole on one device).
       stage: 0 (data parallel), 1 (optimizer states sharded), 2 (and gradients), 3 (and parameters).
       optimizer: any optax transform. Default: `optax.adamw(3e-4)`.
-      loss: `loss(model, batch) -> scalar` or `(scalar, {name: metric})`, over the global batch. `model` is a
-        bound Linen module or the merged NNX module. Default: `next_token_loss`.
+      loss: `loss(model, batch) -> scalar`, `(scalar, {name: metric})` or `(scalar, {name: metric}, weight)`, over the
+        global batch; `weight`, the number of valid tokens say, is what the scalar is a mean over. `model` is a bound
+        Linen module or the merged NNX module. Default: `next_token_loss`.
       mesh: Default: `make_mesh()`, all live devices on the axis `data`.
       axis: the mesh axes that ZeRO shards over, major first. Default: `data`, or `data_0`, `data_1`, ...
-      precision: a policy's name ("fp32", "bf16"), a `Precision`, or None: dtypes as the model declares them.
+      precision: a policy's name ("fp32", "bf16", "fp16", "bf16-stochastic"), a `Precision`, or None: dtypes as the
+        model declares them.
       streams: Linen's RNG streams beside "params", given anew at each step. NNX modules own theirs.
+      accumulate: microbatches that a step's batch is split into, one after another: their activations need not be
+        held together. The gradient is the mean over them, weighted by the loss's weight.
+      reduce: "every" microbatch's gradient is reduced, and shards of it summed; or each device sums its own and they
+        are reduced "once": the wire of one batch, and a whole gradient in float32 on each device. Then each device's
+        rows are a microbatch of their own, in batch statistics too.
+      frozen: patterns (`re.search` in a parameter's name, as `blocks/attention/kernel`) of parameters that are not
+        trained: no gradient, no optimizer state, and stored in the dtype in which the model reads them.
+      ema: decay of a moving average of the parameters, laid out as the optimizer's state; None: no average.
+      guard: what to do about steps that are not finite or whose loss spikes; None: nothing is looked at, but for the
+        overflows of a loss scale.
 
     Raises ValueError for anything that is not as described, with what to do about it.
     """
@@ -72,7 +83,8 @@ def make_zero_train_step(
             "say.")
     return ZeroTrainStep(
         functional(model, streams), row, optax.with_extra_args_support(optimizer), loss or next_token_loss, mesh, axes,
-        precision_of(precision))
+        precision_of(precision), Accumulation(accumulate, reduce),
+        (frozen,) if isinstance(frozen, str) else tuple(frozen), ema, guard)
 
 
 class ZeroTrainStep:
@@ -83,11 +95,16 @@ class ZeroTrainStep:
     """
 
     def __init__(self, model: Functional, stage: Stage, optimizer: Any, loss: Loss, mesh: Mesh, axes: tuple[str, ...],
-                 precision: Precision):
+                 precision: Precision, accumulation: Accumulation, frozen: tuple[str, ...], ema: float | None,
+                 guard: Guard | None):
+        if ema is not None and not 0 <= ema < 1:
+            raise ValueError(f"ema={ema}: give a decay from 0 to below 1, as 0.999, or None.")
         self.mesh = mesh
         self.stage = stage
+        self.accumulation = accumulation
         self.batch_sharding = NamedSharding(mesh, P(batch_axes(mesh, axes)))
         self._model, self._optimizer, self._loss, self._axes, self._precision = model, optimizer, loss, axes, precision
+        self._frozen, self._ema, self._watch, self._lookout = frozen, ema, Watch(guard, precision.loss_scale), Lookout()
         self._layout: Layout | None = None
         self._compiled: Any = None
 
@@ -106,14 +123,32 @@ class ZeroTrainStep:
 
         Metrics are float32 scalars: `loss`, `grad_norm` (of the whole reduced gradient, before any clipping),
         `learning_rate` where the optimizer's state tells it (`optax.inject_hyperparams`; `learning_rate_1` and so
-        on where it tells several), and those of the user's loss.
+        on where it tells several), and those of the user's loss. With a guard or a loss scale: `bad` steps in a row,
+        steps `skipped` in all, whether it `stopped`, and the `loss_scale` of this step.
+
+        Raises BadStepError once more steps in a row were bad than the guard skips, at most two calls late; `state` is
+        then the one before them, and `forgive` gives one to go on from.
         """
         compiled = self._compiled or self._jitted(batch)
+        self._lookout.look(waiting=1)
         try:
-            return compiled(state, batch)
+            state, metrics = compiled(state, batch)
         except (TypeError, ValueError):
-            check_batch(batch, self.mesh)  # a batch that does not fit the mesh gets its own message
+            self._check(batch)  # a batch that does not fit the mesh gets its own message
             raise
+        if self._watch.active:
+            self._lookout.see(metrics)
+        return state, metrics
+
+    def check(self) -> None:
+        """Waits for all steps so far, and raises BadStepError if the guard stopped: call it after the last step."""
+        self._lookout.look(waiting=0)
+
+    def forgive(self, state: ZeroState) -> ZeroState:
+        """`state` with no bad steps behind it: what stopped goes on."""
+        if state.guard is None:
+            return state
+        return dataclasses.replace(state, guard=dataclasses.replace(state.guard, bad=jnp.zeros_like(state.guard.bad)))
 
     def abstract_state(self, batch: Any) -> ZeroState:
         """The state as `jax.ShapeDtypeStruct`s with shardings, for restoring and for compiling."""
@@ -129,7 +164,7 @@ class ZeroTrainStep:
 
     def contract(self, batch: Any) -> Contract:
         """What a step may send over the wire: kinds of collectives, mesh axes, bytes per device."""
-        return contract_of(self.layout(batch))
+        return contract_of(self.layout(batch), self.accumulation)
 
     def verify(self, batch: Any) -> Report:
         """Compiles the step and holds it against its contract: what is sent for what, beside what was promised.
@@ -147,35 +182,44 @@ class ZeroTrainStep:
 
     def layout(self, batch: Any) -> Layout:
         """Where every leaf of the state lies. It depends on the model, not on the size of `batch`."""
-        check_batch(batch, self.mesh)
+        self._check(batch)
         if self._layout is None:
             rng = jax.eval_shape(lambda: jax.random.key(0))
             batch = jax.eval_shape(self._cast, abstract_batch(batch))
             given = jax.eval_shape(lambda: self._model.given)
-            params, variables = jax.eval_shape(lambda *args: self._model.init(self._loss, *args), rng, batch, given)
+            made, variables = jax.eval_shape(lambda *args: self._model.init(self._loss, *args), rng, batch, given)
+            check_trained(made, frozen=self._frozen, keep=self._precision.keep)
+            params, frozen = split_trained(made, self._frozen)
             params = jax.eval_shape(lambda tree: cast_floating(tree, self._precision.params), params)
-            _refuse_integers(params)
-            reads = self._model.reads(self._loss, params, variables, rng, batch)
+            reads = self._model.reads(self._loss, merge(params, frozen), variables, rng, batch)
             # Reading settles which of a Linen module's collections start empty at each step: they are no state.
             _, variables = jax.eval_shape(lambda *args: self._model.init(self._loss, *args), rng, batch, given)
             self._layout = plan_layout(
-                params=params, variables=variables, rng=rng, optimizer=self._optimizer, stage=self.stage,
-                mesh=self.mesh, axes=self._axes, precision=self._precision, reads=reads)
+                params=params, frozen=frozen, variables=variables, guard=jax.eval_shape(self._watch.init), rng=rng,
+                optimizer=self._optimizer, stage=self.stage, mesh=self.mesh, axes=self._axes,
+                precision=self._precision, reads=reads, ema=self._ema is not None,
+                reduce_at_use=not self.accumulation.once)
         return self._layout
 
-    def evaluator(self, fun: Loss | None = None) -> Callable[[ZeroState, Any], Any]:
+    def evaluator(self, fun: Loss | None = None, *, ema: bool = False) -> Callable[[ZeroState, Any], Any]:
         """`fun(model, batch)` (default: the loss) compiled as a function of (state, batch); nothing is changed.
 
-        Parameters are gathered where they are used, as in training. Linen modules get no RNG streams, NNX
-        modules are switched to `eval()`.
+        Parameters are gathered where they are used, as in training; `ema`: their moving average is. Linen modules get
+        no RNG streams, NNX modules are switched to `eval()`.
         """
+        if ema and self._ema is None:
+            raise ValueError("evaluator(ema=True): this step keeps no average; make it with ema=0.999, say.")
         fun = fun or self._loss
         compiled: list[Any] = []
 
         def evaluate(state: ZeroState, batch: Any) -> Any:
+            layout = self.layout(batch)
             weights = state.params if state.weights is None else state.weights
-            uses = self.layout(batch).uses
-            out, _ = self._model.run(fun, weights, state.variables, None, self._cast(batch), uses, train=False)
+            if ema:
+                copy = working_copy(state.ema, layout)
+                weights = jax.tree.map(_constrain, state.ema, layout.shardings.params) if copy is None else copy
+            out, _ = self._model.run(fun, merge(weights, state.frozen), state.variables, None, self._cast(batch),
+                                     layout.uses, train=False)
             return out
 
         def call(state: ZeroState, batch: Any) -> Any:
@@ -200,62 +244,40 @@ class ZeroTrainStep:
 
     def _init(self, rng: jax.Array, given: Any, batch: Any) -> ZeroState:
         make_rng, step_rng = jax.random.split(rng)
-        params, variables = self._model.init(self._loss, make_rng, self._cast(batch), given)
+        made, variables = self._model.init(self._loss, make_rng, self._cast(batch), given)
         layout = self.layout(batch)
+        params, frozen = split_trained(made, self._frozen)
         params = _strong(cast_floating(params, self._precision.params))
         params = jax.tree.map(_constrain, params, layout.shardings.params)
+        frozen = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), frozen, layout.state.frozen)
         return ZeroState(
-            step=jnp.zeros((), jnp.int32), params=params, weights=self._weights(params, layout),
-            opt_state=_strong(self._optimizer.init(params)), variables=_strong(variables), rng=step_rng)
+            step=jnp.zeros((), jnp.int32), params=params, weights=working_copy(params, layout), frozen=frozen,
+            opt_state=_strong(self._optimizer.init(params)), variables=_strong(variables),
+            ema=None if self._ema is None else params, guard=self._watch.init(), rng=step_rng)
 
     def _step(self, state: ZeroState, batch: Any) -> tuple[ZeroState, dict[str, jax.Array]]:
-        layout = self.layout(batch)
-
-        def loss_of(weights: Any, variables: Any, rng: jax.Array, batch: Any) -> tuple[jax.Array, Any]:
-            out, variables = self._model.run(self._loss, weights, variables, rng, batch, layout.uses)
-            loss, metrics = loss_and_metrics(out)
-            return loss, (metrics, variables)
-
-        if self.stage.shards_params and layout.num_shards > 1:  # else nothing is gathered
-            loss_of = jax.checkpoint(
-                rewritten(loss_of, separate_reads, mark_derived, hide_checkpoints, checkpoint_loops),
-                policy=keep_all_but_gathered)
-        else:
-            loss_of = rewritten(loss_of, separate_reads)
+        layout, batch = self.layout(batch), self._cast(batch)
+        many, scale = self.accumulation.microbatches, state.guard.scale if self._watch.loss_scale else None
+        gradient = gradient_function(
+            self._model, self._loss, layout, self._precision, reduced=not self.accumulation.once,
+            batch_size=jax.tree.leaves(batch)[0].shape[0] // many)
+        key = jax.random.fold_in(state.rng, state.step)
         weights = state.params if state.weights is None else state.weights
-        gradient_of = jax.value_and_grad(loss_of, has_aux=True)
-        edits = [inline_calls] if self._precision.reduce is None else [inline_calls, widen_reductions]
-        if len(self.mesh.axis_names) > 1 or on_torus(self.mesh):
-            size = jax.tree.leaves(batch)[0].shape[0]
-            edits = [merge_scatters, *edits, functools.partial(scatter_parts, batch_size=size)]
-        gradient_of = rewritten(gradient_of, *edits)
-        (loss, (metrics, variables)), grads = gradient_of(
-            weights, state.variables, jax.random.fold_in(state.rng, state.step), self._cast(batch))
-
-        # From here on each device works on its own part: gradients, moments and parameters lie alike.
-        grads = jax.tree.map(_constrain, grads, layout.gradients)
-        grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, state.params)
-        params = jax.tree.map(_constrain, state.params, layout.gradients)
-        updates, opt_state = self._optimizer.update(grads, state.opt_state, params, value=loss)
-        params = jax.tree.map(_constrain, optax.apply_updates(params, updates), layout.gradients)
-        new = ZeroState(
-            step=state.step + 1, params=params, weights=self._weights(params, layout), opt_state=opt_state,
-            variables=variables, rng=state.rng)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **learning_rates(opt_state), **metrics}
-        return new, jax.tree.map(lambda metric: jnp.asarray(metric, jnp.float32), metrics)
-
-    def _weights(self, params: Any, layout: Layout) -> Any:
-        """The working copy: cast on the shard, then gathered, so that the wire carries the compute dtype."""
-        if layout.state.weights is None:
-            return None
-
-        def copy(param: jax.Array, shard: NamedSharding, like: jax.ShapeDtypeStruct) -> jax.Array:
-            return gather(param.astype(like.dtype), self.mesh, shard.spec)
-
-        return jax.tree.map(copy, params, layout.gradients, layout.state.weights)
+        reading = Reading(state.frozen, state.variables, key)
+        if many == 1:
+            told, grads = gradient(weights, reading, batch, scale)
+        else:
+            told, grads = accumulated(gradient, self.accumulation, layout, batch_axes(self.mesh, self._axes), weights,
+                                     reading, batch, scale)
+        return updated(
+            state, told, grads, key=key, optimizer=self._optimizer, layout=layout, watch=self._watch,
+            stochastic=self._precision.rounding == "stochastic", ema=self._ema)
 
     def _cast(self, batch: Any) -> Any:
         return cast_floating(batch, self._precision.compute)
+
+    def _check(self, batch: Any) -> None:
+        check_batch(batch, self.mesh, self.accumulation.microbatches)
 
     def abstract_batch(self, batch: Any) -> Any:
         """`batch` as `jax.ShapeDtypeStruct`s, laid over the mesh."""
@@ -263,14 +285,6 @@ class ZeroTrainStep:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.batch_sharding)
 
         return jax.tree.map(place, abstract_batch(batch))
-
-
-def _refuse_integers(params: Any) -> None:
-    for name, leaf in named_leaves(params):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise ValueError(
-                f"Parameter {name} has dtype {leaf.dtype} and shape {leaf.shape}, and only floating parameters can be "
-                "trained: keep it in another collection (Linen) or another Variable type than nnx.Param (NNX).")
 
 
 def _constrain(value: jax.Array, sharding: NamedSharding) -> jax.Array:

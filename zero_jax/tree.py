@@ -23,6 +23,23 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+def split_named(tree: dict[Any, Any], chosen: Callable[[str, Any], bool]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Two dict trees: the leaves of `tree` for which `chosen(name, leaf)`, and the others; `merge` is the inverse."""
+    halves: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        half = halves[0] if chosen(path_name(path), leaf) else halves[1]
+        for entry in path[:-1]:
+            half = half.setdefault(entry.key, {})
+        half[path[-1].key] = leaf
+    return halves
+
+
+def merge(left: dict[Any, Any], right: dict[Any, Any]) -> dict[Any, Any]:
+    """One dict tree with the leaves of both, which share none."""
+    both = left.keys() & right.keys()
+    return {**left, **right, **{key: merge(left[key], right[key]) for key in both}}
+
+
 def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """Bytes of an array of `shape` and `dtype`; a PRNG key counts its words."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):

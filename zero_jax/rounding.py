@@ -1,0 +1,31 @@
+"""Stochastic rounding to bfloat16: up or down at random, so that the mean of many roundings is the value.
+
+With round-to-nearest, an update below half a unit in the last place (2^-9 of the parameter) is lost at every step.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def widened(tree: Any) -> Any:
+    """`tree` with its bfloat16 leaves as float32."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, tree)
+
+
+def round_stochastically(tree: Any, like: Any, key: jax.Array) -> Any:
+    """The float32 leaves of `tree` that are bfloat16 in `like`, rounded at random by `key`; others as they are."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, [
+        _rounded(leaf, jax.random.fold_in(key, i)) if known.dtype == jnp.bfloat16 else leaf.astype(known.dtype)
+        for i, (leaf, known) in enumerate(zip(leaves, jax.tree.leaves(like), strict=True))])
+
+
+def _rounded(value: jax.Array, key: jax.Array) -> jax.Array:
+    # A bfloat16 is the upper half of a float32. What is added to the lower half carries over with the probability of
+    # the fraction that it holds; the cut leaves a bfloat16 exactly. Infinities and NaNs are cast as they are.
+    bits = jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
+    noise = jax.random.bits(key, value.shape, jnp.uint16).astype(jnp.uint32)
+    cut = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(value), cut, value).astype(jnp.bfloat16)
