@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_jax.contract import ContractError
+    from zero_jax.guard import BadStepError, Guard, LossScale
     from zero_jax.layout import Layout
     from zero_jax.losses import next_token_loss
     from zero_jax.mesh import make_mesh, simulate_devices
@@ -14,8 +15,11 @@ if TYPE_CHECKING:
     from zero_jax.step import ZeroTrainStep, make_zero_train_step
 
 __all__ = [
+    "BadStepError",
     "ContractError",
+    "Guard",
     "Layout",
+    "LossScale",
     "Precision",
     "ZeroState",
     "ZeroTrainStep",
@@ -28,8 +32,11 @@ __all__ = [
 
 # Names are imported when first asked for, so that the command line refuses bad input before JAX starts (PEP 562).
 _HOMES = {
+    "BadStepError": "guard",
     "ContractError": "contract",
+    "Guard": "guard",
     "Layout": "layout",
+    "LossScale": "guard",
     "Precision": "precision",
     "ZeroState": "state",
     "ZeroTrainStep": "step",
