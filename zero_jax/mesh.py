@@ -135,4 +135,5 @@ def tile_block(mesh: Mesh, axis: str) -> int:
     A tile of bfloat16 is 16 x 128 values. Over a plane of a torus each part travels as two halves.
     """
     line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)[:, 0]
-    return 2048 * (1 + (sum(len(set(along)) > 1 for along in zip(*(device.coords for device in line), strict=True)) > 1))
+    dims = sum(len(set(along)) > 1 for along in zip(*(device.coords for device in line), strict=True))
+    return 2048 if dims <= 1 else 4096

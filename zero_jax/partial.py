@@ -7,6 +7,7 @@ scatters behind it; everything else stays the partitioner's, so that nothing tha
 """
 
 import collections
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -167,13 +168,30 @@ def _reduced(value: jax.Array, mesh: Any, spec: P) -> jax.Array:
     splits = [(dim, (entry,) if isinstance(entry, str) else entry) for dim, entry in enumerate(spec) if entry]
     rest = tuple(axis for axis in mesh.axis_names if all(axis not in axes for _, axes in splits))
     if on_torus(mesh):
-        steps = sorted((mesh.axis_names.index(axis), dim, axis) for dim, axes in splits for axis in axes)
-        for _, dim, axis in steps:
+        for dim, axis in _in_order(value.size, mesh, splits):
             value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis))
     else:
         for dim, axes in splits:
             value = jax.lax.psum_scatter(value, axes, scatter_dimension=dim, tiled=True)
     return jax.lax.psum(value, rest) if rest else value
+
+
+def _in_order(size: int, mesh: Any, splits: Sequence[tuple[int, Sequence[str]]]) -> tuple[tuple[int, str], ...]:
+    """The (dim, axis) to scatter an array of `size` values over, in turn.
+
+    As the mesh has them, the fastest first; in another order where that saves a tenth of the bytes, since the parts of
+    a small array fill the tiles of a short axis and not of a long one. Axes that split one dim stay major first.
+    """
+    steps = sorted(((dim, axis) for dim, axes in splits for axis in axes), key=lambda s: mesh.axis_names.index(s[1]))
+
+    def sent(order: Sequence[tuple[int, str]]) -> float:
+        total, part = 0, size
+        for _, axis in order:
+            part //= mesh.shape[axis]
+            total += (mesh.shape[axis] - 1) * min(part + -part % tile_block(mesh, axis), 2 * part)
+        return round(total / size, 1)
+
+    return tuple(steps) if len(steps) > len(splits) else min(itertools.permutations(steps), key=sent)
 
 
 def _scatter_tiles(value: jax.Array, axis: str, ways: int, dim: int, block: int) -> jax.Array:
