@@ -1,6 +1,7 @@
 """Gradients scattered as sums of the devices' parts: which are, and with what numbers."""
 
 import functools
+import math
 
 import flax.linen as nn
 import jax
@@ -8,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from oracle import ADAMW, Trained, loss_difference, param_difference, train
 from test_conformance import FLAVOURS, MLPS, classify, token_batches, vector_batches
 
 import zero_jax
 from models import gpt2
-from zero_jax import hlo, partial
+from zero_jax import hardware, hlo, partial
+from zero_jax.step import compiler_options
 from zero_jax.tree import named_leaves
 
 MESHES = {"factored": {"data": (2, 4)}, "factored hybrid": {"data": (2, 2), "replica": 2}}
@@ -140,3 +144,90 @@ def test_inlined_calls_compute_the_same():
     eqns = [new for eqn in closed.jaxpr.eqns for new in (partial._inlined(eqn) if eqn is call else [eqn])]
     inlined = closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
     np.testing.assert_array_equal(jax.extend.core.jaxpr_as_fun(inlined)(x, y)[0], fun(x, y))
+
+
+KERNELS = {  # how a TPU sends each: as it is, as tiles, flat and padded, summed and cut; over another axis first
+    "as it is": ((1, 1, 64, 2048), P(None, None, None, ("x", "y"))),
+    "as it is, one dim before": ((3, 3, 2048, 8), P(None, None, ("x", "y"), None)),
+    "tiles": ((128, 256), P(("x", "y"), None)),
+    "flat": ((3, 3, 64, 96), P(None, None, "x", "y")),
+    "flat, one dim": ((3, 3, 160, 40), P(None, None, ("x", "y"), None)),
+    "cut": ((3, 5, 8), P(None, None, ("x", "y"))),
+    "other axis first": ((3, 32, 64), P(None, "x", "y")),
+}
+
+
+def reduced(shape, spec):
+    """Whole numbers of each of 8 simulated devices, reduced as a TPU does, and their sum."""
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    parts = np.random.default_rng(0).integers(-99, 99, (8, *shape)).astype(np.float32)
+    summed = jax.shard_map(lambda part: partial._reduced(part[0], mesh, spec), mesh=mesh, in_specs=P(("x", "y")),
+                           out_specs=spec, check_vma=False)
+    return np.asarray(jax.jit(summed)(parts)), parts.sum(0)
+
+
+@pytest.fixture
+def torus(monkeypatch):
+    monkeypatch.setattr(partial, "on_torus", lambda mesh: True)
+    monkeypatch.setattr(partial, "tile_block", lambda mesh, axis: {"x": 4096, "y": 2048}[axis])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_a_tpu_scatters_is_the_sum(name, torus):
+    np.testing.assert_array_equal(*reduced(*KERNELS[name]))
+
+
+def test_small_arrays_are_scattered_first_over_the_axis_whose_tiles_they_fill(torus):
+    mesh, splits = jax.sharding.AbstractMesh((2, 4), ("x", "y")), [(1, ("y",)), (2, ("x",))]
+    assert partial._in_order(2**24, mesh, splits) == ((2, "x"), (1, "y"))  # as the mesh has them
+    assert partial._in_order(3 * 32 * 64, mesh, splits) == ((1, "y"), (2, "x"))
+    assert partial._in_order(3 * 32 * 64, mesh, [(1, ("x", "y"))]) == ((1, "x"), (1, "y"))
+
+
+def test_parts_in_another_order_are_told(torus, monkeypatch):
+    """Negative control: axes of one dim that are not scattered major first leave other parts on the devices."""
+    in_order = partial._in_order
+    monkeypatch.setattr(partial, "_in_order", lambda *args: in_order(*args)[::-1])
+    for name in ("as it is", "tiles", "flat, one dim", "cut"):
+        assert not np.array_equal(*reduced(*KERNELS[name]))
+
+
+def wire(target, shape, spec):
+    """What the devices send to sum and scatter a gradient in bfloat16, over what a ring of them sends."""
+    if extra := hardware.missing_compiler(target):
+        pytest.skip(f"needs {extra}")
+    mesh = zero_jax.make_mesh(devices=hardware.describe(target))
+    summed = jax.shard_map(
+        lambda part, factor: partial._reduced((part[0] * factor).astype(jnp.bfloat16), mesh, spec), mesh=mesh,
+        in_specs=(P(mesh.axis_names), P()), out_specs=spec, check_vma=False)
+    args = (jax.ShapeDtypeStruct(size, jnp.float32, sharding=NamedSharding(mesh, split))
+            for size, split in (((mesh.size, *shape), P(mesh.axis_names)), ((), P())))
+    compiled = jax.jit(summed).lower(*args).compile(compiler_options=compiler_options(mesh.devices.flat[0]))
+    return sum(c.wire_bytes * c.count for c in hlo.collectives(compiled.as_text())) / (
+        2 * math.prod(shape) * (1 - 1 / mesh.size))
+
+
+BOTH, APART = P(None, None, ("data_0", "data_1"), None), P(None, None, "data_0", "data_1")
+WIRE = [  # kernels of a ResNet-50 in its layouts, and what they may cost
+    ("v5p:2x2x2", (1, 1, 1024, 2048), APART, 1.001),
+    ("v5p:2x2x2", (1, 1, 1024, 256), BOTH, 1.001),
+    ("v5p:2x2x2", (3, 3, 128, 128), BOTH, 1.001),
+    ("v5p:4x4x8", (2048, 1000), P("data_0", "data_1"), 1.03),  # padded
+    ("v5p:4x4x8", (1, 1, 1024, 256), APART, 1.001),
+    ("v5p:8x8x16", (3, 3, 256, 256), APART, 1.07),
+    ("v5e:16x16", (1, 1, 2048, 512), APART, 1.001),
+    ("v5e:16x16", (1, 1, 512, 256), BOTH, 1.07),  # part of it is smaller than tiles
+    ("v5e:16x16", (1, 1, 256, 64), BOTH, 2.001),  # all of it is; padded, XLA (jax 0.10) does not compile it
+]
+
+
+@pytest.mark.parametrize(("target", "shape", "spec", "most"), WIRE)
+def test_wire_of_kernels_of_convolutions(target, shape, spec, most):
+    assert 0.999 < wire(target, shape, spec) < most
+
+
+def test_kernels_that_are_scattered_as_they_are_send_more(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(partial, "_scatter_tiles", lambda value, axis, ways, dim, block: jax.lax.psum_scatter(
+        value, axis, scatter_dimension=dim, tiled=True))
+    assert wire(*WIRE[0][:3]) > 1.5 and wire(*WIRE[1][:3]) > 1.5

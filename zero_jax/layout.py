@@ -142,7 +142,7 @@ def _choose_dims(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], sta
     def rank(choice: tuple[int | None, ...]) -> tuple[Any, ...]:
         used = sorted({dim for dim in choice if dim is not None})
         ways = {dim: parts(choice, dim) for dim in used}
-        ragged = sum(not fills_tiles(shape[dim] // way, way, minor=dim == len(shape) - 1) if tiled
+        ragged = sum(not fills_tiles(shape[dim] // way) if tiled
                      else shape[dim] // way % 16 != 0 for dim, way in ways.items())
         shards = math.prod(parts(choice, dim) for dim in used)
         cost = (ragged, -len(used)) if tiled else (len(used), ragged)

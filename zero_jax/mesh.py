@@ -120,10 +120,20 @@ def on_torus(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "tpu"
 
 
-def fills_tiles(part: int, ways: int, *, minor: bool) -> bool:
-    """Whether a TPU scatters a dim into `ways` parts of this size as they are; `minor`: the last dim.
+def fills_tiles(part: int) -> bool:
+    """Whether a TPU scatters a dim of which each chip keeps `part` as it is, wherever in its tiles the dim lies.
 
-    Tiles hold 8 x 128 values. Measured: other parts are padded, by up to a third, or all-reduced; rings of 16 and more
-    chips take more.
+    Tiles hold 8 x 128 values, and XLA chooses which dim lies along which side. Measured: other parts are padded, by up
+    to a third, or all-reduced, depending on what is around them.
     """
-    return part % (256 if minor or ways < 16 else 64) == 0 or not minor and part in (64, 128)
+    return part % 256 == 0
+
+
+def tile_block(mesh: Mesh, axis: str) -> int:
+    """How many values, or a multiple of them, a TPU scatters to each chip over `axis` without padding of its own.
+
+    A tile of bfloat16 is 16 x 128 values. Over a plane of a torus each part travels as two halves.
+    """
+    line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)[:, 0]
+    dims = sum(len(set(along)) > 1 for along in zip(*(device.coords for device in line), strict=True))
+    return 2048 if dims <= 1 else 4096
