@@ -49,6 +49,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "corpus": (1, "text as tokens, and its held-out split"),
     "passes": (2, "edits of the traced loss, and what backward may keep"),
     "partial": (2, "gradients as sums over devices, scattered one mesh axis after another"),
+    "transform": (1, "whether an optimizer can run in a step"),
     "widen": (2, "gradients computed in the dtype they are reduced in"),
     "layout": (2, "where every leaf of the state lies"),
     "linen": (2, "Linen modules as pure functions"),

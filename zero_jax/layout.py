@@ -19,7 +19,7 @@ from zero_jax.precision import Precision
 from zero_jax.reads import Read
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
-from zero_jax.tree import leaf_bytes, map_named, named_leaves
+from zero_jax.tree import ending, leaf_bytes, map_named, named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,18 +180,18 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
         params) if copied else None
     reduced = sharded if stage.shards_optimizer else unsharded
 
-    def place_moment(leaf: Any, param: Any, spec: P) -> Any:
-        if isinstance(leaf, optax.MaskedNode):  # another transform's parameter
-            return leaf
-        if leaf.shape != param.shape:  # adafactor's factors, say
-            spec = choose(leaf)
-        return put(leaf, spec if stage.shards_optimizer else P(*[None] * leaf.ndim))
+    owners = dict(named_leaves(jax.tree.map(put, params, sharded)))
 
-    opt_state = optax.tree.map_params(
-        optimizer, place_moment, jax.eval_shape(optimizer.init, params), params, sharded,
-        transform_non_params=lambda leaf: put(
-            leaf, choose(leaf) if stage.shards_optimizer else P()),
-        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode))
+    def place_moment(name: str, leaf: Any) -> Any:
+        """As the parameter whose name ends the moment's, also where many are stacked; by its own shape elsewhere."""
+        if not stage.shards_optimizer:
+            return put(leaf, P(*[None] * leaf.ndim))
+        owner = owners.get(ending(name, owners))
+        if owner is None or leaf.shape[max(0, extra := leaf.ndim - owner.ndim):] != owner.shape:
+            return put(leaf, choose(leaf))
+        return put(leaf, P(*[None] * extra, *owner.sharding.spec))
+
+    opt_state = map_named(place_moment, jax.eval_shape(optimizer.init, params))
 
     def use(leaf: Any, stored: P, reduced: P) -> Use | None:
         dtype = _read_dtype(leaf, precision)

@@ -31,6 +31,7 @@ from zero_jax.precision import Precision, precision_of
 from zero_jax.rewrite import rewritten
 from zero_jax.stages import Stage, stage_of
 from zero_jax.state import ZeroState
+from zero_jax.transform import check_optimizer, takes_value
 from zero_jax.tree import cast_floating, named_leaves
 from zero_jax.widen import widen_reductions
 
@@ -71,7 +72,7 @@ def make_zero_train_step(
             f"optimizer={optimizer!r} is a {type(optimizer).__name__}, not an optax transform: give optax.adamw(1e-3), "
             "say.")
     return ZeroTrainStep(
-        functional(model, streams), row, optax.with_extra_args_support(optimizer), loss or next_token_loss, mesh, axes,
+        functional(model, streams), row, takes_value(optimizer), loss or next_token_loss, mesh, axes,
         precision_of(precision))
 
 
@@ -155,6 +156,7 @@ class ZeroTrainStep:
             params, variables = jax.eval_shape(lambda *args: self._model.init(self._loss, *args), rng, batch, given)
             params = jax.eval_shape(lambda tree: cast_floating(tree, self._precision.params), params)
             _refuse_integers(params)
+            check_optimizer(self._optimizer, params)
             reads = self._model.reads(self._loss, params, variables, rng, batch)
             # Reading settles which of a Linen module's collections start empty at each step: they are no state.
             _, variables = jax.eval_shape(lambda *args: self._model.init(self._loss, *args), rng, batch, given)

@@ -1,7 +1,7 @@
 """Pytrees by path: names of leaves and their bytes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
@@ -21,6 +21,16 @@ def map_named(fun: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of `tree` with their names, in tree order."""
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def ending(name: str, known: Container[str]) -> str:
+    """The longest end of `name` that is in `known`: of an optimizer's moment, the parameter. Empty if there is none.
+
+    >>> ending("opt_state/0/mu/dense/kernel", {"kernel", "dense/kernel"})
+    'dense/kernel'
+    """
+    parts = name.split("/")
+    return next((end for start in range(len(parts)) if (end := "/".join(parts[start:])) in known), "")
 
 
 def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:
