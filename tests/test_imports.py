@@ -52,6 +52,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "transform": (1, "whether an optimizer can run in a step"),
     "widen": (2, "gradients computed in the dtype they are reduced in"),
     "layout": (2, "where every leaf of the state lies"),
+    "matrices": (3, "optimizers of whole matrices: who computes which"),
     "linen": (2, "Linen modules as pure functions"),
     "nnx": (2, "NNX modules as pure functions"),
     "functional": (3, "where the two flavours part"),

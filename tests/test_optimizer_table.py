@@ -137,7 +137,7 @@ def test_trajectory_is_one_device(name, stage):
     moved = param_difference(one, start())
     assert moved > 1e-4  # else any two runs agree
     assert loss_difference(many, one) < 2e-6
-    assert param_difference(many, one) < max(1e-7, 2e-5 * moved)
+    assert param_difference(many, one) < max(3e-7, 2e-5 * moved)
 
     layout, before = many.step.layout(BATCHES[0]), len(COMPILED)
     state = many.state

@@ -21,6 +21,9 @@ from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
 from zero_jax.tree import ending, leaf_bytes, map_named, named_leaves
 
+OWNED = "owned"
+"""In the names of optimizer states whose first dim is spread over the devices, whatever their shape."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -186,6 +189,8 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
         """As the parameter whose name ends the moment's, also where many are stacked; by its own shape elsewhere."""
         if not stage.shards_optimizer:
             return put(leaf, P(*[None] * leaf.ndim))
+        if OWNED in name.split("/"):
+            return put(leaf, P(axes))
         owner = owners.get(ending(name, owners))
         if owner is None or leaf.shape[max(0, extra := leaf.ndim - owner.ndim):] != owner.shape:
             return put(leaf, choose(leaf))

@@ -13,11 +13,12 @@ _ADVICE = (
     (("value_fn", "grad_fn", "obj_fn"),
      "It evaluates the loss again within its update, and a step has one gradient for each batch: leave that out, as "
      "do optax.lbfgs(linesearch=None), optax.contrib.sam(opaque_mode=False) and a hessian_diagonal_fn of gradients"),
-    (("per_example", "batch dimension", "updates of"),
+    (("per_example", "batch dimension"),
      "A step gives one gradient of the whole batch, and not one for each example: bound its norm with "
      "optax.clip_by_global_norm and add noise with optax.add_noise, or reduce per-example gradients in the loss"),
+    (("required keyword", "required positional"),
+     "Compute what it lacks within a transform of your own around it, and pass it on to its update"),
 )
-_OTHERWISE = "Compute what it lacks within a transform of your own around it, and pass it on to its update"
 
 
 def takes_value(optimizer: Any) -> optax.GradientTransformationExtraArgs:
@@ -46,22 +47,23 @@ def check_optimizer(optimizer: optax.GradientTransformationExtraArgs, params: An
         updates, after = jax.eval_shape(
             lambda grads, state, params, value: optimizer.update(grads, state, params, value=value),
             params, before, params, value)
-    except Exception as error:  # whatever a transform raises, it raises within this step
+    except Exception as error:
         said = f"{type(error).__name__}: {error}"
+        if not (advice := _advice(said)):
+            raise  # a mistake of its own
         raise ValueError(
             "The optimizer cannot run on what a train step gives its update, which is the gradients, its state, the "
-            f"parameters and value=loss. It says: {said}. {_advice(said)}.") from error
-    for what, old, new in (("updates of parameters", params, updates), ("state", before, after)):
-        if found := _difference(old, new):
-            raise ValueError(
-                f"The optimizer's {what} change shape in a step: {found}. {_advice(f'updates of {found}')}."
-                if old is params else
-                f"The optimizer's state changes in its first step: {found}. Each step would be compiled anew and lie "
-                "elsewhere: let its init make what its update returns.")
+            f"parameters and value=loss. It says: {said} {advice}.") from error
+    if found := _difference(params, updates):
+        raise ValueError(f"The optimizer's updates of parameters change shape: {found}. {_advice('per_example')}.")
+    if found := _difference(before, after):
+        raise ValueError(
+            f"The optimizer's state changes in its first step: {found}. Each step would be compiled anew and lie "
+            "elsewhere: let its init make what its update returns.")
 
 
 def _advice(said: str) -> str:
-    return next((advice for words, advice in _ADVICE if any(word in said for word in words)), _OTHERWISE)
+    return next((advice for words, advice in _ADVICE if any(word in said for word in words)), "")
 
 
 def _difference(old: Any, new: Any) -> str:
