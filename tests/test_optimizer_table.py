@@ -126,12 +126,12 @@ def test_every_optimizer_of_optax_is_in_the_table():
     assert PARTS | NO_TRANSFORMS <= found
 
 
-def table(stage):
-    return [pytest.param(name, stage, id=f"{name}-{stage}", marks=[
-        pytest.mark.slow] if stage == 1 and name not in ("lamb", "lars") else []) for name in OPTIMIZERS]
+EXTREME = ("lamb", "lars")  # the optimizers of extreme batches: at every stage, the others at 1 if there is time
 
 
-@pytest.mark.parametrize(("name", "stage"), [*table(3), *table(1)])
+@pytest.mark.parametrize(("name", "stage"), [
+    *((name, 3) for name in OPTIMIZERS), *((name, stage) for name in EXTREME for stage in (1, 2)),
+    *(pytest.param(name, 1, marks=pytest.mark.slow) for name in OPTIMIZERS if name not in EXTREME)])
 def test_trajectory_is_one_device(name, stage):
     one, many = run(name, 0, 1), run(name, stage, 8)
     moved = param_difference(one, start())
@@ -183,3 +183,38 @@ def test_a_state_that_changes_is_refused(update, message):
     optimizer = optax.GradientTransformation(lambda params: {"mu": jnp.zeros(8)}, update)
     with pytest.raises(ValueError, match=message):
         zero_jax.make_zero_train_step(Model(), 3, loss=classify, optimizer=optimizer).layout(BATCHES[0])
+
+
+@pytest.mark.parametrize("name", EXTREME)
+def test_a_batch_that_grows_compiles_once_for_each_size(name):
+    step = zero_jax.make_zero_train_step(Model(), 3, loss=classify, optimizer=make(name))
+    one = zero_jax.make_zero_train_step(
+        Model(), 0, loss=classify, optimizer=make(name), mesh=zero_jax.make_mesh(1))
+    sizes = [8, 16, 32, 32, 8, 16, 8]
+    batches = [vector_batches(1, size=size)[0] for size in sizes]
+    state, alone = (each.init(jax.random.key(0), batches[0]) for each in (step, one))
+    compiled = []
+    for batch in batches:
+        before = len(COMPILED)
+        state, metrics = step(state, batch)
+        compiled.append(len(COMPILED) - before)
+        alone, expected = one(alone, batch)
+        assert abs(float(metrics["loss"]) / float(expected["loss"]) - 1) < 2e-6
+    assert compiled == [1, 1, 1, 0, 0, 0, 0]
+
+
+def test_a_trust_ratio_of_one_shard_is_caught():
+    """Negative control: LAMB whose norms are of one device's part of a layer has another trajectory."""
+
+    def of_parts(optimizer):
+        def parts(tree):
+            return jax.tree.map(lambda leaf: [*jnp.split(leaf, 8)], tree)
+
+        def update(grads, state, params=None):
+            updates, state = optimizer.update(parts(grads), state, parts(params))
+            return jax.tree.map(lambda grad, part: jnp.concatenate(part), grads, updates), state
+
+        return optax.GradientTransformation(lambda params: optimizer.init(parts(params)), update)
+
+    broken = train(Model(), 3, 8, batches=BATCHES[:2], loss=classify, optimizer=of_parts(make("lamb")))
+    assert param_difference(broken, run("lamb", 0, 1)) > 1e-4
