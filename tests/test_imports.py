@@ -56,6 +56,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "linen": (2, "Linen modules as pure functions"),
     "nnx": (2, "NNX modules as pure functions"),
     "functional": (3, "where the two flavours part"),
+    "optimizers": (3, "optimizers by name, and the bytes that they keep"),
     "report": (3, "what a run shows: tables, curves, bytes"),
     "step": (6, "make_zero_train_step: all of the above in the order of the paper"),
     "planner": (7, "a step on hardware that is not there: memory, wire, time"),
