@@ -161,7 +161,7 @@ def reduced(shape, spec):
     """Whole numbers of each of 8 simulated devices, reduced as a TPU does, and their sum."""
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     parts = np.random.default_rng(0).integers(-99, 99, (8, *shape)).astype(np.float32)
-    summed = jax.shard_map(lambda part: partial._reduced(part[0], mesh, spec), mesh=mesh, in_specs=P(("x", "y")),
+    summed = jax.shard_map(lambda part: partial.reduce_parts(part[0], mesh, spec), mesh=mesh, in_specs=P(("x", "y")),
                            out_specs=spec, check_vma=False)
     return np.asarray(jax.jit(summed)(parts)), parts.sum(0)
 
@@ -198,7 +198,7 @@ def wire(target, shape, spec):
         pytest.skip(f"needs {extra}")
     mesh = zero_jax.make_mesh(devices=hardware.describe(target))
     summed = jax.shard_map(
-        lambda part, factor: partial._reduced((part[0] * factor).astype(jnp.bfloat16), mesh, spec), mesh=mesh,
+        lambda part, factor: partial.reduce_parts((part[0] * factor).astype(jnp.bfloat16), mesh, spec), mesh=mesh,
         in_specs=(P(mesh.axis_names), P()), out_specs=spec, check_vma=False)
     args = (jax.ShapeDtypeStruct(size, jnp.float32, sharding=NamedSharding(mesh, split))
             for size, split in (((mesh.size, *shape), P(mesh.axis_names)), ((), P())))

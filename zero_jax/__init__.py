@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from zero_jax.guard import BadStepError, Guard, LossScale
     from zero_jax.layout import Layout
     from zero_jax.losses import next_token_loss
+    from zero_jax.matrices import whole_matrices
     from zero_jax.mesh import make_mesh, simulate_devices
     from zero_jax.planner import plan
     from zero_jax.precision import Precision
@@ -28,6 +29,7 @@ __all__ = [
     "next_token_loss",
     "plan",
     "simulate_devices",
+    "whole_matrices",
 ]
 
 # Names are imported when first asked for, so that the command line refuses bad input before JAX starts (PEP 562).
@@ -45,6 +47,7 @@ _HOMES = {
     "next_token_loss": "losses",
     "plan": "planner",
     "simulate_devices": "mesh",
+    "whole_matrices": "matrices",
 }
 
 

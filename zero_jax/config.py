@@ -14,7 +14,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from zero_jax.targets import Target, target_of
 
@@ -23,6 +23,9 @@ SIMULATED_DEVICES = 8
 
 BYTES = 256
 """Size of the vocabulary of text."""
+
+Optimizer = Literal[
+    "adamw", "adamw-bf16-momentum", "adafactor", "lion", "lion-bf16-momentum", "sgd-momentum", "lamb"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,9 @@ class TrainConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of computation and wire; the master copy is fp32. bf16 is for accelerators: half the wire, faster arithmetic."""
 
+    optimizer: Optimizer = "adamw"
+    """Whose state the devices hold: AdamW's is 8 bytes for each parameter, others' are less."""
+
     batch_size: int = 16
     """Sequences per step, over all devices, which it must divide over."""
 
@@ -60,13 +66,13 @@ class TrainConfig:
     """Optimizer steps."""
 
     learning_rate: float = 3e-3
-    """Peak of AdamW's schedule: linear warmup, then a cosine down to a tenth."""
+    """Peak of the schedule: linear warmup, then a cosine down to a tenth."""
 
     warmup: float = 0.1
     """Share of the steps that warm up, since early gradients are large."""
 
     weight_decay: float = 0.1
-    """AdamW's, per unit of learning rate."""
+    """Decoupled, per unit of learning rate."""
 
     clip: float = 1.0
     """Largest global norm of the gradient. inf: as it is."""
@@ -85,6 +91,8 @@ class TrainConfig:
             raise ValueError(f"stage={self.stage!r} is not a ZeRO stage: give 0, 1, 2 or 3.")
         if self.precision not in ("fp32", "bf16"):
             raise ValueError(f"precision={self.precision!r} is unknown: give fp32 or bf16.")
+        if self.optimizer not in get_args(Optimizer):
+            raise ValueError(f"optimizer={self.optimizer!r} is unknown{_nearest(self.optimizer, [*get_args(Optimizer)])}")
         for name in ("devices", "replica", "batch_size", "length", "steps", "eval_every", "max_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -162,6 +170,9 @@ class PlanConfig:
 
     precision: Literal["fp32", "bf16"] = "bf16"
     """Of computation and wire; the master copy is fp32."""
+
+    optimizer: Optimizer = "adamw"
+    """Whose state the devices hold; the report tells what it saves against AdamW."""
 
     remat: bool | None = None
     """Recompute each block in the backward pass. None: as the preset says. Needs a config with a field `remat`."""

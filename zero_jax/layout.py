@@ -19,7 +19,10 @@ from zero_jax.precision import Precision
 from zero_jax.reads import Read
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
-from zero_jax.tree import leaf_bytes, map_named, merge, named_leaves
+from zero_jax.tree import ending, leaf_bytes, map_named, merge, named_leaves
+
+OWNED = "owned"
+"""In the names of optimizer states whose first dim is spread over the devices, whatever their shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,18 +194,20 @@ def plan_layout(*, params: Any, frozen: Any, variables: Any, guard: Any, rng: An
     frozen = map_named(as_read, frozen)
     kept = spread(frozen) if stage.shards_params else unspread(frozen)
 
-    def place_moment(leaf: Any, param: Any, spec: P) -> Any:
-        if isinstance(leaf, optax.MaskedNode):  # another transform's parameter
-            return leaf
-        if leaf.shape != param.shape:  # adafactor's factors, say
-            spec = choose(leaf)
-        return put(leaf, spec if stage.shards_optimizer else P(*[None] * leaf.ndim))
+    owners = dict(named_leaves(jax.tree.map(put, params, sharded)))
 
-    opt_state = optax.tree.map_params(
-        optimizer, place_moment, jax.eval_shape(optimizer.init, params), params, sharded,
-        transform_non_params=lambda leaf: put(
-            leaf, choose(leaf) if stage.shards_optimizer else P()),
-        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode))
+    def place_moment(name: str, leaf: Any) -> Any:
+        """As the parameter whose name ends the moment's, also where many are stacked; by its own shape elsewhere."""
+        if not stage.shards_optimizer:
+            return put(leaf, P(*[None] * leaf.ndim))
+        if OWNED in name.split("/"):
+            return put(leaf, P(axes))
+        owner = owners.get(ending(name, owners))
+        if owner is None or leaf.shape[max(0, extra := leaf.ndim - owner.ndim):] != owner.shape:
+            return put(leaf, choose(leaf))
+        return put(leaf, P(*[None] * extra, *owner.sharding.spec))
+
+    opt_state = map_named(place_moment, jax.eval_shape(optimizer.init, params))
 
     def use(name: str, leaf: Any, stored: P, reduced: P | None) -> Use | None:
         dtype = precision.read_dtype(name, leaf.dtype)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from zero_jax.contract import Report
 from zero_jax.memory_table import largest_table, memory_table
+from zero_jax.optimizers import optimizer_bytes, optimizer_text
 from zero_jax.planner import Plan
 from zero_jax.report import replicated_text, size_text
 from zero_jax.search import Found
@@ -19,7 +20,7 @@ from zero_jax.search import Found
 
 def plan_tables(plan: Plan) -> RenderableType:
     """The whole answer: whether it fits, what holds the memory, what crosses which link, how long it takes."""
-    parts: list[RenderableType] = [verdict(plan), replicated_text(plan.layout)]
+    parts: list[RenderableType] = [verdict(plan), replicated_text(plan.layout), optimizer_text(plan.layout)]
     if plan.memory is not None:
         parts += [memory_table(plan.memory), largest_table(plan.memory)]
     if plan.wire is not None:
@@ -97,6 +98,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "memory": plan.memory and [dataclasses.asdict(row) for row in plan.memory.rows],
         "links": [{"link": link, "axes": axes, "bytes": sent} for (link, axes), sent in plan.links.items()],
         "timing": plan.timing and dataclasses.asdict(plan.timing) | {"bound": plan.timing.bound},
+        **dict(zip(("optimizer_bytes", "adamw_bytes"), optimizer_bytes(plan.layout), strict=True)),
         "replicated": [{"name": row.name, "bytes": row.bytes} for row in plan.layout.replicated()],
     }
 

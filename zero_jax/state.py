@@ -33,3 +33,12 @@ class ZeroState:
     ema: Any
     guard: Any
     rng: Any
+
+
+def typed_key(rng: Any) -> jax.Array:
+    """`rng`, a JAX PRNG key of either kind, as a typed one; raises ValueError for anything else."""
+    if not isinstance(rng, jax.Array):
+        raise ValueError(f"rng={rng!r} is a {type(rng).__name__}, not a key: give jax.random.key(0), say.")
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        return rng
+    return jax.random.wrap_key_data(rng)

@@ -23,8 +23,9 @@ from zero_jax.losses import Loss, next_token_loss
 from zero_jax.mesh import batch_axes, make_mesh, zero_axes
 from zero_jax.precision import Precision, precision_of
 from zero_jax.stages import Stage, stage_of
-from zero_jax.state import ZeroState
+from zero_jax.state import ZeroState, typed_key
 from zero_jax.trained import check_trained, split_trained
+from zero_jax.transform import check_optimizer, takes_value
 from zero_jax.tree import cast_floating, merge
 from zero_jax.update import updated, working_copy
 
@@ -82,7 +83,7 @@ def make_zero_train_step(
             f"optimizer={optimizer!r} is a {type(optimizer).__name__}, not an optax transform: give optax.adamw(1e-3), "
             "say.")
     return ZeroTrainStep(
-        functional(model, streams), row, optax.with_extra_args_support(optimizer), loss or next_token_loss, mesh, axes,
+        functional(model, streams), row, takes_value(optimizer), loss or next_token_loss, mesh, axes,
         precision_of(precision), Accumulation(accumulate, reduce),
         (frozen,) if isinstance(frozen, str) else tuple(frozen), ema, guard)
 
@@ -116,7 +117,7 @@ class ZeroTrainStep:
         make = self._initializer(batch)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
             batch = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), batch)
-        return make(_typed_key(rng), self._model.given, batch)
+        return make(typed_key(rng), self._model.given, batch)
 
     def __call__(self, state: ZeroState, batch: Any) -> tuple[ZeroState, dict[str, jax.Array]]:
         """One step: (new state, metrics). `state` is donated; nothing waits for the devices.
@@ -191,6 +192,7 @@ class ZeroTrainStep:
             check_trained(made, frozen=self._frozen, keep=self._precision.keep)
             params, frozen = split_trained(made, self._frozen)
             params = jax.eval_shape(lambda tree: cast_floating(tree, self._precision.params), params)
+            check_optimizer(self._optimizer, params)
             reads = self._model.reads(self._loss, merge(params, frozen), variables, rng, batch)
             # Reading settles which of a Linen module's collections start empty at each step: they are no state.
             _, variables = jax.eval_shape(lambda *args: self._model.init(self._loss, *args), rng, batch, given)
@@ -294,11 +296,3 @@ def _constrain(value: jax.Array, sharding: NamedSharding) -> jax.Array:
 def _strong(tree: Any) -> Any:
     """`tree` without weak types: a weakly typed leaf would compile the step twice."""
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, jnp.asarray(leaf).dtype), tree)
-
-
-def _typed_key(rng: Any) -> jax.Array:
-    if not isinstance(rng, jax.Array):
-        raise ValueError(f"rng={rng!r} is a {type(rng).__name__}, not a key: give jax.random.key(0), say.")
-    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        return rng
-    return jax.random.wrap_key_data(rng)

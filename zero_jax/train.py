@@ -1,6 +1,7 @@
 """A training run: corpus, model, step, loop, and what is left of it on disk."""
 
 import dataclasses
+import functools
 import time
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,7 @@ from zero_jax.data import Batches
 from zero_jax.generate import generate, next_logits
 from zero_jax.loop import History, Loop, make_folder
 from zero_jax.mesh import make_mesh, simulate_devices
+from zero_jax.optimizers import OPTIMIZERS, optimizer_text
 from zero_jax.report import (
     Ticker,
     make_console,
@@ -81,6 +83,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
             f"devices; {len(train_part):,} tokens to train on, {len(held_part):,} held out", soft_wrap=True)
         console.print(state_table(layout))
         console.print(replicated_text(layout), soft_wrap=True)
+        console.print(optimizer_text(layout), soft_wrap=True)
         # Compiled by hand, for its memory; calling `step` itself would compile it again.
         compiled = step.lower(batches[0]).compile()
         console.print(memory_text(compiled.memory_analysis()), soft_wrap=True)
@@ -130,14 +133,14 @@ def devices_of(config: TrainConfig) -> list[jax.Device]:
 
 
 def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device]) -> ZeroTrainStep:
-    """The train step of `config`: AdamW with clipping and a schedule, on a mesh of `devices`."""
+    """The train step of `config`: its optimizer with clipping and a schedule, on a mesh of `devices`."""
     warmup = min(round(config.warmup * config.steps), config.steps - 1)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0 if warmup else config.learning_rate, config.learning_rate, warmup, config.steps, config.learning_rate / 10)
     # The injected rate is part of the state, so that the step's metrics tell it.
-    adamw = optax.inject_hyperparams(optax.adamw, static_args=("b1", "b2", "eps", "eps_root", "weight_decay"))(
-        learning_rate=schedule, weight_decay=config.weight_decay)
-    optimizer = optax.chain(optax.clip_by_global_norm(config.clip), adamw)
+    make = functools.partial(OPTIMIZERS[config.optimizer], weight_decay=config.weight_decay)
+    injected = optax.inject_hyperparams(lambda learning_rate: make(learning_rate))(learning_rate=schedule)
+    optimizer = optax.chain(optax.clip_by_global_norm(config.clip), injected)
     mesh = make_mesh(replica=config.replica, devices=devices)
     return make_zero_train_step(
         choice.build(choice.config), config.stage, optimizer=optimizer, mesh=mesh, precision=config.precision)

@@ -1,7 +1,7 @@
 """Pytrees by path: names of leaves and their bytes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
@@ -38,6 +38,16 @@ def merge(left: dict[Any, Any], right: dict[Any, Any]) -> dict[Any, Any]:
     """One dict tree with the leaves of both, which share none."""
     both = left.keys() & right.keys()
     return {**left, **right, **{key: merge(left[key], right[key]) for key in both}}
+
+
+def ending(name: str, known: Container[str]) -> str:
+    """The longest end of `name` that is in `known`: of an optimizer's moment, the parameter. Empty if there is none.
+
+    >>> ending("opt_state/0/mu/dense/kernel", {"kernel", "dense/kernel"})
+    'dense/kernel'
+    """
+    parts = name.split("/")
+    return next((end for start in range(len(parts)) if (end := "/".join(parts[start:])) in known), "")
 
 
 def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:

@@ -1,0 +1,50 @@
+"""The optimizers that the command line knows, and what each keeps for a parameter."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zero_jax.layout import Layout
+from zero_jax.tree import leaf_bytes
+
+
+def _adafactor(learning_rate: Any, weight_decay: Any) -> optax.GradientTransformation:
+    # Its own decay does not follow the schedule; AdamW's does, and so does this one.
+    return optax.chain(
+        optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate))
+
+
+def _sgd(learning_rate: Any, weight_decay: Any) -> optax.GradientTransformation:
+    return optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(learning_rate, momentum=0.9))
+
+
+OPTIMIZERS: Mapping[str, Callable[..., optax.GradientTransformation]] = {
+    "adamw": optax.adamw,  # 8 bytes for each parameter, at fp32
+    "adamw-bf16-momentum": functools.partial(optax.adamw, mu_dtype=jnp.bfloat16),  # 6
+    "adafactor": _adafactor,  # a row and a column of each matrix; 4 where a matrix is small
+    "lion": optax.lion,  # 4
+    "lion-bf16-momentum": functools.partial(optax.lion, mu_dtype=jnp.bfloat16),  # 2
+    "sgd-momentum": _sgd,  # 4
+    "lamb": optax.lamb,  # 8
+}
+"""By name, each a function of `learning_rate` and `weight_decay`. optax has no 8-bit states: bf16 and factors it has."""
+
+
+def optimizer_bytes(layout: Layout) -> tuple[int, int]:
+    """Bytes of optimizer state on each device, and those that AdamW in fp32 would take there."""
+    held = sum(row.device_bytes for row in layout.placements() if row.name.startswith("opt_state"))
+    shards = jax.tree.map(lambda leaf, like: like.shard_shape(leaf.shape), layout.state.params, layout.gradients)
+    shards = jax.tree.leaves(shards, is_leaf=lambda shape: isinstance(shape, tuple))
+    return held, 4 + sum(2 * leaf_bytes(shape, jnp.float32) for shape in shards)
+
+
+def optimizer_text(layout: Layout) -> str:
+    """What the optimizer keeps on each device, and how much less than AdamW in fp32, in a line."""
+    held, usual = optimizer_bytes(layout)
+    what = f"{abs(usual - held):,} {'fewer' if held < usual else 'more'} than" if held != usual else "as"
+    return f"optimizer state: {held:,} bytes on each device, {what} AdamW in fp32 ({usual:,})"
