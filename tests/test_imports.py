@@ -32,6 +32,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "guard": (0, "steps whose numbers are bad: loss scale, skipping, spikes"),
     "rounding": (0, "stochastic rounding"),
     "gather": (1, "the use of a stored parameter, and the reduce-scatter of its gradient"),
+    "model_choice": (0, "the model that a name stands for"),
     "config": (1, "what a run is told; no JAX, so that a mistake is answered at once"),
     "batch": (1, "what a batch must be"),
     "reads": (1, "how a model reads its parameters, found by tracing"),

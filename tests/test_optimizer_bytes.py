@@ -6,7 +6,6 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from oracle import loss_difference, param_difference, train
 from test_cli import run

@@ -1,21 +1,16 @@
-"""What a run is told: the configuration of a training run, and the model that its name stands for.
+"""What a run is told: the configurations of training and planning.
 
 Nothing here imports JAX, so that a mistake is answered at once.
 """
 
 import dataclasses
-import difflib
 import glob
-import importlib
-import importlib.util
 import math
 import os
-import pkgutil
-import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+from zero_jax.model_choice import ModelChoice, find_model, nearest
 from zero_jax.targets import Target, target_of
 
 SIMULATED_DEVICES = 8
@@ -23,6 +18,10 @@ SIMULATED_DEVICES = 8
 
 BYTES = 256
 """Size of the vocabulary of text."""
+
+PrecisionName = Literal["fp32", "bf16", "fp16", "bf16-stochastic"]
+
+Reduce = Literal["every", "once"]
 
 Optimizer = Literal[
     "adamw", "adamw-bf16-momentum", "adafactor", "lion", "lion-bf16-momentum", "sgd-momentum", "lamb"]
@@ -50,14 +49,27 @@ class TrainConfig:
     replica: int = 1
     """Hybrid sharding: this many groups of devices, each with a whole set of shards."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Of computation and wire; the master copy is fp32. bf16 is for accelerators: half the wire, faster arithmetic."""
+    precision: PrecisionName = "fp32"
+    """Of computation and wire. bf16 and fp16 keep an fp32 master copy, fp16 scales its loss; bf16-stochastic keeps all
+    of the state in bf16 and rounds updates at random. They are for accelerators: half the wire, faster arithmetic."""
 
     optimizer: Optimizer = "adamw"
     """Whose state the devices hold: AdamW's is 8 bytes for each parameter, others' are less."""
 
     batch_size: int = 16
-    """Sequences per step, over all devices, which it must divide over."""
+    """Sequences per step, over all devices and microbatches, which it must divide over."""
+
+    accumulate: int = 1
+    """Microbatches of a step, one after another: only one's activations are held at a time."""
+
+    reduce: Reduce = "every"
+    """Reduce every microbatch's gradient and hold shards of the sum, or sum on each device and reduce once."""
+
+    ema: float | None = None
+    """Decay of a moving average of the parameters, which validation then uses. None: no average."""
+
+    skip: int = 0
+    """Steps in a row that may be skipped because their loss or gradient is not finite; one more ends the run."""
 
     length: int = 128
     """Tokens per sequence, at most the model's max_length."""
@@ -89,18 +101,20 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage={self.stage!r} is not a ZeRO stage: give 0, 1, 2 or 3.")
-        if self.precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision={self.precision!r} is unknown: give fp32 or bf16.")
-        if self.optimizer not in get_args(Optimizer):
-            raise ValueError(f"optimizer={self.optimizer!r} is unknown{_nearest(self.optimizer, [*get_args(Optimizer)])}")
-        for name in ("devices", "replica", "batch_size", "length", "steps", "eval_every", "max_bytes"):
+        for name, kind in (("precision", PrecisionName), ("optimizer", Optimizer), ("reduce", Reduce)):
+            if (value := getattr(self, name)) not in get_args(kind):
+                raise ValueError(f"{name}={value!r} is unknown{nearest(value, [*get_args(kind)])}")
+        if self.reduce == "once" and self.accumulate == 1:
+            raise ValueError("reduce=once without accumulate: the gradient of one batch is reduced once anyhow.")
+        for name in ("accumulate", "devices", "replica", "batch_size", "length", "steps", "eval_every", "max_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: give at least 1.")
         for name, low, high in (("learning_rate", 0, 10), ("warmup", 0, 1), ("weight_decay", 0, 10),
-                                ("clip", 1e-9, math.inf), ("seed", 0, 2**32 - 1)):
+                                ("clip", 1e-9, math.inf), ("seed", 0, 2**32 - 1), ("skip", 0, 2**31 - 1),
+                                ("ema", 0, 1 - 1e-9)):
             value = getattr(self, name)
-            if not low <= value <= high:
+            if value is not None and not low <= value <= high:
                 raise ValueError(f"{name}={value} is not within {low} to {high}.")
         if not self.data:
             raise ValueError('data is empty: name files, or "python".')
@@ -124,13 +138,15 @@ class TrainConfig:
         return choice
 
     def check_devices(self, devices: int) -> None:
-        """Raises ValueError unless the batch and the replicas divide over `devices`."""
+        """Raises ValueError unless the batch, with its microbatches, and the replicas divide over `devices`."""
         if devices % self.replica:
             raise ValueError(f"replica={self.replica} does not divide the {devices} devices.")
-        if self.batch_size % devices:
-            near = max(devices, round(self.batch_size / devices) * devices)
-            raise ValueError(
-                f"batch_size={self.batch_size} does not divide over {devices} devices: give a multiple, say {near}.")
+        parts = devices * self.accumulate
+        if self.batch_size % parts:
+            near = max(parts, round(self.batch_size / parts) * parts)
+            many = f" and {self.accumulate} microbatches" * (self.accumulate > 1)
+            raise ValueError(f"batch_size={self.batch_size} does not divide over {devices} devices{many}: give a "
+                             f"multiple, say {near}.")
 
     @property
     def token_file(self) -> bool:
@@ -163,13 +179,19 @@ class PlanConfig:
     """What lies sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
 
     batch_per_device: int = 1
-    """Sequences on each device."""
+    """Sequences on each device, over all microbatches."""
+
+    accumulate: int = 1
+    """Microbatches of a step, one after another."""
+
+    reduce: Reduce = "every"
+    """Reduce every microbatch's gradient, or the sum of them once."""
 
     length: int | None = None
     """Tokens per sequence. None: the model's max_length."""
 
-    precision: Literal["fp32", "bf16"] = "bf16"
-    """Of computation and wire; the master copy is fp32."""
+    precision: PrecisionName = "bf16"
+    """Of computation and wire; the master copy is fp32, but for bf16-stochastic."""
 
     optimizer: Optimizer = "adamw"
     """Whose state the devices hold; the report tells what it saves against AdamW."""
@@ -192,9 +214,13 @@ class PlanConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", tuple(self.mesh))
         for name, value in (("batch_per_device", self.batch_per_device), ("length", self.length),
+                            ("accumulate", self.accumulate),
                             *(("mesh", size) for size in self.mesh)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: give at least 1.")
+        if self.batch_per_device % self.accumulate:
+            raise ValueError(f"batch_per_device={self.batch_per_device} does not divide into {self.accumulate} "
+                             "microbatches: give a multiple.")
         if self.png is not None and self.png.suffix != ".png":
             raise ValueError(f"png={self.png} does not end in .png.")
 
@@ -216,47 +242,6 @@ class PlanConfig:
         return target, choice
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelChoice:
-    """A preset of a module of models: `build(config)` makes the Flax model."""
-
-    name: str
-    config: Any
-    build: Callable[[Any], Any]
-
-    def check(self, *, length: int, vocab_size: int | None) -> None:
-        """Raises ValueError for sequences or token ids that the model's config has no room for."""
-        longest, known = getattr(self.config, "max_length", None), getattr(self.config, "vocab_size", None)
-        if longest is not None and length > longest:
-            raise ValueError(f"length={length} is longer than max_length={longest} of {self.name}.")
-        if known is not None and vocab_size is not None and vocab_size > known:
-            raise ValueError(f"The data's vocabulary of {vocab_size} is larger than vocab_size={known} of {self.name}.")
-
-
-def find_model(name: str) -> ModelChoice:
-    """The model that MODULE:PRESET stands for, of any importable module with `PRESETS` and `build`.
-
-    The current folder is searched too. Raises ValueError for one that is not there, with the nearest that is; an
-    error inside the module is its own.
-    """
-    module_name, _, preset = name.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    if not _exists(module_name):
-        raise ValueError(
-            f"model={name!r}: there is no module {module_name!r}" + _nearest(module_name, _modules_beside(module_name)))
-    module = importlib.import_module(module_name)
-    presets, build = getattr(module, "PRESETS", None), getattr(module, "build", None)
-    if not isinstance(presets, Mapping) or not callable(build):
-        raise ValueError(
-            f"model={name!r}: {module_name} lacks PRESETS (configs by name) or build(config) (a Flax model)"
-            + _nearest(module_name, _modules_beside(module_name)))
-    if preset not in presets:
-        wrong = f"{module_name} has no preset {preset!r}" if preset else f"name a preset, as in {module_name}:PRESET"
-        raise ValueError(f"model={name!r}: {wrong}" + _nearest(preset, list(presets)))
-    return ModelChoice(name, presets[preset], build)
-
-
 def _check_folder(name: str, path: Path) -> None:
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -270,26 +255,3 @@ def simulates() -> bool:
         return platforms == "cpu"
     files = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
     return not any(glob.glob(pattern) for pattern in files)
-
-
-def _exists(module: str) -> bool:
-    try:
-        return bool(module) and importlib.util.find_spec(module) is not None
-    except (ModuleNotFoundError, ValueError):  # its package is not there; a name such as "a..b"
-        return False
-
-
-def _modules_beside(module: str) -> list[str]:
-    """Names of modules in the same package; in `models` where there is no such package."""
-    for package in (module.rpartition(".")[0], "models"):
-        if _exists(package):
-            spec = importlib.util.find_spec(package)
-            folders = spec.submodule_search_locations if spec else None
-            return [f"{package}.{found.name}" for found in pkgutil.iter_modules(folders)]
-    return []
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
-    hint = f". Did you mean {close[0]!r}?" if close else "."
-    return hint + (f" There are: {', '.join(known)}." if known else "")

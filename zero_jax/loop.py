@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 
 from zero_jax.config import TrainConfig
 from zero_jax.data import Batches
+from zero_jax.guard import BadStepError
 from zero_jax.report import Ticker, draw_curves, process_bytes, size_text
 
 EVAL_BATCHES = 16
@@ -91,7 +93,7 @@ class Loop:
     def run(self, state: Any) -> Any:
         """The state after all steps, from a state that is donated.
 
-        Raises FloatingPointError for a loss that is not finite.
+        Raises BadStepError where more steps in a row were not finite than the configuration skips.
         """
         waiting: tuple[int, dict[str, jax.Array]] | None = None
         self._clock = time.perf_counter()
@@ -111,13 +113,18 @@ class Loop:
         now = time.perf_counter()
         rate = self.config.batch_size * self.config.length / (now - self._clock)
         self.seconds, self.timed_steps, self._clock = self.seconds + now - self._clock, self.timed_steps + 1, now
-        if not np.isfinite(row["loss"]):
-            raise FloatingPointError(
-                f"The loss of step {number} is {row['loss']}: give a lower learning_rate than "
-                f"{self.config.learning_rate}, or a lower clip than {self.config.clip}.")
-        self.history.train.append((number, row["loss"]))
+        if row["stopped"]:
+            raise BadStepError(
+                f"The loss of step {number} is {row['loss']}, the norm of its gradient {row['grad_norm']}, and "
+                f"{self.config.skip} such steps in a row are skipped: give a lower learning_rate than "
+                f"{self.config.learning_rate}, a lower clip than {self.config.clip}, or a larger skip.")
+        if row["bad"]:
+            self.ticker.say(f"step {number:5d}  skipped: loss {row['loss']}, norm of the gradient {row['grad_norm']}")
+            row = {name: value for name, value in row.items() if np.isfinite(value)}
+        else:
+            self.history.train.append((number, row["loss"]))
         self.history.write(step=number, **row, tokens_per_second=round(rate, 1))
-        self.ticker.tick(number, loss=row["loss"], tokens_per_second=self.tokens_per_second,
+        self.ticker.tick(number, loss=row.get("loss", math.nan), tokens_per_second=self.tokens_per_second,
                          memory=f"{self.memory}, process peak {size_text(process_bytes())}")
 
     def _validate(self, number: int, state: Any) -> None:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from zero_jax.config import InspectConfig, ModelChoice, PlanConfig
+from zero_jax.config import InspectConfig, PlanConfig
 from zero_jax.memory import Transformer
+from zero_jax.model_choice import ModelChoice
 from zero_jax.optimizers import OPTIMIZERS
 from zero_jax.plan_report import draw_stages, finite, found_table, plan_json, plan_tables, verdict
 from zero_jax.planner import Plan, examine, plan
@@ -30,7 +31,8 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
     progress = Console(stderr=True, highlight=False)
     length = config.length or choice.config.max_length
     optimizer = OPTIMIZERS[config.optimizer](learning_rate=1e-3, weight_decay=0.1)
-    options = {"precision": config.precision, "mesh": config.mesh or -1, "optimizer": optimizer}
+    options = {"precision": config.precision, "mesh": config.mesh or -1, "optimizer": optimizer,
+               "accumulate": config.accumulate, "reduce": config.reduce}
 
     def batch(per_device: int) -> Any:
         shape = (per_device * target.num_devices, length)

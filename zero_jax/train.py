@@ -13,11 +13,13 @@ import optax
 from rich.console import Console
 
 from zero_jax import corpus
-from zero_jax.config import SIMULATED_DEVICES, ModelChoice, TrainConfig, simulates
+from zero_jax.config import SIMULATED_DEVICES, TrainConfig, simulates
 from zero_jax.data import Batches
 from zero_jax.generate import generate, next_logits
+from zero_jax.guard import Guard
 from zero_jax.loop import History, Loop, make_folder
 from zero_jax.mesh import make_mesh, simulate_devices
+from zero_jax.model_choice import ModelChoice
 from zero_jax.optimizers import OPTIMIZERS, optimizer_text
 from zero_jax.report import (
     Ticker,
@@ -59,7 +61,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     """Trains as `config` says and shows on `console` how it goes; returns what came of it.
 
     Raises ValueError for a configuration that makes no run, before anything is compiled or overwritten, and
-    FloatingPointError for a loss that is not finite.
+    BadStepError where more steps in a row were not finite than `config.skip`.
     """
     started = time.perf_counter()
     console = console or make_console()
@@ -92,8 +94,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
                       bigram_loss=bigram, state_bytes_per_device=layout.device_bytes)
         state = step.init(jax.random.key(config.seed), batches[0])
         with Ticker(console, total=config.steps) as ticker:
-            loop = Loop(config, compiled, step.evaluator(), batches, held_out, history, ticker, bigram,
-                        f"state {size_text(layout.device_bytes)}/device")
+            loop = Loop(config, compiled, step.evaluator(ema=config.ema is not None), batches, held_out, history,
+                        ticker, bigram, f"state {size_text(layout.device_bytes)}/device")
             try:
                 state = loop.run(state)
             except KeyboardInterrupt:
@@ -143,7 +145,8 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device])
     optimizer = optax.chain(optax.clip_by_global_norm(config.clip), injected)
     mesh = make_mesh(replica=config.replica, devices=devices)
     return make_zero_train_step(
-        choice.build(choice.config), config.stage, optimizer=optimizer, mesh=mesh, precision=config.precision)
+        choice.build(choice.config), config.stage, optimizer=optimizer, mesh=mesh, precision=config.precision,
+        accumulate=config.accumulate, reduce=config.reduce, ema=config.ema, guard=Guard(skip=config.skip))
 
 
 def _split(tokens: np.ndarray, config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -169,7 +172,7 @@ def _samples(config: TrainConfig, step: ZeroTrainStep, state: Any, held_part: np
     prompt = min(PROMPT_TOKENS, config.length)
     starts = np.arange(rows) * (len(held_part) - prompt) // rows
     prompts = np.stack([held_part[start : start + prompt] for start in starts])
-    evaluate = step.evaluator(next_logits)
+    evaluate = step.evaluator(next_logits, ema=config.ema is not None)
 
     def logits(batch: Any) -> jax.Array:
         return evaluate(state, jax.device_put(batch, step.batch_sharding))  # a row on each device, not all on all
