@@ -92,7 +92,8 @@ class TrainConfig:
         if self.precision not in ("fp32", "bf16"):
             raise ValueError(f"precision={self.precision!r} is unknown: give fp32 or bf16.")
         if self.optimizer not in get_args(Optimizer):
-            raise ValueError(f"optimizer={self.optimizer!r} is unknown{_nearest(self.optimizer, [*get_args(Optimizer)])}")
+            known = list(get_args(Optimizer))
+            raise ValueError(f"optimizer={self.optimizer!r} is unknown" + _nearest(self.optimizer, known))
         for name in ("devices", "replica", "batch_size", "length", "steps", "eval_every", "max_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
