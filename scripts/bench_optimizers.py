@@ -6,7 +6,7 @@
 
 The update alone runs: gradients, state and parameters lie as the step has them at stage 0 (replicated) and at stage 3
 (sharded; at stages 1 and 2 it is the same program, and its result is gathered afterwards). Machines are noisy, so the
-ways take turns and what counts are ratios of medians. Simulated devices share the machine's cores: replicated work is
+two take turns and what counts are ratios of medians. Simulated devices share the machine's cores: replicated work is
 done once for each of them, which a device of its own would do at the same time as the others, so read a ratio as work,
 not as time on accelerators. --target compiles each sharded update for described devices, which need not be there, and
 adds bytes sent and FLOPs of products per device.
@@ -99,7 +99,7 @@ def main():
     parser.add_argument("--optimizers", nargs="+", default=known, help=f"names, or their beginnings: {', '.join(known)}")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--target", help="described devices, such as h100:8")
     parser.add_argument("--json", type=Path)
@@ -110,25 +110,23 @@ def main():
 
     zero_jax.simulate_devices(args.devices)
     mesh = zero_jax.make_mesh()
-    ways, held, seconds = {}, {}, {}
-    for name in names:
-        for stage in (0, 3):
-            update, shapes, held[name, stage] = update_of(name, stage, args, mesh)
-            _, arrays = timed(update, filled(optimizer_of(name, mesh), shapes), 2)  # compile, warm up
-            ways[name, stage], seconds[name, stage] = (update, arrays), []
-    for turn in range(args.rounds):
-        for way in (ways if turn % 2 else reversed(ways)):
-            update, arrays = ways[way]
-            spent, arrays = timed(update, arrays, 1)
-            ways[way] = update, arrays
-            seconds[way] += spent
-
     rows = []
     for name in names:
-        whole, part = (statistics.median(seconds[name, stage]) for stage in (0, 3))
-        paired = statistics.median(b / a for a, b in zip(seconds[name, 0], seconds[name, 3], strict=True))
+        ways, held, seconds = {}, {}, {0: [], 3: []}
+        for stage in seconds:
+            update, shapes, held[stage] = update_of(name, stage, args, mesh)
+            _, arrays = timed(update, filled(optimizer_of(name, mesh), shapes), 2)  # compile, warm up
+            ways[stage] = update, arrays
+        for turn in range(args.rounds):
+            for stage in sorted(ways, reverse=bool(turn % 2)):
+                update, arrays = ways[stage]
+                spent, arrays = timed(update, arrays, 1)
+                ways[stage] = update, arrays
+                seconds[stage] += spent
+        whole, part = (statistics.median(spent) for spent in seconds.values())
+        paired = statistics.median(b / a for a, b in zip(seconds[0], seconds[3], strict=True))
         rows.append({"optimizer": name, "replicated_ms": 1e3 * whole, "sharded_ms": 1e3 * part, "ratio": part / whole,
-                     "paired": paired, "state_bytes": held[name, 3], "state_bytes_replicated": held[name, 0]})
+                     "paired": paired, "state_bytes": held[3], "state_bytes_replicated": held[0]})
         if args.target:
             rows[-1]["sent_bytes"], rows[-1]["flops"] = compiled_for(name, args)
     print(f"jax {jax.__version__}, optax {optax.__version__}, {args.devices} simulated devices, GPT-2 {args.layers} x "
