@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.mesh import on_torus
+from zero_jax.view import View
 
 GATHERED = "zero_gathered"
 REDUCED = "zero_reduced"
@@ -24,8 +25,8 @@ class Use:
     """How one parameter gets from its storage layout into the model, and its gradient back.
 
     stored: spec of the parameter where it is stored; reduced: spec of its gradient. Entries are None, an
-    axis name or a tuple of axis names (major first), at most one of them not None. dtype: what the model
-    reads; reduce: what the gradient is reduced in.
+    axis name or a tuple of axis names (major first). dtype: what the model reads; reduce: what the gradient is reduced
+    in. view: of which shape it is, and in which both are stored.
     """
 
     mesh: Mesh
@@ -33,17 +34,18 @@ class Use:
     reduced: P
     dtype: Any
     reduce: Any
+    view: View
 
     def drop_dim(self, index: int) -> "Use":
         """This use inside a loop or map over dim `index`, where the array has one dim less."""
-        return self._edit(lambda spec: P(*spec[:index], *spec[index + 1:]))
+        return self._edit(lambda spec: P(*spec[:index], *spec[index + 1:]), self.view.drop_dim(index))
 
     def add_dim(self, index: int) -> "Use":
         """The inverse of `drop_dim`."""
-        return self._edit(lambda spec: P(*spec[:index], None, *spec[index:]))
+        return self._edit(lambda spec: P(*spec[:index], None, *spec[index:]), self.view.add_dim(index))
 
-    def _edit(self, edit: Any) -> "Use":
-        return dataclasses.replace(self, stored=edit(self.stored), reduced=edit(self.reduced))
+    def _edit(self, edit: Any, view: View) -> "Use":
+        return dataclasses.replace(self, stored=edit(self.stored), reduced=edit(self.reduced), view=view)
 
     def gather(self, value: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The stored array (as a carrier of gradients, the array as the model reads it): the arguments of `read`.
@@ -92,7 +94,7 @@ def _gather(value: jax.Array, use: Use) -> jax.Array:
     # sharding propagation gathers before the barrier, so that forward and backward share one gather and the whole
     # weight stays alive between them. The second keeps the cast on the shard: the wire carries use.dtype.
     value = constrain(value, use.mesh, use.stored).astype(use.dtype)
-    return checkpoint_name(gather(value, use.mesh, use.stored), GATHERED)
+    return checkpoint_name(use.view.load(gather(value, use.mesh, use.stored)), GATHERED)
 
 
 _gather.defvjp(lambda value, use: (_gather(value, use), value), lambda use, value, _: (jnp.zeros_like(value),))
@@ -123,9 +125,10 @@ def _read_backward(use: Use, _: None, gradient: jax.Array) -> tuple[jax.Array, j
 
 
 def _scatter(gradient: jax.Array, use: Use) -> jax.Array:
-    """The gradient laid out as it is reduced, as one call, which `partial.scatter_parts` finds by its name."""
+    """The gradient stored and laid out as it is reduced: one call, which `partial.scatter_parts` finds by its name."""
 
     def zero_scatter(value: jax.Array) -> jax.Array:
+        value = use.view.store(value)
         for spec in reversed(between(use.reduced, use.mesh)):
             value = constrain(value, use.mesh, spec)
         return value

@@ -84,7 +84,7 @@ class Plan:
         """What to change if it does not fit, with what each change gives; nothing if it fits."""
         if self.fits:
             return ()
-        state, params = self.layout.device_bytes, sum(leaf.size for leaf in jax.tree.leaves(self.layout.state.params))
+        state, params = self.layout.device_bytes, self.layout.num_params
         shards, low = self.layout.num_shards, self.layout.state.weights is not None or self.stage == 3
         temporaries, found = self.needed_bytes - state, []
         for row in STAGES[self.stage + 1:]:

@@ -115,6 +115,12 @@ class ZeroTrainStep:
             check_batch(batch, self.mesh)  # a batch that does not fit the mesh gets its own message
             raise
 
+    def params(self, state: ZeroState) -> Any:
+        """The parameters of `state` in their true shapes, in as many parts as those allow."""
+        if self._layout is None:
+            raise ValueError("This step has no layout yet: call step.init or step.layout(batch) before step.params.")
+        return self._layout.load(state).params
+
     def abstract_state(self, batch: Any) -> ZeroState:
         """The state as `jax.ShapeDtypeStruct`s with shardings, for restoring and for compiling."""
         return self.layout(batch).state
@@ -203,10 +209,11 @@ class ZeroTrainStep:
         params, variables = self._model.init(self._loss, make_rng, self._cast(batch), given)
         layout = self.layout(batch)
         params = _strong(cast_floating(params, self._precision.params))
+        params = jax.tree.map(lambda view, leaf: view.store(leaf), layout.views.params, params)
         params = jax.tree.map(_constrain, params, layout.shardings.params)
         return ZeroState(
             step=jnp.zeros((), jnp.int32), params=params, weights=self._weights(params, layout),
-            opt_state=_strong(self._optimizer.init(params)), variables=_strong(variables), rng=step_rng)
+            opt_state=_strong(layout.init(self._optimizer, params)), variables=_strong(variables), rng=step_rng)
 
     def _step(self, state: ZeroState, batch: Any) -> tuple[ZeroState, dict[str, jax.Array]]:
         layout = self.layout(batch)
@@ -225,9 +232,11 @@ class ZeroTrainStep:
         weights = state.params if state.weights is None else state.weights
         gradient_of = jax.value_and_grad(loss_of, has_aux=True)
         edits = [inline_calls] if self._precision.reduce is None else [inline_calls, widen_reductions]
-        if len(self.mesh.axis_names) > 1 or on_torus(self.mesh):
+        flat = len(self.mesh.axis_names) == 1 and not on_torus(self.mesh)
+        if not flat or not all(view.natural for view in jax.tree.leaves(layout.views.params)):
             size = jax.tree.leaves(batch)[0].shape[0]
-            edits = [merge_scatters, *edits, functools.partial(scatter_parts, batch_size=size)]
+            edits = [functools.partial(merge_scatters, uneven=flat), *edits,
+                     functools.partial(scatter_parts, batch_size=size, uneven=flat)]
         gradient_of = rewritten(gradient_of, *edits)
         (loss, (metrics, variables)), grads = gradient_of(
             weights, state.variables, jax.random.fold_in(state.rng, state.step), self._cast(batch))
@@ -236,7 +245,7 @@ class ZeroTrainStep:
         grads = jax.tree.map(_constrain, grads, layout.gradients)
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, state.params)
         params = jax.tree.map(_constrain, state.params, layout.gradients)
-        updates, opt_state = self._optimizer.update(grads, state.opt_state, params, value=loss)
+        updates, opt_state = layout.update(self._optimizer, grads, state.opt_state, params, value=loss)
         params = jax.tree.map(_constrain, optax.apply_updates(params, updates), layout.gradients)
         new = ZeroState(
             step=state.step + 1, params=params, weights=self._weights(params, layout), opt_state=opt_state,
