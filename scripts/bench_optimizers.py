@@ -96,7 +96,8 @@ def compiled_for(name, args):
 def main():
     known = [*OPTIMIZERS, *MUON]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--optimizers", nargs="+", default=known, help=f"names, or their beginnings: {', '.join(known)}")
+    parser.add_argument("--optimizers", nargs="+", default=known,
+                        help=f"names, or their beginnings: {', '.join(known)}")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=128)

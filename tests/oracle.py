@@ -36,7 +36,7 @@ def train(model, stage, num_devices, *, batches, optimizer=None, seed=0, **optio
     for batch in batches:
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
-    params = {name: np.asarray(leaf) for name, leaf in named_leaves(state.params)}
+    params = {name: np.asarray(leaf) for name, leaf in named_leaves(step.params(state))}
     return Trained(np.array(losses, np.float64), params, state, step)
 
 

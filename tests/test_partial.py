@@ -66,7 +66,8 @@ def run(name, stage, mesh) -> Trained:
     for batch in batches:
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
-    return Trained(np.array(losses, np.float64), {n: np.asarray(p) for n, p in named_leaves(state.params)}, state, step)
+    params = {name: np.asarray(leaf) for name, leaf in named_leaves(step.params(state))}
+    return Trained(np.array(losses, np.float64), params, state, step)
 
 
 one_device = functools.cache(lambda name: run(name, 0, None))

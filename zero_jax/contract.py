@@ -105,7 +105,7 @@ class Report:
 
 
 def contract_of(layout: Layout, accumulation: Accumulation | None = None) -> Contract:
-    """What a step of this layout may send; exact for every leaf, divided or not.
+    """What a step of this layout may send; exact for every leaf, padding included.
 
     With microbatches, stage 3 gathers in each of them, and gradients are summed in each or once.
 
@@ -117,13 +117,15 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None) -> Con
     params = dict(named_leaves(layout.state.params))
     grads = dict(named_leaves(layout.gradients))
     weights = dict(named_leaves(layout.state.weights)) if layout.state.weights is not None else params
+    views = dict(named_leaves(layout.views.params))  # padding travels, too
     uses = dict(named_leaves(layout.uses))  # no entry where the parameter is used as it is stored
     gathered, sums, pieces = 0.0, {}, {}
     for name, leaf in params.items():
         use, parts = uses.get(name), _parts(leaf.shape, grads[name])
         read, summed = (weights[name].dtype,) * 2 if use is None else (use.dtype, use.reduce)
         itemsize, sum_size = (max(np.dtype(dtype).itemsize, narrowest) for dtype in (read, summed))
-        pieces |= {size: name for size in _sizes(leaf.shape, layout.reads[name].stacked, parts, mesh)}
+        for shape in (leaf.shape, views[name].shape):
+            pieces |= {size: name for size in _sizes(shape, layout.reads[name].stacked, parts, mesh)}
         if stage.shards_params:
             gathered += 2 * leaf.size * itemsize * (1 - 1 / _parts(leaf.shape, leaf.sharding))
         else:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.mesh import on_torus
+from zero_jax.view import View
 
 GATHERED = "zero_gathered"
 REDUCED = "zero_reduced"
@@ -23,9 +24,9 @@ GATHER_SCOPE = "zero_gather"
 class Use:
     """How one parameter gets from its storage layout into the model, and its gradient back.
 
-    stored: spec of the parameter where it is stored; reduced: spec of its gradient, None where reading does not
-    reduce it. Entries are None, an axis name or a tuple of axis names (major first). dtype: what the model
-    reads; reduce: what the gradient is reduced in.
+    stored: spec of the parameter where it is stored; reduced: spec of its gradient, None where reading does not reduce
+    it. Entries are None, an axis name or a tuple of axis names (major first). dtype: what the model reads; reduce: what
+    the gradient is reduced in. view: of which shape it is, and in which both are stored.
     """
 
     mesh: Mesh
@@ -33,18 +34,19 @@ class Use:
     reduced: P | None
     dtype: Any
     reduce: Any
+    view: View
 
     def drop_dim(self, index: int) -> "Use":
         """This use inside a loop or map over dim `index`, where the array has one dim less."""
-        return self._edit(lambda spec: P(*spec[:index], *spec[index + 1:]))
+        return self._edit(lambda spec: P(*spec[:index], *spec[index + 1:]), self.view.drop_dim(index))
 
     def add_dim(self, index: int) -> "Use":
         """The inverse of `drop_dim`."""
-        return self._edit(lambda spec: P(*spec[:index], None, *spec[index:]))
+        return self._edit(lambda spec: P(*spec[:index], None, *spec[index:]), self.view.add_dim(index))
 
-    def _edit(self, edit: Any) -> "Use":
+    def _edit(self, edit: Any, view: View) -> "Use":
         reduced = None if self.reduced is None else edit(self.reduced)
-        return dataclasses.replace(self, stored=edit(self.stored), reduced=reduced)
+        return dataclasses.replace(self, stored=edit(self.stored), reduced=reduced, view=view)
 
     def gather(self, value: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The stored array (as a carrier of gradients, the array as the model reads it): the arguments of `read`.
@@ -93,7 +95,7 @@ def _gather(value: jax.Array, use: Use) -> jax.Array:
     # sharding propagation gathers before the barrier, so that forward and backward share one gather and the whole
     # weight stays alive between them. The second keeps the cast on the shard: the wire carries use.dtype.
     value = constrain(value, use.mesh, use.stored).astype(use.dtype)
-    return checkpoint_name(gather(value, use.mesh, use.stored), GATHERED)
+    return checkpoint_name(use.view.load(gather(value, use.mesh, use.stored)), GATHERED)
 
 
 _gather.defvjp(lambda value, use: (_gather(value, use), value), lambda use, value, _: (jnp.zeros_like(value),))
@@ -120,13 +122,15 @@ def _read_backward(use: Use, _: None, gradient: jax.Array) -> tuple[jax.Array, j
     # propagates into what computes the gradient: a dot becomes a ring that sends 1.29 times the bytes (v5e), and an
     # embedding's updates, as large as the batch, are exchanged instead of its gradient.
     reduced = checkpoint_name(gradient.astype(use.reduce), REDUCED)
-    return reduced if use.reduced is None else _scatter(reduced, use.mesh, use.reduced), jnp.zeros_like(gradient)
+    stored = use.view.store(reduced) if use.reduced is None else _scatter(reduced, use.mesh, use.reduced, use.view)
+    return stored, jnp.zeros_like(gradient)
 
 
-def _scatter(gradient: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """The gradient laid out as it is reduced, as one call, which `partial.scatter_parts` finds by its name."""
+def _scatter(gradient: jax.Array, mesh: Mesh, spec: P, view: View) -> jax.Array:
+    """The gradient stored and laid out as it is reduced: one call, which `partial.scatter_parts` finds by its name."""
 
     def zero_scatter(value: jax.Array) -> jax.Array:
+        value = view.store(value)
         for step in reversed(between(spec, mesh)):
             value = constrain(value, mesh, step)
         return value

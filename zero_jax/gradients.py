@@ -62,8 +62,10 @@ def gradient_function(model: Functional, loss: Loss, layout: Layout, precision: 
     else:
         loss_of = rewritten(loss_of, separate_reads)
     edits: list[Any] = [inline_calls] if precision.reduce is None else [inline_calls, widen_reductions]
-    if reduced and (len(layout.mesh.axis_names) > 1 or on_torus(layout.mesh)):
-        edits = [merge_scatters, *edits, functools.partial(scatter_parts, batch_size=batch_size)]
+    flat = len(layout.mesh.axis_names) == 1 and not on_torus(layout.mesh)
+    if reduced and not (flat and all(view.natural for view in jax.tree.leaves(layout.views.params))):
+        edits = [functools.partial(merge_scatters, uneven=flat), *edits,
+                 functools.partial(scatter_parts, batch_size=batch_size, uneven=flat)]
     gradient_of = rewritten(jax.value_and_grad(loss_of, has_aux=True), *edits)
 
     def fun(weights: Any, reading: Reading, batch: Any, scale: Any) -> tuple[Told, Any]:

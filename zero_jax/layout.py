@@ -1,8 +1,6 @@
 """Where every leaf of the state lies: a pure function of shapes, stage and mesh."""
 
 import dataclasses
-import functools
-import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,44 +11,58 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.choose import choose_spec
+from zero_jax.divide import divide
+from zero_jax.elementwise import Home, on_stored
 from zero_jax.gather import Use
-from zero_jax.mesh import fills_tiles, on_torus
+from zero_jax.mesh import on_torus
 from zero_jax.precision import Precision
 from zero_jax.reads import Read
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
-from zero_jax.tree import ending, leaf_bytes, map_named, merge, named_leaves
-
-OWNED = "owned"
-"""In the names of optimizer states whose first dim is spread over the devices, whatever their shape."""
+from zero_jax.tree import leaf_bytes, map_named, merge, named_leaves
+from zero_jax.view import View, natural
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """One leaf of the state: what it is, where it lies, and what it costs each device."""
+    """One leaf of the state: what it is, where it lies, and what it costs each device.
+
+    shape and bytes: of the leaf itself. stored: its shape with dims merged or padded, which `spec` divides. padding:
+    bytes of that, on all devices that hold one copy together.
+    """
 
     name: str
     shape: tuple[int, ...]
+    stored: tuple[int, ...]
     dtype: str
     spec: P
     bytes: int
+    padding: int
     device_bytes: int
     note: str
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the leaf with its padding."""
+        return self.bytes + self.padding
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The storage layout of a train step's state.
 
-    state: a `ZeroState` of `jax.ShapeDtypeStruct`s, each with its sharding. gradients: a `NamedSharding` for
-    each parameter's gradient as the optimizer takes it. uses: for each parameter how the model reads it, a
-    `gather.Use` or None (as it is). reads: what tracing the model told of each parameter.
+    state: a `ZeroState` of `jax.ShapeDtypeStruct`s as they are stored, each with its sharding. views: a `View` for each
+    of its leaves, which knows the true shape. gradients: a `NamedSharding` for each parameter's gradient as the
+    optimizer takes it. uses: for each parameter how the model reads it, a `gather.Use` or None (as it is). reads: what
+    tracing the model told of each parameter.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
     stage: Stage
     state: ZeroState
+    views: ZeroState
     gradients: Any
     uses: Any
     reads: Mapping[str, Read]
@@ -68,11 +80,12 @@ class Layout:
     def placements(self) -> list[Placement]:
         """Every leaf of the state, in tree order."""
         rows = []
-        for name, leaf in named_leaves(self.state):
-            shard = leaf.sharding.shard_shape(leaf.shape)
+        for (name, leaf), view in zip(named_leaves(self.state), jax.tree.leaves(self.views), strict=True):
+            shard, size = leaf.sharding.shard_shape(leaf.shape), leaf_bytes(view.shape, leaf.dtype)
             rows.append(Placement(
-                name, leaf.shape, str(leaf.dtype), leaf.sharding.spec, leaf_bytes(leaf.shape, leaf.dtype),
-                leaf_bytes(shard, leaf.dtype), self._note(name, leaf)))
+                name, view.shape, leaf.shape, str(leaf.dtype), leaf.sharding.spec, size,
+                leaf_bytes(leaf.shape, leaf.dtype) - size, leaf_bytes(shard, leaf.dtype),
+                self._note(name, leaf, view)))
         return rows
 
     def replicated(self) -> list[Placement]:
@@ -83,9 +96,10 @@ class Layout:
         """The layout as text: a line for each leaf, then what stays whole and what is gathered on entry."""
         rows = self.placements()
         total, held = sum(row.bytes for row in rows), self.device_bytes
+        padding = sum(row.padding for row in rows)
         lines = [
-            f"stage {self.stage.number} ({self.stage.name}) on {dict(self.mesh.shape)}: "
-            f"{total:,} bytes of state, {held:,} on each device"]
+            f"stage {self.stage.number} ({self.stage.name}) on {dict(self.mesh.shape)}: {total:,} bytes of state, "
+            f"{held:,} on each device" + (f"; {padding:,} bytes of padding, {padding / total:.3%}" if padding else "")]
         for row in rows:
             where = " x ".join(map(str, row.shape)) or "scalar"
             lines.append(f"  {row.name}: {row.dtype} {where}, {row.spec}: {row.device_bytes:,} of {row.bytes:,} bytes"
@@ -100,11 +114,13 @@ class Layout:
         lines.append("never read by the loss: " + (", ".join(unread) or "none"))
         return "\n".join(lines)
 
-    def _note(self, name: str, leaf: Any) -> str:
+    def _note(self, name: str, leaf: Any, view: View) -> str:
         kind = name.split("/")[0]
         wanted = {"params": self.stage.shards_params or self.state.weights is not None and self.stage.shards_optimizer,
                   "opt_state": self.stage.shards_optimizer, "ema": self.stage.shards_optimizer,
                   "frozen": self.stage.shards_params, "variables": self.stage.shards_params}.get(kind, False)
+        if not view.natural:
+            return _padded_note(view)
         if not wanted or math.prod(leaf.shape) <= 1:
             return ""
         parts = math.prod(leaf.shape) // max(1, math.prod(leaf.sharding.shard_shape(leaf.shape)))
@@ -113,49 +129,65 @@ class Layout:
         if kind == "variables":
             return "replicated: no parameter"
         copies = f" {self.num_shards // parts} times" if parts > 1 else ""
-        return f"replicated{copies}: no dims of {leaf.shape} that no loop runs over divide by {self.num_shards}"
+        return (f"replicated{copies}: no dims of {leaf.shape} that no loop runs over divide by {self.num_shards}, and "
+                "padding them is not worth its while")
+
+    def load(self, state: ZeroState) -> ZeroState:
+        """`state` in its true shapes, each leaf in as many parts as its dims allow; `store` is the inverse."""
+        return jax.tree.map(self._load, self.views, state)
+
+    def _load(self, view: View, leaf: Any) -> Any:
+        if view.natural:
+            return leaf
+        spec = choose_spec(view.shape, {axis: self.mesh.shape[axis] for axis in self.axes})
+        return jax.jit(view.load, out_shardings=NamedSharding(self.mesh, spec))(leaf)
+
+    def store(self, state: ZeroState) -> ZeroState:
+        """`state`, of true shapes, as a step takes it."""
+        def put(view: View, like: Any, leaf: Any) -> Any:
+            return jax.jit(view.store, out_shardings=like.sharding)(leaf)
+
+        return jax.tree.map(put, self.views, self.state, state)
+
+    def init(self, optimizer: Any, params: Any) -> Any:
+        """`optimizer.init(params)`, of parameters as they are stored; traceable."""
+        homes = self._homes()
+        if homes is None:
+            return optimizer.init(params)
+        param_homes, state_homes = homes
+        return on_stored(optimizer.init, (param_homes,), state_homes)(params)
+
+    def update(self, optimizer: Any, grads: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        """`optimizer.update(grads, opt_state, params, **extra)`, of trees as they are stored; traceable."""
+        homes = self._homes()
+        if homes is None:
+            return optimizer.update(grads, opt_state, params, **extra)
+        param_homes, state_homes = homes
+        whole = jax.tree.map(lambda value: Home(natural(jnp.shape(value))), extra)
+
+        def update(grads: Any, opt_state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
+            return optimizer.update(grads, opt_state, params, **extra)
+
+        return on_stored(update, (param_homes, state_homes, param_homes, whole), (param_homes, state_homes))(
+            grads, opt_state, params, extra)
+
+    def _homes(self) -> tuple[Any, Any] | None:
+        """Homes of the gradients and of the optimizer's state; None where all is stored as it is."""
+        views = self.views
+        if all(view.natural for view in jax.tree.leaves((views.params, views.opt_state))):
+            return None
+        return (jax.tree.map(Home, views.params, self.gradients),
+                jax.tree.map(lambda view, leaf: Home(view, leaf.sharding), views.opt_state, self.state.opt_state))
+
+    @property
+    def num_params(self) -> int:
+        """Elements of all parameters, without padding."""
+        return sum(math.prod(view.shape) for view in jax.tree.leaves(self.views.params))
 
     @property
     def num_shards(self) -> int:
         """Over how many devices ZeRO shards each leaf: the product of the sizes of its axes."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
-
-
-def choose_spec(shape: tuple[int, ...], sizes: Mapping[str, int], read: Read | None = None, *,
-                tiled: bool = False) -> P:
-    """The storage spec of a leaf over mesh axes of `sizes`: in as many parts as its dims allow.
-
-    Never a dim over which a loop of the model's runs: each slice would lie on one device. Then the fewest dims; on a
-    TPU (`tiled`) shards that fill tiles, since others are padded to be scattered, and a dim for each axis.
-    """
-    stacked = () if read is None else read.stacked
-    entries = _choose_dims(shape, tuple(item for item in sizes.items() if item[1] > 1), stacked, tiled)
-    return P(*[None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries])
-
-
-@functools.cache
-def _choose_dims(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], stacked: tuple[int, ...],
-                 tiled: bool) -> tuple[tuple[str, ...], ...]:
-    """For each dim the axes that split it."""
-    dims = [dim for dim, size in enumerate(shape) if size and dim not in stacked]
-
-    def parts(choice: tuple[int | None, ...], dim: int) -> int:
-        return math.prod(size for (_, size), chosen in zip(sizes, choice, strict=True) if chosen == dim)
-
-    def rank(choice: tuple[int | None, ...]) -> tuple[Any, ...]:
-        used = sorted({dim for dim in choice if dim is not None})
-        ways = {dim: parts(choice, dim) for dim in used}
-        ragged = sum(not fills_tiles(shape[dim] // way) if tiled
-                     else shape[dim] // way % 16 != 0 for dim, way in ways.items())
-        shards = math.prod(parts(choice, dim) for dim in used)
-        cost = (ragged, -len(used)) if tiled else (len(used), ragged)
-        return -shards, *cost, [-1 if dim is None else dim for dim in choice]
-
-    fitting = (choice for choice in itertools.product([None, *dims], repeat=len(sizes))
-               if all(shape[dim] % parts(choice, dim) == 0 for dim in dims))
-    best = min(fitting, key=rank)
-    return tuple(tuple(name for (name, _), chosen in zip(sizes, best, strict=True) if chosen == dim)
-                 for dim in range(len(shape)))
 
 
 def plan_layout(*, params: Any, frozen: Any, variables: Any, guard: Any, rng: Any,
@@ -167,64 +199,72 @@ def plan_layout(*, params: Any, frozen: Any, variables: Any, guard: Any, rng: An
     """
     sizes, tiled = {axis: mesh.shape[axis] for axis in axes}, on_torus(mesh)
 
-    def choose(leaf: Any, read: Read | None = None) -> P:
-        return choose_spec(leaf.shape, sizes, read, tiled=tiled)
-
-    def put(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+    def put(leaf: Any, spec: P, view: View) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(view.stored, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     def whole(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: put(leaf, P()), tree)
+        return jax.tree.map(lambda leaf: put(leaf, P(), natural(leaf.shape)), tree)
 
-    def spread(tree: Any) -> Any:
-        return map_named(lambda name, leaf: choose(leaf, reads.get(name)), tree)
+    def as_is(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: natural(leaf.shape), tree)
 
-    def unspread(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: P(*[None] * leaf.ndim), tree)
+    def unspread(views: Any) -> Any:
+        return jax.tree.map(lambda view: P(*[None] * len(view.stored)), views)
 
     def as_read(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
         return leaf.update(dtype=precision.read_dtype(name, leaf.dtype))
 
-    sharded, unsharded = spread(params), unspread(params)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    if stage.shards_optimizer:
+        views, sharded, state_views, state_specs = divide(params, optimizer, sizes, reads, tiled=tiled)
+    else:
+        views, state_views = as_is(params), as_is(opt_state)
+        sharded, state_specs = unspread(views), unspread(state_views)
     copied = not stage.shards_params and any(
         leaf.dtype != as_read(name, leaf).dtype for name, leaf in named_leaves(params))
-    stored = sharded if stage.shards_params or (copied and stage.shards_optimizer) else unsharded
-    weights = map_named(lambda name, leaf: put(as_read(name, leaf), P(*[None] * leaf.ndim)), params) if copied else None
-    reduced = sharded if stage.shards_optimizer else unsharded
+    stored = sharded if stage.shards_params or (copied and stage.shards_optimizer) else unspread(views)
+    weights = jax.tree.map(put, map_named(as_read, params), unspread(views), views) if copied else None
+    reduced = sharded if stage.shards_optimizer else unspread(views)
+
     frozen = map_named(as_read, frozen)
-    kept = spread(frozen) if stage.shards_params else unspread(frozen)
+    kept_views, kept = as_is(frozen), unspread(as_is(frozen))
+    if stage.shards_params:  # an optimizer of nothing: all that is done with them is to read them
+        kept_views, kept, _, _ = divide(frozen, optax.identity(), sizes, reads, tiled=tiled)
 
-    owners = dict(named_leaves(jax.tree.map(put, params, sharded)))
-
-    def place_moment(name: str, leaf: Any) -> Any:
-        """As the parameter whose name ends the moment's, also where many are stacked; by its own shape elsewhere."""
-        if not stage.shards_optimizer:
-            return put(leaf, P(*[None] * leaf.ndim))
-        if OWNED in name.split("/"):
-            return put(leaf, P(axes))
-        owner = owners.get(ending(name, owners))
-        if owner is None or leaf.shape[max(0, extra := leaf.ndim - owner.ndim):] != owner.shape:
-            return put(leaf, choose(leaf))
-        return put(leaf, P(*[None] * extra, *owner.sharding.spec))
-
-    opt_state = map_named(place_moment, jax.eval_shape(optimizer.init, params))
-
-    def use(name: str, leaf: Any, stored: P, reduced: P | None) -> Use | None:
+    def use(name: str, leaf: Any, stored: P, reduced: P, view: View) -> Use | None:
         dtype = precision.read_dtype(name, leaf.dtype)
         if not stage.shards_optimizer and precision.reduce in (None, dtype):
             return None  # the partitioner all-reduces by itself
-        return Use(mesh, stored if stage.shards_params else P(*[None] * leaf.ndim),
-                   reduced if reduce_at_use else None, dtype, precision.reduce or dtype)
+        return Use(mesh, stored if stage.shards_params else P(*[None] * len(view.stored)),
+                   reduced if reduce_at_use else None, dtype, precision.reduce or dtype, view)
 
-    def use_frozen(leaf: Any, stored: P) -> Use | None:
-        return Use(mesh, stored, None, leaf.dtype, leaf.dtype) if stage.shards_params else None
+    def use_frozen(leaf: Any, stored: P, view: View) -> Use | None:
+        return Use(mesh, stored, None, leaf.dtype, leaf.dtype, view) if stage.shards_params else None
 
+    step = jax.ShapeDtypeStruct((), jnp.int32)
     return Layout(
         mesh=mesh, axes=axes, stage=stage, reads=reads,
         state=ZeroState(
-            step=put(jax.ShapeDtypeStruct((), jnp.int32), P()), params=jax.tree.map(put, params, stored),
-            weights=weights, frozen=jax.tree.map(put, frozen, kept), opt_state=opt_state, variables=whole(variables),
-            ema=jax.tree.map(put, params, reduced) if ema else None, guard=whole(guard), rng=put(rng, P())),
+            step=whole(step), params=jax.tree.map(put, params, stored, views), weights=weights,
+            frozen=jax.tree.map(put, frozen, kept, kept_views),
+            opt_state=jax.tree.map(put, opt_state, state_specs, state_views), variables=whole(variables),
+            ema=jax.tree.map(put, params, reduced, views) if ema else None, guard=whole(guard), rng=whole(rng)),
+        views=ZeroState(
+            step=as_is(step), params=views, weights=views if copied else None, frozen=kept_views,
+            opt_state=state_views, variables=as_is(variables), ema=views if ema else None, guard=as_is(guard),
+            rng=as_is(rng)),
         gradients=jax.tree.map(lambda spec: NamedSharding(mesh, spec), reduced,
                                is_leaf=lambda leaf: isinstance(leaf, P)),
-        uses=merge(map_named(use, params, stored, reduced), jax.tree.map(use_frozen, frozen, kept)))
+        uses=merge(map_named(use, params, stored, reduced, views),
+                   jax.tree.map(use_frozen, frozen, kept, kept_views)))
+
+
+def _padded_note(view: View) -> str:
+    """What is merged and padded of a leaf, and what that costs."""
+    told = []
+    for dim, (group, size) in enumerate(zip(view.dims, view.stored, strict=True)):
+        if len(group) != 1:
+            told.append(" x ".join(map(str, group)) + " merged")
+        if math.prod(group) != size:
+            told.append(f"dim {dim} padded: {math.prod(group)} to {size}")
+    return ", ".join(told) + (f", {view.padding / math.prod(view.shape):.2%}" if view.padding else "")

@@ -10,8 +10,8 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.choose import OWNED, choose_spec
 from zero_jax.gather import constrain
-from zero_jax.layout import OWNED, choose_spec
 from zero_jax.mesh import on_torus, zero_axes
 from zero_jax.transform import takes_value
 from zero_jax.tree import named_leaves

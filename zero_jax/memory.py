@@ -155,7 +155,7 @@ def memory_report(
       activations: the model as the formula of activations takes it; None leaves that out.
       buffer_limit: as `formula_bytes` takes it.
     """
-    psi = sum(leaf.size for leaf in jax.tree.leaves(layout.state.params))
+    psi = layout.num_params
     mixed = _mixed(layout)
     counts = counts or (ZERO_JAX if mixed else ZERO_JAX_FP32)
     formula = formula_bytes(psi, counts, layout.stage.number, layout.num_shards, transformer=activations,
@@ -260,10 +260,13 @@ def _note(layout: Layout, row: Row, placements: Sequence[Placement], transformer
     if row.formula is not None and row.placed is not None:
         whole = [each for each in placements if each.note.startswith("replicated")]
         extra = sum(each.device_bytes - each.bytes / layout.num_shards for each in whole)
+        padded = sum(each.padding / each.stored_bytes * each.device_bytes for each in placements if each.padding)
         if whole:
             largest = max(whole, key=lambda each: each.device_bytes)
             parts += [f"{len(whole)} leaves do not divide by {layout.num_shards}: +{extra:,.0f} ({largest.name}, ...)"]
-        if abs(row.placed - row.formula - extra) >= 1:
+        if padded:
+            parts += [f"{sum(each.padding > 0 for each in placements)} leaves are padded to divide: +{padded:,.0f}"]
+        if abs(row.placed - row.formula - extra - padded) >= 1:
             parts += ["stored as " + ", ".join(sorted({each.dtype for each in placements}))]
     if row.compiled is not None and row.placed is not None and row.compiled < row.placed:
         parts += ["the step does not take all of it"]

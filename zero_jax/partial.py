@@ -45,15 +45,20 @@ def inline_calls(jaxpr: core.Jaxpr) -> core.Jaxpr:
             inner for eqn in jaxpr.eqns for inner in (_inlined(eqn) if any(eqn is c for c in calls) else [eqn])])
 
 
-def merge_scatters(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """The gradients of several readings of a parameter, scattered alike and added, are added and scattered once."""
+def merge_scatters(jaxpr: core.Jaxpr, *, uneven: bool = False) -> core.Jaxpr:
+    """The gradients of several readings of a parameter, scattered alike and added, are added and scattered once.
+
+    uneven: only those that are stored in another shape than they have.
+    """
     makers = _makers(jaxpr)
     uses = collections.Counter(atom for eqn in jaxpr.eqns for atom in eqn.invars if not isinstance(atom, core.Literal))
     eqns: list[core.JaxprEqn] = []
     for eqn in jaxpr.eqns:
         terms = [makers[atom] for atom in eqn.invars if eqn.primitive.name == "add_any" and atom in makers]
         if (len(terms) == 2 and all(_is_scatter(term) and uses[term.outvars[0]] == 1 for term in terms)
-                and len({term.params["out_shardings"] for term in terms}) == 1):
+                and len({term.params["out_shardings"] for term in terms}) == 1
+                and len({term.invars[0].aval.shape for term in terms}) == 1
+                and (_is_uneven(terms[0]) or not uneven)):
             eqns = [other for other in eqns if not any(other is term for term in terms)]
             total = core.Var(terms[0].invars[0].aval)
             makers[eqn.outvars[0]] = terms[0].replace(invars=[total], outvars=eqn.outvars)
@@ -63,16 +68,19 @@ def merge_scatters(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
-def scatter_parts(jaxpr: core.Jaxpr, *, batch_size: int) -> core.Jaxpr:
+def scatter_parts(jaxpr: core.Jaxpr, *, batch_size: int, uneven: bool = False) -> core.Jaxpr:
     """Every gradient whose product is found is summed and scattered explicitly.
 
     batch_size: of the global batch; the contracted dim of this size, or of a multiple, is split over the devices.
+    uneven: only those that are stored in another shape than they have, each device's part before it is sent: what the
+    partitioner pads after the sum is all-reduced.
     """
     makers = _makers(jaxpr)
     eqns: list[core.JaxprEqn] = []
     for eqn in jaxpr.eqns:
         part = _Part(makers, batch_size)
-        eqns.append(part.scattered(eqn) if _is_scatter(eqn) and part.add(eqn.invars[0]) else eqn)
+        wanted = _is_scatter(eqn) and (_is_uneven(eqn) or not uneven)
+        eqns.append(part.scattered(eqn) if wanted and part.add(eqn.invars[0]) else eqn)
     return jaxpr.replace(eqns=eqns)
 
 
@@ -149,7 +157,7 @@ class _Part:
             for eqn in self.eqns:
                 args = [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in eqn.invars]
                 env[eqn.outvars[0]] = eqn.primitive.bind(*args, **eqn.params)
-            return reduce_parts(env[scatter.invars[0]], sharding.mesh, sharding.spec)
+            return reduce_parts(_stored(scatter, env[scatter.invars[0]]), sharding.mesh, sharding.spec)
 
         summed = jax.shard_map(
             part, mesh=sharding.mesh, out_specs=sharding.spec, check_vma=False,
@@ -161,6 +169,17 @@ class _Part:
 
         (made,) = jax.make_jaxpr(jax.jit(zero_scatter))(*map(_shape, self.cuts)).jaxpr.eqns
         return made.replace(invars=list(self.cuts), outvars=scatter.outvars)
+
+
+def _stored(scatter: core.JaxprEqn, value: jax.Array) -> jax.Array:
+    """What `scatter` does to its argument, beside laying it out: merged and padded as it is stored."""
+    inner = scatter.params["jaxpr"].jaxpr
+    env: dict[Any, Any] = {inner.invars[0]: value}
+    for eqn in inner.eqns:
+        args = [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in eqn.invars]
+        laid_out = eqn.primitive.name == "sharding_constraint"
+        env[eqn.outvars[0]] = args[0] if laid_out else eqn.primitive.bind(*args, **eqn.params)
+    return env[inner.outvars[0]]
 
 
 def reduce_parts(value: jax.Array, mesh: Any, spec: P) -> jax.Array:
@@ -226,6 +245,11 @@ def _makers(jaxpr: core.Jaxpr) -> dict[Any, Any]:
 def _is_scatter(eqn: core.JaxprEqn) -> bool:
     """Whether `eqn` is the reduction of a gradient that `gather.Use` asks for."""
     return eqn.primitive is primitives.jit_p and eqn.params["name"] == SCATTER
+
+
+def _is_uneven(scatter: core.JaxprEqn) -> bool:
+    """Whether the gradient is stored in another shape."""
+    return _shape(scatter.invars[0]).shape != _shape(scatter.outvars[0]).shape
 
 
 def _is_mark(eqn: core.JaxprEqn) -> bool:

@@ -84,16 +84,17 @@ class Plan:
         """What to change if it does not fit, with what each change gives; nothing if it fits."""
         if self.fits:
             return ()
-        state, params = self.layout.device_bytes, sum(leaf.size for leaf in jax.tree.leaves(self.layout.state.params))
+        state, params = self.layout.device_bytes, self.layout.num_params
         shards, low = self.layout.num_shards, self.layout.state.weights is not None or self.stage == 3
         temporaries, found = self.needed_bytes - state, []
         for row in STAGES[self.stage + 1:]:
             found.append(f"stage {row.number}: {row.state_bytes(params, shards, low_precision=low) / 1e9:,.1f} GB of "
                          f"state instead of {state / 1e9:,.1f} GB")
-        whole = self.layout.replicated()
-        if (wasted := sum(row.device_bytes for row in whole) - sum(row.bytes for row in whole) / shards) > 0.1 * state:
-            found.append(f"a mesh of several axes, such as {shards // 4} x 4: {wasted / 1e9:,.1f} GB are of "
-                         f"{len(whole)} leaves whose dims do not divide by {shards}, and may divide by its axes")
+        names = {row.name for row in self.layout.replicated()}
+        uneven = [row for row in self.layout.placements() if row.padding or row.name in names]
+        if (wasted := sum(row.device_bytes - row.bytes / shards for row in uneven)) > 0.1 * state:
+            found.append(f"a mesh of several axes, such as {shards // 4} x 4: {wasted / 1e9:,.1f} GB are padding or "
+                         f"copies of {len(uneven)} leaves whose dims do not divide by {shards}, and may by its axes")
         per_device = self.batch_size / self.num_devices
         if per_device > 1:
             found.append(f"a smaller batch: {temporaries / 1e9:,.1f} GB of temporaries are for {per_device:g} examples "

@@ -18,6 +18,7 @@ from zero_jax.functional import Functional, functional
 from zero_jax.gradients import Reading, gradient_function
 from zero_jax.guard import Guard, Lookout, Watch
 from zero_jax.hardware import compiler_options
+from zero_jax.initial import initial_state
 from zero_jax.layout import Layout, plan_layout
 from zero_jax.losses import Loss, next_token_loss
 from zero_jax.mesh import batch_axes, make_mesh, zero_axes
@@ -151,6 +152,13 @@ class ZeroTrainStep:
             return state
         return dataclasses.replace(state, guard=dataclasses.replace(state.guard, bad=jnp.zeros_like(state.guard.bad)))
 
+    def params(self, state: ZeroState) -> Any:
+        """The parameters of `state` in their true shapes, in as many parts as those allow."""
+        if self._layout is None:
+            raise ValueError("This step has no layout yet: call step.init or step.layout(batch) before step.params.")
+        state = self._layout.load(state)
+        return merge(state.params, state.frozen)
+
     def abstract_state(self, batch: Any) -> ZeroState:
         """The state as `jax.ShapeDtypeStruct`s with shardings, for restoring and for compiling."""
         return self.layout(batch).state
@@ -247,15 +255,9 @@ class ZeroTrainStep:
     def _init(self, rng: jax.Array, given: Any, batch: Any) -> ZeroState:
         make_rng, step_rng = jax.random.split(rng)
         made, variables = self._model.init(self._loss, make_rng, self._cast(batch), given)
-        layout = self.layout(batch)
-        params, frozen = split_trained(made, self._frozen)
-        params = _strong(cast_floating(params, self._precision.params))
-        params = jax.tree.map(_constrain, params, layout.shardings.params)
-        frozen = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), frozen, layout.state.frozen)
-        return ZeroState(
-            step=jnp.zeros((), jnp.int32), params=params, weights=working_copy(params, layout), frozen=frozen,
-            opt_state=_strong(self._optimizer.init(params)), variables=_strong(variables),
-            ema=None if self._ema is None else params, guard=self._watch.init(), rng=step_rng)
+        return initial_state(
+            *split_trained(made, self._frozen), variables, rng=step_rng, optimizer=self._optimizer,
+            layout=self.layout(batch), watch=self._watch)
 
     def _step(self, state: ZeroState, batch: Any) -> tuple[ZeroState, dict[str, jax.Array]]:
         layout, batch = self.layout(batch), self._cast(batch)
@@ -291,8 +293,3 @@ class ZeroTrainStep:
 
 def _constrain(value: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(value, sharding)
-
-
-def _strong(tree: Any) -> Any:
-    """`tree` without weak types: a weakly typed leaf would compile the step twice."""
-    return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, jnp.asarray(leaf).dtype), tree)

@@ -32,7 +32,7 @@ def updated(state: ZeroState, told: Told, grads: Any, *, key: jax.Array, optimiz
     norm = optax.tree.norm(grads)
     params = jax.tree.map(_constrain, state.params, layout.gradients)
     before = widened((params, state.opt_state)) if stochastic else (params, state.opt_state)
-    updates, opt_state = optimizer.update(grads, before[1], before[0], value=told.loss)
+    updates, opt_state = layout.update(optimizer, grads, before[1], before[0], value=told.loss)
     new = optax.apply_updates(before[0], updates)
     if stochastic:
         new, opt_state = round_stochastically(

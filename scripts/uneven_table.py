@@ -1,0 +1,143 @@
+"""State bytes per device over the ideal 1/N, where dims do not divide: four models at seven N, as a Markdown table.
+
+    python scripts/uneven_table.py                     # half a minute; shapes alone, nothing is compiled
+    python scripts/uneven_table.py --optimizer muon    # one that needs matrices: no dims are merged
+
+State is the paper's: parameters and the optimizer's state, at stage 3 in float32. The ideal is their true bytes over N.
+Each cell is that ratio, then the share of padding and that of what stays whole on every device.
+"""
+
+import argparse
+import dataclasses
+import math
+import time
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+import zero_jax
+from models import gpt2, resnet
+from zero_jax import hardware
+from zero_jax.layout import plan_layout
+from zero_jax.precision import Precision
+from zero_jax.stages import stage_of
+
+WAYS = (3, 8, 25, 64, 100, 400, 1024)
+TARGET = "h100:128x8"  # whose devices make the meshes
+
+
+class BertLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        x = nn.LayerNorm()(x + nn.MultiHeadDotProductAttention(16)(x))
+        return nn.LayerNorm()(x + nn.Dense(1024)(nn.gelu(nn.Dense(4096)(x)))), None
+
+
+class BertLarge(nn.Module):
+    """arXiv 1810.04805 with both heads of its pretraining, the masked one tied to the embedding."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        words = nn.Embed(30522, 1024)
+        x = words(tokens) + nn.Embed(512, 1024)(jnp.arange(tokens.shape[1])[None])
+        x = nn.LayerNorm()(x + nn.Embed(2, 1024)(jnp.zeros_like(tokens)))
+        x, _ = nn.scan(BertLayer, variable_axes={"params": 0}, split_rngs={"params": True}, length=24)()(x, None)
+        follows = nn.Dense(2)(nn.tanh(nn.Dense(1024)(x[:, 0])))
+        bias = self.param("bias", nn.initializers.zeros, (30522,))
+        return words.attend(nn.LayerNorm()(nn.gelu(nn.Dense(1024)(x)))) + bias + follows.sum()
+
+
+MODELS = {
+    "GPT-2 1.5B": gpt2.build(gpt2.PRESETS["1.5b"]),
+    "BERT-Large": BertLarge(),
+    "Turing-NLG": gpt2.build(gpt2.PRESETS["17b"]),
+    "ResNet-50": resnet.build(resnet.PRESETS["resnet50"]),
+}
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-3), "sgd": optax.sgd(0.1, momentum=0.9), "muon": optax.contrib.muon(1e-3),
+    "adafactor": optax.adafactor(1e-3), "lamb": optax.lamb(1e-3)}
+
+
+def classify(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["targets"]).mean()
+
+
+def batch_of(name, size):
+    images = name == "ResNet-50"
+    inputs = jax.ShapeDtypeStruct((size, 64, 64, 3) if images else (size, 16), jnp.float32 if images else jnp.int32)
+    targets = jax.ShapeDtypeStruct((size,) if images else (size, 16), jnp.int32)
+    return {"inputs": inputs, "targets": targets}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A model at one N; bytes of state: of the leaves, of their padding, on each device, and of what stays whole."""
+
+    true: int
+    padding: int
+    held: int
+    whole: int
+    ways: int
+
+    @property
+    def ratio(self):
+        """Bytes on each device over the ideal."""
+        return self.held / (self.true / self.ways)
+
+    def __str__(self):
+        return f"{self.ratio:.4f} ({self.padding / self.true:.3%}, {self.whole / self.true:.3%})"
+
+
+def layouts(name, optimizer, ways):
+    """The layout of a model at each N of `ways`; the model is traced once, since it reads its parameters alike."""
+    devices = hardware.describe(TARGET)
+    meshes = {way: zero_jax.make_mesh(way, devices=devices) for way in ways}
+    step = zero_jax.make_zero_train_step(
+        MODELS[name], 3, mesh=next(iter(meshes.values())), optimizer=optimizer, loss=classify, precision="fp32")
+    first = step.layout(batch_of(name, next(iter(ways))))
+    params, variables, rng = (jax.tree.map(lambda view, leaf: jax.ShapeDtypeStruct(view.shape, leaf.dtype), views, tree)
+                              for views, tree in zip(*((tree.params, tree.variables, tree.rng)
+                                                       for tree in (first.views, first.state)), strict=True))
+    return {way: plan_layout(
+        params=params, variables=variables, rng=rng, optimizer=optax.with_extra_args_support(optimizer),
+        stage=stage_of(3), mesh=mesh, axes=("data",), precision=Precision(), reads=first.reads)
+        for way, mesh in meshes.items()}
+
+
+def measure(layout):
+    rows = [row for row in layout.placements() if row.name.startswith(("params/", "opt_state/"))]
+    ways = layout.num_shards
+    whole = sum(row.bytes for row in rows if row.device_bytes * ways > 1.5 * (row.bytes + row.padding))
+    return Cell(sum(row.bytes for row in rows), sum(row.padding for row in rows),
+                sum(row.device_bytes for row in rows), whole, ways)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--ways", nargs="+", type=int, default=WAYS)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="default: adamw, and sgd for the ResNet")
+    parser.add_argument("--out", type=Path, help="a Markdown file")
+    args = parser.parse_args()
+    began = time.monotonic()
+    lines = [f"| model | {' | '.join(f'N = {way}' for way in args.ways)} |", "| --- " * (len(args.ways) + 1) + "|"]
+    worst = 0.0
+    for name in args.models:
+        optimizer = OPTIMIZERS[args.optimizer or ("sgd" if name == "ResNet-50" else "adamw")]
+        found = {way: measure(layout) for way, layout in layouts(name, optimizer, args.ways).items()}
+        size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(
+            layouts(name, optimizer, args.ways[:1])[args.ways[0]].views.params))
+        lines.append(f"| {name}, {size:,} | " + " | ".join(map(str, found.values())) + " |")
+        worst = max([worst, *(cell.ratio for cell in found.values())])
+        print(lines[-1], flush=True)
+    lines += ["", f"The worst is {worst:.4f}; {time.monotonic() - began:.0f} s, jax {jax.__version__}."]
+    print(lines[-1])
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

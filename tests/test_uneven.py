@@ -1,0 +1,231 @@
+"""Leaves whose dims do not divide: padded or merged in storage, and with the numbers of one device."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from oracle import loss_difference, param_difference, train
+from test_any_model import Mixture, Normalised
+from test_conformance import KEY_BIAS, classify, token_batches
+from test_optimizers import OPTIMIZERS, kernels_apart, only_matrices
+
+import zero_jax
+from models import gpt2, gpt2_nnx
+from zero_jax.choose import choose_view
+from zero_jax.elementwise import Home, needs_shape, on_stored
+from zero_jax.layout import Layout
+from zero_jax.reads import Read
+from zero_jax.view import View, natural
+
+P = jax.sharding.PartitionSpec
+CONFIG = gpt2.Config(2, 20, 2, vocab_size=257, max_length=17)
+FLAVOURS = {"linen": gpt2.build, "nnx": gpt2_nnx.build}
+FLAT, PADDED = View(((7,), (5, 3)), (7, 16)), View(((7,), (5,), (3,)), (7, 8, 3))
+
+
+@pytest.mark.parametrize("view", [FLAT, PADDED, View(((7, 5, 3),), (105,)), natural((7, 5, 3))])
+def test_a_leaf_comes_back_as_it_was_stored(view):
+    value = jnp.arange(1.0, 106).reshape(7, 5, 3)
+    stored = view.store(value)
+    assert stored.shape == view.stored and view.shape == (7, 5, 3)
+    assert view.padding == int((stored == 0).sum())
+    np.testing.assert_array_equal(view.load(stored), value)
+    np.testing.assert_array_equal(view.load(np.asarray(stored)), value)
+    np.testing.assert_array_equal(view.filled(stored + 1, 0), stored + (stored != 0))
+
+
+@pytest.mark.parametrize("view", [FLAT, PADDED])
+def test_a_loop_reads_slices_of_what_is_stored(view):
+    value = jnp.arange(105.0).reshape(7, 5, 3)
+    inner = view.drop_dim(0)
+    _, slices = jax.lax.scan(lambda _, row: (None, inner.load(row)), None, view.store(value))
+    np.testing.assert_array_equal(slices, value)
+    again = inner.add_dim(0)  # knows nothing of the size of the dim that it adds
+    np.testing.assert_array_equal(again.load(view.store(value)), value)
+    np.testing.assert_array_equal(again.store(value), view.store(value))
+
+
+@pytest.mark.parametrize(("shape", "stacked", "merge", "sizes", "view", "spec"), [
+    ((50257, 1600), (), True, {"data": 3}, View(((50257,), (1600,)), (50259, 1600)), P("data", None)),
+    ((50257, 1600), (), True, {"data": 8}, natural((50257, 1600)), P(None, "data")),
+    ((48, 1600, 6400), (0,), True, {"data": 1024}, View(((48,), (1600, 6400)), (48, 10240000)), P(None, "data")),
+    ((48, 1600, 6400), (0,), False, {"data": 1024}, View(((48,), (1600,), (6400,)), (48, 1600, 7168)),
+     P(None, None, "data")),
+    ((48, 1600, 6400), (0,), True, {"x": 64, "y": 16}, natural((48, 1600, 6400)), P(None, "x", "y")),
+    ((1600, 48, 6400), (1,), True, {"data": 1024}, View(((1600,), (48,), (6400,)), (1600, 48, 7168)),
+     P(None, None, "data")),  # its loop does not run over the first dim
+    ((3, 5, 7), (), True, {"x": 2, "y": 4}, View(((3, 5, 7),), (112,)), P(("x", "y"))),
+    ((7,), (), True, {"data": 8}, View(((7,),), (8,)), P("data")),
+    ((48,), (0,), True, {"data": 5}, natural((48,)), P(None)),
+    ((), (), True, {"data": 8}, natural(()), P()),
+    ((0, 7), (), True, {"data": 8}, natural((0, 7)), P(None, None)),
+])
+def test_how_a_leaf_is_stored(shape, stacked, merge, sizes, view, spec):
+    assert choose_view(shape, sizes, Read(stacked=stacked), merge=merge) == (view, spec)
+
+
+def batches(num_devices, num=3):
+    return token_batches(num, size=num_devices, vocab=257)
+
+
+@functools.cache
+def gpt2_run(flavour, stage, num_devices, size, precision="fp32"):
+    return train(FLAVOURS[flavour](CONFIG), stage, num_devices, batches=batches(size), precision=precision)
+
+
+@pytest.mark.parametrize(("flavour", "stage", "num_devices", "precision"), [
+    ("linen", 1, 7, "fp32"), ("linen", 2, 8, "bf16"), ("linen", 3, 3, "fp32"), ("nnx", 1, 8, "bf16"),
+    ("nnx", 2, 3, "fp32"), ("nnx", 3, 7, "fp32")])
+def test_gpt2_is_one_device(flavour, stage, num_devices, precision):
+    many = gpt2_run(flavour, stage, num_devices, num_devices, precision)
+    one = gpt2_run(flavour, 0, 1, num_devices, precision)
+    bounds = (1e-6, 1e-5) if precision == "fp32" else (4e-3, 8e-3)
+    assert loss_difference(many, one) < bounds[0]
+    assert param_difference(many, one, KEY_BIAS) < bounds[1]
+    batch = batches(num_devices)[0]
+    norms = [float(run.step(run.state, batch)[1]["grad_norm"]) for run in (many, one)]
+    np.testing.assert_allclose(*norms, rtol=1e-5 if precision == "fp32" else 3e-2)
+    views = jax.tree.leaves(many.step.layout(batch).views.params)
+    assert any(view.merges for view in views) and any(view.padding and not view.merges for view in views)
+
+
+class Odd(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(7)(nn.relu(nn.Dense(29)(nn.relu(nn.Dense(13)(x)))))
+
+
+def vectors(num=4, size=24):
+    rng = np.random.default_rng(2)
+    return [{"x": rng.normal(size=(size, 11)).astype(np.float32), "y": rng.integers(0, 7, size)} for _ in range(num)]
+
+
+def centred(updates, state, params=None):
+    return jax.tree.map(lambda u: u - jnp.mean(u) + jnp.exp(-jnp.max(jnp.abs(u + 1))), updates), state
+
+
+def transposed(updates, state, params=None):
+    return jax.tree.map(lambda u: u + 0.1 * jnp.flip(u) + jnp.cumsum(u.T, -1).T, updates), state
+
+
+def stateless(update):
+    return optax.chain(optax.GradientTransformation(lambda _: optax.EmptyState(), update), optax.sgd(0.1, momentum=0.9))
+
+
+UNEVEN = {
+    **OPTIMIZERS,
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "adamw by ndim": optax.adamw(1e-2, weight_decay=0.1, mask=only_matrices),
+    "centred": stateless(centred),
+    "transposed": stateless(transposed),
+    "if finite": optax.apply_if_finite(optax.adam(1e-2), 2),
+    "every second": optax.MultiSteps(optax.adamw(1e-2), 2),
+    "by parts": optax.multi_transform({"kernel": optax.contrib.muon(1e-2), "rest": optax.lamb(1e-2)}, kernels_apart),
+}
+
+
+@functools.cache
+def odd_run(name, stage, num_devices):
+    return train(Odd(), stage, num_devices, batches=vectors(), loss=classify, optimizer=UNEVEN[name])
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_any_optimizer_is_one_device(name):
+    one, many = odd_run(name, 0, 1), odd_run(name, 3, 8)
+    assert loss_difference(many, one) < 2e-6
+    assert param_difference(many, one) < 5e-6
+    layout = many.step.layout(vectors()[0])
+    for view, leaf in zip(jax.tree.leaves(layout.views), jax.tree.leaves(many.state), strict=True):
+        assert leaf.shape == view.stored
+        if view.padding:
+            assert not np.any(np.asarray(view.filled(leaf, 0) != leaf))  # padding is zeros after four steps
+    merged = any(view.merges for view in jax.tree.leaves(layout.views.params))
+    assert merged == (name not in ("muon", "by parts", "transposed"))
+
+
+@pytest.mark.parametrize(("model", "num_devices"), [(Normalised(), 7), (Mixture, 5)], ids=["read on entry", "nnx"])
+def test_models_of_others_are_one_device(model, num_devices):
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(35, 32)).astype(np.float32), "y": rng.integers(0, 8, 35)}
+    one, many = (train(model, stage, devices, batches=[batch] * 3, loss=classify, optimizer=optax.sgd(0.1))
+                 for stage, devices in ((0, 1), (3, num_devices)))
+    assert loss_difference(many, one) < 2e-6
+    assert param_difference(many, one) < 1e-6
+
+
+def test_a_state_comes_back_as_it_was_stored():
+    run = odd_run("adamw", 3, 8)
+    layout = run.step.layout(vectors()[0])
+    true = layout.load(run.state)
+    assert {leaf.shape for leaf in jax.tree.leaves(true.params)} == {(11, 13), (13,), (13, 29), (29,), (29, 7), (7,)}
+    again = layout.store(true)
+    for left, right in zip(jax.tree.leaves(again), jax.tree.leaves(run.state), strict=True):
+        assert left.sharding == right.sharding
+        if not jnp.issubdtype(left.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+def test_one_stored_leaf_at_a_time_and_evaluation():
+    many, one = gpt2_run("linen", 3, 3, 3), gpt2_run("linen", 0, 1, 3)
+    losses = [float(run.step.evaluator()(run.state, batches(3)[0])) for run in (many, one)]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def test_what_an_optimizer_needs_is_found():
+    home, scalar = Home(View(((5, 3),), (16,))), Home(natural(()))
+    leaf = jax.ShapeDtypeStruct((16,), jnp.float32)
+
+    def needs(fun, out):
+        return bool(needs_shape(fun, (home,), out, leaf))
+
+    assert not needs(lambda x: jnp.where(x > 0, x, 2.0) * jnp.sqrt(jnp.mean(x**2)), home)
+    assert not needs(lambda x: jax.lax.cond(x.sum() > 0, lambda x: x * 2, jnp.zeros_like, x), home)
+    assert not needs(lambda x: jnp.all(jnp.isfinite(x)), scalar)
+    for fun in (lambda x: x.T.T, lambda x: x - x.mean(0, keepdims=True), lambda x: x @ x.T @ x, lambda x: x[::-1]):
+        assert needs(fun, home)
+
+
+@pytest.mark.parametrize("view", [View(((5, 3),), (16,)), View(((5,), (3,)), (8, 3))])
+def test_whatever_a_function_does_it_sees_the_true_shape(view):
+    value, home = jax.random.normal(jax.random.key(0), (5, 3)), Home(view)
+
+    def fun(x):
+        y = jax.lax.cond(x[0, 0] > 0, jnp.exp, lambda x: x.T.reshape(5, 3), x) + jnp.ones((5, 1))
+        return [y, jnp.min(y) * jnp.max(-y), jnp.prod(x + 2), x - x.mean(0, keepdims=True), jnp.sort(y, axis=0) * y,
+                jnp.any(x > 9), jnp.full_like(x, 3.0), jax.nn.softplus(x) / jnp.linalg.norm(x)]
+
+    homes = [home, Home(natural(())), Home(natural(())), home, home, Home(natural(())), home, home]
+    found = on_stored(fun, (home,), homes)(view.store(value))
+    for place, left, right in zip(homes, found, fun(value), strict=True):
+        np.testing.assert_allclose(left, place.view.store(right), rtol=1e-6, atol=1e-7)
+
+
+def broken(monkeypatch, what):
+    if what == "padding of ones":
+        monkeypatch.setattr(View, "store", lambda self, value: View.filled(self, STORE(self, value), 1))
+    elif what == "padding that is reduced":
+        monkeypatch.setattr(View, "filled", lambda self, value, padding: value)
+    else:  # an optimizer that is given what is stored
+        monkeypatch.setattr(Layout, "_homes", lambda self: None)
+    return train(Odd(), 3, 8, batches=vectors(), loss=classify, optimizer=UNEVEN["centred"])
+
+
+STORE = View.store
+
+
+@pytest.mark.parametrize("what", ["padding of ones", "padding that is reduced", "padding that is averaged"])
+def test_padding_that_counts_is_told(monkeypatch, what):
+    """Negative controls: what the comparison sees."""
+    run = broken(monkeypatch, what)
+    one = odd_run("centred", 0, 1)
+    norms = [float(each.step(each.state, vectors()[0])[1]["grad_norm"]) for each in (run, one)]
+    assert loss_difference(run, one) > 1e-3 or abs(norms[0] / norms[1] - 1) > 1e-3
+
+
+def test_params_need_a_layout():
+    with pytest.raises(ValueError, match="no layout yet"):
+        zero_jax.make_zero_train_step(Odd(), 3).params(odd_run("adamw", 3, 8).state)
