@@ -96,8 +96,7 @@ def compiled_for(name, args):
 def main():
     known = [*OPTIMIZERS, *MUON]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--optimizers", nargs="+", default=known,
-                        help=f"names, or their beginnings: {', '.join(known)}")
+    parser.add_argument("--optimizers", nargs="+", default=known, help=f"or how their names begin: {', '.join(known)}")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=128)
@@ -111,6 +110,11 @@ def main():
 
     zero_jax.simulate_devices(args.devices)
     mesh = zero_jax.make_mesh()
+    print(f"jax {jax.__version__}, optax {optax.__version__}, {args.devices} simulated devices, GPT-2 {args.layers} x "
+          f"{args.width}, fp32, {args.rounds} rounds\n")
+    header = ["optimizer", "replicated ms", "sharded ms", "sharded / replicated", "paired", "state MiB / device"]
+    header += [f"{args.target}: MiB sent", "GFLOP"] if args.target else []
+    print(f"| {' | '.join(header)} |\n{'| --- ' * len(header)}|")
     rows = []
     for name in names:
         ways, held, seconds = {}, {}, {0: [], 3: []}
@@ -130,16 +134,11 @@ def main():
                      "paired": paired, "state_bytes": held[3], "state_bytes_replicated": held[0]})
         if args.target:
             rows[-1]["sent_bytes"], rows[-1]["flops"] = compiled_for(name, args)
-    print(f"jax {jax.__version__}, optax {optax.__version__}, {args.devices} simulated devices, GPT-2 {args.layers} x "
-          f"{args.width}, fp32, {args.rounds} rounds\n")
-    header = ["optimizer", "replicated ms", "sharded ms", "sharded / replicated", "paired", "state MiB / device"]
-    header += [f"{args.target}: MiB sent", "GFLOP"] if args.target else []
-    print(f"| {' | '.join(header)} |\n{'| --- ' * len(header)}|")
-    for row in rows:
+        row = rows[-1]
         cells = [row["optimizer"], *(f"{row[key]:.1f}" for key in ("replicated_ms", "sharded_ms")),
                  *(f"{row[key]:.2f}" for key in ("ratio", "paired")), f"{row['state_bytes'] / 2**20:.2f}"]
         cells += [f"{row['sent_bytes'] / 2**20:.2f}", f"{row['flops'] / 1e9:.2f}"] if args.target else []
-        print(f"| {' | '.join(cells)} |")
+        print(f"| {' | '.join(cells)} |", flush=True)
     if args.json:
         args.json.write_text(json.dumps({"rows": rows, "jax": jax.__version__}, indent=1))
 

@@ -32,7 +32,7 @@ OPTIMIZERS: Mapping[str, Callable[..., optax.GradientTransformation]] = {
     "sgd-momentum": _sgd,  # 4
     "lamb": optax.lamb,  # 8
 }
-"""By name, functions of `learning_rate` and `weight_decay`. optax has bf16 and factored states, and no 8-bit ones."""
+"""By name, each a function of `learning_rate` and `weight_decay`. optax has no 8-bit states, but bf16 and factors."""
 
 
 def optimizer_bytes(layout: Layout) -> tuple[int, int]:
