@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from oracle import loss_difference, param_difference, train
-from test_any_model import Mixture, Normalised
+from test_any_model import Ensemble, Mixture, Normalised
 from test_conformance import KEY_BIAS, classify, token_batches
 from test_contract import described
 from test_optimizers import OPTIMIZERS, kernels_apart, only_matrices
@@ -150,7 +150,28 @@ def test_any_optimizer_is_one_device(name):
     assert merged == (name not in ("muon", "by parts", "transposed"))
 
 
-@pytest.mark.parametrize(("model", "num_devices"), [(Normalised(), 7), (Mixture, 5)], ids=["read on entry", "nnx"])
+class Row(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(32)(nn.tanh(nn.Dense(13)(x))), None
+
+
+class LoopsWithinLoops(nn.Module):
+    """Layers stacked in the second dim of their parameters, and loops in a loop."""
+
+    @nn.compact
+    def __call__(self, x):
+        def scan(block, axis, length):
+            return nn.scan(block, variable_axes={"params": axis}, split_rngs={"params": True}, length=length)
+
+        x, _ = scan(Row, 1, 2)()(x, None)
+        x, _ = scan(scan(Row, 0, 2), 0, 3)()(x, None)
+        return nn.Dense(8)(x)
+
+
+@pytest.mark.parametrize(("model", "num_devices"), [
+    (Normalised(), 7), (Mixture, 5), (Ensemble(), 5), (LoopsWithinLoops(), 7)],
+    ids=["read on entry", "nnx", "vmap", "loops"])
 def test_models_of_others_are_one_device(model, num_devices):
     rng = np.random.default_rng(0)
     batch = {"x": rng.normal(size=(35, 32)).astype(np.float32), "y": rng.integers(0, 8, 35)}
