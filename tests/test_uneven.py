@@ -1,6 +1,8 @@
 """Leaves whose dims do not divide: padded or merged in storage, and with the numbers of one device."""
 
 import functools
+import importlib
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -9,13 +11,14 @@ import numpy as np
 import optax
 import pytest
 from oracle import loss_difference, param_difference, train
-from test_any_model import Mixture, Normalised
+from test_any_model import Ensemble, Mixture, Normalised
 from test_conformance import KEY_BIAS, classify, token_batches
+from test_contract import described
 from test_optimizers import OPTIMIZERS, kernels_apart, only_matrices
 
 import zero_jax
 from models import gpt2, gpt2_nnx
-from zero_jax.choose import choose_view
+from zero_jax.choose import choose_spec, choose_view
 from zero_jax.elementwise import Home, needs_shape, on_stored
 from zero_jax.layout import Layout
 from zero_jax.reads import Read
@@ -147,7 +150,28 @@ def test_any_optimizer_is_one_device(name):
     assert merged == (name not in ("muon", "by parts", "transposed"))
 
 
-@pytest.mark.parametrize(("model", "num_devices"), [(Normalised(), 7), (Mixture, 5)], ids=["read on entry", "nnx"])
+class Row(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(32)(nn.tanh(nn.Dense(13)(x))), None
+
+
+class LoopsWithinLoops(nn.Module):
+    """Layers stacked in the second dim of their parameters, and loops in a loop."""
+
+    @nn.compact
+    def __call__(self, x):
+        def scan(block, axis, length):
+            return nn.scan(block, variable_axes={"params": axis}, split_rngs={"params": True}, length=length)
+
+        x, _ = scan(Row, 1, 2)()(x, None)
+        x, _ = scan(scan(Row, 0, 2), 0, 3)()(x, None)
+        return nn.Dense(8)(x)
+
+
+@pytest.mark.parametrize(("model", "num_devices"), [
+    (Normalised(), 7), (Mixture, 5), (Ensemble(), 5), (LoopsWithinLoops(), 7)],
+    ids=["read on entry", "nnx", "vmap", "loops"])
 def test_models_of_others_are_one_device(model, num_devices):
     rng = np.random.default_rng(0)
     batch = {"x": rng.normal(size=(35, 32)).astype(np.float32), "y": rng.integers(0, 8, 35)}
@@ -224,6 +248,21 @@ def test_padding_that_counts_is_told(monkeypatch, what):
     one = odd_run("centred", 0, 1)
     norms = [float(each.step(each.state, vectors()[0])[1]["grad_norm"]) for each in (run, one)]
     assert loss_difference(run, one) > 1e-3 or abs(norms[0] / norms[1] - 1) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["GPT-2 1.5B", "BERT-Large", "Turing-NLG", "ResNet-50"])
+def test_99_percent_of_a_real_model_is_sharded(name, monkeypatch):
+    """And negative control: with dims neither merged nor padded it is not."""
+    described("h100:8")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
+    table = importlib.import_module("uneven_table")
+    optimizer = table.OPTIMIZERS["sgd" if name == "ResNet-50" else "adamw"]
+    for layout in table.layouts(name, optimizer, table.WAYS).values():
+        cell = table.measure(layout)
+        assert 1 <= cell.ratio <= 1.01 and cell.padding <= 0.01 * cell.true and cell.whole <= 0.01 * cell.true
+    monkeypatch.setattr("zero_jax.divide.choose_view", lambda shape, sizes, read=None, *, tiled=False, merge=True: (
+        natural(shape), choose_spec(shape, sizes, read, tiled=tiled)))
+    assert table.measure(table.layouts(name, optimizer, (1024,))[1024]).ratio > (1.0001 if name == "BERT-Large" else 2)
 
 
 def test_params_need_a_layout():

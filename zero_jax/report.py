@@ -198,6 +198,7 @@ def _bytes(rows: Sequence[Placement]) -> tuple[str, str]:
 def _summary(rows: Sequence[Placement]) -> tuple[str, str, str]:
     """Shape and dtype of the largest leaf, and the dims that lie split over the shards ("1 or 2": leaves differ)."""
     largest = max(rows, key=lambda row: row.bytes)
-    dims = {str(dim) for row in rows for dim, axis in enumerate(row.spec) if axis}
+    dims = {str(dim) if len(row.stored) == len(row.shape) else "merged"
+            for row in rows for dim, axis in enumerate(row.spec) if axis}
     whole = {"none" for row in rows if not any(row.spec)}
     return " x ".join(map(str, largest.shape)) or "scalar", largest.dtype, " or ".join(sorted(dims | whole))
