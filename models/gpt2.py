@@ -73,8 +73,11 @@ def attention(qkv: jax.Array, num_heads: int) -> jax.Array:
     whole. GPT-2's released weights have q | k | v outermost.
     """
     batch, seq, columns = qkv.shape
-    q, k, v = jnp.moveaxis(qkv.reshape(batch, seq, num_heads, 3, -1), 3, 0)
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(batch, seq, columns // 3)
+    # In float16 JAX's attention asks for a product that only NVIDIA's GPUs have.
+    wide = qkv.astype(jnp.float32) if qkv.dtype == jnp.float16 else qkv
+    q, k, v = jnp.moveaxis(wide.reshape(batch, seq, num_heads, 3, -1), 3, 0)
+    out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    return out.reshape(batch, seq, columns // 3).astype(qkv.dtype)
 
 
 def residual_init(config: Config) -> nn.initializers.Initializer:

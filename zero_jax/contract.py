@@ -132,9 +132,11 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None) -> Con
             gathered += leaf.size * itemsize * (1 - 1 / parts)
         others, size = math.prod(mesh.values()) // parts, leaf.size * sum_size
         sums[name] = size * (1 - 1 / parts) + 2 * size / parts * (1 - 1 / others)
-    for leaf in jax.tree.leaves(layout.state.frozen):
-        size = leaf.size * max(leaf.dtype.itemsize, narrowest)
-        gathered += 2 * size * (1 - 1 / _parts(leaf.shape, leaf.sharding))
+    for (name, leaf), view in zip(named_leaves(layout.state.frozen), jax.tree.leaves(layout.views.frozen), strict=True):
+        parts = _parts(leaf.shape, leaf.sharding)
+        gathered += 2 * leaf.size * max(leaf.dtype.itemsize, narrowest) * (1 - 1 / parts)
+        for shape in (leaf.shape, view.shape):
+            pieces |= {size: name for size in _sizes(shape, layout.reads[name].stacked, parts, mesh)}
     reduced = sum(sums.values())
     if platform == "cpu" or not stage.shards_optimizer:
         reduced += max(sums.values(), default=0.0)
