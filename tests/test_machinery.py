@@ -243,8 +243,14 @@ def test_policies_that_make_no_sense(options, told):
         zero_jax.Precision(**options)
 
 
-@pytest.mark.parametrize("target", ["h100:8", "v5e:2x4"])
-@pytest.mark.parametrize("policy, wire", [("fp16", "f16"), ("bf16-stochastic", "bf16"), ("fp32", "f32")])
+def test_a_tpu_has_no_float16():
+    with pytest.raises(ValueError, match="a TPU has no float16.*bf16"):
+        zero_jax.make_zero_train_step(gpt2.build(GPT2), 3, mesh=described("v5e:2x4"), precision="fp16")
+
+
+@pytest.mark.parametrize("target, policy, wire", [
+    ("h100:8", "fp16", "f16"), ("h100:8", "bf16-stochastic", "bf16"), ("h100:8", "fp32", "f32"),
+    ("v5e:2x4", "bf16-stochastic", "bf16"), ("v5e:2x4", "fp32", "f32")])
 def test_the_wire_carries_the_dtype(target, policy, wire):
     mesh, config = described(target), gpt2.Config(2, 512, 8, vocab_size=2048, max_length=64)
     step = zero_jax.make_zero_train_step(gpt2_nnx.build(config), 3, mesh=mesh, precision=policy)

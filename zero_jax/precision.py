@@ -68,12 +68,15 @@ POLICIES = {
 }
 
 
-def precision_of(policy: "Precision | str | None") -> Precision:
-    """A policy by name or as it is; None keeps every dtype as the model declares it."""
-    if policy is None:
-        return Precision()
-    if isinstance(policy, Precision):
-        return policy
-    if policy not in POLICIES:
+def precision_of(policy: "Precision | str | None", *, platform: str) -> Precision:
+    """A policy by name or as it is, for devices of JAX's `platform`; None keeps every dtype as the model declares it.
+
+    Raises ValueError for a name that is unknown, and for float16 on a TPU.
+    """
+    if policy is not None and not isinstance(policy, Precision) and policy not in POLICIES:
         raise ValueError(f"precision={policy!r} is unknown: give one of {', '.join(POLICIES)}, or a Precision.")
-    return POLICIES[policy]
+    found = policy if isinstance(policy, Precision) else Precision() if policy is None else POLICIES[policy]
+    if platform == "tpu" and jnp.float16 in (found.params, found.compute, found.reduce):
+        raise ValueError(f"precision={policy!r}: a TPU has no float16, and would all-reduce gradients in it instead of "
+                         "scattering them: give \"bf16\".")
+    return found

@@ -85,7 +85,7 @@ def make_zero_train_step(
             "say.")
     return ZeroTrainStep(
         functional(model, streams), row, takes_value(optimizer), loss or next_token_loss, mesh, axes,
-        precision_of(precision), Accumulation(accumulate, reduce),
+        precision_of(precision, platform=mesh.devices.flat[0].platform), Accumulation(accumulate, reduce),
         (frozen,) if isinstance(frozen, str) else tuple(frozen), ema, guard)
 
 
