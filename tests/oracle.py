@@ -15,12 +15,13 @@ ADAMW = optax.adamw(3e-4, eps=1e-6)
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """Losses of each step, the final parameters by name as numpy arrays, and the step that made them."""
+    """Losses and gradient norms of each step, the final parameters by name as numpy arrays, and the step itself."""
 
     losses: np.ndarray
     params: dict[str, np.ndarray]
     state: Any
     step: Any
+    norms: Any = None
 
 
 def train(model, stage, num_devices, *, batches, optimizer=None, seed=0, **options) -> Trained:
@@ -32,12 +33,13 @@ def train(model, stage, num_devices, *, batches, optimizer=None, seed=0, **optio
     step = zero_jax.make_zero_train_step(
         model, stage, mesh=zero_jax.make_mesh(num_devices), optimizer=optimizer or ADAMW, **options)
     state = step.init(jax.random.key(seed), batches[0])
-    losses = []
+    losses, norms = [], []
     for batch in batches:
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
+        norms.append(metrics["grad_norm"])
     params = {name: np.asarray(leaf) for name, leaf in named_leaves(step.params(state))}
-    return Trained(np.array(losses, np.float64), params, state, step)
+    return Trained(np.array(losses, np.float64), params, state, step, np.array(norms, np.float64))
 
 
 def loss_difference(a: Trained, b: Trained) -> float:

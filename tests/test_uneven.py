@@ -89,10 +89,8 @@ def test_gpt2_is_one_device(flavour, stage, num_devices, precision):
     bounds = (1e-6, 1e-5) if precision == "fp32" else (4e-3, 8e-3)
     assert loss_difference(many, one) < bounds[0]
     assert param_difference(many, one, KEY_BIAS) < bounds[1]
-    batch = batches(num_devices)[0]
-    norms = [float(run.step(run.state, batch)[1]["grad_norm"]) for run in (many, one)]
-    np.testing.assert_allclose(*norms, rtol=1e-5 if precision == "fp32" else 3e-2)
-    views = jax.tree.leaves(many.step.layout(batch).views.params)
+    np.testing.assert_allclose(many.norms, one.norms, rtol=1e-5 if precision == "fp32" else 3e-2)
+    views = jax.tree.leaves(many.step.layout(batches(num_devices)[0]).views.params)
     assert any(view.merges for view in views) and any(view.padding and not view.merges for view in views)
 
 
@@ -108,7 +106,7 @@ def vectors(num=4, size=24):
 
 
 def centred(updates, state, params=None):
-    return jax.tree.map(lambda u: u - jnp.mean(u) + jnp.exp(-jnp.max(jnp.abs(u + 1))), updates), state
+    return jax.tree.map(lambda u: u - jnp.mean(u) + jnp.mean(jnp.cos(u)), updates), state
 
 
 def transposed(updates, state, params=None):
@@ -230,7 +228,8 @@ def test_whatever_a_function_does_it_sees_the_true_shape(view):
 
 def broken(monkeypatch, what):
     if what == "padding of ones":
-        monkeypatch.setattr(View, "store", lambda self, value: View.filled(self, STORE(self, value), 1))
+        monkeypatch.setattr(View, "store", lambda self, value: (
+            STORE(self, value - 1) + 1 if self.padding and value.dtype == jnp.float32 else STORE(self, value)))
     elif what == "padding that is reduced":
         monkeypatch.setattr(View, "filled", lambda self, value, padding: value)
     else:  # an optimizer that is given what is stored
@@ -246,8 +245,7 @@ def test_padding_that_counts_is_told(monkeypatch, what):
     """Negative controls: what the comparison sees."""
     run = broken(monkeypatch, what)
     one = odd_run("centred", 0, 1)
-    norms = [float(each.step(each.state, vectors()[0])[1]["grad_norm"]) for each in (run, one)]
-    assert loss_difference(run, one) > 1e-3 or abs(norms[0] / norms[1] - 1) > 1e-3
+    assert param_difference(run, one) > 1e-4 or np.abs(run.norms / one.norms - 1).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["GPT-2 1.5B", "BERT-Large", "Turing-NLG", "ResNet-50"])

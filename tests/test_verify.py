@@ -60,6 +60,9 @@ KEPT = {
         gpt2.build(dataclasses.replace(REMAT, scan_layers=False)), 3, "h100:8", {"precision": BF16_FP32}),
     "h100, stage 3, factored hybrid": (LINEN, 3, "h100:8", {"mesh": {"data": (2, 2), "replica": 2}}),
     "h100, stage 1, uneven": (gpt2.build(UNEVEN), 1, "h100:4", {"mesh": {"data": 3}}),
+    "h100, stage 1, merged": (  # whose weights XLA:GPU could not tile as slices
+        gpt2.build(dataclasses.replace(gpt2.PRESETS["1.5b"], num_layers=2, vocab_size=512, max_length=64)), 1,
+        "h100:16x8", {}),
     "h100, stage 3, uneven NNX": (gpt2_nnx.build(UNEVEN), 3, "h100:8", {}),
     "cpu, stage 3, uneven": (gpt2.build(dataclasses.replace(UNEVEN, remat=True)), 3, "cpu", {}),
     "v5e, stage 3, uneven": (gpt2.build(UNEVEN), 3, "v5e:2x4", {}),

@@ -95,7 +95,10 @@ def _gather(value: jax.Array, use: Use) -> jax.Array:
     # sharding propagation gathers before the barrier, so that forward and backward share one gather and the whole
     # weight stays alive between them. The second keeps the cast on the shard: the wire carries use.dtype.
     value = constrain(value, use.mesh, use.stored).astype(use.dtype)
-    return checkpoint_name(use.view.load(gather(value, use.mesh, use.stored)), GATHERED)
+    value = use.view.load(gather(value, use.mesh, use.stored))
+    if use.view.merges:  # XLA:GPU cannot tile a product that takes a slice of a merged weight as its operand
+        value = jax.lax.optimization_barrier(value)
+    return checkpoint_name(value, GATHERED)
 
 
 _gather.defvjp(lambda value, use: (_gather(value, use), value), lambda use, value, _: (jnp.zeros_like(value),))
