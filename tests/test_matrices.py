@@ -1,5 +1,6 @@
 """Optimizers of whole matrices: owner and gather have the numbers of one device, and what each sends and computes."""
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -12,7 +13,7 @@ from test_conformance import KEY_BIAS, classify, token_batches, vector_batches
 
 import zero_jax
 from models import gpt2
-from zero_jax import hardware, hlo, hlo_schedule
+from zero_jax import contract, hardware, hlo, hlo_schedule
 from zero_jax.tree import named_leaves
 
 BATCHES = vector_batches(4, size=16)
@@ -124,19 +125,20 @@ def kernels(params):
     return jax.tree.map_with_path(lambda path, _: "matrix" if "kernel" in str(path) else "rest", params)
 
 
-def muon_of_kernels(mesh, placement):
+def muon_of_kernels(mesh, placement, decay=0.0):
     """Muon on every kernel: 2-D, and 3-D where layers are scanned, which Muon itself is told of."""
     if placement is None:
-        inner = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=lambda params: jax.tree.map(
+        inner = optax.contrib.muon(1e-2, weight_decay=decay, muon_weight_dimension_numbers=lambda params: jax.tree.map(
             lambda leaf: optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1), params))
     else:
-        inner = zero_jax.whole_matrices(optax.contrib.muon(1e-2), mesh, placement)
+        inner = zero_jax.whole_matrices(optax.contrib.muon(1e-2, weight_decay=decay), mesh, placement)
     return optax.partition({"matrix": inner, "rest": optax.adam(1e-3, eps=1e-6)}, kernels)
 
 
-@pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
-def test_stacked_and_single_matrices_are_one_device(scanned):
-    model = gpt2.build(gpt2.Config(2, 32, 2, vocab_size=64, max_length=16, scan_layers=scanned))
+@pytest.mark.parametrize(("scanned", "width"), [(True, 32), (False, 32), (True, 68)],
+                         ids=["scanned", "unrolled", "uneven"])
+def test_stacked_and_single_matrices_are_one_device(scanned, width):
+    model = gpt2.build(gpt2.Config(2, width, 2, vocab_size=64, max_length=16, scan_layers=scanned))
     batches = token_batches(4)
     one = train(model, 0, 1, batches=batches, optimizer=muon_of_kernels(zero_jax.make_mesh(1), None))
     many = train(model, 3, 8, batches=batches, optimizer=muon_of_kernels(zero_jax.make_mesh(8), "owner"))
@@ -172,3 +174,52 @@ def test_owner_sends_and_computes_an_eighth(scanned):
     assert gather[0] == pytest.approx(2 * whole, rel=0.01)  # gradients and momentum
     assert alone[0] > 3 * gather[0]  # what the partitioner makes of Newton-Schulz
     assert owner[1] == pytest.approx(gather[1] / 8 * 8 / 6, rel=0.02)
+
+
+@functools.cache
+def whole_step(target, placement, stage, decay=0.0, width=128):
+    """(contract, compiled text, elements of matrices) of a step with three matrices of each shape on eight devices."""
+    if target == "cpu":
+        mesh = zero_jax.make_mesh(8)
+    elif extra := hardware.missing_compiler(target):
+        pytest.skip(f"needs {extra}")
+    else:
+        mesh = zero_jax.make_mesh(devices=hardware.describe(target))
+    step = zero_jax.make_zero_train_step(
+        gpt2.build(gpt2.Config(3, width, 4, vocab_size=512, max_length=64)), stage, mesh=mesh,
+        optimizer=muon_of_kernels(mesh, placement, decay))
+    batch = {name: jax.ShapeDtypeStruct((8, 64), jnp.int32) for name in ("inputs", "targets")}
+    psi = sum(leaf.size for name, leaf in named_leaves(step.layout(batch).state.params) if "kernel" in name)
+    return step.contract(batch), step.compile(batch).as_text(), psi
+
+
+@pytest.mark.parametrize(("target", "placement", "stage", "decay", "moved"), [
+    ("h100:8", "owner", 3, 0.0, 2 / 8 * 8 / 3), ("h100:8", "gather", 3, 0.1, 3),
+    ("cpu", "owner", 3, 0.1, 3 / 8 * 8 / 3), ("cpu", "gather", 1, 0.0, 2)])
+def test_the_contract_promises_what_the_placement_moves(target, placement, stage, decay, moved):
+    """Gradients, momentum where it is gathered, parameters where they decay; three matrices are filled up to eight."""
+    promised, text, psi = whole_step(target, placement, stage, decay)
+    *_, matrices = contract.verify(text, promised).kept
+    assert matrices.promise.wire_bytes == pytest.approx(moved * 4 * psi * 7 / 8, rel=1e-3)
+    assert matrices.wire_bytes == pytest.approx(matrices.promise.wire_bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize("target", ["h100:8", "cpu"])
+def test_what_breaks_the_contract_of_matrices(target):
+    """Negative controls: Muon as the partitioner splits it is told what to do, and each byte of the promise counts."""
+    (owner, kept, _), (alone, text, _) = whole_step(target, "owner", 3), whole_step(target, None, 3)
+    assert len(alone.promises) == 3
+    for promised in (alone, owner):
+        with pytest.raises(contract.ContractError, match="optax.*_muon.py.*give them to zero_jax.whole_matrices"):
+            contract.verify(text, promised)
+    *others, matrices = owner.promises
+    less = dataclasses.replace(matrices, wire_bytes=0.9 * matrices.wire_bytes)
+    (line,) = contract.check(kept, dataclasses.replace(owner, promises=(*others, less))).violations
+    assert "bytes of whole matrices travel" in line
+
+
+def test_uneven_matrices_break_the_contract():
+    """What is known not to keep it, and is told so: no dim of 100 x 300 divides by eight."""
+    promised, text, _ = whole_step("cpu", "owner", 3, width=100)
+    with pytest.raises(contract.ContractError, match="whole matrices travel.*choose dims that divide"):
+        contract.verify(text, promised)

@@ -8,15 +8,18 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from zero_jax.batch import Accumulation
+from zero_jax.contract_report import Contract, Kept, Promise, Report
 from zero_jax.gather import GATHER_SCOPE
 from zero_jax.hlo import Collective, collectives
 from zero_jax.hlo_text import shape_bytes
-from zero_jax.layout import Layout
+from zero_jax.layout import UPDATE_SCOPE, Layout
+from zero_jax.matrices import MATRICES_SCOPE, moved
 from zero_jax.tree import named_leaves
 
 TOLERANCE = 0.04
@@ -30,84 +33,11 @@ class ContractError(ValueError):
     """A compiled program sends what its stage does not promise."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Promise:
-    """One kind of traffic: what for, as which collectives, over which axes, and how much of it.
-
-    kinds: as what it is meant to travel; another kind is noted, and it is bytes that break a promise. wire_bytes: what
-    each device sends per step, by rings. pieces: elements of each buffer that may travel, by the
-    parameter that it is; empty where anything small may.
-    """
-
-    purpose: str
-    kinds: tuple[str, ...]
-    axes: tuple[str, ...]
-    wire_bytes: float
-    pieces: Mapping[int, str] = dataclasses.field(default_factory=dict, repr=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Contract:
-    """All that one step of a layout may send.
-
-    mesh: sizes of the mesh's axes, in its order. platform: as JAX has it. slack: bytes by which parameters or gradients
-    may exceed their promise, since small leaves are padded or all-reduced.
-    """
-
-    stage: int
-    mesh: Mapping[str, int]
-    platform: str
-    slack: float
-    promises: tuple[Promise, ...]
-
-    @property
-    def wire_bytes(self) -> float:
-        """Promised bytes that each device sends per step."""
-        return sum(promise.wire_bytes for promise in self.promises)
-
-
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """A promise beside what the program sends for it. notes: where the backend did it in another way."""
-
-    promise: Promise
-    collectives: tuple[Collective, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that each device sends for it per step."""
-        return sum(c.wire_bytes * c.count for c in self.collectives)
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """How a program keeps its contract: one `Kept` for each promise, and what breaks it in words."""
-
-    contract: Contract
-    kept: tuple[Kept, ...]
-    violations: tuple[str, ...]
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that each device sends per step."""
-        return sum(kept.wire_bytes for kept in self.kept)
-
-    def __str__(self) -> str:
-        lines = [f"stage {self.contract.stage} on {dict(self.contract.mesh)}: {self.wire_bytes:,.0f} bytes sent per "
-                 f"device and step, {self.contract.wire_bytes:,.0f} promised"]
-        for kept in self.kept:
-            kinds = ", ".join(sorted({c.kind for c in kept.collectives})) or "none"
-            lines.append(f"  {kept.promise.purpose}: {kept.wire_bytes:,.0f} of {kept.promise.wire_bytes:,.0f} bytes "
-                         f"over {' x '.join(kept.promise.axes) or 'no axis'} ({kinds})")
-            lines += [f"    {note}" for note in kept.notes]
-        return "\n".join([*lines, *(f"  BROKEN: {line}" for line in self.violations)])
-
-
-def contract_of(layout: Layout, accumulation: Accumulation | None = None) -> Contract:
+def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimizer: Any = None) -> Contract:
     """What a step of this layout may send; exact for every leaf, padding included.
 
-    With microbatches, stage 3 gathers in each of them, and gradients are summed in each or once.
+    With microbatches, stage 3 gathers in each of them, and gradients are summed in each or once. Of `optimizer` only
+    what `matrices.whole_matrices` moves may travel.
 
     Simulated devices get it as XLA:CPU can: bfloat16 travels as float32 there. There and at stage 0 a tied embedding,
     as a rule the largest leaf, is summed for each of its readings.
@@ -150,19 +80,23 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None) -> Con
     small = max(0.01 * (gathered + reduced), 2.0 * many * statistics, 4096.0 * many)
     tiles = max(mesh.values()) if platform == "tpu" else 1
     slack = TOLERANCE * (gathered + reduced) + len(params) * SMALL_LEAF * tiles
+    matrices = moved(layout, optimizer) if optimizer is not None and axes else []
     return Contract(stage.number, mesh, platform, slack, (
         Promise(f"parameters gathered for {how}" if axes else "no parameter gathered", ("all-gather",), axes,
                 gathered, pieces),
         Promise("gradients summed" + (" and scattered" if axes else ""),
                 ("reduce-scatter", "all-reduce") if axes else ("all-reduce",), tuple(mesh), reduced, pieces),
         Promise("metrics, statistics of the batch and other small sums", ("all-reduce", "all-gather", "reduce-scatter",
-                "collective-permute"), tuple(mesh), small)))
+                "collective-permute"), tuple(mesh), small),
+        *([Promise("matrices made whole for the optimizer, and their updates returned", ("all-to-all", "all-gather"),
+                   axes, sum(value.size * max(value.dtype.itemsize, narrowest) * share for value, share in matrices),
+                   {value.size: value.str_short() for value, _ in matrices})] if matrices else [])))
 
 
 def check(text: str, contract: Contract) -> Report:
     """How the compiled program `text` keeps `contract`; it does if the report has no violations."""
-    gather, reduce, rest = contract.promises
-    found: dict[str, list[Collective]] = {"gather": [], "reduce": [], "rest": []}
+    gather, reduce, rest, *matrices = contract.promises
+    found: dict[str, list[Collective]] = {"gather": [], "reduce": [], "rest": [], "matrices": []}
     notes: list[str] = []
     for combined in collectives(text):
         for collective in _split(combined, contract):
@@ -174,7 +108,7 @@ def check(text: str, contract: Contract) -> Report:
                      f"{' x '.join(lowered[0].axes(contract.mesh))} for them")
     kept = (Kept(gather, tuple(found["gather"]), tuple(notes)),
             Kept(reduce, tuple(found["reduce"]), _reduce_notes(found["reduce"], contract)),
-            Kept(rest, tuple(found["rest"])))
+            Kept(rest, tuple(found["rest"])), *(Kept(promise, tuple(found["matrices"])) for promise in matrices))
     return Report(contract, kept, tuple(_violations(kept, contract)))
 
 
@@ -200,6 +134,8 @@ def _sizes(shape: Sequence[int], stacked: Sequence[int], parts: int, mesh: Mappi
 
 
 def _purpose(collective: Collective, contract: Contract) -> str:
+    if MATRICES_SCOPE in collective.op_name and len(contract.promises) > 3:
+        return "matrices"
     unmarked = collective.kind == "all-gather" and (contract.stage < 3 or not collective.op_name)
     if GATHER_SCOPE in collective.op_name or unmarked and _is_piece(collective, contract):
         return "gather"
@@ -210,19 +146,27 @@ def _purpose(collective: Collective, contract: Contract) -> str:
 
 
 def _split(collective: Collective, contract: Contract) -> Iterable[Collective]:
-    """A gather of many buffers, as one of parameters and one of the others: a GPU's compiler combines what it can."""
-    if collective.kind != "all-gather" or len(collective.shapes) == 1 or _is_piece(collective, contract):
+    """A gather of many buffers, as one for each purpose: a GPU's compiler combines what it can."""
+    many = MATRICES_SCOPE in collective.op_name and len(contract.promises) > 3
+    if collective.kind != "all-gather" or len(collective.shapes) == 1 or (
+            not many and _is_piece(collective, contract)):
         return (collective,)
-    known = contract.promises[0].pieces
-    pieces, others = ([shape for shape in collective.shapes if (math.prod(shape[1]) in known) == is_one]
-                      for is_one in (True, False))
-    names = ":".join(name for name in collective.op_name.split(":") if GATHER_SCOPE not in name)
-    return (_part(collective, pieces), dataclasses.replace(_part(collective, others), op_name=names, serves=()))
+    matrices = contract.promises[3].pieces if many else {}
+    parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {MATRICES_SCOPE: [], GATHER_SCOPE: [], "": []}
+    for shape in collective.shapes:
+        size = math.prod(shape[1])
+        parts[MATRICES_SCOPE if size in matrices else GATHER_SCOPE if size in contract.promises[0].pieces else ""
+              ].append(shape)
+    return [_part(collective, shapes, scope) for scope, shapes in parts.items() if shapes]
 
 
-def _part(collective: Collective, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Collective:
-    size = sum(shape_bytes(*shape) for shape in shapes)
-    return dataclasses.replace(collective, shapes=tuple(shapes), payload_bytes=size)
+def _part(collective: Collective, shapes: Sequence[tuple[str, tuple[int, ...]]], scope: str) -> Collective:
+    """What of it carries `shapes`, with the names of all but the other scopes."""
+    others = {MATRICES_SCOPE, GATHER_SCOPE} - {scope}
+    names = [name for name in collective.op_name.split(":") if not any(other in name for other in others)]
+    return dataclasses.replace(
+        collective, shapes=tuple(shapes), payload_bytes=sum(shape_bytes(*shape) for shape in shapes),
+        op_name=":".join(names), serves=collective.serves if scope else ())
 
 
 def _is_piece(collective: Collective, contract: Contract) -> bool:
@@ -242,7 +186,7 @@ def _reduce_notes(found: Iterable[Collective], contract: Contract) -> tuple[str,
 
 
 def _violations(kept: Sequence[Kept], contract: Contract) -> Iterable[str]:
-    gather, reduce, rest = kept
+    gather, reduce, rest, *others = kept
     allowed = contract.slack
     sent = reduce.wire_bytes
     if contract.platform == "cpu" and contract.stage:
@@ -257,6 +201,10 @@ def _violations(kept: Sequence[Kept], contract: Contract) -> Iterable[str]:
     if rest.wire_bytes > rest.promise.wire_bytes:
         yield (f"{rest.wire_bytes:,.0f} bytes gather no parameter where it is read and sum no gradient, "
                f"{rest.promise.wire_bytes:,.0f} are promised for such: {_tell(rest.collectives, contract)}")
+    for matrices in others:
+        if matrices.wire_bytes > (1 + TOLERANCE) * matrices.promise.wire_bytes + SMALL_LEAF:
+            yield (f"{matrices.wire_bytes:,.0f} bytes of whole matrices travel, {matrices.promise.wire_bytes:,.0f} are "
+                   f"promised: {_tell(matrices.collectives, contract)}")
     wrong = [c for c in gather.collectives if set(c.axes(contract.mesh)) - set(gather.promise.axes)]
     if _total(wrong) > rest.promise.wire_bytes:
         yield (f"parameters are gathered over {' x '.join(wrong[0].axes(contract.mesh))}, not only over "
@@ -278,6 +226,12 @@ def _tell(found: Sequence[Collective], contract: Contract) -> str:
 
 
 def _advice(collective: Collective, contract: Contract) -> str:
+    if MATRICES_SCOPE in collective.op_name:
+        return ("Matrices of which no dim divides over the ZeRO devices are gathered before they go to their owners: "
+                "choose dims that divide.")
+    if UPDATE_SCOPE in collective.op_name:
+        return ("The optimizer needs whole matrices, and the partitioner splits its products: give them to "
+                "zero_jax.whole_matrices.")
     if _purpose(collective, contract) == "rest":
         return ("Values of the batch cross the wire, or a parameter that is not gathered where it is read: look for a "
                 "sharding constraint in the model, a loss that mixes examples, and a parameter that the layout does "

@@ -109,7 +109,8 @@ class _Run:
             return atom.val if isinstance(atom, core.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self._equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+            with jax.named_scope(str(eqn.source_info.name_stack)):
+                env.update(zip(eqn.outvars, self._equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, eqn: core.JaxprEqn, args: list[Any]) -> Sequence[Any]:
@@ -173,5 +174,5 @@ _NEUTRAL: dict[str, Callable[[Any], Any]] = {
 
 
 def _bind(eqn: core.JaxprEqn, args: Sequence[Any], **params: Any) -> Sequence[Any]:
-    out = eqn.primitive.bind(*args, **{**eqn.params, **params})
+    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params({**eqn.params, **params}))
     return out if eqn.primitive.multiple_results else [out]

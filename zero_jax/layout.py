@@ -23,6 +23,9 @@ from zero_jax.state import ZeroState
 from zero_jax.tree import leaf_bytes, map_named, merge, named_leaves
 from zero_jax.view import View, natural
 
+UPDATE_SCOPE = "zero_update"
+"""In the op_name of all that the optimizer computes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -157,6 +160,7 @@ class Layout:
         param_homes, state_homes = homes
         return on_stored(optimizer.init, (param_homes,), state_homes)(params)
 
+    @jax.named_scope(UPDATE_SCOPE)
     def update(self, optimizer: Any, grads: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         """`optimizer.update(grads, opt_state, params, **extra)`, of trees as they are stored; traceable."""
         homes = self._homes()

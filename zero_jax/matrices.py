@@ -1,20 +1,25 @@
 """Optimizers of whole matrices (Muon, Shampoo): which device holds a matrix while its update is computed."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend import core
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.choose import OWNED, choose_spec
 from zero_jax.gather import constrain
+from zero_jax.layout import Layout
 from zero_jax.mesh import on_torus, zero_axes
 from zero_jax.transform import takes_value
 from zero_jax.tree import named_leaves
+
+MATRICES_SCOPE = "zero_matrices"
+"""In the op_name of every collective by which matrices become whole, and their updates return."""
 
 
 def whole_matrices(inner: optax.GradientTransformation, mesh: Mesh, placement: Literal["owner", "gather"] = "owner", *,
@@ -62,6 +67,7 @@ def whole_matrices(inner: optax.GradientTransformation, mesh: Mesh, placement: L
     def init(params: Any) -> Any:
         return {key: {shape: jax.vmap(inner.init)(stack) for shape, stack in _stacks(params, parts).items()}}
 
+    @jax.named_scope(MATRICES_SCOPE)
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         each = jax.shard_map(
             jax.vmap(lambda grad, state, param, extra: run.update(grad, state, param, **extra), (0, 0, 0, None)),
@@ -74,6 +80,37 @@ def whole_matrices(inner: optax.GradientTransformation, mesh: Mesh, placement: L
         return _unstack(new, updates), {key: kept}
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def moved(layout: Layout, optimizer: Any) -> list[tuple[jax.core.ShapedArray, float]]:
+    """All that travels for `whole_matrices` in `optimizer`, and the share of it that each device sends per step.
+
+    Read from the trace of the optimizer's update.
+    """
+    state, found = layout.state, []
+    traced = jax.make_jaxpr(lambda grads, state, params, value: layout.update(
+        optimizer, grads, state, params, value=value))(
+            state.params, state.opt_state, state.params, jax.ShapeDtypeStruct((), jnp.float32))
+    share = 1 - 1 / layout.num_shards
+    for eqn in _equations(traced.jaxpr):
+        if eqn.primitive.name != "shard_map" or MATRICES_SCOPE not in str(eqn.source_info.name_stack):
+            continue
+        body = eqn.params["jaxpr"]
+        read = {var for inner in body.eqns for var in inner.invars if not isinstance(var, core.Literal)}
+        given = [(outer.aval, inner in read) for outer, inner in zip(eqn.invars, body.invars, strict=True)]
+        if eqn.params["in_specs"][0] == P():
+            found += [(value, share) for value, is_read in given if is_read]
+        else:  # gradients, state and parameters go in, updates and state come out: its owner keeps the state
+            travel = (given[0], *given[len(eqn.outvars):], (eqn.outvars[0].aval, True))
+            found += [(value, share / layout.num_shards) for value, is_read in travel if is_read]
+    return found
+
+
+def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from _equations(inner)
 
 
 def _stacks(tree: Any, parts: int, lay: Callable[[jax.Array], jax.Array] = lambda stack: stack) -> dict[str, jax.Array]:

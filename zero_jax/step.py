@@ -173,7 +173,7 @@ class ZeroTrainStep:
 
     def contract(self, batch: Any) -> Contract:
         """What a step may send over the wire: kinds of collectives, mesh axes, bytes per device."""
-        return contract_of(self.layout(batch), self.accumulation)
+        return contract_of(self.layout(batch), self.accumulation, self._optimizer)
 
     def verify(self, batch: Any) -> Report:
         """Compiles the step and holds it against its contract: what is sent for what, beside what was promised.
