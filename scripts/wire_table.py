@@ -27,7 +27,6 @@ from zero_jax.stages import STAGES
 
 LENGTH = 1024
 TARGETS = ("h100:8", "h100:16x8", "h100:128x8", "v5p:2x2x2", "v5p:4x4x8", "v5p:8x8x16", "v5e:16x16")
-FACTORS = {"h100:16x8": (64, 2), "h100:128x8": (64, 16)}  # for widths that do not divide by the number of devices
 MODELS = {"1.5b": gpt2, "6.7b": gpt2, "resnet50": resnet}
 HEADER = ("target", "model", "stage", "state MiB", "ideal MiB", "temporaries MiB", "wire over theory", "asynchronous",
           "all-reduced", "contract", "compile s")
@@ -54,10 +53,8 @@ class Row:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        sizes = tuple(self.mesh.values())
-        place = self.target + f" as {' x '.join(map(str, sizes))}" * (sizes == FACTORS.get(self.target))
         cells = (
-            place, self.model, ", ".join(map(str, self.stages)), *(f"{size / 2**20:,.1f}" for size in (
+            self.target, self.model, ", ".join(map(str, self.stages)), *(f"{size / 2**20:,.1f}" for size in (
                 self.state, self.ideal, self.temporaries)), f"{self.sent / self.theory:.3f}",
             *(f"{share / self.sent:.1%}" for share in (self.asynchronous, self.all_reduced)),
             "broken" if self.broken else "kept", f"{self.seconds:.0f}")
@@ -78,14 +75,12 @@ def batch_of(model, size):
 
 
 def step_of(target, model, stage):
-    """(step, batch) on the default mesh, or on a factored one where that leaves less state on each device."""
+    """(step, batch) on the target's default mesh."""
     devices, module = hardware.describe(target), MODELS[model]
-    batch = batch_of(model, len(devices))
-    loss = classify if module is resnet else None
-    steps = [zero_jax.make_zero_train_step(
-        module.build(module.PRESETS[model]), stage, loss=loss, precision="bf16",
-        mesh=zero_jax.make_mesh(data, devices=devices)) for data in (-1, *filter(None, [FACTORS.get(target)]))]
-    return min(steps, key=lambda step: step.layout(batch).device_bytes), batch
+    step = zero_jax.make_zero_train_step(
+        module.build(module.PRESETS[model]), stage, loss=classify if module is resnet else None, precision="bf16",
+        mesh=zero_jax.make_mesh(devices=devices))
+    return step, batch_of(model, len(devices))
 
 
 def measure(target, model, stages):
