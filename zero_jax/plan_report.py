@@ -129,8 +129,8 @@ def held(plan: Plan) -> Mapping[str, float]:
     """What holds the memory of a device, in bytes: parameters, optimizer states, and all that comes and goes."""
     sizes = {"parameters": 0.0, "optimizer states": 0.0}
     for row in plan.layout.placements():
-        kind = row.name.partition("/")[0]
-        sizes["parameters" if kind in ("params", "weights", "variables") else "optimizer states"] += row.device_bytes
+        read = row.name.partition("/")[0] in ("params", "weights", "frozen", "variables")
+        sizes["parameters" if read else "optimizer states"] += row.device_bytes
     return {**sizes, "batch and temporaries": max(0.0, plan.needed_bytes - sum(sizes.values()))}
 
 

@@ -116,7 +116,7 @@ def plan(model: Any, stage: int, target: str | Target, batch: Any, *, mesh: int 
         batch: the global batch, as arrays or `jax.ShapeDtypeStruct`s.
         mesh: sizes of ZeRO's axes, as `make_mesh(data=...)`; default: all devices, factored along a TPU's torus.
         transformer: the model as the paper's formula of activations takes it; None leaves that out.
-        **options: of `make_zero_train_step`: optimizer, loss, precision, streams.
+        **options: of `make_zero_train_step`: optimizer, loss, precision, accumulate and so on.
 
     Raises ValueError for a target that is unknown or whose compiler is not installed, a mesh that does not match it, a
     batch that does not divide. A step that does not fit is an answer and no error: see `Plan.fits`.

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -32,28 +33,31 @@ def size_text(num_bytes: float) -> str:
 
 
 def formulas(layout: Layout) -> dict[str, tuple[str, float]]:
-    """For params, weights and opt_state: the bytes per device that the stage's table gives them, as text and number.
+    """For params, weights, opt_state and ema: the bytes per device of the stage's table, as text and number.
 
-    psi is the number of parameters and N that of the shards; fp32 masters and Adam's two moments. Their sum is
-    `Stage.state_bytes`.
+    psi is the number of trained parameters and N that of the shards; masters and Adam's two moments in the dtype in
+    which parameters are stored. In fp32 the sum of the first three is `Stage.state_bytes`.
     """
-    stage, copied = layout.stage, layout.state.weights is not None
-    psi = sum(row.bytes for row in layout.placements() if row.name.startswith("params/")) / 4
-    master_split = stage.shards_params or (copied and stage.shards_optimizer)
-    terms = {"params": (4, master_split), "opt_state": (8, stage.shards_optimizer)}
-    if copied:
-        terms["weights"] = (2, False)
-    return {kind: (f"{size} psi" + ("/N" if split else ""), size * psi / (layout.num_shards if split else 1))
+    stage, weights = layout.stage, layout.state.weights
+    stored, read = (max((leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)), default=0)
+                    for tree in (layout.state.params, weights))
+    terms = {"params": (stored, stage.shards_params or (weights is not None and stage.shards_optimizer)),
+             "opt_state": (2 * stored, stage.shards_optimizer)}
+    if weights is not None:
+        terms["weights"] = (read, False)
+    if layout.state.ema is not None:
+        terms["ema"] = (stored, stage.shards_optimizer)
+    return {kind: (f"{size} psi" + ("/N" if split else ""),
+                   size * layout.num_params / (layout.num_shards if split else 1))
             for kind, (size, split) in terms.items()}
 
 
 def state_table(layout: Layout) -> Table:
     """Where every byte of the state lies: a row for each top-level module of the model, and the formula beside."""
     rows, expected = layout.placements(), formulas(layout)
-    psi = int(sum(row.bytes for row in rows if row.name.startswith("params/")) // 4)
     table = Table(
         title=f"Where the state lies: stage {layout.stage.number} ({layout.stage.name}), "
-              f"psi = {psi:,} parameters, N = {layout.num_shards} shards",
+              f"psi = {layout.num_params:,} parameters, N = {layout.num_shards} shards",
         box=box.SIMPLE_HEAD, title_justify="left")
     for name in ("state", "leaves", "largest", "dtype", "split dim", "bytes", "per device", "by formula"):
         table.add_column(name, justify="left" if name in ("state", "largest", "dtype") else "right",
@@ -72,7 +76,7 @@ def state_table(layout: Layout) -> Table:
             if label:
                 table.add_row(f"  {label}", str(len(group)), *_summary(group), *_bytes(group), "")
     table.add_section()
-    total = layout.stage.state_bytes(psi, layout.num_shards, low_precision=layout.state.weights is not None)
+    total = sum(value for _, value in expected.values())
     table.add_row("all", str(len(rows)), "", "", "", *_bytes(rows), f"{total:,.0f}", style="bold")
     return table
 
@@ -180,7 +184,7 @@ class Ticker:
 def _group(name: str, params: Sequence[str]) -> tuple[str, str]:
     """(kind, label) of a leaf: opt_state/1/0/mu/blocks/qkv/kernel belongs to opt_state, "mu: blocks"."""
     kind, _, rest = name.partition("/")
-    if kind in ("params", "weights", "variables"):
+    if kind in ("params", "weights", "frozen", "ema", "variables"):
         return kind, rest.partition("/")[0]
     if kind == "opt_state":
         for param in params:
@@ -188,7 +192,7 @@ def _group(name: str, params: Sequence[str]) -> tuple[str, str]:
                 moment = rest.removesuffix("/" + param).rpartition("/")[2]
                 return kind, f"{moment}: {param.partition('/')[0]}"
         return kind, "counts and rates"
-    return "step and rng", ""
+    return "step, guard and rng", ""
 
 
 def _bytes(rows: Sequence[Placement]) -> tuple[str, str]:
