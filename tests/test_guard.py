@@ -64,8 +64,14 @@ def step_of(precision="fp16", guard=GUARD, ema=0.9, stage=3):
         optimizer=optax.adamw(1e-2))
 
 
-def fresh(step):
+@functools.cache
+def initial(step):
     return step.init(jax.random.key(0), batch_of(0))
+
+
+def fresh(step):
+    """A copy, since steps donate what they are given."""
+    return jax.tree.map(jnp.copy, initial(step))
 
 
 def copied(state):

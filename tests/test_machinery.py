@@ -29,8 +29,10 @@ class Mlp(nn.Module):
         return nn.Dense(8)(nn.relu(nn.LayerNorm()(nn.Dense(64)(x))))
 
 
-def mlp(stage, num_devices, **options):
-    return train(Mlp(), stage, num_devices, batches=VECTORS, loss=classify, **options)
+@functools.cache
+def gpt2_frozen(stage, num_devices, precision):
+    return train(gpt2.build(GPT2), stage, num_devices, batches=TOKENS, frozen=("wte", "blocks/.*kernel"),
+                 precision=precision)
 
 
 class TestFrozen:
@@ -39,9 +41,7 @@ class TestFrozen:
     @pytest.mark.parametrize("stage", [1, 3])
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_it_stays_and_the_rest_is_one_device(self, stage, precision):
-        options = {"frozen": ("wte", "blocks/.*kernel"), "precision": precision}
-        one = train(gpt2.build(GPT2), 0, 1, batches=TOKENS, **options)
-        many = train(gpt2.build(GPT2), stage, 8, batches=TOKENS, **options)
+        one, many = gpt2_frozen(0, 1, precision), gpt2_frozen(stage, 8, precision)
         assert loss_difference(many, one) < (1e-6 if precision == "fp32" else 4e-3)
         assert param_difference(many, one, KEY_BIAS) < (1e-5 if precision == "fp32" else 8e-3)
         trained = {name for name, _ in named_leaves(many.state.params)}
@@ -56,8 +56,8 @@ class TestFrozen:
 
     def test_all_parameters_trained_is_another_run(self):
         """Negative control."""
-        frozen = train(gpt2.build(GPT2), 3, 8, batches=TOKENS, frozen="wte")
-        assert loss_difference(frozen, train(gpt2.build(GPT2), 3, 8, batches=TOKENS)) > 1e-5
+        everything = train(gpt2.build(GPT2), 3, 8, batches=TOKENS, precision="fp32")
+        assert loss_difference(gpt2_frozen(3, 8, "fp32"), everything) > 1e-5
 
     @pytest.mark.parametrize("stage", [2, 3])
     def test_nothing_is_reduced_for_it(self, stage):
@@ -154,13 +154,18 @@ CONTROLS = {
     "weight decay mask": optax.adamw(1e-2, eps=1e-6, weight_decay=0.3), "rates per parameter": optax.sgd(0.3)}
 
 
+@functools.cache
+def mlp(optimizers, name, stage, num_devices):
+    return train(Mlp(), stage, num_devices, batches=VECTORS, loss=classify,
+                 optimizer={"machinery": MACHINERY, "controls": CONTROLS}[optimizers][name])
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", MACHINERY)
 def test_machinery_is_one_device(name, stage):
-    one = mlp(0, 1, optimizer=MACHINERY[name])
-    many = mlp(stage, 8, optimizer=MACHINERY[name])
+    one, many = mlp("machinery", name, 0, 1), mlp("machinery", name, stage, 8)
     assert loss_difference(many, one) < 1e-6 and param_difference(many, one) < 1e-5
-    assert param_difference(mlp(stage, 8, optimizer=CONTROLS[name]), one) > 1e-3  # negative control
+    assert param_difference(mlp("controls", name, 3, 8), one) > 1e-3  # negative control
 
 
 @functools.cache
