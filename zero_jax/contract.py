@@ -90,7 +90,7 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
                 "collective-permute"), tuple(mesh), small),
         *([Promise("matrices made whole for the optimizer, and their updates returned", ("all-to-all", "all-gather"),
                    axes, sum(value.size * max(value.dtype.itemsize, narrowest) * share for value, share in matrices),
-                   {value.size: value.str_short() for value, _ in matrices})] if matrices else [])))
+                   {_any_order(value.shape): str(value) for value, _ in matrices})] if matrices else [])))
 
 
 def check(text: str, contract: Contract) -> Report:
@@ -134,7 +134,7 @@ def _sizes(shape: Sequence[int], stacked: Sequence[int], parts: int, mesh: Mappi
 
 
 def _purpose(collective: Collective, contract: Contract) -> str:
-    if MATRICES_SCOPE in collective.op_name and len(contract.promises) > 3:
+    if MATRICES_SCOPE in collective.op_name and contract.promises[3:]:
         return "matrices"
     unmarked = collective.kind == "all-gather" and (contract.stage < 3 or not collective.op_name)
     if GATHER_SCOPE in collective.op_name or unmarked and _is_piece(collective, contract):
@@ -147,17 +147,22 @@ def _purpose(collective: Collective, contract: Contract) -> str:
 
 def _split(collective: Collective, contract: Contract) -> Iterable[Collective]:
     """A gather of many buffers, as one for each purpose: a GPU's compiler combines what it can."""
-    many = MATRICES_SCOPE in collective.op_name and len(contract.promises) > 3
+    matrices = {dims for promise in contract.promises[3:] for dims in promise.pieces
+                if MATRICES_SCOPE in collective.op_name}
     if collective.kind != "all-gather" or len(collective.shapes) == 1 or (
-            not many and _is_piece(collective, contract)):
+            not matrices and _is_piece(collective, contract)):
         return (collective,)
-    matrices = contract.promises[3].pieces if many else {}
     parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {MATRICES_SCOPE: [], GATHER_SCOPE: [], "": []}
     for shape in collective.shapes:
         size = math.prod(shape[1])
-        parts[MATRICES_SCOPE if size in matrices else GATHER_SCOPE if size in contract.promises[0].pieces else ""
-              ].append(shape)
+        parts[MATRICES_SCOPE if _any_order(shape[1]) in matrices else
+              GATHER_SCOPE if size in contract.promises[0].pieces else ""].append(shape)
     return [_part(collective, shapes, scope) for scope, shapes in parts.items() if shapes]
+
+
+def _any_order(dims: Sequence[int]) -> tuple[int, ...]:
+    """As a key: the compiler permutes dims, and drops those of 1."""
+    return tuple(sorted(size for size in dims if size > 1))
 
 
 def _part(collective: Collective, shapes: Sequence[tuple[str, tuple[int, ...]]], scope: str) -> Collective:

@@ -11,15 +11,15 @@ class Promise:
     """One kind of traffic: what for, as which collectives, over which axes, and how much of it.
 
     kinds: as what it is meant to travel; another kind is noted, and it is bytes that break a promise. wire_bytes: what
-    each device sends per step, by rings. pieces: elements of each buffer that may travel, by the
-    parameter that it is; empty where anything small may.
+    each device sends per step, by rings. pieces: elements of each buffer that may travel (of whole matrices: sorted
+    dims) -> the parameter that it is; empty where anything small may.
     """
 
     purpose: str
     kinds: tuple[str, ...]
     axes: tuple[str, ...]
     wire_bytes: float
-    pieces: Mapping[int, str] = dataclasses.field(default_factory=dict, repr=False)
+    pieces: Mapping[int | tuple[int, ...], str] = dataclasses.field(default_factory=dict, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

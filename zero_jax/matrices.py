@@ -58,7 +58,7 @@ def whole_matrices(inner: optax.GradientTransformation, mesh: Mesh, placement: L
     sizes = {name: mesh.shape[name] for name in axes}
     parts = math.prod(sizes.values()) if placement == "owner" else 1
     held = P(axes) if placement == "owner" else P()
-    key = OWNED if placement == "owner" else "gathered"
+    key = OWNED if placement == "owner" else MATRICES_SCOPE  # a gather of it may bear the name of the state alone
 
     def shards(stack: jax.Array) -> P:
         """As the matrices lie in storage, so that a stack is made, and taken apart, within each device."""
@@ -82,8 +82,8 @@ def whole_matrices(inner: optax.GradientTransformation, mesh: Mesh, placement: L
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def moved(layout: Layout, optimizer: Any) -> list[tuple[jax.core.ShapedArray, float]]:
-    """All that travels for `whole_matrices` in `optimizer`, and the share of it that each device sends per step.
+def moved(layout: Layout, optimizer: Any) -> list[tuple[Any, float]]:
+    """The avals of all that travels for `whole_matrices` in `optimizer`, and the share that each device sends per step.
 
     Read from the trace of the optimizer's update.
     """
