@@ -137,7 +137,7 @@ class Flow:
             yield from ((frame, name, ()) for name in operands[1::-1])
         elif "AsyncCollective" in instruction.tail:  # TPU: the start of a gather, or the shard that goes with it
             yield frame, operands[0], ()
-        elif opcode in _MOVES:
+        elif opcode in _MOVES or self._squeezes(frame, instruction):
             yield from self._same_size(frame, instruction, operands[:1])
         elif opcode in _MIXES or "ConcatBitcast" in instruction.tail:
             yield from ((frame, name, ()) for name in operands if not self._small(frame, name))
@@ -165,7 +165,7 @@ class Flow:
                 yield frame, user.name, (position,) if len(user.operands) > 1 else ()
             elif (opcode == "dynamic-update-slice" and position < 2) or (opcode == "scatter" and position == 0):
                 yield frame, user.name, ()
-            elif opcode in _MOVES and position == 0:
+            elif position == 0 and (opcode in _MOVES or self._squeezes(frame, user)):
                 yield from ((frame, user.name, ()) for _ in self._same_size(frame, user, (name,)))
             elif (opcode in _MIXES or "ConcatBitcast" in user.tail) and not self._small(frame, name):
                 yield frame, user.name, ()
@@ -206,6 +206,11 @@ class Flow:
             )
             if not spread and not self._small(frame, name):
                 yield frame, name, ()
+
+    def _squeezes(self, frame: Frame, instruction: Instruction) -> bool:
+        """Whether it is a reduction over dims of size 1, which XLA writes for a reshape."""
+        return instruction.opcode == "reduce" and self._elements(frame, instruction.operands[0]) == self._elements(
+            frame, instruction.name)
 
     def _small(self, frame: Frame, name: str) -> bool:
         return self._elements(frame, name) <= 1
