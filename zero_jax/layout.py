@@ -194,12 +194,13 @@ class Layout:
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
 
-def plan_layout(*, params: Any, frozen: Any, variables: Any, guard: Any, rng: Any,
-                optimizer: optax.GradientTransformation, stage: Stage, mesh: Mesh, axes: tuple[str, ...],
-                precision: Precision, reads: Mapping[str, Read], ema: bool, reduce_at_use: bool) -> Layout:
-    """The layout of a state from the abstract `params` (in their stored dtype), `frozen` ones, `variables` and so on.
+def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.GradientTransformation, stage: Stage,
+                mesh: Mesh, axes: tuple[str, ...], precision: Precision, reads: Mapping[str, Read],
+                frozen: Any = None, guard: Any = None, ema: bool = False, reduce_at_use: bool = True) -> Layout:
+    """The layout of a state from the abstract `params` (in their stored dtype), `variables` and key.
 
-    reduce_at_use: whether reading a parameter reduces its gradient, as against after the last microbatch.
+    frozen: abstract parameters that are not trained. guard: an abstract `GuardState`. reduce_at_use: whether reading a
+    parameter reduces its gradient, as against after the last microbatch.
     """
     sizes, tiled = {axis: mesh.shape[axis] for axis in axes}, on_torus(mesh)
 
@@ -230,7 +231,7 @@ def plan_layout(*, params: Any, frozen: Any, variables: Any, guard: Any, rng: An
     weights = jax.tree.map(put, map_named(as_read, params), unspread(views), views) if copied else None
     reduced = sharded if stage.shards_optimizer else unspread(views)
 
-    frozen = map_named(as_read, frozen)
+    frozen = map_named(as_read, frozen or {})
     kept_views, kept = as_is(frozen), unspread(as_is(frozen))
     if stage.shards_params:  # an optimizer of nothing: all that is done with them is to read them
         kept_views, kept, _, _ = divide(frozen, optax.identity(), sizes, reads, tiled=tiled)
