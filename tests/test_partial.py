@@ -115,7 +115,7 @@ def test_two_readings_are_scattered_once(monkeypatch):
     """And negative control: without the merge the embedding is scattered for each of its two readings."""
     args = (FLAVOURS["linen"](CONFIG), 3, {"data": (2, 4)}, token_batches()[0])
     merged, _ = scattered(*args)
-    monkeypatch.setattr("zero_jax.step.merge_scatters", lambda jaxpr, **_: jaxpr)
+    monkeypatch.setattr("zero_jax.gradients.merge_scatters", lambda jaxpr, **_: jaxpr)
     twice, _ = scattered(*args)
     assert twice - merged == pytest.approx(64 * 32 / CONFIG.num_params, rel=1e-6)
 

@@ -47,7 +47,7 @@ def test_the_command_writes_log_and_curve(tmp_path):
     assert first["config"]["stage"] == 3 and len(first["devices"]) == 4 and first["bigram_loss"] > 1
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
-    assert set(steps[0]) == {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second"}
+    assert set(steps[0]) == {"step", "loss", "grad_norm", "learning_rate", "skipped", "tokens_per_second"}
     assert [row["step"] for row in rows if "validation_loss" in row] == [2, 3]
     assert last["summary"]["validation_loss"] == rows[-1]["validation_loss"]
     assert "psi = " in done.stdout and "temporaries" in done.stdout and "continued by the model" in done.stdout

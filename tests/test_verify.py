@@ -162,7 +162,7 @@ BROKEN = {  # what is compiled, the kind of the collective that is named, what i
 def test_what_breaks_a_contract_is_told(name, target, monkeypatch):
     """Negative controls: the operation, its bytes, where it comes from, and what to do."""
     if name == "padded after the sum":  # as the partitioner does it
-        monkeypatch.setattr("zero_jax.step.scatter_parts", lambda jaxpr, **_: jaxpr)
+        monkeypatch.setattr("zero_jax.gradients.scatter_parts", lambda jaxpr, **_: jaxpr)
     make, kind, origin, advice = BROKEN[name]
     with pytest.raises(contract.ContractError) as error:
         contract.verify(*make(target))

@@ -113,12 +113,13 @@ class Loop:
         now = time.perf_counter()
         rate = self.config.batch_size * self.config.length / (now - self._clock)
         self.seconds, self.timed_steps, self._clock = self.seconds + now - self._clock, self.timed_steps + 1, now
-        if row["stopped"]:
+        stopped, bad = row.pop("stopped"), row.pop("bad")
+        if stopped:
             raise BadStepError(
                 f"The loss of step {number} is {row['loss']}, the norm of its gradient {row['grad_norm']}, and "
                 f"{self.config.skip} such steps in a row are skipped: give a lower learning_rate than "
                 f"{self.config.learning_rate}, a lower clip than {self.config.clip}, or a larger skip.")
-        if row["bad"]:
+        if bad:
             self.ticker.say(f"step {number:5d}  skipped: loss {row['loss']}, norm of the gradient {row['grad_norm']}")
             row = {name: value for name, value in row.items() if np.isfinite(value)}
         else:
