@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import pytest
 
 import zero_jax
 from zero_jax.tree import named_leaves
@@ -22,6 +23,11 @@ class Trained:
     state: Any
     step: Any
     norms: Any = None
+
+
+def slow(*values):
+    """A row of a parametrized test that only `make test-slow` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def train(model, stage, num_devices, *, batches, optimizer=None, seed=0, **options) -> Trained:

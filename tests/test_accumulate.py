@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from oracle import loss_difference, param_difference, train
+from oracle import loss_difference, param_difference, slow, train
 from test_conformance import Mlp, NnxMlp, classify, token_batches, vector_batches
 from test_contract import described
 
@@ -40,7 +40,7 @@ def one_device(flavour):
 
 
 @pytest.mark.parametrize("reduce", ["every", "once"])
-@pytest.mark.parametrize("flavour, stage", [("linen", 0), ("linen", 1), ("linen", 3), ("nnx", 2), ("nnx", 3)])
+@pytest.mark.parametrize("flavour, stage", [slow("linen", 0), ("linen", 1), ("linen", 3), slow("nnx", 2), ("nnx", 3)])
 def test_microbatches_are_the_large_batch(flavour, stage, reduce):
     one = one_device(flavour)
     many = train(FLAVOURS[flavour](GPT2), stage, 8, batches=BATCHES, optimizer=SGD, accumulate=4, reduce=reduce)
@@ -132,7 +132,7 @@ def sent(target, stage, accumulate, reduce):
     return gather.wire_bytes / unit, summed.wire_bytes / unit, report.violations
 
 
-@pytest.mark.parametrize("target, stage", [("h100:8", 2), ("h100:8", 3), ("v5e:2x4", 2), ("v5e:2x4", 3)])
+@pytest.mark.parametrize("target, stage", [("h100:8", 2), ("h100:8", 3), ("v5e:2x4", 2), slow("v5e:2x4", 3)])
 def test_reductions_are_counted(target, stage):
     gathers = {2: 1, 3: 2 * 8}[stage]
     for reduce, count in (("every", 8), ("once", 1)):

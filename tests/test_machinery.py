@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from oracle import loss_difference, param_difference, train
+from oracle import loss_difference, param_difference, slow, train
 from test_conformance import KEY_BIAS, classify, token_batches, vector_batches
 from test_contract import described
 
@@ -175,7 +175,7 @@ def gpt2_in(precision, stage, num_devices):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16-stochastic"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
 def test_every_precision_is_one_device(precision, stage):
     """Up to its own rounding, which is compared with how far the run goes."""
     one, many = gpt2_in(precision, 0, 1), gpt2_in(precision, stage, 8)
@@ -254,8 +254,8 @@ def test_a_tpu_has_no_float16():
 
 
 @pytest.mark.parametrize("target, policy, wire", [
-    ("h100:8", "fp16", "f16"), ("h100:8", "bf16-stochastic", "bf16"), ("h100:8", "fp32", "f32"),
-    ("v5e:2x4", "bf16-stochastic", "bf16"), ("v5e:2x4", "fp32", "f32")])
+    ("h100:8", "fp16", "f16"), slow("h100:8", "bf16-stochastic", "bf16"), slow("h100:8", "fp32", "f32"),
+    slow("v5e:2x4", "bf16-stochastic", "bf16"), ("v5e:2x4", "fp32", "f32")])
 def test_the_wire_carries_the_dtype(target, policy, wire):
     mesh, config = described(target), gpt2.Config(2, 512, 8, vocab_size=2048, max_length=64)
     step = zero_jax.make_zero_train_step(gpt2_nnx.build(config), 3, mesh=mesh, precision=policy)

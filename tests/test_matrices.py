@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from oracle import loss_difference, param_difference, train
+from oracle import loss_difference, param_difference, slow, train
 from test_conformance import KEY_BIAS, classify, token_batches, vector_batches
 
 import zero_jax
@@ -135,7 +135,7 @@ def muon_of_kernels(mesh, placement, decay=0.0):
     return optax.partition({"matrix": inner, "rest": optax.adam(1e-3, eps=1e-6)}, kernels)
 
 
-@pytest.mark.parametrize(("scanned", "width"), [(True, 32), (False, 32), (True, 68)],
+@pytest.mark.parametrize(("scanned", "width"), [(True, 32), slow(False, 32), (True, 68)],
                          ids=["scanned", "unrolled", "uneven"])
 def test_stacked_and_single_matrices_are_one_device(scanned, width):
     model = gpt2.build(gpt2.Config(2, width, 2, vocab_size=64, max_length=16, scan_layers=scanned))
@@ -165,7 +165,7 @@ def update_on_gpus(placement, scanned):
     return hlo.wire_bytes(text), flops, psi
 
 
-@pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("scanned", [True, slow(False)], ids=["scanned", "unrolled"])
 def test_owner_sends_and_computes_an_eighth(scanned):
     """6 matrices of a shape on 8 devices: two of them compute zeros, so an eighth of 8/6."""
     alone, gather, owner = (update_on_gpus(placement, scanned) for placement in (None, "gather", "owner"))
