@@ -178,4 +178,11 @@ def test_what_cannot_be_is_refused(options, told):
 def test_a_batch_that_does_not_divide_into_microbatches():
     step = zero_jax.make_zero_train_step(gpt2.build(GPT2), 3, mesh=zero_jax.make_mesh(8), accumulate=3)
     with pytest.raises(ValueError, match="32 does not divide into 3 microbatches over the 8 devices.*multiple of 24"):
-        step.layout(BATCHES[0])
+        step.lower(BATCHES[0])
+
+
+def test_evaluation_takes_a_batch_of_any_size():
+    step = zero_jax.make_zero_train_step(gpt2.build(GPT2), 3, mesh=zero_jax.make_mesh(8), accumulate=4)
+    small = jax.tree.map(lambda leaf: leaf[:8], BATCHES[0])
+    state = step.init(jax.random.key(0), small)
+    assert np.isfinite(step.evaluator(lambda model, batch: zero_jax.next_token_loss(model, batch)[0])(state, small))

@@ -136,7 +136,8 @@ class ZeroTrainStep:
         try:
             state, metrics = compiled(state, batch)
         except (TypeError, ValueError):
-            self._check(batch)  # a batch that does not fit the mesh gets its own message
+            # A batch that does not fit the mesh gets its own message.
+            check_batch(batch, self.mesh, self.accumulation.microbatches)
             raise
         if self._watch.active:
             self._lookout.see(metrics)
@@ -191,7 +192,7 @@ class ZeroTrainStep:
 
     def layout(self, batch: Any) -> Layout:
         """Where every leaf of the state lies. It depends on the model, not on the size of `batch`."""
-        self._check(batch)
+        check_batch(batch, self.mesh)
         if self._layout is None:
             rng = jax.eval_shape(lambda: jax.random.key(0))
             batch = jax.eval_shape(self._cast, abstract_batch(batch))
@@ -241,6 +242,7 @@ class ZeroTrainStep:
         return call
 
     def _jitted(self, batch: Any) -> Any:
+        check_batch(batch, self.mesh, self.accumulation.microbatches)
         layout = self.layout(batch)
         if self._compiled is None:
             self._compiled = jax.jit(
@@ -279,9 +281,6 @@ class ZeroTrainStep:
 
     def _cast(self, batch: Any) -> Any:
         return cast_floating(batch, self._precision.compute)
-
-    def _check(self, batch: Any) -> None:
-        check_batch(batch, self.mesh, self.accumulation.microbatches)
 
     def abstract_batch(self, batch: Any) -> Any:
         """`batch` as `jax.ShapeDtypeStruct`s, laid over the mesh."""
