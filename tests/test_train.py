@@ -83,7 +83,7 @@ def test_ctrl_c_keeps_log_and_curve(tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=240)
     assert process.returncode == 130 and "Traceback" not in errors, errors
     assert "interrupted" in output and (tmp_path / "loss.png").exists()
     assert lines(log)[-1]["summary"]["interrupted"]
@@ -97,7 +97,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
         "def build(config):\n    return Bad()\n")
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command(tmp_path / "out"), "--model", "bad:nan"], cwd=tmp_path, env=env,
-                          capture_output=True, text=True, timeout=120)
+                          capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and done.stderr.startswith("error: The loss of step 1 is nan")
     assert done.stderr.count("\n") == 1
 
