@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -43,11 +44,11 @@ def _every(gradient: Any, count: int, layout: Layout, axes: tuple[str, ...], wei
         # Else XLA:TPU moves sums over devices out of the loop, which then carries whole gradients; libtpu 0.0.48 adds
         # an embedding's rows wrongly when it does (openxla/xla issue 49143).
         grads = jax.lax.optimization_barrier(grads)
-        total = jax.tree.map(lambda sum, grad, at: _constrain(sum + told.weight * grad.astype(sum.dtype), at),
+        total = jax.tree.map(lambda sum, grad, at: constrain(sum + told.weight * grad.astype(sum.dtype), at),
                              total, grads, layout.gradients)
         return (total, _alike(told.variables, variables)), told._replace(variables=None)
 
-    zeros = jax.tree.map(lambda leaf, at: _constrain(jnp.zeros(leaf.shape, _wide(leaf)), at), weights, layout.gradients)
+    zeros = jax.tree.map(lambda leaf, at: constrain(jnp.zeros(leaf.shape, _wide(leaf)), at), weights, layout.gradients)
     parts = jax.tree.map(lambda leaf: _split(leaf, count, layout, axes, apart=False), batch)
     (total, variables), told = jax.lax.scan(body, (zeros, reading.variables), (jnp.arange(count), parts))
     told, weight = _mean(told)
@@ -73,14 +74,14 @@ def _once(gradient: Any, count: int, layout: Layout, axes: tuple[str, ...], weig
         number, part = xs
         keys = jax.vmap(jax.random.fold_in, (0, None))(device_keys, number)
         told, grads = each(weights, Reading(reading.frozen, variables, keys), part, scale)
-        total = jax.tree.map(lambda sum, grad: _constrain(
+        total = jax.tree.map(lambda sum, grad: constrain(
             sum + jnp.reshape(told.weight, (-1, *[1] * (grad.ndim - 1))) * grad.astype(sum.dtype), own(sum)),
             total, grads)
         return (total, _alike(told.variables, variables)), told._replace(variables=None)
 
     def zeros(leaf: Any) -> Any:
         empty = jnp.zeros((ways, *leaf.shape), _wide(leaf))
-        return _constrain(empty, own(empty))
+        return constrain(empty, own(empty))
 
     parts = jax.tree.map(lambda leaf: _split(leaf, count, layout, axes, apart=True), batch)
     carry = jax.tree.map(zeros, weights), jax.tree.map(lambda leaf: _copies(leaf, ways), reading.variables)
@@ -105,7 +106,7 @@ def _split(leaf: jax.Array, count: int, layout: Layout, axes: tuple[str, ...], *
     parts = leaf.reshape(ways, count, -1, *leaf.shape[1:]).swapaxes(0, 1)
     if not apart:
         parts = parts.reshape(count, -1, *leaf.shape[1:])
-    return _constrain(parts, NamedSharding(layout.mesh, P(None, axes)))
+    return constrain(parts, NamedSharding(layout.mesh, P(None, axes)))
 
 
 def _mean(told: Told) -> tuple[Told, Any]:
@@ -144,7 +145,3 @@ def _joined(leaf: Any, before: Any) -> Any:
 
 def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _constrain(value: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(value, sharding)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -228,7 +229,7 @@ class ZeroTrainStep:
             weights = state.params if state.weights is None else state.weights
             if ema:
                 copy = working_copy(state.ema, layout)
-                weights = jax.tree.map(_constrain, state.ema, layout.shardings.params) if copy is None else copy
+                weights = jax.tree.map(constrain, state.ema, layout.shardings.params) if copy is None else copy
             out, _ = self._model.run(fun, merge(weights, state.frozen), state.variables, None, self._cast(batch),
                                      layout.uses, train=False)
             return out
@@ -288,7 +289,3 @@ class ZeroTrainStep:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.batch_sharding)
 
         return jax.tree.map(place, abstract_batch(batch))
-
-
-def _constrain(value: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(value, sharding)

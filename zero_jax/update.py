@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.lax import with_sharding_constraint as constrain
 
 from zero_jax.gather import gather
 from zero_jax.gradients import Told
@@ -24,20 +25,20 @@ def updated(state: ZeroState, told: Told, grads: Any, *, key: jax.Array, optimiz
 
     A step that `watch` finds bad leaves all but `guard` as it was. ema: decay of the parameters' moving average.
     """
-    grads = jax.tree.map(_constrain, grads, layout.gradients)
+    grads = jax.tree.map(constrain, grads, layout.gradients)
     grads = jax.tree.map(lambda grad, param: grad.astype(
         jnp.promote_types(param.dtype, jnp.float32) if stochastic else param.dtype), grads, state.params)
     if watch.loss_scale is not None:
         grads = jax.tree.map(lambda grad: grad / state.guard.scale.astype(grad.dtype), grads)
     norm = optax.tree.norm(grads)
-    params = jax.tree.map(_constrain, state.params, layout.gradients)
+    params = jax.tree.map(constrain, state.params, layout.gradients)
     before = widened((params, state.opt_state)) if stochastic else (params, state.opt_state)
     updates, opt_state = layout.update(optimizer, grads, before[1], before[0], value=told.loss)
     new = optax.apply_updates(before[0], updates)
     if stochastic:
         new, opt_state = round_stochastically(
             (new, opt_state), (params, state.opt_state), jax.random.fold_in(key, ROUNDING))
-    new = jax.tree.map(_constrain, new, layout.gradients)
+    new = jax.tree.map(constrain, new, layout.gradients)
     average = None if ema is None else jax.tree.map(
         lambda old, param: (ema * old + (1 - ema) * param).astype(old.dtype), state.ema, new)
     step, variables, guard, told_bad = state.step + 1, told.variables, state.guard, {}
@@ -66,7 +67,3 @@ def working_copy(params: Any, layout: Layout) -> Any:
     return jax.tree.map(
         lambda param, shard, like: gather(param.astype(like.dtype), layout.mesh, shard.spec), params, layout.gradients,
         layout.state.weights)
-
-
-def _constrain(value: jax.Array, sharding: Any) -> jax.Array:
-    return jax.lax.with_sharding_constraint(value, sharding)
