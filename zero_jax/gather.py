@@ -7,15 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+from jax.extend.core import primitives
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.mesh import on_torus
+from zero_jax.mesh import TENSOR, on_torus
 from zero_jax.view import View
 
 GATHERED = "zero_gathered"
 REDUCED = "zero_reduced"
 SCATTER = "zero_scatter"
+_SPLIT = "zero_tensor_"
 GATHER_SCOPE = "zero_gather"
 """In the op_name of every collective that gathers parameters."""
 
@@ -61,28 +64,42 @@ class Use:
         return _read(carrier, gathered, self)
 
 
+def split_dim(eqn: core.JaxprEqn) -> int | None:
+    """The dim that `tensor` splits of the parameter that `eqn` reads; None where it reads none, or a whole one."""
+    if eqn.primitive is not primitives.custom_vjp_call_p:
+        return None
+    names = [inner.params["name"] for inner in eqn.params["call_jaxpr"].jaxpr.eqns if inner.primitive.name == "name"]
+    return next((int(name.removeprefix(_SPLIT)) for name in names if name.startswith(_SPLIT)), None)
+
+
 def constrain(value: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
     """`value` laid out by `spec`, under jit."""
     return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
 
 
 def between(spec: P, mesh: Mesh) -> list[P]:
-    """The layouts from `spec` to whole, one mesh axis less each time and the minor-most first.
+    """The layouts from `spec` to `used(spec)`, one mesh axis less each time and the minor-most first.
 
     A TPU gathers along one axis of its torus after another; where there is no torus all axes of a dim go at once.
     """
     entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
     specs = [spec]
-    for axis in reversed(mesh.axis_names):
+    for axis in reversed([axis for axis in mesh.axis_names if axis != TENSOR]):
         dim = next((dim for dim, entry in enumerate(entries) if axis in entry), None)
         if dim is not None:
-            entries[dim] = tuple(name for name in entries[dim] if name != axis) if on_torus(mesh) else ()
+            entries[dim] = tuple(name for name in entries[dim] if name != axis) if (
+                on_torus(mesh)) else tuple(name for name in entries[dim] if name == TENSOR)
             specs.append(P(*[None if not e else e[0] if len(e) == 1 else e for e in entries]))
     return specs
 
 
+def used(spec: P) -> P:
+    """How a parameter that is stored as `spec` says lies where the model reads it: split over `tensor` alone."""
+    return P(*[TENSOR if entry == TENSOR or isinstance(entry, tuple) and TENSOR in entry else None for entry in spec])
+
+
 def gather(value: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """`value`, which lies as `spec` says, whole on every device."""
+    """`value`, which lies as `spec` says, as it is used: whole on every device, or split over `tensor` alone."""
     with jax.named_scope(GATHER_SCOPE):
         for step in between(spec, mesh):
             value = constrain(value, mesh, step)
@@ -117,6 +134,9 @@ _carrier.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _read(carrier: jax.Array, gathered: jax.Array, use: Use) -> jax.Array:
+    for dim, entry in enumerate(used(use.stored)):
+        if entry == TENSOR:
+            gathered = checkpoint_name(gathered, f"{_SPLIT}{dim}")
     return checkpoint_name(gathered, GATHERED)
 
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.gather import REDUCED, SCATTER
 from zero_jax.mesh import fills_tiles, on_torus, tile_block
+from zero_jax.rewrite import shape_of
 
 _MOVES = ("transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "name", "convert_element_type")
 _SUMS = ("add_any", "add")
@@ -167,7 +168,7 @@ class _Part:
             with jax.named_scope(scope):
                 return summed(*values)
 
-        (made,) = jax.make_jaxpr(jax.jit(zero_scatter))(*map(_shape, self.cuts)).jaxpr.eqns
+        (made,) = jax.make_jaxpr(jax.jit(zero_scatter))(*map(shape_of, self.cuts)).jaxpr.eqns
         return made.replace(invars=list(self.cuts), outvars=scatter.outvars)
 
 
@@ -249,7 +250,7 @@ def _is_scatter(eqn: core.JaxprEqn) -> bool:
 
 def _is_uneven(scatter: core.JaxprEqn) -> bool:
     """Whether the gradient is stored in another shape."""
-    return _shape(scatter.invars[0]).shape != _shape(scatter.outvars[0]).shape
+    return shape_of(scatter.invars[0]).shape != shape_of(scatter.outvars[0]).shape
 
 
 def _is_mark(eqn: core.JaxprEqn) -> bool:
@@ -274,9 +275,5 @@ def _inlined(call: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
         env.update((var, core.Var(var.aval)) for var in eqn.outvars)
         yield eqn.replace(invars=invars, outvars=[env[var] for var in eqn.outvars])
     for atom, out in zip(inner.outvars, call.outvars, strict=True):
-        (copy,) = jax.make_jaxpr(jax.lax.copy_p.bind)(_shape(atom)).jaxpr.eqns
+        (copy,) = jax.make_jaxpr(jax.lax.copy_p.bind)(shape_of(atom)).jaxpr.eqns
         yield copy.replace(invars=[outer(atom)], outvars=[out])
-
-
-def _shape(atom: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type)
