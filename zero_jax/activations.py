@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import Mesh, NamedSharding
+from jax.extend.core import primitives
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.gather import constrain, split_dim
@@ -19,8 +20,6 @@ from zero_jax.rewrite import shape_of
 
 STASH_SCOPE = "zero_checkpoint"
 """In the op_name of what moves a checkpoint between where it is kept and where it is used."""
-
-HOST = "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +69,10 @@ class Activations:
             return leaf
         spec = self._spec(leaf, self._dim(leaf) if self.partition else None)
         with jax.named_scope(STASH_SCOPE):
+            if not self.sequence:  # else the split propagates into what makes the value
+                leaf = constrain(leaf, self.mesh, self._spec(leaf, None))
             leaf = constrain(leaf, self.mesh, spec)
-            return jax.device_put(leaf, NamedSharding(self.mesh, spec, memory_kind=HOST)) if self.host else leaf
+            return jax.device_put(leaf, jax.memory.Space.Host) if self.host else leaf
 
     def fetch(self, leaf: Any) -> Any:
         """What `stash` kept, where it is used."""
@@ -80,7 +81,7 @@ class Activations:
         dim = self._dim(leaf) if self.partition else None
         with jax.named_scope(STASH_SCOPE):
             if self.host:
-                leaf = jax.device_put(leaf, NamedSharding(self.mesh, self._spec(leaf, dim), memory_kind="device"))
+                leaf = jax.device_put(leaf, jax.memory.Space.Device)
             leaf = constrain(leaf, self.mesh, self._spec(leaf, dim))
             return leaf if self.sequence or dim is None else constrain(leaf, self.mesh, self._spec(leaf, None))
 
@@ -99,6 +100,11 @@ class Activations:
                 split[eqn.outvars[0]] = dim
             elif eqn.primitive.name == "dot_general" and any(dim is not None for dim in found):
                 eqns += self._product(eqn, found)
+                continue
+            elif _looks_up(eqn) and found[0] is not None and self._is_stream(eqn.outvars[0].aval):
+                part = core.Var(eqn.outvars[0].aval)
+                eqns += [eqn.replace(outvars=[part]),
+                         _call(functools.partial(_leave, at=self), part, eqn.outvars[0])]
                 continue
             elif found[:1] != [None] and found and (moved := _moved(eqn, found[0])) is not None:
                 split[eqn.outvars[0]] = moved
@@ -153,6 +159,12 @@ def _call(fun: Any, taken: Any, given: Any) -> core.JaxprEqn:
     """An equation that makes `given` of `taken` by `fun`."""
     (eqn,) = jax.make_jaxpr(fun)(shape_of(taken)).jaxpr.eqns
     return eqn.replace(invars=[taken], outvars=[given])
+
+
+def _looks_up(eqn: core.JaxprEqn) -> bool:
+    """Whether `eqn` takes rows of its first operand."""
+    inner = eqn.params["jaxpr"].jaxpr.eqns if eqn.primitive is primitives.jit_p else [eqn]
+    return any(each.primitive is primitives.gather_p for each in inner)
 
 
 def _moved(eqn: core.JaxprEqn, dim: int | None) -> int | None:

@@ -197,14 +197,16 @@ class Layout:
 def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.GradientTransformation, stage: Stage,
                 mesh: Mesh, axes: tuple[str, ...], precision: Precision, reads: Mapping[str, Read],
                 frozen: Any = None, guard: Any = None, ema: bool = False, reduce_at_use: bool = True,
-                tensor: Mapping[str, P] | None = None) -> Layout:
+                tensor: Mapping[str, P] | None = None, secondary: tuple[str, ...] = ()) -> Layout:
     """The layout of a state from the abstract `params` (in their stored dtype), `variables` and key.
 
     frozen: abstract parameters that are not trained. guard: an abstract `GuardState`. reduce_at_use: whether reading a
     parameter reduces its gradient, as against after the last microbatch. tensor: specs of the parameters that tensor
-    parallelism splits, by name.
+    parallelism splits, by name. secondary: axes among which backward gathers, from what forward gathered over the others.
     """
-    sizes, tiled, tensor = {axis: mesh.shape[axis] for axis in axes}, on_torus(mesh), tensor or {}
+    # The secondary axes are the major ones: what the others gather is then one block of each of theirs.
+    sizes = {axis: mesh.shape[axis] for axis in sorted(axes, key=lambda axis: axis not in secondary)}
+    tiled, tensor = on_torus(mesh), tensor or {}
     splits = {name: Split(tuple(spec).index(TENSOR), mesh.shape[TENSOR]) for name, spec in tensor.items()}
 
     def put(leaf: Any, spec: P, view: View) -> jax.ShapeDtypeStruct:
@@ -240,11 +242,12 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
         if not stage.shards_optimizer and precision.reduce in (None, dtype) and name not in tensor:
             return None  # the partitioner all-reduces by itself
         return Use(mesh, stored if stage.shards_params else used(stored),
-                   reduced if reduce_at_use else None, dtype, precision.reduce or dtype, view)
+                   reduced if reduce_at_use else None, dtype, precision.reduce or dtype, view,
+                   secondary if stage.shards_params else ())
 
     def use_frozen(name: str, leaf: Any, stored: P, view: View) -> Use | None:
         needed = stage.shards_params or name in tensor
-        return Use(mesh, stored, None, leaf.dtype, leaf.dtype, view) if needed else None
+        return Use(mesh, stored, None, leaf.dtype, leaf.dtype, view, secondary) if needed else None
 
     step = jax.ShapeDtypeStruct((), jnp.int32)
     return Layout(

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.gather import REDUCED, SCATTER
-from zero_jax.mesh import fills_tiles, on_torus, tile_block
+from zero_jax.mesh import TENSOR, fills_tiles, on_torus, tile_block
 from zero_jax.rewrite import shape_of
 
 _MOVES = ("transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "name", "convert_element_type")
@@ -186,14 +186,25 @@ def _stored(scatter: core.JaxprEqn, value: jax.Array) -> jax.Array:
 def reduce_parts(value: jax.Array, mesh: Any, spec: P) -> jax.Array:
     """The sum of the devices' `value`s, laid out by `spec`; each device returns its part. For `jax.shard_map`."""
     splits = [(dim, (entry,) if isinstance(entry, str) else entry) for dim, entry in enumerate(spec) if entry]
-    rest = tuple(axis for axis in mesh.axis_names if all(axis not in axes for _, axes in splits))
+    splits = [(dim, tuple(axis for axis in axes if axis != TENSOR)) for dim, axes in splits]
+    rest = tuple(axis for axis in mesh.axis_names if axis != TENSOR and all(axis not in axes for _, axes in splits))
     if on_torus(mesh):
         for dim, axis in _in_order(value.size, mesh, splits):
             value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis))
     else:
         for dim, axes in splits:
-            value = jax.lax.psum_scatter(value, axes, scatter_dimension=dim, tiled=True)
+            for together in _in_runs(axes, mesh):
+                value = jax.lax.psum_scatter(value, together, scatter_dimension=dim, tiled=True)
     return jax.lax.psum(value, rest) if rest else value
+
+
+def _in_runs(axes: Sequence[str], mesh: Any) -> list[tuple[str, ...]]:
+    """`axes` in runs that lie in the order of the mesh: others are inner ones, over which parts are summed first."""
+    runs: list[tuple[str, ...]] = []
+    for axis in axes:
+        follows = runs and mesh.axis_names.index(runs[-1][-1]) < mesh.axis_names.index(axis)
+        runs = [*runs[:-1], (*runs[-1], axis)] if follows else [*runs, (axis,)]
+    return runs
 
 
 def _in_order(size: int, mesh: Any, splits: Sequence[tuple[int, Sequence[str]]]) -> tuple[tuple[int, str], ...]:

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.extend.core import primitives
 
-from zero_jax.gather import GATHERED
+from zero_jax.gather import GATHERED, SECONDARY
 from zero_jax.rewrite import as_fun, shape_of
 
 
@@ -109,7 +109,11 @@ def keep_all_but_gathered(prim: Any, *_: Any, **params: Any) -> bool:
 
 def _keeping(fun: Callable[..., Any], policy: Any, *, prevent_cse: bool, activations: Any = None) -> Callable[..., Any]:
     """`fun` with a derivative of its own, which keeps what `policy` says whatever a policy around it says."""
-    checkpointed = jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
+    def saveable(prim: Any, *avals: Any, **params: Any) -> Any:
+        own = policy is not None and policy(prim, *avals, **params)
+        return own or prim.name == "custom_vjp_call" and _holds_name(params, SECONDARY)
+
+    checkpointed = jax.checkpoint(fun, policy=saveable, prevent_cse=prevent_cse)
 
     def forward(*args: Any) -> tuple[Any, Any]:
         out, pullback = jax.vjp(checkpointed, *args)
@@ -156,9 +160,9 @@ def _is_use(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive is primitives.custom_vjp_call_p and _holds_name(eqn.params)
 
 
-def _holds_name(params: Any) -> bool:
+def _holds_name(params: Any, name: str = GATHERED) -> bool:
     eqns = params["call_jaxpr"].jaxpr.eqns
-    return any(eqn.primitive.name == "name" and eqn.params["name"] == GATHERED for eqn in eqns)
+    return any(eqn.primitive.name == "name" and eqn.params["name"] == name for eqn in eqns)
 
 
 def _is_among(atom: Any, found: Any) -> bool:

@@ -54,6 +54,7 @@ def make_zero_train_step(
     sequence_parallel: bool = False,
     remat: Remat | str | tuple[str, ...] | None = None,
     partition_activations: bool | str = False,
+    secondary: str | Sequence[str] = (),
 ) -> "ZeroTrainStep":
     """A train step of any Flax model at a ZeRO stage, with the numbers of one device.
 
@@ -89,6 +90,8 @@ def make_zero_train_step(
         None: as the model does.
       partition_activations: checkpoints are split over `tensor` (the paper's P_a); "cpu": and kept in the host's memory
         (P_a+cpu; also without that axis).
+      secondary: at stage 3, the ZeRO axes inside a node: forward keeps what it gathered over the others, a copy of the
+        weights divided over these alone, from which backward gathers without leaving the node (ZeRO++'s hpZ).
 
     Raises ValueError for anything that is not as described, with what to do about it.
     """
@@ -103,7 +106,8 @@ def make_zero_train_step(
     return ZeroTrainStep(
         functional(model, streams), row, takes_value(optimizer), loss or next_token_loss, mesh, axes,
         precision_of(precision, platform=mesh.devices.flat[0].platform), Accumulation(accumulate, reduce),
-        (frozen,) if isinstance(frozen, str) else tuple(frozen), ema, guard, tuple(tensor_rules), sequence_parallel, remat_of(remat), partition_activations)
+        (frozen,) if isinstance(frozen, str) else tuple(frozen), ema, guard, tuple(tensor_rules), sequence_parallel, remat_of(remat), partition_activations,
+        (secondary,) if isinstance(secondary, str) else tuple(secondary))
 
 
 class ZeroTrainStep:
@@ -116,7 +120,7 @@ class ZeroTrainStep:
     def __init__(self, model: Functional, stage: Stage, optimizer: Any, loss: Loss, mesh: Mesh, axes: tuple[str, ...],
                  precision: Precision, accumulation: Accumulation, frozen: tuple[str, ...], ema: float | None,
                  guard: Guard | None, tensor_rules: Sequence[Any], sequence_parallel: bool, remat: Remat | None,
-                 partition_activations: bool | str):
+                 partition_activations: bool | str, secondary: tuple[str, ...]):
         if ema is not None and not 0 <= ema < 1:
             raise ValueError(f"ema={ema}: give a decay from 0 to below 1, as 0.999, or None.")
         self.mesh = mesh
@@ -126,7 +130,7 @@ class ZeroTrainStep:
         self._model, self._optimizer, self._loss, self._axes, self._precision = model, optimizer, loss, axes, precision
         self._frozen, self._ema, self._watch, self._lookout = frozen, ema, Watch(guard, precision.loss_scale), Lookout()
         self._tensor_rules, self._sequence_parallel, self._remat = tensor_rules, sequence_parallel, remat
-        self._partition = partition_activations
+        self._partition, self._secondary = partition_activations, secondary
         self._layout: Layout | None = None
         self._compiled: Any = None
 
@@ -230,7 +234,8 @@ class ZeroTrainStep:
                 optimizer=self._optimizer, stage=self.stage, mesh=self.mesh, axes=self._axes,
                 precision=self._precision, reads=reads, ema=self._ema is not None,
                 reduce_at_use=not self.accumulation.once,
-                tensor=tensor_specs(made, self.mesh, self._tensor_rules, self._model.metadata))
+                tensor=tensor_specs(made, self.mesh, self._tensor_rules, self._model.metadata),
+                secondary=self._secondary)
         return self._layout
 
     def evaluator(self, fun: Loss | None = None, *, ema: bool = False) -> Callable[[ZeroState, Any], Any]:
