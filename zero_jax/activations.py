@@ -5,6 +5,7 @@ Sources: ZeRO, arXiv 1910.02054, section 6.1; Megatron-LM's sequence parallelism
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.gather import constrain, split_dim
 from zero_jax.mesh import CONTEXT, TENSOR
 from zero_jax.rewrite import shape_of
+from zero_jax.tree import leaf_bytes
 
 STASH_SCOPE = "zero_checkpoint"
 """In the op_name of what moves a checkpoint between where it is kept and where it is used."""
@@ -60,12 +62,13 @@ class Activations:
                 if leaf.shape[dim] % (ways * (taken if dim == 1 else 1)) == 0]
         return dims[0] if dims and ways > 1 else None
 
-    def _is_activation(self, leaf: Any) -> bool:
+    def is_activation(self, leaf: Any) -> bool:
+        """Whether `leaf` is of the batch, and not a parameter or a scalar of each example."""
         return (leaf.ndim >= 2 and leaf.shape[0] == self.batch_size and jnp.issubdtype(leaf.dtype, jnp.floating))
 
     def stash(self, leaf: Any) -> Any:
         """A value that backward will need, where it is kept until then; what is no activation stays where it is."""
-        if not self._is_activation(leaf):
+        if not self.is_activation(leaf):
             return leaf
         spec = self._spec(leaf, self._dim(leaf) if self.partition else None)
         with jax.named_scope(STASH_SCOPE):
@@ -76,7 +79,7 @@ class Activations:
 
     def fetch(self, leaf: Any) -> Any:
         """What `stash` kept, where it is used."""
-        if not self._is_activation(leaf):
+        if not self.is_activation(leaf):
             return leaf
         dim = self._dim(leaf) if self.partition else None
         with jax.named_scope(STASH_SCOPE):
@@ -110,6 +113,16 @@ class Activations:
                 split[eqn.outvars[0]] = moved
             eqns.append(eqn)
         return jaxpr.replace(eqns=eqns)
+
+    def wire_bytes(self, jaxpr: core.Jaxpr) -> float:
+        """Bytes that each device may send over `tensor` for the activations of one step of a traced loss.
+
+        The paper's count (section 8): of each product with a split weight, what a row-parallel one gives is summed
+        forward and where it is recomputed, and the gradient of what a column-parallel one takes is summed backward; a
+        sum sends each element twice. With P_a, what enters a checkpoint is gathered once more.
+        """
+        ways, share = self.mesh.shape.get(TENSOR, 1), 1.0 / math.prod(self.mesh.shape[axis] for axis in self.batch)
+        return share * (1 - 1 / ways) * _elements(jaxpr, self)
 
     def _product(self, eqn: core.JaxprEqn, found: list[int | None]) -> list[core.JaxprEqn]:
         side = next(side for side, dim in enumerate(found) if dim is not None)
@@ -153,6 +166,35 @@ def _leave(value: jax.Array, at: Activations) -> jax.Array:
 
 
 _leave.defvjp(lambda value, at: (_leave(value, at), None), lambda at, _, cotangent: (at.whole(at.part(cotangent)),))
+
+
+def _elements(jaxpr: core.Jaxpr, at: Activations) -> float:
+    """Of `Activations.wire_bytes`: bytes, with all rounds of loops, before they are shared."""
+    split: dict[Any, int] = {}
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        found = [split.get(atom) if not isinstance(atom, core.Literal) else None for atom in eqn.invars]
+        dim = split_dim(eqn)
+        if dim is not None:
+            split[eqn.outvars[0]] = dim
+        elif eqn.primitive.name == "dot_general" and any(dim is not None for dim in found):
+            side = next(side for side, dim in enumerate(found) if dim is not None)
+            row = found[side] in eqn.params["dimension_numbers"][0][side]
+            total += _bytes(eqn.outvars[0]) * 4 if row else _bytes(eqn.invars[1 - side]) * 2
+        elif found and found[0] is not None and _looks_up(eqn):
+            total += _bytes(eqn.outvars[0]) * 4
+        elif found and (moved := _moved(eqn, found[0])) is not None:
+            split[eqn.outvars[0]] = moved
+        elif eqn.primitive is not primitives.custom_vjp_call_p:
+            if eqn.primitive is primitives.remat_p and at.partition:
+                total += sum(_bytes(atom) for atom in eqn.invars if at.is_activation(atom.aval))
+            rounds = eqn.params["length"] if eqn.primitive is primitives.scan_p else 1
+            total += rounds * sum(_elements(inner, at) for inner in core.jaxprs_in_params(eqn.params))
+    return total
+
+
+def _bytes(atom: Any) -> int:
+    return leaf_bytes(atom.aval.shape, atom.aval.dtype)
 
 
 def _call(fun: Any, taken: Any, given: Any) -> core.JaxprEqn:

@@ -198,7 +198,11 @@ class ZeroTrainStep:
 
     def contract(self, batch: Any) -> Contract:
         """What a step may send over the wire: kinds of collectives, mesh axes, bytes per device."""
-        return contract_of(self.layout(batch), self.accumulation, self._optimizer)
+        layout, size = self.layout(batch), jax.tree.leaves(batch)[0].shape[0] // self.accumulation.microbatches
+        traced = jax.make_jaxpr(self.evaluator())(layout.state, self.abstract_batch(batch)) if (
+            TENSOR in self.mesh.axis_names) else None
+        return contract_of(layout, self.accumulation, self._optimizer,
+                           0.0 if traced is None else self._activations(size).wire_bytes(traced.jaxpr))
 
     def verify(self, batch: Any) -> Report:
         """Compiles the step and holds it against its contract: what is sent for what, beside what was promised.
