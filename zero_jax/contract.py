@@ -155,7 +155,9 @@ def _purpose(collective: Collective, contract: Contract) -> str:
         return "matrices"
     within_model = contract.promise("activations")
     over = collective.axes(contract.mesh)
-    if within_model and GATHER_SCOPE not in collective.op_name and over == (TENSOR,):
+    if within_model and GATHER_SCOPE not in collective.op_name and (
+            over == (TENSOR,) or over == (CONTEXT,) and not (
+                contract.platform == "tpu" and _is_piece(collective, contract))):
         return "activations"
     unmarked = collective.kind == "all-gather" and (contract.stage < 3 or not collective.op_name)
     if GATHER_SCOPE in collective.op_name or unmarked and _is_piece(collective, contract):

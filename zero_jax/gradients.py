@@ -70,6 +70,7 @@ def gradient_function(model: Functional, loss: Loss, layout: Layout, precision: 
         loss_of = rewritten(loss_of, separate_reads, *split, *([hide] if activations.stashes else []), first=blocks)
     edits: list[Any] = [inline_calls] if precision.reduce is None else [inline_calls, widen_reductions]
     flat = len(layout.mesh.axis_names) == 1 and not on_torus(layout.mesh)
+    # Inside a manual part XLA gathers what `tensor` splits, and a sequence that `context` splits is no batch.
     manual = not {TENSOR, CONTEXT} & set(layout.mesh.axis_names)
     if reduced and manual and not (flat and all(view.natural for view in jax.tree.leaves(layout.views.params))):
         edits = [functools.partial(merge_scatters, uneven=flat), *edits,
