@@ -140,6 +140,15 @@ def build(config: Config) -> GPT2:
     return GPT2(config)
 
 
+def tensor_rules(config: Config) -> list[tuple[str, Any, int | None]]:
+    """How `tensor` splits the parameters, as Megatron-LM does: pattern, spec of the last dims, and heads or None."""
+    return [
+        ("qkv/kernel", (None, "tensor"), config.num_heads), ("qkv/bias", ("tensor",), config.num_heads),
+        ("proj/kernel", ("tensor", None), config.num_heads),
+        ("up/kernel", (None, "tensor"), None), ("up/bias", ("tensor",), None), ("down/kernel", ("tensor", None), None),
+        ("wte/embedding", ("tensor", None), None)]
+
+
 def _paper(num_layers: int, width: int, num_heads: int) -> Config:
     return Config(num_layers, width, num_heads, remat=True)
 

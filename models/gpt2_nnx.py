@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.gpt2 import EPSILON, INIT, PRESETS, Config, attention, check_length, residual_init
+from models.gpt2 import EPSILON, INIT, PRESETS, Config, attention, check_length, residual_init, tensor_rules
 
-__all__ = ["GPT2", "PRESETS", "Block", "Config", "build"]
+__all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "tensor_rules"]
 
 
 class Block(nnx.Module):

@@ -20,6 +20,9 @@ from zero_jax.mesh import CONTEXT, TENSOR
 from zero_jax.rewrite import shape_of
 from zero_jax.tree import leaf_bytes
 
+HOSTS = ("cpu", "gpu", "cuda", "rocm", "tpu")
+"""Platforms on which XLA moves arrays to the host's memory and back. On a CPU it is the same memory: nothing moves."""
+
 STASH_SCOPE = "zero_checkpoint"
 """In the op_name of what moves a checkpoint between where it is kept and where it is used."""
 
@@ -45,6 +48,29 @@ class Activations:
         """Whether checkpoints lie elsewhere than what they are made of."""
         return self.partition or self.host
 
+    def __post_init__(self) -> None:
+        ways = self.mesh.shape.get(TENSOR, 1)
+        if ways == 1 and (self.sequence or self.partition):
+            what = "sequence_parallel" if self.sequence else "partition_activations"
+            raise ValueError(f"{what}: the mesh {dict(self.mesh.shape)} has no axis {TENSOR!r} to split over: build it "
+                             f"with zero_jax.make_mesh(tensor=...), or leave {what} out.")
+        device = self.mesh.devices.flat[0]
+        if self.host and device.platform not in HOSTS:
+            raise ValueError(f"partition_activations=\"cpu\": {device.device_kind} of platform {device.platform!r} "
+                             "has no pinned host memory that XLA moves arrays to: give True, which splits them over "
+                             "`tensor`.")
+
+    def check(self, jaxpr: core.Jaxpr, *, checkpoints: bool) -> None:
+        """Raises ValueError for what could not take effect on a traced loss. checkpoints: whether it has any."""
+        if self.stashes and not checkpoints:
+            raise ValueError("partition_activations: nothing is checkpointed, so there are no checkpoints to move: "
+                             "give remat=\"full\", or a model that rematerialises its blocks.")
+        if self.sequence and not _streams(jaxpr, self):
+            raise ValueError(
+                "sequence_parallel: no product with a weight that `tensor` splits takes or gives an array of (batch, "
+                f"sequence, width) whose sequence divides over its {self.mesh.shape[TENSOR]} devices: give another "
+                "length, or leave it out.")
+
     def _spec(self, leaf: Any, dim: int | None) -> P:
         """Split over the batch, along the sequence where that is split, and over `tensor` in `dim`."""
         entries: list[Any] = [self.batch, *[None] * (leaf.ndim - 1)]
@@ -62,6 +88,14 @@ class Activations:
                 if leaf.shape[dim] % (ways * (taken if dim == 1 else 1)) == 0]
         return dims[0] if dims and ways > 1 else None
 
+    def _kept_dim(self, leaf: Any) -> int | None:
+        dim = self._dim(leaf) if self.partition else None
+        if self.partition and dim is None:
+            raise ValueError(f"partition_activations: a checkpoint of shape {leaf.shape} has no dim behind the batch "
+                             f"that divides over the {self.mesh.shape[TENSOR]} devices of the axis {TENSOR!r} of the "
+                             f"mesh {dict(self.mesh.shape)}: give another length or width.")
+        return dim
+
     def is_activation(self, leaf: Any) -> bool:
         """Whether `leaf` is of the batch, and not a parameter or a scalar of each example."""
         return (leaf.ndim >= 2 and leaf.shape[0] == self.batch_size and jnp.issubdtype(leaf.dtype, jnp.floating))
@@ -70,7 +104,7 @@ class Activations:
         """A value that backward will need, where it is kept until then; what is no activation stays where it is."""
         if not self.is_activation(leaf):
             return leaf
-        spec = self._spec(leaf, self._dim(leaf) if self.partition else None)
+        spec = self._spec(leaf, self._kept_dim(leaf))
         with jax.named_scope(STASH_SCOPE):
             if not self.sequence:  # else the split propagates into what makes the value
                 leaf = constrain(leaf, self.mesh, self._spec(leaf, None))
@@ -81,7 +115,7 @@ class Activations:
         """What `stash` kept, where it is used."""
         if not self.is_activation(leaf):
             return leaf
-        dim = self._dim(leaf) if self.partition else None
+        dim = self._kept_dim(leaf)
         with jax.named_scope(STASH_SCOPE):
             if self.host:
                 leaf = jax.device_put(leaf, jax.memory.Space.Device)
@@ -166,6 +200,12 @@ def _leave(value: jax.Array, at: Activations) -> jax.Array:
 
 
 _leave.defvjp(lambda value, at: (_leave(value, at), None), lambda at, _, cotangent: (at.whole(at.part(cotangent)),))
+
+
+def _streams(jaxpr: core.Jaxpr, at: Activations) -> bool:
+    """Whether `split_sequence` changes anything in `jaxpr`, at any depth."""
+    return len(at.split_sequence(jaxpr).eqns) > len(jaxpr.eqns) or any(
+        _streams(inner, at) for eqn in jaxpr.eqns for inner in core.jaxprs_in_params(eqn.params))
 
 
 def _elements(jaxpr: core.Jaxpr, at: Activations) -> float:

@@ -179,7 +179,7 @@ class PlanConfig:
     """What lies sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
 
     batch_per_device: int = 1
-    """Sequences on each device, over all microbatches."""
+    """Sequences on each device, or each group of tensor x context devices that share them, over all microbatches."""
 
     accumulate: int = 1
     """Microbatches of a step, one after another."""
@@ -200,7 +200,28 @@ class PlanConfig:
     """Recompute each block in the backward pass. None: as the preset says. Needs a config with a field `remat`."""
 
     mesh: tuple[int, ...] = ()
-    """Sizes of ZeRO's mesh axes; their product is the number of devices. Empty: one axis, or a TPU's torus."""
+    """Sizes of ZeRO's mesh axes; with the others their product is the number of devices. Empty: one, or a torus."""
+
+    tensor: int = 1
+    """Devices over which the model's tensor_rules split it (tensor parallelism); they share their sequences."""
+
+    vocab_size: int | None = None
+    """Of the model, in place of the preset's: tensor parallelism needs one that divides. None: as the preset says."""
+
+    context: int = 1
+    """Devices over which each sequence is split."""
+
+    replica: int = 1
+    """Groups of devices that each hold all shards (hybrid sharding)."""
+
+    sequence_parallel: bool = False
+    """Split what lies between tensor-parallel products along the sequence."""
+
+    partition_activations: Literal["no", "yes", "cpu"] = "no"
+    """Split checkpoints over the tensor axis (P_a); cpu: and keep them in the host's memory."""
+
+    keep: Literal["model", "full", "dots", "sqrt"] = "model"
+    """What blocks keep for backward: as the model does, their input, products too, or the input of every sqrt-th."""
 
     search: Literal["no", "fit", "layers"] = "no"
     """fit: the smallest stage, largest batch and least rematerialisation that fit; layers: the deepest model."""
@@ -214,7 +235,8 @@ class PlanConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", tuple(self.mesh))
         for name, value in (("batch_per_device", self.batch_per_device), ("length", self.length),
-                            ("accumulate", self.accumulate),
+                            ("accumulate", self.accumulate), ("tensor", self.tensor), ("context", self.context),
+                            ("replica", self.replica),
                             *(("mesh", size) for size in self.mesh)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: give at least 1.")
@@ -227,19 +249,30 @@ class PlanConfig:
     def check(self) -> "tuple[Target, ModelChoice]":
         """The target and the model; raises ValueError for what can be seen to be wrong before JAX starts."""
         target = target_of(self.target)
-        if self.mesh and math.prod(self.mesh) != target.num_devices:
-            raise ValueError(f"mesh={self.mesh} is of {math.prod(self.mesh)} devices, and {self.target} has "
-                             f"{target.num_devices}: give sizes whose product is that.")
+        others = self.tensor * self.context * self.replica
+        if self.mesh and math.prod(self.mesh) * others != target.num_devices or target.num_devices % others:
+            with_others = f" x tensor, context, replica {self.tensor}, {self.context}, {self.replica}" * (others > 1)
+            raise ValueError(f"mesh={self.mesh}{with_others} is of {math.prod(self.mesh) * others} devices, and "
+                             f"{self.target} has {target.num_devices}: give sizes whose product is that.")
         if self.png is not None:
             _check_folder("png", self.png.parent)
         choice = find_model(self.model)
-        for name, asked in (("remat", self.remat is not None), ("num_layers", self.search == "layers")):
+        for name, asked in (("remat", self.remat is not None), ("num_layers", self.search == "layers"),
+                            ("vocab_size", self.vocab_size is not None)):
             if asked and not hasattr(choice.config, name):
                 raise ValueError(f"{self.model} has no field {name!r} in its config, which this option changes.")
+        if self.vocab_size is not None:
+            choice = dataclasses.replace(choice, config=dataclasses.replace(choice.config, vocab_size=self.vocab_size))
         if self.length is None and not hasattr(choice.config, "max_length"):
             raise ValueError(f"{self.model} has no max_length in its config: give length=....")
         choice.check(length=self.length or 1, vocab_size=None)
+        choice.tensor_rules(self.tensor)
         return target, choice
+
+    @property
+    def groups(self) -> int:
+        """Groups of devices that share no sequence."""
+        return target_of(self.target).num_devices // (self.tensor * self.context)
 
 
 def _check_folder(name: str, path: Path) -> None:
