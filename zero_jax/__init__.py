@@ -4,7 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_jax.blocks import Remat
+    from zero_jax.chunked import chunked_next_token_loss
     from zero_jax.contract import ContractError
+    from zero_jax.functional import remat
     from zero_jax.guard import BadStepError, Guard, LossScale
     from zero_jax.layout import Layout
     from zero_jax.losses import next_token_loss
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from zero_jax.precision import Precision
     from zero_jax.state import ZeroState
     from zero_jax.step import ZeroTrainStep, make_zero_train_step
+    from zero_jax.tensor import TensorRule
 
 __all__ = [
     "BadStepError",
@@ -26,6 +30,7 @@ __all__ = [
     "TensorRule",
     "ZeroState",
     "ZeroTrainStep",
+    "chunked_next_token_loss",
     "make_mesh",
     "make_zero_train_step",
     "next_token_loss",
@@ -47,6 +52,7 @@ _HOMES = {
     "TensorRule": "tensor",
     "ZeroState": "state",
     "ZeroTrainStep": "step",
+    "chunked_next_token_loss": "chunked",
     "make_mesh": "mesh",
     "make_zero_train_step": "step",
     "next_token_loss": "losses",
