@@ -4,13 +4,12 @@
     python scripts/reproduce_zero100b.py --search   # and the deepest model of each configuration: an hour
 
 25 DGX-2 of 16 V100 with 32 GB, model parallelism 16, N_d = 25, fp16. Today's toolchains no longer compile for Volta: the
-target has its memory, rates and topology, on Ampere, the oldest architecture that they compile for. Vocabularies are
+target has its memory, rates and topology on Ampere, the oldest architecture that they compile for. Vocabularies are
 padded to divide by 16, as Megatron does. The exit status is 1 if a configuration of the paper does not fit, or if the
-order of sizes is not the paper's.
+order of sizes contradicts the paper's.
 
-This library's stages 1 and 2 are one program where a batch is one microbatch: gradients are scattered as they arise.
-The paper's P_os keeps whole gradients, so C1 and C2 sum two microbatches on each device and reduce once
-(`reduce="once"`), which holds them whole, in fp32 where the paper has fp16.
+This library's stages 1 and 2 are one program where a batch is one microbatch, since gradients are scattered as they
+arise: its P_os has the memory of P_os+g, so that C1 is C3 here, and C2 is C4.
 """
 
 import argparse
@@ -63,12 +62,11 @@ class Case:
 
 def cases():
     """C1 to C5 at the sizes of Figure 6, 170B, and Turing-NLG."""
-    whole = {"accumulate": 2, "reduce": "once"}
     for run in RUNS:
         if run.figure == 6:
             stage, split, host = TABLE_3[run.system][:3]
             states, checkpoints = TABLE_3[run.system][5:7]
-            options = {"partition_activations": "cpu" if host else split} | (whole if stage == 1 else {})
+            options = {"partition_activations": "cpu" if host else split}
             yield Case(run.system, run.config, stage, run.batch, options, f"{states} + {checkpoints}")
     largest = next(run for run in RUNS if (run.figure, run.preset) == (8, "170b"))
     yield Case("170B", largest.config, 2, largest.batch, {"partition_activations": "cpu"}, "fits")
@@ -132,9 +130,9 @@ def main():
         console.print(shown)
         order = [name for name in TABLE_3_ORDER.split(" < ") if name in deepest_of]
         sizes = [deepest_of[name] for name in order]
-        console.print(f"{TABLE_3_ORDER} in size: {' < '.join(f'{size:.0f}B' for size in sizes)}")
+        console.print(f"{TABLE_3_ORDER} in size: {', '.join(f'{size:.0f}B' for size in sizes)}")
         if sizes != sorted(sizes):
-            wrong.append("the order of sizes is not the paper's")
+            wrong.append("the order of sizes contradicts the paper's")
     for line in wrong:
         console.print(f"[red]{line}[/red]")
     return not wrong
