@@ -9,7 +9,8 @@ padded to divide by 16, as Megatron does. The exit status is 1 if a configuratio
 order of sizes contradicts the paper's.
 
 This library's stages 1 and 2 are one program where a batch is one microbatch, since gradients are scattered as they
-arise: its P_os has the memory of P_os+g, so that C1 is C3 here, and C2 is C4.
+arise: its P_os has the memory of P_os+g. The paper's P_os keeps whole gradients, so C1 and C2 sum two microbatches on
+each device and reduce once (`reduce="once"`), which holds them whole, in fp32 where the paper has fp16.
 """
 
 import argparse
@@ -62,11 +63,12 @@ class Case:
 
 def cases():
     """C1 to C5 at the sizes of Figure 6, 170B, and Turing-NLG."""
+    whole = {"accumulate": 2, "reduce": "once"}
     for run in RUNS:
         if run.figure == 6:
             stage, split, host = TABLE_3[run.system][:3]
             states, checkpoints = TABLE_3[run.system][5:7]
-            options = {"partition_activations": "cpu" if host else split}
+            options = {"partition_activations": "cpu" if host else split} | (whole if stage == 1 else {})
             yield Case(run.system, run.config, stage, run.batch, options, f"{states} + {checkpoints}")
     largest = next(run for run in RUNS if (run.figure, run.preset) == (8, "170b"))
     yield Case("170B", largest.config, 2, largest.batch, {"partition_activations": "cpu"}, "fits")
