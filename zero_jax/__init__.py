@@ -4,10 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_jax.checkpoint import Checkpoints, Restored
     from zero_jax.contract import ContractError
     from zero_jax.guard import BadStepError, Guard, LossScale
     from zero_jax.layout import Layout
     from zero_jax.losses import next_token_loss
+    from zero_jax.manifest import CheckpointError, DamagedCheckpointError
     from zero_jax.matrices import whole_matrices
     from zero_jax.mesh import make_mesh, simulate_devices
     from zero_jax.planner import plan
@@ -17,11 +19,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BadStepError",
+    "CheckpointError",
+    "Checkpoints",
     "ContractError",
+    "DamagedCheckpointError",
     "Guard",
     "Layout",
     "LossScale",
     "Precision",
+    "Restored",
     "ZeroState",
     "ZeroTrainStep",
     "make_mesh",
@@ -35,11 +41,15 @@ __all__ = [
 # Names are imported when first asked for, so that the command line refuses bad input before JAX starts (PEP 562).
 _HOMES = {
     "BadStepError": "guard",
+    "CheckpointError": "manifest",
+    "Checkpoints": "checkpoint",
     "ContractError": "contract",
+    "DamagedCheckpointError": "manifest",
     "Guard": "guard",
     "Layout": "layout",
     "LossScale": "guard",
     "Precision": "precision",
+    "Restored": "checkpoint",
     "ZeroState": "state",
     "ZeroTrainStep": "step",
     "make_mesh": "mesh",
