@@ -1,5 +1,6 @@
 """Digests: against a twin in numpy, the same for every sharding, and no change of bits goes unseen."""
 
+import math
 import re
 import zlib
 
@@ -22,15 +23,15 @@ def mesh_of(*sizes):
     return Mesh(np.array(jax.devices()[:int(np.prod(sizes))]).reshape(sizes), names)
 
 
-FLAT, TORUS, ONE = mesh_of(8), mesh_of(4, 2), mesh_of(1)
+FLAT, TORUS, ONE, WHOLE = mesh_of(8), mesh_of(4, 2), mesh_of(1), P()
 
 
-def digest(value, mesh=ONE, spec=P()):
+def digest(value, mesh=ONE, spec=WHOLE):
     sharding = NamedSharding(mesh, spec)
     return digest_texts(jax.jit(lambda leaf: digests([leaf], [sharding]))(jax.device_put(value, sharding)))[0]
 
 
-def many(values, mesh=ONE, spec=P()):
+def many(values, mesh=ONE, spec=WHOLE):
     """Digests of arrays alike, in one compiled call each of all."""
     sharding = NamedSharding(mesh, spec)
     compiled = jax.jit(lambda leaf: digests([leaf], [sharding]))
@@ -67,7 +68,7 @@ def twin(value, dtype=None):
 def value_of(dtype, shape, seed=0):
     """Random bits as an array of numpy, or of ml_dtypes."""
     dtype, rng = jnp.dtype(dtype), np.random.default_rng(seed)
-    if dtype == bool:
+    if dtype.kind == "b":
         return rng.integers(0, 2, shape).astype(bool)
     if dtype.kind == "c":
         return (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)).astype(dtype)
@@ -176,8 +177,10 @@ def test_signs_of_zero_and_payloads_of_nan_are_seen():
 def collectives(text):
     """(operation, elements of its largest result) of each collective in compiled text."""
     found = []
-    for result, kind in re.findall(r"= (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter|collective-\w+)\S*\(", text):
-        sizes = [int(np.prod([int(n) for n in dims.split(",") if n] or [1])) for dims in re.findall(r"\[([\d,]*)\]", result)]
+    kinds = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-\\w+"
+    for result, kind in re.findall(rf"= (.*?) ({kinds})\S*\(", text):
+        sizes = [math.prod(int(size) for size in dims.split(",") if size)
+                 for dims in re.findall(r"\[([\d,]*)\]", result)]
         found.append((kind, max(sizes)))
     return found
 

@@ -13,9 +13,8 @@ import jax
 
 from zero_jax import storage
 from zero_jax.integrity import read_arrays, read_manifest, verify
-from zero_jax.layout import Layout
 from zero_jax.manifest import PARAMS, CheckpointError, DamagedCheckpointError, Manifest, check_fit, check_names
-from zero_jax.portable import Portable
+from zero_jax.portable import portable_of
 from zero_jax.processes import all_or_none
 from zero_jax.retention import LOG, Folder
 from zero_jax.state import ZeroState
@@ -59,7 +58,6 @@ class Checkpoints:
                 raise ValueError(f"{name}={value!r}: give an integer of at least 1, or None.")
         self._folder = Folder(path, keep_last, keep_every)
         self._saving: tuple[int, Any] | None = None
-        self._portable: tuple[Layout, Portable] | None = None
 
     def save(self, step: ZeroTrainStep, state: ZeroState, *, at: int | None = None, data: Any = None,
              config: Any = None, only_params: bool = False, wait: bool = False) -> int:
@@ -81,7 +79,7 @@ class Checkpoints:
         before this one, or with `wait` this one, could not be written.
         """
         self.wait()
-        portable = self._of(step.layout())
+        portable = portable_of(step.layout())
         kind = "params" if only_params else "state"
         names = [name for name in portable.names if not only_params or name.split("/")[0] in PARAMS]
         check_names(names, "This state")
@@ -120,7 +118,7 @@ class Checkpoints:
         Raises CheckpointError where there is no checkpoint or one does not fit the step, with the leaf and both values;
         DamagedCheckpointError where a leaf or file is not as it was saved.
         """
-        portable = self._of(step.layout(batch))
+        portable = portable_of(step.layout(batch))
 
         def attempt(path: Any, manifest: Manifest) -> ZeroState:
             wanted = portable.leaves(portable.names)
@@ -139,7 +137,7 @@ class Checkpoints:
 
         For a Linen model `model.apply({"params": parameters, **variables}, ...)`. Arguments and errors as `restore`.
         """
-        portable = self._of(step.layout(batch))
+        portable = portable_of(step.layout(batch))
         names = [name for name in portable.names if name.split("/")[0] in PARAMS]
 
         def attempt(path: Any, manifest: Manifest) -> dict[str, Any]:
@@ -192,11 +190,6 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self.close()
-
-    def _of(self, layout: Layout) -> Portable:
-        if self._portable is None or self._portable[0] is not layout:
-            self._portable = layout, Portable(layout)
-        return self._portable[1]
 
     def _first_good(self, at: int | None, fallback: bool, attempt: Any) -> tuple[int, Manifest, Any, tuple[str, ...]]:
         """(number, manifest, what `attempt(path, manifest)` gives, messages of the damaged ones before it)."""

@@ -41,6 +41,14 @@ class _Row:
         return self.view.natural and not self.is_key
 
 
+def portable_of(layout: Layout) -> "Portable":
+    """The `Portable` of a layout, which lives as long as that: what it compiles is compiled once."""
+    known = vars(layout)
+    if "_portable" not in known:
+        known["_portable"] = Portable(layout)
+    return known["_portable"]
+
+
 class Portable:
     """The two directions for the states of one layout; each compiles once."""
 

@@ -190,7 +190,7 @@ class ZeroTrainStep:
             self.abstract_batch(batch))
 
     def layout(self, batch: Any = None) -> Layout:
-        """Where every leaf of the state lies, whatever the size of `batch`, which may be left out once there was one."""
+        """Where every leaf of the state lies, whatever the size of `batch`; that may be left out once there was one."""
         if batch is not None:
             check_batch(batch, self.mesh)
         elif self._layout is None:
