@@ -111,8 +111,10 @@ class GPT2(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
+    def __call__(self, tokens: jax.Array, *, deterministic: bool | None = None, logits: bool = True) -> Any:
         """`deterministic`: without dropout; None: if no "dropout" stream is given.
+
+        logits: False gives what they are made of: the features (batch, seq, width) and the table (vocab, width).
 
         Raises ValueError for more than `max_length` tokens.
         """
@@ -132,12 +134,22 @@ class GPT2(nn.Module):
         else:
             for layer in range(c.num_layers):
                 x, _ = block(c, deterministic, name=f"blocks_{layer}")(x)
-        return wte.attend(nn.LayerNorm(epsilon=EPSILON, dtype=c.dtype, name="ln_f")(x))
+        x = nn.LayerNorm(epsilon=EPSILON, dtype=c.dtype, name="ln_f")(x)
+        return wte.attend(x) if logits else (x, wte.embedding)
 
 
 def build(config: Config) -> GPT2:
     """The model of `config`."""
     return GPT2(config)
+
+
+def tensor_rules(config: Config) -> list[tuple[str, Any, int | None]]:
+    """How `tensor` splits the parameters, as Megatron-LM does: pattern, spec of the last dims, and heads or None."""
+    return [
+        ("qkv/kernel", (None, "tensor"), config.num_heads), ("qkv/bias", ("tensor",), config.num_heads),
+        ("proj/kernel", ("tensor", None), config.num_heads),
+        ("up/kernel", (None, "tensor"), None), ("up/bias", ("tensor",), None), ("down/kernel", ("tensor", None), None),
+        ("wte/embedding", ("tensor", None), None)]
 
 
 def _paper(num_layers: int, width: int, num_heads: int) -> Config:

@@ -40,6 +40,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "rounding": (0, "stochastic rounding"),
     "gather": (1, "the use of a stored parameter, and the reduce-scatter of its gradient"),
     "model_choice": (0, "the model that a name stands for"),
+    "surroundings": (0, "what is there before a run: folders, checkpoints, accelerators; no JAX"),
     "config": (1, "what a run is told; no JAX, so that a mistake is answered at once"),
     "batch": (1, "what a batch must be"),
     "reads": (1, "how a model reads its parameters, found by tracing"),

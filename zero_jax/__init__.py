@@ -4,8 +4,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_jax.blocks import Remat
     from zero_jax.checkpoint import Checkpoints, Restored
+    from zero_jax.chunked import chunked_next_token_loss
     from zero_jax.contract import ContractError
+    from zero_jax.functional import remat
     from zero_jax.guard import BadStepError, Guard, LossScale
     from zero_jax.layout import Layout
     from zero_jax.losses import next_token_loss
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from zero_jax.precision import Precision
     from zero_jax.state import ZeroState
     from zero_jax.step import ZeroTrainStep, make_zero_train_step
+    from zero_jax.tensor import TensorRule
 
 __all__ = [
     "BadStepError",
@@ -27,13 +31,17 @@ __all__ = [
     "Layout",
     "LossScale",
     "Precision",
+    "Remat",
     "Restored",
+    "TensorRule",
     "ZeroState",
     "ZeroTrainStep",
+    "chunked_next_token_loss",
     "make_mesh",
     "make_zero_train_step",
     "next_token_loss",
     "plan",
+    "remat",
     "simulate_devices",
     "whole_matrices",
 ]
@@ -49,13 +57,17 @@ _HOMES = {
     "Layout": "layout",
     "LossScale": "guard",
     "Precision": "precision",
+    "Remat": "blocks",
     "Restored": "checkpoint",
+    "TensorRule": "tensor",
     "ZeroState": "state",
     "ZeroTrainStep": "step",
+    "chunked_next_token_loss": "chunked",
     "make_mesh": "mesh",
     "make_zero_train_step": "step",
     "next_token_loss": "losses",
     "plan": "planner",
+    "remat": "functional",
     "simulate_devices": "mesh",
     "whole_matrices": "matrices",
 }

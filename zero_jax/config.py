@@ -6,11 +6,11 @@ Nothing here imports JAX, so that a mistake is answered at once.
 import dataclasses
 import glob
 import math
-import os
 from pathlib import Path
 from typing import Literal, get_args
 
 from zero_jax.model_choice import ModelChoice, find_model, nearest
+from zero_jax.surroundings import check_folder, check_no_checkpoints, simulates
 from zero_jax.targets import Target, target_of
 
 SIMULATED_DEVICES = 8
@@ -176,15 +176,11 @@ class TrainConfig:
             path = Path(name).expanduser()
             if self.data != ("python",) and not path.exists() and not glob.glob(str(path), recursive=True):
                 raise ValueError(f"data: {name}: no such file, folder or glob match.")
-        _check_folder("out", self.out)
+        check_folder("out", self.out)
 
     def _check_checkpoints(self) -> None:
-        if self.resume or not self.checkpoints.is_dir():
-            return
-        if steps := [int(path.name) for path in self.checkpoints.iterdir() if path.name.isdigit()]:
-            raise ValueError(
-                f"{self.checkpoints} has checkpoints of an earlier run, up to step {max(steps)}: --resume goes on from "
-                "there; for a new run give another out, or remove that folder.")
+        if not self.resume:
+            check_no_checkpoints(self.checkpoints)
 
 
 class InspectConfig(TrainConfig):
@@ -208,7 +204,7 @@ class PlanConfig:
     """What lies sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
 
     batch_per_device: int = 1
-    """Sequences on each device, over all microbatches."""
+    """Sequences on each device, or each group of tensor x context devices that share them, over all microbatches."""
 
     accumulate: int = 1
     """Microbatches of a step, one after another."""
@@ -229,7 +225,28 @@ class PlanConfig:
     """Recompute each block in the backward pass. None: as the preset says. Needs a config with a field `remat`."""
 
     mesh: tuple[int, ...] = ()
-    """Sizes of ZeRO's mesh axes; their product is the number of devices. Empty: one axis, or a TPU's torus."""
+    """Sizes of ZeRO's mesh axes; with the others their product is the number of devices. Empty: one, or a torus."""
+
+    tensor: int = 1
+    """Devices over which the model's tensor_rules split it (tensor parallelism); they share their sequences."""
+
+    vocab_size: int | None = None
+    """Of the model, in place of the preset's: tensor parallelism needs one that divides. None: as the preset says."""
+
+    context: int = 1
+    """Devices over which each sequence is split."""
+
+    replica: int = 1
+    """Groups of devices that each hold all shards (hybrid sharding)."""
+
+    sequence_parallel: bool = False
+    """Split what lies between tensor-parallel products along the sequence."""
+
+    partition_activations: Literal["no", "yes", "cpu"] = "no"
+    """Split checkpoints over the tensor axis (P_a); cpu: and keep them in the host's memory."""
+
+    keep: Literal["model", "full", "dots", "sqrt"] = "model"
+    """What blocks keep for backward: as the model does, their input, products too, or the input of every sqrt-th."""
 
     search: Literal["no", "fit", "layers"] = "no"
     """fit: the smallest stage, largest batch and least rematerialisation that fit; layers: the deepest model."""
@@ -243,7 +260,8 @@ class PlanConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", tuple(self.mesh))
         for name, value in (("batch_per_device", self.batch_per_device), ("length", self.length),
-                            ("accumulate", self.accumulate),
+                            ("accumulate", self.accumulate), ("tensor", self.tensor), ("context", self.context),
+                            ("replica", self.replica),
                             *(("mesh", size) for size in self.mesh)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: give at least 1.")
@@ -256,31 +274,27 @@ class PlanConfig:
     def check(self) -> "tuple[Target, ModelChoice]":
         """The target and the model; raises ValueError for what can be seen to be wrong before JAX starts."""
         target = target_of(self.target)
-        if self.mesh and math.prod(self.mesh) != target.num_devices:
-            raise ValueError(f"mesh={self.mesh} is of {math.prod(self.mesh)} devices, and {self.target} has "
-                             f"{target.num_devices}: give sizes whose product is that.")
+        others = self.tensor * self.context * self.replica
+        if self.mesh and math.prod(self.mesh) * others != target.num_devices or target.num_devices % others:
+            with_others = f" x tensor, context, replica {self.tensor}, {self.context}, {self.replica}" * (others > 1)
+            raise ValueError(f"mesh={self.mesh}{with_others} is of {math.prod(self.mesh) * others} devices, and "
+                             f"{self.target} has {target.num_devices}: give sizes whose product is that.")
         if self.png is not None:
-            _check_folder("png", self.png.parent)
+            check_folder("png", self.png.parent)
         choice = find_model(self.model)
-        for name, asked in (("remat", self.remat is not None), ("num_layers", self.search == "layers")):
+        for name, asked in (("remat", self.remat is not None), ("num_layers", self.search == "layers"),
+                            ("vocab_size", self.vocab_size is not None)):
             if asked and not hasattr(choice.config, name):
                 raise ValueError(f"{self.model} has no field {name!r} in its config, which this option changes.")
+        if self.vocab_size is not None:
+            choice = dataclasses.replace(choice, config=dataclasses.replace(choice.config, vocab_size=self.vocab_size))
         if self.length is None and not hasattr(choice.config, "max_length"):
             raise ValueError(f"{self.model} has no max_length in its config: give length=....")
         choice.check(length=self.length or 1, vocab_size=None)
+        choice.tensor_rules(self.tensor)
         return target, choice
 
-
-def _check_folder(name: str, path: Path) -> None:
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{name}={path} cannot be written: {existing} is not a folder that allows it.")
-
-
-def simulates() -> bool:
-    """Whether to simulate devices: JAX_PLATFORMS says cpu, or says nothing and there is no accelerator's file."""
-    platforms = os.environ.get("JAX_PLATFORMS")
-    if platforms:
-        return platforms == "cpu"
-    files = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
-    return not any(glob.glob(pattern) for pattern in files)
+    @property
+    def groups(self) -> int:
+        """Groups of devices that share no sequence."""
+        return target_of(self.target).num_devices // (self.tensor * self.context)

@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.accumulate import accumulated
+from zero_jax.activations import Activations
 from zero_jax.batch import Accumulation, abstract_batch, check_batch
+from zero_jax.blocks import Remat
 from zero_jax.contract import Contract, Report, contract_of, verify
+from zero_jax.evaluate import evaluated
 from zero_jax.functional import Functional, functional
 from zero_jax.gradients import Reading, gradient_function
 from zero_jax.guard import Guard, Lookout, Watch
@@ -22,14 +24,16 @@ from zero_jax.hardware import compiler_options
 from zero_jax.initial import initial_state
 from zero_jax.layout import Layout, plan_layout
 from zero_jax.losses import Loss, next_token_loss
-from zero_jax.mesh import batch_axes, make_mesh, zero_axes
+from zero_jax.mesh import TENSOR, batch_axes, batch_spec, make_mesh, zero_axes
 from zero_jax.precision import Precision, precision_of
 from zero_jax.stages import Stage, stage_of
 from zero_jax.state import ZeroState, typed_key
+from zero_jax.tensor import TensorRule, tensor_specs
 from zero_jax.trained import check_trained, split_trained
 from zero_jax.transform import check_optimizer, takes_value
 from zero_jax.tree import cast_floating, merge
-from zero_jax.update import updated, working_copy
+from zero_jax.update import updated
+from zero_jax.zero_r import ZeroR
 
 
 def make_zero_train_step(
@@ -47,6 +51,12 @@ def make_zero_train_step(
     frozen: str | Sequence[str] = (),
     ema: float | None = None,
     guard: Guard | None = None,
+    tensor_rules: Sequence[TensorRule | tuple[Any, ...]] = (),
+    sequence_parallel: bool = False,
+    remat: Remat | str | tuple[str, ...] | None = None,
+    partition_activations: bool | str = False,
+    secondary: str | Sequence[str] = (),
+    combine_bytes: int | None = None,
 ) -> "ZeroTrainStep":
     """A train step of any Flax model at a ZeRO stage, with the numbers of one device.
 
@@ -73,6 +83,18 @@ def make_zero_train_step(
       ema: decay of a moving average of the parameters, laid out as the optimizer's state; None: no average.
       guard: what to do about steps that are not finite or whose loss spikes; None: nothing is looked at, but for the
         overflows of a loss scale.
+      tensor_rules: with an axis `tensor` of the mesh: pairs of a pattern and a spec of a parameter's last dims, as
+        ("up/kernel", P(None, "tensor")), or `TensorRule`s; the first that matches splits a parameter. The model's own
+        partitioning metadata (Linen's `with_partitioning`, NNX's) count as well where they name that axis.
+      sequence_parallel: what lies between the products that `tensor` splits (norms, dropout, the residual stream) is
+        split over it along the sequence, the second dim.
+      remat: what each block of the model keeps for the backward pass: "full" (its input), "dots", names, or a `Remat`;
+        None: as the model does.
+      partition_activations: checkpoints are split over `tensor` (the paper's P_a); "cpu": and kept in the host's memory
+        (P_a+cpu; also without that axis).
+      secondary: at stage 3, the ZeRO axes inside a node: forward keeps what it gathered over the others, a copy of the
+        weights divided over these alone, from which backward gathers without leaving the node (ZeRO++'s hpZ).
+      combine_bytes: the largest buffer into which XLA may combine collectives (C_B); None: as it does by itself.
 
     Raises ValueError for anything that is not as described, with what to do about it.
     """
@@ -87,7 +109,9 @@ def make_zero_train_step(
     return ZeroTrainStep(
         functional(model, streams), row, takes_value(optimizer), loss or next_token_loss, mesh, axes,
         precision_of(precision, platform=mesh.devices.flat[0].platform), Accumulation(accumulate, reduce),
-        (frozen,) if isinstance(frozen, str) else tuple(frozen), ema, guard)
+        (frozen,) if isinstance(frozen, str) else tuple(frozen), ema, guard,
+        ZeroR(tuple(tensor_rules), sequence_parallel, remat, partition_activations,
+              (secondary,) if isinstance(secondary, str) else tuple(secondary), combine_bytes))
 
 
 class ZeroTrainStep:
@@ -99,15 +123,17 @@ class ZeroTrainStep:
 
     def __init__(self, model: Functional, stage: Stage, optimizer: Any, loss: Loss, mesh: Mesh, axes: tuple[str, ...],
                  precision: Precision, accumulation: Accumulation, frozen: tuple[str, ...], ema: float | None,
-                 guard: Guard | None):
+                 guard: Guard | None, zero_r: ZeroR):
+        zero_r.check(mesh, axes, stage, accumulation)
         if ema is not None and not 0 <= ema < 1:
             raise ValueError(f"ema={ema}: give a decay from 0 to below 1, as 0.999, or None.")
         self.mesh = mesh
         self.stage = stage
         self.accumulation = accumulation
-        self.batch_sharding = NamedSharding(mesh, P(batch_axes(mesh, axes)))
+        self.batch_sharding = NamedSharding(mesh, batch_spec(mesh, axes))
         self._model, self._optimizer, self._loss, self._axes, self._precision = model, optimizer, loss, axes, precision
         self._frozen, self._ema, self._watch, self._lookout = frozen, ema, Watch(guard, precision.loss_scale), Lookout()
+        self._zero_r, self._options = zero_r, zero_r.options(mesh)
         self._layout: Layout | None = None
         self._compiled: Any = None
 
@@ -138,7 +164,7 @@ class ZeroTrainStep:
             state, metrics = compiled(state, batch)
         except (TypeError, ValueError):
             # A batch that does not fit the mesh gets its own message.
-            check_batch(batch, self.mesh, self.accumulation.microbatches)
+            check_batch(batch, self.mesh, self._axes, self.accumulation.microbatches)
             raise
         if self._watch.active:
             self._lookout.see(metrics)
@@ -169,11 +195,17 @@ class ZeroTrainStep:
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """`lower`, compiled for the mesh's devices, described or live: its text, its memory; calls do not use it."""
-        return self.lower(batch).compile(compiler_options=compiler_options(self.mesh.devices.flat[0]))
+        return self.lower(batch).compile(compiler_options=compiler_options(self.mesh.devices.flat[0]) | self._options)
 
     def contract(self, batch: Any) -> Contract:
         """What a step may send over the wire: kinds of collectives, mesh axes, bytes per device."""
-        return contract_of(self.layout(batch), self.accumulation, self._optimizer)
+        sent, layout = 0.0, self.layout(batch)
+        if TENSOR in self.mesh.axis_names:
+            batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
+                (leaf.shape[0] // self.accumulation.microbatches, *leaf.shape[1:]), leaf.dtype), abstract_batch(batch))
+            traced = jax.make_jaxpr(self.evaluator())(layout.state, batch)
+            sent = self._activations(jax.tree.leaves(batch)[0].shape[0]).wire_bytes(traced.jaxpr)
+        return contract_of(layout, self.accumulation, self._optimizer, sent)
 
     def verify(self, batch: Any) -> Report:
         """Compiles the step and holds it against its contract: what is sent for what, beside what was promised.
@@ -192,7 +224,7 @@ class ZeroTrainStep:
     def layout(self, batch: Any = None) -> Layout:
         """Where every leaf of the state lies, whatever the size of `batch`; that may be left out once there was one."""
         if batch is not None:
-            check_batch(batch, self.mesh)
+            check_batch(batch, self.mesh, self._axes)
         elif self._layout is None:
             raise ValueError("This step has no layout yet: call step.init or step.layout(batch) first.")
         if self._layout is None:
@@ -211,7 +243,9 @@ class ZeroTrainStep:
                 params=params, frozen=frozen, variables=variables, guard=jax.eval_shape(self._watch.init), rng=rng,
                 optimizer=self._optimizer, stage=self.stage, mesh=self.mesh, axes=self._axes,
                 precision=self._precision, reads=reads, ema=self._ema is not None,
-                reduce_at_use=not self.accumulation.once)
+                reduce_at_use=not self.accumulation.once,
+                tensor=tensor_specs(made, self.mesh, self._zero_r.tensor_rules, self._model.metadata),
+                secondary=self._zero_r.secondary)
         return self._layout
 
     def evaluator(self, fun: Loss | None = None, *, ema: bool = False) -> Callable[[ZeroState, Any], Any]:
@@ -222,18 +256,10 @@ class ZeroTrainStep:
         """
         if ema and self._ema is None:
             raise ValueError("evaluator(ema=True): this step keeps no average; make it with ema=0.999, say.")
-        fun = fun or self._loss
         compiled: list[Any] = []
 
         def evaluate(state: ZeroState, batch: Any) -> Any:
-            layout = self.layout(batch)
-            weights = state.params if state.weights is None else state.weights
-            if ema:
-                copy = working_copy(state.ema, layout)
-                weights = jax.tree.map(constrain, state.ema, layout.shardings.params) if copy is None else copy
-            out, _ = self._model.run(fun, merge(weights, state.frozen), state.variables, None, self._cast(batch),
-                                     layout.uses, train=False)
-            return out
+            return evaluated(self._model, fun or self._loss, self.layout(batch), state, self._cast(batch), ema=ema)
 
         def call(state: ZeroState, batch: Any) -> Any:
             if not compiled:
@@ -244,11 +270,12 @@ class ZeroTrainStep:
         return call
 
     def _jitted(self, batch: Any) -> Any:
-        check_batch(batch, self.mesh, self.accumulation.microbatches)
+        check_batch(batch, self.mesh, self._axes, self.accumulation.microbatches)
         layout = self.layout(batch)
         if self._compiled is None:
             self._compiled = jax.jit(
-                self._step, donate_argnums=0, in_shardings=(layout.shardings, self.batch_sharding),
+                self._step, donate_argnums=0, compiler_options=self._options or None,
+                in_shardings=(layout.shardings, self.batch_sharding),
                 out_shardings=(layout.shardings, NamedSharding(self.mesh, P())))
         return self._compiled
 
@@ -266,9 +293,9 @@ class ZeroTrainStep:
     def _step(self, state: ZeroState, batch: Any) -> tuple[ZeroState, dict[str, jax.Array]]:
         layout, batch = self.layout(batch), self._cast(batch)
         many, scale = self.accumulation.microbatches, state.guard.scale if self._watch.loss_scale else None
-        gradient = gradient_function(
-            self._model, self._loss, layout, self._precision, reduced=not self.accumulation.once,
-            batch_size=jax.tree.leaves(batch)[0].shape[0] // many)
+        activations = self._activations(jax.tree.leaves(batch)[0].shape[0] // many)
+        gradient = gradient_function(self._model, self._loss, layout, self._precision, activations,
+                                     remat=self._zero_r.blocks, reduced=not self.accumulation.once)
         key = jax.random.fold_in(state.rng, state.step)
         weights = state.params if state.weights is None else state.weights
         reading = Reading(state.frozen, state.variables, key)
@@ -280,6 +307,9 @@ class ZeroTrainStep:
         return updated(
             state, told, grads, key=key, optimizer=self._optimizer, layout=layout, watch=self._watch,
             stochastic=self._precision.rounding == "stochastic", ema=self._ema)
+
+    def _activations(self, batch_size: int) -> Activations:
+        return self._zero_r.activations(self.mesh, self._axes, batch_size)
 
     def _cast(self, batch: Any) -> Any:
         return cast_floating(batch, self._precision.compute)
