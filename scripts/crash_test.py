@@ -226,7 +226,7 @@ def main():
             faults += run_of_kills(Path(root), seed, args.width)
     print("\n".join(faults))
     print(f"{args.kills} kills while saving, {unfinished} of them inside of a save or a removal; "
-          f"{len(faults)} faults; {time.monotonic() - started:.0f} s")
+          f"{args.runs} runs of 3 kills; {len(faults)} faults; {time.monotonic() - started:.0f} s")
     return 1 if faults else 0
 
 
