@@ -24,6 +24,12 @@ FLOORS: dict[str, tuple[int, str]] = {
     "hlo_text": (0, "compiled text as a structure"),
     "hlo_groups": (0, "who takes part in a collective"),
     "token_file": (0, "files of token ids"),
+    "digest": (0, "a checksum of an array, however it is sharded"),
+    "manifest": (0, "what a checkpoint holds, as JSON, and whether a step can take it"),
+    "storage": (0, "where checkpoints lie: orbax"),
+    "processes": (0, "agreement between the processes of a run"),
+    "integrity": (1, "whether a checkpoint on disk is as it was saved"),
+    "retention": (2, "a folder of checkpoints, and which of them are kept"),
     "flops": (0, "FLOPs of a model as it is written"),
     "generate": (0, "text from a model"),
     "data": (0, "tokens as global batches"),
@@ -34,6 +40,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "rounding": (0, "stochastic rounding"),
     "gather": (1, "the use of a stored parameter, and the reduce-scatter of its gradient"),
     "model_choice": (0, "the model that a name stands for"),
+    "surroundings": (0, "what is there before a run: folders, checkpoints, accelerators; no JAX"),
     "config": (1, "what a run is told; no JAX, so that a mistake is answered at once"),
     "batch": (1, "what a batch must be"),
     "reads": (1, "how a model reads its parameters, found by tracing"),
@@ -72,10 +79,13 @@ FLOORS: dict[str, tuple[int, str]] = {
     "update": (6, "from the gradient to the next state"),
     "initial": (7, "the state before the first step"),
     "step": (8, "make_zero_train_step: all of the above in the order of the paper"),
+    "portable": (7, "a state by name and in true shapes, and back"),
+    "checkpoint": (9, "checkpoints of a run: save anywhere, restore anywhere"),
     "planner": (9, "a step on hardware that is not there: memory, wire, time"),
     "loop": (9, "the training loop, its log and its curves"),
     "__init__": (10, "what users import"),
-    "train": (10, "a training run as a function of its config"),
+    "resume": (10, "going on with a run from its last good checkpoint"),
+    "train": (11, "a training run as a function of its config"),
     "search": (10, "what fits"),
     "plan_report": (11, "a plan as tables, JSON and a figure"),
     "planning": (12, "the commands plan and inspect"),
@@ -83,6 +93,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "__main__": (14, "python -m zero_jax"),
 }
 FLAX_ROOMS = {"linen", "nnx", "functional"}
+ORBAX_ROOMS = {"storage"}
 
 
 def imported(source: str) -> Iterator[str]:
@@ -122,6 +133,8 @@ def faults(module: str, source: str) -> list[str]:
             found.append(f"{module} (floor {FLOORS[module][0]}) imports {name} (floor {FLOORS[room][0]})")
         if name.split(".")[0] == "flax" and module not in FLAX_ROOMS:
             found.append(f"{module} imports {name}: only {sorted(FLAX_ROOMS)} know Flax")
+        if name.split(".")[0] in ("orbax", "etils", "tensorstore") and module not in ORBAX_ROOMS:
+            found.append(f"{module} imports {name}: only {sorted(ORBAX_ROOMS)} know orbax")
         if name.split(".")[0] == "models" or name == "relative import":
             found.append(f"{module}: {name}")
     lines = source.count("\n")
@@ -175,6 +188,7 @@ def test_the_table_names_what_there_is():
         ("step", "from . import layout", "relative import"),
         ("step", "import flax.linen as nn", "know Flax"),
         ("step", "from flax import nnx", "know Flax"),
+        ("checkpoint", "import orbax.checkpoint", "know orbax"),
         ("step", "from models import gpt2", "models.gpt2"),
         ("step", "from jax._src import core", "step uses jax._src.core"),
         ("step", "import jax._src.core", "step uses jax._src.core"),

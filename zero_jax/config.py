@@ -6,11 +6,11 @@ Nothing here imports JAX, so that a mistake is answered at once.
 import dataclasses
 import glob
 import math
-import os
 from pathlib import Path
 from typing import Literal, get_args
 
 from zero_jax.model_choice import ModelChoice, find_model, nearest
+from zero_jax.surroundings import check_folder, check_no_checkpoints, simulates
 from zero_jax.targets import Target, target_of
 
 SIMULATED_DEVICES = 8
@@ -95,8 +95,18 @@ class TrainConfig:
     eval_every: int = 100
     """Steps between validations, each on the same held-out batches, at most 16."""
 
+    save_every: int = 200
+    """Steps between checkpoints; the last step is saved, too. 0: nothing is saved."""
+
+    keep: int = 2
+    """How many of the newest checkpoints stay."""
+
+    resume: bool = False
+    """Go on from the last good checkpoint in out, if there is one, with the same losses as if nothing had been."""
+
     out: Path = Path("runs/train")
-    """Folder for train.jsonl and loss.png, which a later run to the same folder overwrites."""
+    """Folder for train.jsonl and loss.png, which a later run to the same folder overwrites, and for checkpoints, which
+    it does not."""
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -106,12 +116,14 @@ class TrainConfig:
                 raise ValueError(f"{name}={value!r} is unknown{nearest(value, [*get_args(kind)])}")
         if self.reduce == "once" and self.accumulate == 1:
             raise ValueError("reduce=once without accumulate: the gradient of one batch is reduced once anyhow.")
-        for name in ("accumulate", "devices", "replica", "batch_size", "length", "steps", "eval_every", "max_bytes"):
+        for name in ("accumulate", "devices", "replica", "batch_size", "length", "steps", "eval_every", "max_bytes",
+                     "keep"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: give at least 1.")
         for name, low, high in (("learning_rate", 0, 10), ("warmup", 0, 1), ("weight_decay", 0, 10),
                                 ("clip", 1e-9, math.inf), ("seed", 0, 2**32 - 1), ("skip", 0, 2**31 - 1),
+                                ("save_every", 0, math.inf),
                                 ("ema", 0, 1 - 1e-9)):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
@@ -131,6 +143,7 @@ class TrainConfig:
         too small for `length`, or for bytes.
         """
         self._check_files()
+        self._check_checkpoints()
         if self.devices is None and simulates():
             self.check_devices(SIMULATED_DEVICES)
         choice = find_model(self.model)
@@ -149,6 +162,11 @@ class TrainConfig:
                              f"multiple, say {near}.")
 
     @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self.out / "checkpoints"
+
+    @property
     def token_file(self) -> bool:
         """Whether the data are ids of some tokenizer, and not text read as bytes."""
         return Path(self.data[0]).suffix in (".bin", ".npy")
@@ -158,11 +176,18 @@ class TrainConfig:
             path = Path(name).expanduser()
             if self.data != ("python",) and not path.exists() and not glob.glob(str(path), recursive=True):
                 raise ValueError(f"data: {name}: no such file, folder or glob match.")
-        _check_folder("out", self.out)
+        check_folder("out", self.out)
+
+    def _check_checkpoints(self) -> None:
+        if not self.resume:
+            check_no_checkpoints(self.checkpoints)
 
 
 class InspectConfig(TrainConfig):
     """Report on the step that `train` would run with the same options: its layout, memory and wire, as compiled."""
+
+    def _check_checkpoints(self) -> None:
+        pass  # it writes none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +280,7 @@ class PlanConfig:
             raise ValueError(f"mesh={self.mesh}{with_others} is of {math.prod(self.mesh) * others} devices, and "
                              f"{self.target} has {target.num_devices}: give sizes whose product is that.")
         if self.png is not None:
-            _check_folder("png", self.png.parent)
+            check_folder("png", self.png.parent)
         choice = find_model(self.model)
         for name, asked in (("remat", self.remat is not None), ("num_layers", self.search == "layers"),
                             ("vocab_size", self.vocab_size is not None)):
@@ -273,18 +298,3 @@ class PlanConfig:
     def groups(self) -> int:
         """Groups of devices that share no sequence."""
         return target_of(self.target).num_devices // (self.tensor * self.context)
-
-
-def _check_folder(name: str, path: Path) -> None:
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{name}={path} cannot be written: {existing} is not a folder that allows it.")
-
-
-def simulates() -> bool:
-    """Whether to simulate devices: JAX_PLATFORMS says cpu, or says nothing and there is no accelerator's file."""
-    platforms = os.environ.get("JAX_PLATFORMS")
-    if platforms:
-        return platforms == "cpu"
-    files = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
-    return not any(glob.glob(pattern) for pattern in files)

@@ -13,6 +13,7 @@ import optax
 from rich.console import Console
 
 from zero_jax import corpus
+from zero_jax.checkpoint import Checkpoints
 from zero_jax.config import SIMULATED_DEVICES, TrainConfig, simulates
 from zero_jax.data import Batches
 from zero_jax.generate import generate, next_logits
@@ -31,6 +32,7 @@ from zero_jax.report import (
     state_table,
     summary_table,
 )
+from zero_jax.resume import fixed, resumed
 from zero_jax.step import ZeroTrainStep, make_zero_train_step
 
 PROMPT_TOKENS, SAMPLE_TOKENS, NUM_SAMPLES, TEMPERATURE = 64, 160, 2, 0.7
@@ -77,7 +79,10 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     batches, held_out = Batches(train_part, seed=config.seed, **shape), Batches(held_part, **shape)
     bigram = _bigram(config, vocab_size, train_part, held_part)
     layout = step.layout(batches[0])
-    history = History(config.out / "train.jsonl")
+    checkpoints = Checkpoints(config.checkpoints, keep_last=config.keep)
+    restored = resumed(config, checkpoints, step, batches, console) if config.resume else None
+    after = restored.step if restored else 0
+    history = History(config.out / "train.jsonl", after=after)
     interrupted, samples = False, ()
     try:
         console.print(
@@ -91,15 +96,22 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
         console.print(memory_text(compiled.memory_analysis()), soft_wrap=True)
         versions = {name: metadata.version(name) for name in ("jax", "flax", "optax")}
         history.write(config=_plain(config), versions=versions, devices=[str(device) for device in devices],
-                      bigram_loss=bigram, state_bytes_per_device=layout.device_bytes)
-        state = step.init(jax.random.key(config.seed), batches[0])
+                      bigram_loss=bigram, state_bytes_per_device=layout.device_bytes, resumed_after=after)
+        state = restored.state if restored else step.init(jax.random.key(config.seed), batches[0])
+        del restored  # its state is donated
+
+        def save(number: int, state: Any) -> None:
+            checkpoints.save(step, state, at=number, data=batches.state(), config=fixed(config))
+
         with Ticker(console, total=config.steps) as ticker:
             loop = Loop(config, compiled, step.evaluator(ema=config.ema is not None), batches, held_out, history,
-                        ticker, bigram, f"state {size_text(layout.device_bytes)}/device")
+                        ticker, bigram, f"state {size_text(layout.device_bytes)}/device",
+                        save if config.save_every else None)
             try:
-                state = loop.run(state)
+                state = loop.run(state, after=after)
             except KeyboardInterrupt:
                 interrupted = True
+        checkpoints.wait()
         if not interrupted:
             samples = _samples(config, step, state, held_part)
         curve = history.draw(f"{config.model}, stage {config.stage}, {len(devices)} devices", bigram)
@@ -111,6 +123,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
         history.write(summary=_plain(summary))
     finally:
         history.close()
+        checkpoints.close()
     for sample in samples:
         console.print(sample, soft_wrap=True)
     console.print(summary_table(_plain(summary)))
