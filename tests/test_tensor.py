@@ -109,7 +109,8 @@ REMAT = {"full": "full", "dots": "dots", "names": ("none of these",), "sqrt": ze
 
 
 @pytest.mark.parametrize("flavour, stage, scan, remat", [
-    row if row in (("linen", 3, False, "full"), ("nnx", 0, True, "sqrt")) else pytest.param(*row, marks=pytest.mark.slow)
+    row if row in {("linen", 3, False, "full"), ("nnx", 0, True, "sqrt")} else pytest.param(
+        *row, marks=pytest.mark.slow)
     for row in itertools.product(FLAVOURS, (0, 3), (True, False), REMAT)])
 def test_what_blocks_keep_changes_no_number(flavour, stage, scan, remat):
     found = losses(flavour, stage, zero_jax.make_mesh(), config_of(scan, remat=False), remat=REMAT[remat])

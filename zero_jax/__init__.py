@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from zero_jax.guard import BadStepError, Guard, LossScale
     from zero_jax.layout import Layout
     from zero_jax.losses import next_token_loss
+    from zero_jax.make import make_zero_train_step
     from zero_jax.manifest import CheckpointError, DamagedCheckpointError
     from zero_jax.matrices import whole_matrices
     from zero_jax.mesh import make_mesh, simulate_devices
     from zero_jax.planner import plan
     from zero_jax.precision import Precision
     from zero_jax.state import ZeroState
-    from zero_jax.step import ZeroTrainStep, make_zero_train_step
+    from zero_jax.step import ZeroTrainStep
     from zero_jax.tensor import TensorRule
 
 __all__ = [
@@ -64,7 +65,7 @@ _HOMES = {
     "ZeroTrainStep": "step",
     "chunked_next_token_loss": "chunked",
     "make_mesh": "mesh",
-    "make_zero_train_step": "step",
+    "make_zero_train_step": "make",
     "next_token_loss": "losses",
     "plan": "planner",
     "remat": "functional",

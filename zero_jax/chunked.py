@@ -37,7 +37,7 @@ def chunked_next_token_loss(mesh: Mesh, chunks: int, *, axis: Any = None) -> Los
         if targets.size % (ways * chunks):
             raise ValueError(f"chunks={chunks}: {targets.size // ways} tokens on each device do not divide by it.")
         weights = jnp.ones(targets.shape, jnp.float32) if "weights" not in batch else batch["weights"]
-        summed = _summed(features, table.astype(features.dtype), targets, weights.astype(jnp.float32), parts)
+        summed: Any = _summed(features, table.astype(features.dtype), targets, weights.astype(jnp.float32), parts)
         if "weights" not in batch:
             return summed / targets.size
         total = weights.astype(jnp.float32).sum()

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from zero_jax import contract, hardware, hlo_schedule
 from zero_jax.flops import traced_flops
 from zero_jax.layout import Layout
+from zero_jax.make import make_zero_train_step
 from zero_jax.memory import MemoryReport, Transformer, memory_report
 from zero_jax.mesh import make_mesh
 from zero_jax.stages import STAGES
-from zero_jax.step import ZeroTrainStep, make_zero_train_step
+from zero_jax.step import ZeroTrainStep
 from zero_jax.targets import Target, target_of
 from zero_jax.timing import Timing, predict
 

@@ -23,7 +23,7 @@ class Stage:
     shards_params: bool
     wire: int
 
-    def state_bytes(self, num_params: int, num_shards: int, *, low_precision: bool) -> float:
+    def state_bytes(self, num_params: float, num_shards: int, *, low_precision: bool) -> float:
         """Bytes of persistent state per device under Adam, scalars aside, if every leaf divides.
 
         `low_precision`: 2-byte weights with a 4-byte master copy and two 4-byte moments; otherwise

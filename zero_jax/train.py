@@ -19,6 +19,7 @@ from zero_jax.data import Batches
 from zero_jax.generate import generate, next_logits
 from zero_jax.guard import Guard
 from zero_jax.loop import History, Loop, make_folder
+from zero_jax.make import make_zero_train_step
 from zero_jax.mesh import make_mesh, simulate_devices
 from zero_jax.model_choice import ModelChoice
 from zero_jax.optimizers import OPTIMIZERS, optimizer_text
@@ -33,7 +34,7 @@ from zero_jax.report import (
     summary_table,
 )
 from zero_jax.resume import fixed, resumed
-from zero_jax.step import ZeroTrainStep, make_zero_train_step
+from zero_jax.step import ZeroTrainStep
 
 PROMPT_TOKENS, SAMPLE_TOKENS, NUM_SAMPLES, TEMPERATURE = 64, 160, 2, 0.7
 
