@@ -48,6 +48,8 @@ BAD_INPUT = {
     "replica": (["train", "--replica", "3"], "replica=3 does not divide the 8 devices"),
     "length": (["train", "--model", "models.gpt2:tiny", "--length", "65"], "longer than max_length=64"),
     "out": (["train", "--out", f"{__file__}/run"], "cannot be written"),
+    "start": (["train", "--init-from", "no/such.safetensors"], "no/such.safetensors cannot be read (No such file"),
+    "start of another kind": (["train", "--init-from", __file__], "is not a safetensors file"),
     "target": (["plan", "--target", "h10:8"], "unknown target 'h10:8', nearest is 'h100:8'"),
     "slice": (["plan", "--target", "v5p:8x8"], "is not written as v5p:XxYxZ"),
     "GPUs of a host": (["plan", "--target", "h100:64"], "a host has at most 8 GPUs"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero_jax.contract import ContractError
     from zero_jax.guard import BadStepError, Guard, LossScale
+    from zero_jax.interop import export_params, import_params
     from zero_jax.layout import Layout
     from zero_jax.losses import next_token_loss
     from zero_jax.matrices import whole_matrices
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from zero_jax.precision import Precision
     from zero_jax.state import ZeroState
     from zero_jax.step import ZeroTrainStep, make_zero_train_step
+    from zero_jax.tensor_names import Names
 
 __all__ = [
     "BadStepError",
@@ -21,9 +23,12 @@ __all__ = [
     "Guard",
     "Layout",
     "LossScale",
+    "Names",
     "Precision",
     "ZeroState",
     "ZeroTrainStep",
+    "export_params",
+    "import_params",
     "make_mesh",
     "make_zero_train_step",
     "next_token_loss",
@@ -39,9 +44,12 @@ _HOMES = {
     "Guard": "guard",
     "Layout": "layout",
     "LossScale": "guard",
+    "Names": "tensor_names",
     "Precision": "precision",
     "ZeroState": "state",
     "ZeroTrainStep": "step",
+    "export_params": "interop",
+    "import_params": "interop",
     "make_mesh": "mesh",
     "make_zero_train_step": "step",
     "next_token_loss": "losses",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from zero_jax.model_choice import ModelChoice, find_model, nearest
+from zero_jax.safetensors_file import find_tensors
 from zero_jax.targets import Target, target_of
 
 SIMULATED_DEVICES = 8
@@ -95,6 +96,10 @@ class TrainConfig:
     eval_every: int = 100
     """Steps between validations, each on the same held-out batches, at most 16."""
 
+    init_from: Path | None = None
+    """Start from the parameters in a safetensors file (or an index of such files, or a folder with one), by the names
+    of zero_jax or of Hugging Face. None: from new ones."""
+
     out: Path = Path("runs/train")
     """Folder for train.jsonl and loss.png, which a later run to the same folder overwrites."""
 
@@ -131,6 +136,8 @@ class TrainConfig:
         too small for `length`, or for bytes.
         """
         self._check_files()
+        if self.init_from is not None:
+            find_tensors(self.init_from)
         if self.devices is None and simulates():
             self.check_devices(SIMULATED_DEVICES)
         choice = find_model(self.model)

@@ -13,11 +13,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class ModelChoice:
-    """A preset of a module of models: `build(config)` makes the Flax model."""
+    """A preset of a module of models: `build(config)` makes the Flax model.
+
+    names: the module's `huggingface`, which gives the fields of `Names` for a config; None where it has none.
+    """
 
     name: str
     config: Any
     build: Callable[[Any], Any]
+    names: Callable[[Any], Mapping[str, Any]] | None = None
 
     def check(self, *, length: int, vocab_size: int | None) -> None:
         """Raises ValueError for sequences or token ids that the model's config has no room for."""
@@ -49,7 +53,7 @@ def find_model(name: str) -> ModelChoice:
     if preset not in presets:
         wrong = f"{module_name} has no preset {preset!r}" if preset else f"name a preset, as in {module_name}:PRESET"
         raise ValueError(f"model={name!r}: {wrong}" + nearest(preset, list(presets)))
-    return ModelChoice(name, presets[preset], build)
+    return ModelChoice(name, presets[preset], build, getattr(module, "huggingface", None))
 
 
 def _exists(module: str) -> bool:

@@ -161,6 +161,11 @@ class ZeroTrainStep:
         state = self._layout.load(state)
         return merge(state.params, state.frozen)
 
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """As the step calls it."""
+        return self._optimizer
+
     def abstract_state(self, batch: Any) -> ZeroState:
         """The state as `jax.ShapeDtypeStruct`s with shardings, for restoring and for compiling."""
         return self.layout(batch).state

@@ -17,6 +17,7 @@ from zero_jax.config import SIMULATED_DEVICES, TrainConfig, simulates
 from zero_jax.data import Batches
 from zero_jax.generate import generate, next_logits
 from zero_jax.guard import Guard
+from zero_jax.interop import import_params, names_in
 from zero_jax.loop import History, Loop, make_folder
 from zero_jax.mesh import make_mesh, simulate_devices
 from zero_jax.model_choice import ModelChoice
@@ -93,6 +94,9 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
         history.write(config=_plain(config), versions=versions, devices=[str(device) for device in devices],
                       bigram_loss=bigram, state_bytes_per_device=layout.device_bytes)
         state = step.init(jax.random.key(config.seed), batches[0])
+        if config.init_from is not None:
+            state = import_params(config.init_from, step, state, batches[0],
+                                  names=names_in(config.init_from, layout, choice))
         with Ticker(console, total=config.steps) as ticker:
             loop = Loop(config, compiled, step.evaluator(ema=config.ema is not None), batches, held_out, history,
                         ticker, bigram, f"state {size_text(layout.device_bytes)}/device")
