@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Literal, get_args
 
+from zero_jax.launch import COORDINATOR
 from zero_jax.model_choice import ModelChoice, find_model, nearest
 from zero_jax.safetensors_file import find_tensors
 from zero_jax.targets import Target, target_of
@@ -45,7 +46,15 @@ class TrainConfig:
     """Read no more text than this, in bytes. None: all."""
 
     devices: int | None = None
-    """How many to use. None: all accelerators; 8 simulated CPU devices where there are none."""
+    """How many to use, in several processes of all of them. None: all accelerators; 8 simulated CPU devices where there
+    are none."""
+
+    distributed: bool = False
+    """This is one of several processes, and JAX finds the others: under Slurm, Open MPI, Kubernetes, or on a TPU pod.
+    `launch`, or ZERO_JAX_COORDINATOR, _NUM_PROCESSES and _PROCESS_ID in the environment, need no option."""
+
+    heartbeat: int = 100
+    """Seconds without a sign of life after which another process counts as dead, and this one ends."""
 
     replica: int = 1
     """Hybrid sharding: this many groups of devices, each with a whole set of shards."""
@@ -93,6 +102,9 @@ class TrainConfig:
     seed: int = 0
     """Of initialisation, batch order and generated text."""
 
+    samples: int = 2
+    """Continuations of held-out text to show at the end."""
+
     eval_every: int = 100
     """Steps between validations, each on the same held-out batches, at most 16."""
 
@@ -117,7 +129,7 @@ class TrainConfig:
                 raise ValueError(f"{name}={value}: give at least 1.")
         for name, low, high in (("learning_rate", 0, 10), ("warmup", 0, 1), ("weight_decay", 0, 10),
                                 ("clip", 1e-9, math.inf), ("seed", 0, 2**32 - 1), ("skip", 0, 2**31 - 1),
-                                ("ema", 0, 1 - 1e-9)):
+                                ("heartbeat", 1, 86400), ("samples", 0, 64), ("ema", 0, 1 - 1e-9)):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ValueError(f"{name}={value} is not within {low} to {high}.")
@@ -138,7 +150,7 @@ class TrainConfig:
         self._check_files()
         if self.init_from is not None:
             find_tensors(self.init_from)
-        if self.devices is None and simulates():
+        if self.devices is None and simulates() and not several(self):
             self.check_devices(SIMULATED_DEVICES)
         choice = find_model(self.model)
         choice.check(length=self.length, vocab_size=None if self.token_file else BYTES)
@@ -253,6 +265,11 @@ def _check_folder(name: str, path: Path) -> None:
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"{name}={path} cannot be written: {existing} is not a folder that allows it.")
+
+
+def several(config: TrainConfig) -> bool:
+    """Whether this is one of several processes, so that it cannot tell the number of devices by itself."""
+    return config.distributed or COORDINATOR in os.environ
 
 
 def simulates() -> bool:

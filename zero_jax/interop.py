@@ -10,12 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from zero_jax.initial import restarted
 from zero_jax.layout import Layout
 from zero_jax.model_choice import ModelChoice
-from zero_jax.processes import first_process
+from zero_jax.processes import first_process, is_first, on_host
 from zero_jax.safetensors_file import DTYPES, Piece, Tensor, check_target, find_tensors, write_tensors
 from zero_jax.state import ZeroState
 from zero_jax.stored_part import stored_part
@@ -94,7 +93,7 @@ def export_params(path: Path | str, state: ZeroState, layout: Layout, *, names: 
     def tensor(name: str, number: int, kind: np.dtype) -> np.ndarray:
         if name not in held:
             held.clear()
-            held[name] = parts[name].split(views[name].load(_fetch(leaves[name])))
+            held[name] = parts[name].split(views[name].load(on_host(leaves[name])))
         return held[name][number].astype(kind, copy=False)
 
     pieces = []
@@ -103,7 +102,7 @@ def export_params(path: Path | str, state: ZeroState, layout: Layout, *, names: 
         kind = dtype if dtype is not None and jnp.issubdtype(stored, jnp.floating) else stored
         pieces += [Piece(names.written(of), kind, each.tensor_shape, functools.partial(tensor, name, number, kind))
                    for number, of in enumerate(each.names)]
-    if jax.process_index() == 0:
+    if is_first():
         return write_tensors(Path(path), pieces, max_file_bytes=max_file_bytes, metadata={"format": "pt"})
     for piece in pieces:
         piece.value()  # fetching is a collective
@@ -211,12 +210,3 @@ def _read_leaf(path: Path | str, view: View, like: jax.ShapeDtypeStruct, parts: 
         return read[spans]
 
     return jax.make_array_from_callback(like.shape, like.sharding, part)
-
-
-def _fetch(leaf: jax.Array) -> np.ndarray:
-    """A whole leaf as it is stored, on the host."""
-    if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
-        return multihost_utils.process_allgather(leaf, tiled=True)
-    # An array keeps its copy on the host as long as it lives: this one is gone at once.
-    own = [shard.data for shard in leaf.addressable_shards]
-    return np.asarray(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, own))

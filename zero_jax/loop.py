@@ -23,16 +23,18 @@ EVAL_BATCHES = 16
 class History:
     """The losses of a run by step, and the JSONL file that gets a line for each as soon as it is known."""
 
-    def __init__(self, path: Path):
-        """Begins the file at `path`; raises ValueError where it cannot be written."""
+    def __init__(self, path: Path, *, writes: bool = True):
+        """Begins the file at `path`; raises ValueError where it cannot be written. Without `writes` there is none."""
+        self.path, self._file = path, None
+        self.train: list[tuple[int, float]] = []
+        self.validation: list[tuple[int, float]] = []
+        if not writes:
+            return
         make_folder(path.parent)
         try:
             self._file = path.open("w", encoding="utf-8")
         except OSError as error:
             raise ValueError(f"{path} cannot be written ({error.strerror}): choose another folder with out.") from error
-        self.path = path
-        self.train: list[tuple[int, float]] = []
-        self.validation: list[tuple[int, float]] = []
 
     @property
     def last_step(self) -> int:
@@ -41,16 +43,18 @@ class History:
 
     def write(self, **row: Any) -> None:
         """A line; it is on disk when this returns, whatever ends the run."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Ends the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def draw(self, title: str, bigram: float | None) -> Path | None:
-        """loss.png beside the file, and its path; None before the first step."""
-        if not self.train:
+        """loss.png beside the file, and its path; None before the first step, and without a file."""
+        if not self.train or self._file is None:
             return None
         path = self.path.with_name("loss.png")
         baselines = {} if bigram is None else {"bigram model": bigram}

@@ -22,6 +22,7 @@ from zero_jax.loop import History, Loop, make_folder
 from zero_jax.mesh import make_mesh, simulate_devices
 from zero_jax.model_choice import ModelChoice
 from zero_jax.optimizers import OPTIMIZERS, optimizer_text
+from zero_jax.processes import choose_devices, first_process, initialize, is_first, lay_out, local, on_host
 from zero_jax.report import (
     Ticker,
     make_console,
@@ -34,7 +35,7 @@ from zero_jax.report import (
 )
 from zero_jax.step import ZeroTrainStep, make_zero_train_step
 
-PROMPT_TOKENS, SAMPLE_TOKENS, NUM_SAMPLES, TEMPERATURE = 64, 160, 2, 0.7
+PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 64, 160, 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +66,11 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     BadStepError where more steps in a row were not finite than `config.skip`.
     """
     started = time.perf_counter()
-    console = console or make_console()
     choice = config.check()
+    initialize(distributed=config.distributed, heartbeat_seconds=config.heartbeat)
     devices = devices_of(config)
-    make_folder(config.out)
+    console = (console or make_console()) if is_first() else Console(quiet=True)
+    first_process(lambda: make_folder(config.out))
     vocab_size = getattr(choice.config, "vocab_size", None)
     tokens = corpus.load(config.data, max_bytes=config.max_bytes, vocab_size=vocab_size)
     train_part, held_part = _split(tokens, config)
@@ -78,7 +80,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     batches, held_out = Batches(train_part, seed=config.seed, **shape), Batches(held_part, **shape)
     bigram = _bigram(config, vocab_size, train_part, held_part)
     layout = step.layout(batches[0])
-    history = History(config.out / "train.jsonl")
+    history = History(config.out / "train.jsonl", writes=is_first())
     interrupted, samples = False, ()
     try:
         console.print(
@@ -111,7 +113,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
             steps=history.last_step, loss=history.train[-1][1] if history.train else None,
             validation_loss=history.validation[-1][1] if history.validation else None, bigram_loss=bigram,
             tokens_per_second=loop.tokens_per_second, seconds=time.perf_counter() - started,
-            peak_bytes=peak_bytes(devices), log=history.path, curve=curve, samples=samples, interrupted=interrupted)
+            peak_bytes=peak_bytes(local(devices)), log=history.path, curve=curve, samples=samples,
+            interrupted=interrupted)
         history.write(summary=_plain(summary))
     finally:
         history.close()
@@ -122,8 +125,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
 
 
 def devices_of(config: TrainConfig) -> list[jax.Device]:
-    """The devices of the run; simulated where there is no accelerator."""
-    if simulates():
+    """The devices of the run; simulated where there is no accelerator. In several processes, those of all of them."""
+    if simulates() and not jax.distributed.is_initialized():
         simulate_devices(config.devices or SIMULATED_DEVICES)
     try:
         devices = jax.devices()
@@ -135,7 +138,7 @@ def devices_of(config: TrainConfig) -> list[jax.Device]:
             f"devices={number}, but there are {len(devices)} of kind {devices[0].platform}: give fewer, or set "
             "JAX_PLATFORMS=cpu to simulate them.")
     config.check_devices(number)
-    return devices[:number]
+    return choose_devices(number)
 
 
 def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device]) -> ZeroTrainStep:
@@ -172,14 +175,17 @@ def _bigram(config: TrainConfig, vocab_size: int | None, *parts: np.ndarray) -> 
 
 def _samples(config: TrainConfig, step: ZeroTrainStep, state: Any, held_part: np.ndarray) -> tuple[str, ...]:
     """Continuations of held-out text, or of held-out ids where they are no bytes."""
-    rows = step.batch_sharding.num_devices
+    if not config.samples:
+        return ()
+    devices = step.batch_sharding.num_devices
+    rows = -(-config.samples // devices) * devices
     prompt = min(PROMPT_TOKENS, config.length)
     starts = np.arange(rows) * (len(held_part) - prompt) // rows
     prompts = np.stack([held_part[start : start + prompt] for start in starts])
     evaluate = step.evaluator(next_logits, ema=config.ema is not None)
 
-    def logits(batch: Any) -> jax.Array:
-        return evaluate(state, jax.device_put(batch, step.batch_sharding))  # a row on each device, not all on all
+    def logits(batch: Any) -> np.ndarray:
+        return on_host(evaluate(state, lay_out(batch, step.batch_sharding)))  # a row on each device, not all on all
 
     new = generate(logits, prompts, num_tokens=SAMPLE_TOKENS, length=config.length,
                    temperature=TEMPERATURE, seed=config.seed)
@@ -191,7 +197,7 @@ def _samples(config: TrainConfig, step: ZeroTrainStep, state: Any, held_part: np
         return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in corpus.decode(ids))
 
     return tuple(f"--- held-out text:\n{text(prompts[i])}\n--- continued by the model:\n{text(new[i])}"
-                 for i in range(min(NUM_SAMPLES, rows)))
+                 for i in range(config.samples))
 
 
 def _plain(row: Any) -> dict[str, Any]:
