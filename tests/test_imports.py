@@ -27,7 +27,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "tensor_names": (1, "our names of parameters and those in a file"),
     "stored_part": (1, "parts of a leaf as it is stored"),
     "launch": (0, "several processes on one machine"),
-    "processes": (1, "several processes as one run"),
+    "cluster": (1, "several processes as one run"),
     "interop": (8, "parameters from and to files of tensors"),
     "token_file": (0, "files of token ids"),
     "flops": (0, "FLOPs of a model as it is written"),

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zero_jax.cluster import on_host
 from zero_jax.initial import restarted
 from zero_jax.layout import Layout
 from zero_jax.model_choice import ModelChoice
-from zero_jax.processes import first_process, is_first, on_host
+from zero_jax.processes import all_or_none, is_first
 from zero_jax.safetensors_file import DTYPES, Piece, Tensor, check_target, find_tensors, write_tensors
 from zero_jax.state import ZeroState
 from zero_jax.stored_part import stored_part
@@ -45,9 +46,14 @@ def import_params(path: Path | str, step: Any, state: ZeroState, batch: Any, *, 
     asks for, or whose shape or kind of dtype is another, before anything is read and with `state` as it was.
     """
     layout = step.layout(batch)
-    tensors = _unprefixed(path, find_tensors(Path(path)), names)
     parts = _parts(layout, names)
-    _check(path, parts, layout, tensors, names)
+
+    def found() -> dict[str, Tensor]:
+        tensors = _unprefixed(path, find_tensors(Path(path)), names)
+        _check(path, parts, layout, tensors, names)
+        return tensors
+
+    tensors = all_or_none(found)
     made = []
     for (name, leaf), (_, view), (_, like) in zip(_named(state), _named(layout.views), _named(layout.state),
                                                   strict=True):
@@ -85,7 +91,7 @@ def export_params(path: Path | str, state: ZeroState, layout: Layout, *, names: 
     dtype = None if dtype is None else np.dtype(dtype)
     if dtype is not None and (dtype not in DTYPES.values() or not jnp.issubdtype(dtype, jnp.floating)):
         raise ValueError(f"dtype={dtype} is no floating dtype of the format: give float32 or bfloat16.")
-    first_process(lambda: check_target(Path(path)))
+    all_or_none(lambda: check_target(Path(path)) if is_first() else None)
     chosen = dataclasses.replace(state, params=state.ema) if ema else state
     leaves, views, parts = dict(_named(chosen)), dict(_named(layout.views)), _parts(layout, names)
     held: dict[str, list[np.ndarray]] = {}  # the tensors of one leaf

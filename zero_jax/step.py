@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.accumulate import accumulated
 from zero_jax.batch import Accumulation, abstract_batch, check_batch
+from zero_jax.cluster import lay_out
 from zero_jax.contract import Contract, Report, contract_of, verify
 from zero_jax.functional import Functional, functional
 from zero_jax.gradients import Reading, gradient_function
@@ -118,7 +119,7 @@ class ZeroTrainStep:
         """
         make = self._initializer(batch)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
-            batch = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), batch)
+            batch = lay_out(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), batch), self.batch_sharding)
         return make(typed_key(rng), self._model.given, batch)
 
     def __call__(self, state: ZeroState, batch: Any) -> tuple[ZeroState, dict[str, jax.Array]]:

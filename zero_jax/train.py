@@ -13,6 +13,7 @@ import optax
 from rich.console import Console
 
 from zero_jax import corpus
+from zero_jax.cluster import choose_devices, initialize, lay_out, local, on_host
 from zero_jax.config import SIMULATED_DEVICES, TrainConfig, simulates
 from zero_jax.data import Batches
 from zero_jax.generate import generate, next_logits
@@ -22,7 +23,7 @@ from zero_jax.loop import History, Loop, make_folder
 from zero_jax.mesh import make_mesh, simulate_devices
 from zero_jax.model_choice import ModelChoice
 from zero_jax.optimizers import OPTIMIZERS, optimizer_text
-from zero_jax.processes import choose_devices, first_process, initialize, is_first, lay_out, local, on_host
+from zero_jax.processes import all_or_none, is_first
 from zero_jax.report import (
     Ticker,
     make_console,
@@ -70,7 +71,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     initialize(distributed=config.distributed, heartbeat_seconds=config.heartbeat)
     devices = devices_of(config)
     console = (console or make_console()) if is_first() else Console(quiet=True)
-    first_process(lambda: make_folder(config.out))
+    all_or_none(lambda: make_folder(config.out) if is_first() else None)
     vocab_size = getattr(choice.config, "vocab_size", None)
     tokens = corpus.load(config.data, max_bytes=config.max_bytes, vocab_size=vocab_size)
     train_part, held_part = _split(tokens, config)

@@ -1,7 +1,7 @@
-"""Several processes as one run: how they find each other, and what only the first of them does."""
+"""Several processes as one run: how they find each other, and the devices and arrays that they have together."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,25 +59,6 @@ def _number(name: str, text: str, *, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise ValueError(f"{name}={text!r} in the environment is no whole number of at least {least}.")
     return int(text)
-
-
-def is_first() -> bool:
-    """Whether this process is the one that prints and writes."""
-    return jax.process_index() == 0
-
-
-def first_process(act: Callable[[], object]) -> None:
-    """Runs `act` on the first process while the others wait; a ValueError there is one on all of them."""
-    problem: ValueError | None = None
-    if is_first():
-        try:
-            act()
-        except ValueError as error:
-            problem = error
-    if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.int32(problem is not None)):
-        raise problem or ValueError("The first process could not do its part, and tells why.")
-    if problem is not None:
-        raise problem
 
 
 def choose_devices(number: int) -> list[jax.Device]:
