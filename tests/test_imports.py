@@ -30,6 +30,12 @@ FLOORS: dict[str, tuple[int, str]] = {
     "cluster": (1, "several processes as one run"),
     "interop": (8, "parameters from and to files of tensors"),
     "token_file": (0, "files of token ids"),
+    "digest": (0, "a checksum of an array, however it is sharded"),
+    "manifest": (0, "what a checkpoint holds, as JSON, and whether a step can take it"),
+    "storage": (0, "where checkpoints lie: orbax"),
+    "processes": (0, "agreement between the processes of a run"),
+    "integrity": (1, "whether a checkpoint on disk is as it was saved"),
+    "retention": (2, "a folder of checkpoints, and which of them are kept"),
     "flops": (0, "FLOPs of a model as it is written"),
     "generate": (0, "text from a model"),
     "data": (0, "tokens as global batches"),
@@ -78,6 +84,8 @@ FLOORS: dict[str, tuple[int, str]] = {
     "update": (6, "from the gradient to the next state"),
     "initial": (7, "the state before the first step"),
     "step": (8, "make_zero_train_step: all of the above in the order of the paper"),
+    "portable": (7, "a state by name and in true shapes, and back"),
+    "checkpoint": (9, "checkpoints of a run: save anywhere, restore anywhere"),
     "planner": (9, "a step on hardware that is not there: memory, wire, time"),
     "loop": (9, "the training loop, its log and its curves"),
     "__init__": (10, "what users import"),
@@ -89,6 +97,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "__main__": (14, "python -m zero_jax"),
 }
 FLAX_ROOMS = {"linen", "nnx", "functional"}
+ORBAX_ROOMS = {"storage"}
 
 
 def imported(source: str) -> Iterator[str]:
@@ -128,6 +137,8 @@ def faults(module: str, source: str) -> list[str]:
             found.append(f"{module} (floor {FLOORS[module][0]}) imports {name} (floor {FLOORS[room][0]})")
         if name.split(".")[0] == "flax" and module not in FLAX_ROOMS:
             found.append(f"{module} imports {name}: only {sorted(FLAX_ROOMS)} know Flax")
+        if name.split(".")[0] in ("orbax", "etils", "tensorstore") and module not in ORBAX_ROOMS:
+            found.append(f"{module} imports {name}: only {sorted(ORBAX_ROOMS)} know orbax")
         if name.split(".")[0] == "models" or name == "relative import":
             found.append(f"{module}: {name}")
     lines = source.count("\n")
@@ -181,6 +192,7 @@ def test_the_table_names_what_there_is():
         ("step", "from . import layout", "relative import"),
         ("step", "import flax.linen as nn", "know Flax"),
         ("step", "from flax import nnx", "know Flax"),
+        ("checkpoint", "import orbax.checkpoint", "know orbax"),
         ("step", "from models import gpt2", "models.gpt2"),
         ("step", "from jax._src import core", "step uses jax._src.core"),
         ("step", "import jax._src.core", "step uses jax._src.core"),

@@ -4,11 +4,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_jax.checkpoint import Checkpoints, Restored
     from zero_jax.contract import ContractError
     from zero_jax.guard import BadStepError, Guard, LossScale
     from zero_jax.interop import export_params, import_params
     from zero_jax.layout import Layout
     from zero_jax.losses import next_token_loss
+    from zero_jax.manifest import CheckpointError, DamagedCheckpointError
     from zero_jax.matrices import whole_matrices
     from zero_jax.mesh import make_mesh, simulate_devices
     from zero_jax.planner import plan
@@ -19,12 +21,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BadStepError",
+    "CheckpointError",
+    "Checkpoints",
     "ContractError",
+    "DamagedCheckpointError",
     "Guard",
     "Layout",
     "LossScale",
     "Names",
     "Precision",
+    "Restored",
     "ZeroState",
     "ZeroTrainStep",
     "export_params",
@@ -40,12 +46,16 @@ __all__ = [
 # Names are imported when first asked for, so that the command line refuses bad input before JAX starts (PEP 562).
 _HOMES = {
     "BadStepError": "guard",
+    "CheckpointError": "manifest",
+    "Checkpoints": "checkpoint",
     "ContractError": "contract",
+    "DamagedCheckpointError": "manifest",
     "Guard": "guard",
     "Layout": "layout",
     "LossScale": "guard",
     "Names": "tensor_names",
     "Precision": "precision",
+    "Restored": "checkpoint",
     "ZeroState": "state",
     "ZeroTrainStep": "step",
     "export_params": "interop",

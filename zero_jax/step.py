@@ -157,9 +157,7 @@ class ZeroTrainStep:
 
     def params(self, state: ZeroState) -> Any:
         """The parameters of `state` in their true shapes, in as many parts as those allow."""
-        if self._layout is None:
-            raise ValueError("This step has no layout yet: call step.init or step.layout(batch) before step.params.")
-        state = self._layout.load(state)
+        state = self.layout().load(state)
         return merge(state.params, state.frozen)
 
     @property
@@ -197,9 +195,12 @@ class ZeroTrainStep:
             jax.eval_shape(lambda: jax.random.key(0)), jax.eval_shape(lambda: self._model.given),
             self.abstract_batch(batch))
 
-    def layout(self, batch: Any) -> Layout:
-        """Where every leaf of the state lies. It depends on the model, not on the size of `batch`."""
-        check_batch(batch, self.mesh)
+    def layout(self, batch: Any = None) -> Layout:
+        """Where every leaf of the state lies, whatever the size of `batch`; that may be left out once there was one."""
+        if batch is not None:
+            check_batch(batch, self.mesh)
+        elif self._layout is None:
+            raise ValueError("This step has no layout yet: call step.init or step.layout(batch) first.")
         if self._layout is None:
             rng = jax.eval_shape(lambda: jax.random.key(0))
             batch = jax.eval_shape(self._cast, abstract_batch(batch))

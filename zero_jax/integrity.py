@@ -1,0 +1,80 @@
+"""Whether a checkpoint's files and leaves are as they were saved, and what to say where they are not."""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from zero_jax import storage
+from zero_jax.manifest import CheckpointError, DamagedCheckpointError, Leaf, Manifest, parse
+
+
+def read_manifest(path: Any) -> Manifest:
+    """The manifest of the checkpoint at `path`, a folder whose name is its number; raises CheckpointError."""
+    file = storage.manifest_path(path)
+    try:
+        text = file.read_text()
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {file} cannot be read ({error}).") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error}): allow it, or name another folder.") from error
+    found = parse(text, str(file))
+    if str(found.step) != path.name:
+        raise CheckpointError(f"{path} holds checkpoint {found.step}: give the folder that name again.")
+    return found
+
+
+def read_arrays(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """The arrays; what orbax says of damage becomes DamagedCheckpointError with a leaf that cannot be read."""
+    try:
+        return storage.read(path, abstract)
+    except PermissionError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): allow it, or name another folder.") from error
+    except Exception as error:
+        leaf = _unreadable(path, abstract)
+        said = " ".join(str(error).split())[:300]
+        changed = changed_files(path)
+        raise DamagedCheckpointError(
+            f"{path} is damaged: {f'leaf {leaf} in ' if leaf else ''}{path / storage.ARRAYS} cannot be read"
+            f"{f'; {changed}' if changed else ''} ({type(error).__name__}: {said}).") from error
+
+
+def _unreadable(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> str:
+    """The first leaf that cannot be read alone; empty if each can, and among several processes."""
+    for name, leaf in abstract.items() if jax.process_count() == 1 else ():
+        try:
+            storage.read(path, {name: leaf})
+        except Exception:
+            return name
+    return ""
+
+
+def verify(path: Any, held: Mapping[str, Leaf], digests: Mapping[str, str]) -> None:
+    """Raises DamagedCheckpointError unless the `digests` of what was read are those that were saved."""
+    wrong = [name for name, leaf in held.items() if leaf.digest != digests[name]]
+    if wrong:
+        changed = changed_files(path)
+        raise DamagedCheckpointError(
+            f"{path} is damaged: leaf {wrong[0]} ({held[wrong[0]]}) in {path / storage.ARRAYS} has the digest "
+            f"{digests[wrong[0]]}, and {held[wrong[0]].digest} was saved"
+            + (f"; so are {len(wrong) - 1} more leaves" if len(wrong) > 1 else "") + (f"; {changed}" if changed else "")
+            + ". restore(..., fallback=True) takes the last checkpoint that is whole.")
+
+
+def changed_files(path: Any) -> str:
+    """The files that are not there any more or of another size, as text; empty where nothing is known."""
+    try:
+        known, found = json.loads((path / storage.SIZES).read_text()), storage.sizes(path)
+        changed = [f"{name} has {found[name]} bytes and had {size}" if name in found else f"{name} is gone"
+                   for name, size in known.items() if found.get(name) != size]
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more files" if len(changed) > 3 else "")
+
+
+def note_sizes(path: Any) -> None:
+    """Writes down the sizes of a complete checkpoint's files, so that it can be told later which one is damaged."""
+    with contextlib.suppress(OSError):  # every check works without, and only tells less
+        (path / storage.SIZES).write_text(json.dumps(storage.sizes(path)))
