@@ -122,11 +122,12 @@ def wait_for(done, seconds=60):
         time.sleep(0.05)
 
 
-def run(out: Path, number: int, *args: str) -> subprocess.CompletedProcess:
+def run(out: Path, number: int) -> subprocess.CompletedProcess:
     """`train` as `number` processes of 8 devices together; as it is without launch for 0."""
     start = ["launch", "--processes", str(number), "--devices-per-process", str(8 // number), "--"] if number else []
+    samples = "1" if number == 2 else "0"  # each of its tokens takes a step's time
     command = [sys.executable, "-m", "zero_jax", *start, "train", "--model", "models.gpt2:tiny", "--batch-size", "8",
-               "--length", "16", "--max-bytes", "50000", "--steps", "3", "--samples", "1", "--out", str(out), *args]
+               "--length", "16", "--max-bytes", "50000", "--steps", "3", "--samples", samples, "--out", str(out)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
 
@@ -152,7 +153,7 @@ def test_losses_are_those_of_one_process(tmp_path):
         lines = (tmp_path / f"{number}/train.jsonl").read_text().splitlines()
         assert len(lines) == 6 and len(json.loads(lines[0])["devices"]) == 8, "one process wrote"
         assert sorted(path.name for path in (tmp_path / str(number)).iterdir()) == ["loss.png", "train.jsonl"]
-        assert done.stdout.count("continued by the model") == 1 and done.stdout.count("step     3  loss") == 1
+        assert done.stdout.count("continued by the model") == (number == 2) and done.stdout.count("step     3  loss") == 1
         assert not np.allclose(found["loss"][1:], expected["loss"][:-1], rtol=1e-4), "losses of other steps differ"
 
 

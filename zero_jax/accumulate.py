@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.batch import Accumulation
+from zero_jax.gather import used
 from zero_jax.gradients import Reading, Told
 from zero_jax.layout import Layout
 from zero_jax.partial import reduce_parts
@@ -60,8 +61,8 @@ def _once(gradient: Any, count: int, layout: Layout, axes: tuple[str, ...], weig
     mesh = layout.mesh
     ways = math.prod(mesh.shape[axis] for axis in axes)
 
-    def own(leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh, P(axes, *[None] * (leaf.ndim - 1)))
+    def own(at: NamedSharding) -> NamedSharding:
+        return NamedSharding(mesh, P(axes, *used(at.spec)))
 
     def key_of(device: Any) -> jax.Array:
         return jax.random.fold_in(reading.rng, device)
@@ -74,17 +75,16 @@ def _once(gradient: Any, count: int, layout: Layout, axes: tuple[str, ...], weig
         number, part = xs
         keys = jax.vmap(jax.random.fold_in, (0, None))(device_keys, number)
         told, grads = each(weights, Reading(reading.frozen, variables, keys), part, scale)
-        total = jax.tree.map(lambda sum, grad: constrain(
-            sum + jnp.reshape(told.weight, (-1, *[1] * (grad.ndim - 1))) * grad.astype(sum.dtype), own(sum)),
-            total, grads)
+        total = jax.tree.map(lambda sum, grad, at: constrain(
+            sum + jnp.reshape(told.weight, (-1, *[1] * (grad.ndim - 1))) * grad.astype(sum.dtype), own(at)),
+            total, grads, layout.gradients)
         return (total, _alike(told.variables, variables)), told._replace(variables=None)
 
-    def zeros(leaf: Any) -> Any:
-        empty = jnp.zeros((ways, *leaf.shape), _wide(leaf))
-        return constrain(empty, own(empty))
+    def zeros(leaf: Any, at: NamedSharding) -> Any:
+        return constrain(jnp.zeros((ways, *leaf.shape), _wide(leaf)), own(at))
 
     parts = jax.tree.map(lambda leaf: _split(leaf, count, layout, axes, apart=True), batch)
-    carry = jax.tree.map(zeros, weights), jax.tree.map(lambda leaf: _copies(leaf, ways), reading.variables)
+    carry = jax.tree.map(zeros, weights, layout.gradients), jax.tree.map(lambda leaf: _copies(leaf, ways), reading.variables)
     (total, variables), told = jax.lax.scan(body, carry, (jnp.arange(count), parts))
     told, weight = _mean(told)
 
@@ -92,7 +92,7 @@ def _once(gradient: Any, count: int, layout: Layout, axes: tuple[str, ...], weig
         dtype = uses[name].reduce if name in uses else like.dtype
         sum_parts = jax.shard_map(
             lambda part: reduce_parts((part[0] / weight).astype(dtype), mesh, at.spec), mesh=mesh,
-            in_specs=P(axes, *[None] * like.ndim), out_specs=at.spec, check_vma=False)
+            in_specs=P(axes, *used(at.spec)), out_specs=at.spec, check_vma=False)
         return sum_parts(grad).astype(grad.dtype)
 
     uses = dict(named_leaves(layout.uses))  # no entry where a parameter is read as it is stored

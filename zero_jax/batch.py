@@ -1,6 +1,7 @@
 """A batch: a pytree of arrays whose leading dim is the global batch, split over devices and into microbatches."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from zero_jax.mesh import CONTEXT, batch_axes
 from zero_jax.tree import named_leaves
 
 
@@ -33,8 +35,13 @@ class Accumulation:
         return self.reduce == "once"
 
 
-def check_batch(batch: Any, mesh: Mesh, microbatches: int = 1) -> None:
-    """Raises ValueError unless every leaf's leading dim is the same and divides over devices and microbatches."""
+def check_batch(batch: Any, mesh: Mesh, axes: tuple[str, ...], microbatches: int = 1) -> None:
+    """Raises ValueError unless every leaf's leading dim is the same and divides over devices and microbatches.
+
+    axes: ZeRO's. With an axis `context` every leaf needs a second dim, the sequence, that divides over it.
+    """
+    split = batch_axes(mesh, axes)
+    ways, shards = math.prod(mesh.shape[axis] for axis in split), mesh.shape[CONTEXT] if CONTEXT in axes else 1
     leaves = named_leaves(batch)
     if not leaves:
         raise ValueError("The batch is empty: give a pytree of arrays whose leading dim is the global batch.")
@@ -47,14 +54,19 @@ def check_batch(batch: Any, mesh: Mesh, microbatches: int = 1) -> None:
             "The leaves of the batch differ in their leading dim, the global batch: "
             + ", ".join(f"{name} {size[0]}" for name, size in sizes.items()) + ".")
     (size,) = next(iter(sizes.values()))
-    if size and not size % mesh.size and size % (mesh.size * microbatches):
+    on = f"the {ways} devices of the axes {', '.join(split)} of the mesh {dict(mesh.shape)}"
+    if size and not size % ways and size % (ways * microbatches):
         raise ValueError(
-            f"A batch of {size} does not divide into {microbatches} microbatches over the {mesh.size} devices of the "
-            f"mesh {dict(mesh.shape)}: give a multiple of {mesh.size * microbatches}, or another accumulate.")
-    if size % mesh.size or not size:
+            f"A batch of {size} does not divide into {microbatches} microbatches over {on}: give a multiple of "
+            f"{ways * microbatches}, or another accumulate.")
+    if size % ways or not size:
         raise ValueError(
-            f"A batch of {size} does not divide over the {mesh.size} devices of the mesh {dict(mesh.shape)}: give a "
-            f"multiple of {mesh.size}, or a smaller mesh.")
+            f"A batch of {size} does not divide over {on}: give a multiple of {ways}, or a smaller mesh.")
+    for name, leaf in leaves:
+        if shards > 1 and (np.ndim(leaf) < 2 or np.shape(leaf)[1] % shards):
+            raise ValueError(
+                f"batch[{name!r}] of shape {np.shape(leaf)}: its second dim, the sequence, must divide over the {shards} "
+                f"devices of the axis {CONTEXT!r} of the mesh {dict(mesh.shape)}: give another length, or context=1.")
 
 
 def abstract_batch(batch: Any) -> Any:

@@ -1,5 +1,6 @@
 """How one leaf is divided over mesh axes: which dims, and what is merged or padded where they do not divide."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -7,7 +8,7 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.mesh import fills_tiles
+from zero_jax.mesh import TENSOR, fills_tiles
 from zero_jax.reads import Read
 from zero_jax.view import View, natural
 
@@ -30,25 +31,59 @@ Measured on v5e: parts of whole rows of 128 values are gathered, others all-redu
 """
 
 
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The dim of a leaf that tensor parallelism splits, and into how many parts; ZeRO divides what each device has."""
+
+    dim: int
+    ways: int
+
+    def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What each device has of `shape`."""
+        return (*shape[:self.dim], shape[self.dim] // self.ways, *shape[self.dim + 1:])
+
+    def whole(self, view: View) -> View:
+        """The view of all of a leaf, from that of what each device has of it."""
+        sizes, stored = list(view.dims), list(view.stored)
+        sizes[self.dim], stored[self.dim] = (view.shape[self.dim] * self.ways,), stored[self.dim] * self.ways
+        return View(tuple(sizes), tuple(stored))
+
+    def spec(self, spec: P) -> P:
+        """`spec` of what each device has, as one of the whole leaf."""
+        entry = spec[self.dim]
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        return P(*spec[:self.dim], (TENSOR, *names) if names else TENSOR, *spec[self.dim + 1:])
+
+
 def choose_spec(shape: tuple[int, ...], sizes: Mapping[str, int], read: Read | None = None, *,
-                tiled: bool = False) -> P:
+                tiled: bool = False, split: Split | None = None) -> P:
     """The storage spec of a leaf over mesh axes of `sizes`: in as many parts as its dims allow.
 
     Never a dim over which a loop of the model's runs: each slice would lie on one device. Then the fewest dims; on a
     TPU (`tiled`) shards that fill tiles, since others are padded to be scattered, and a dim for each axis.
     """
+    if split:
+        return split.spec(choose_spec(split.local(shape), sizes, read, tiled=tiled))
     stacked = () if read is None else read.stacked
     return _spec(_choose_dims(shape, tuple(item for item in sizes.items() if item[1] > 1), stacked, tiled))
 
 
 def choose_view(shape: tuple[int, ...], sizes: Mapping[str, int], read: Read | None = None, *, tiled: bool = False,
-                merge: bool = True) -> tuple[View, P]:
+                merge: bool = True, split: Split | None = None) -> tuple[View, P]:
     """How a leaf is stored and divided over mesh axes of `sizes`: as it is where its dims divide, else in fewest bytes.
 
-    merge: whether dims may be merged, for which all uses of the leaf must be elementwise. What cannot be divided at
-    all (a scalar, a leaf whose every dim a loop runs over) is stored as it is.
+    merge: whether dims may be merged, for which all uses of the leaf must be elementwise; no dim is merged, and none
+    padded that is split. What cannot be divided at all (a scalar, a leaf whose every dim a loop runs over) is stored
+    as it is.
     """
     stacked = () if read is None else read.stacked
+    if split:
+        local = split.local(shape)
+        spec = choose_spec(local, sizes, read, tiled=tiled)
+        if parts_of(spec, sizes) == math.prod(sizes.values()):
+            return natural(shape), split.spec(spec)
+        view, spec = choose_view(local, sizes, Read((*stacked, split.dim)), tiled=tiled, merge=False)
+        return split.whole(view), split.spec(spec)
     spec, axes = choose_spec(shape, sizes, read, tiled=tiled), tuple(item for item in sizes.items() if item[1] > 1)
     ways, size = math.prod(sizes.values()), math.prod(shape)
     if size <= 1 or parts_of(spec, sizes) == ways or len(set(stacked)) == len(shape):
@@ -72,7 +107,7 @@ def _rounded(size: int, ways: int, tiled: bool) -> int:
 def parts_of(spec: P, sizes: Mapping[str, int]) -> int:
     """Into how many parts `spec` divides an array."""
     names = (name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry))
-    return math.prod(sizes[name] for name in names)
+    return math.prod(sizes[name] for name in names if name in sizes)
 
 
 def _spec(dims: tuple[tuple[str, ...], ...]) -> P:

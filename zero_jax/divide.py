@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.choose import OWNED, SMALL_LEAF, SMALL_SHARE, choose_spec, choose_view, parts_of
+from zero_jax.choose import OWNED, SMALL_LEAF, SMALL_SHARE, Split, choose_spec, choose_view, parts_of
 from zero_jax.elementwise import Home, needs_shape
 from zero_jax.reads import Read
 from zero_jax.tree import ending, leaf_bytes, map_named, named_leaves
@@ -16,21 +16,22 @@ from zero_jax.view import View, natural
 
 
 def divide(params: Any, optimizer: Any, sizes: Mapping[str, int],
-           reads: Mapping[str, Read], *, tiled: bool) -> tuple[Any, Any, Any, Any]:
+           reads: Mapping[str, Read], *, tiled: bool, splits: Mapping[str, Split]) -> tuple[Any, Any, Any, Any]:
     """How parameters and the optimizer's state are divided: trees of views and of specs for either.
 
-    No dims are merged of a leaf that the optimizer does more with than an elementwise update.
+    splits: what tensor parallelism splits, by parameter. No dims are merged of a leaf that the optimizer does more with than an elementwise update.
     """
-    small = _small(params, sizes, reads, tiled)
+    small = _small(params, sizes, reads, tiled, splits)
     state, axes = jax.eval_shape(optimizer.init, params), tuple(sizes)
     shapes = {name: leaf.shape for name, leaf in named_leaves(params)}
 
     def choose(name: str, leaf: Any) -> tuple[View, P]:
+        read, split = reads.get(name), splits.get(name)
         if name in small:
-            return natural(leaf.shape), choose_spec(leaf.shape, sizes, reads.get(name), tiled=tiled)
-        view, spec = choose_view(leaf.shape, sizes, reads.get(name), tiled=tiled)
+            return natural(leaf.shape), choose_spec(leaf.shape, sizes, read, tiled=tiled, split=split)
+        view, spec = choose_view(leaf.shape, sizes, read, tiled=tiled, split=split)
         if view in spoilt:
-            view, spec = choose_view(leaf.shape, sizes, reads.get(name), tiled=tiled, merge=False)
+            view, spec = choose_view(leaf.shape, sizes, read, tiled=tiled, merge=False, split=split)
         return view, spec
 
     def place(name: str, leaf: Any) -> tuple[View, P]:
@@ -78,13 +79,15 @@ def divide(params: Any, optimizer: Any, sizes: Mapping[str, int],
         spoilt |= found
 
 
-def _small(params: Any, sizes: Mapping[str, int], reads: Mapping[str, Read], tiled: bool) -> set[str]:
+def _small(params: Any, sizes: Mapping[str, int], reads: Mapping[str, Read], tiled: bool,
+           splits: Mapping[str, Split]) -> set[str]:
     """Parameters that do not divide and stay whole: too small to matter, the smallest first, equal ones alike."""
     ways, leaves = math.prod(sizes.values()), named_leaves(params)
     left = SMALL_SHARE * sum(leaf_bytes(leaf.shape, leaf.dtype) for _, leaf in leaves) / ways
     alike: dict[int, list[str]] = {}
     for name, leaf in leaves:
-        if parts_of(choose_spec(leaf.shape, sizes, reads.get(name), tiled=tiled), sizes) < ways:
+        spec = choose_spec(leaf.shape, sizes, reads.get(name), tiled=tiled, split=splits.get(name))
+        if parts_of(spec, sizes) < ways:
             alike.setdefault(leaf_bytes(leaf.shape, leaf.dtype), []).append(name)
     found: set[str] = set()
     for size, names in sorted(alike.items()):

@@ -14,6 +14,7 @@ from jax.extend import core
 from jax.extend.core import primitives
 from jax.sharding import NamedSharding
 
+from zero_jax.rewrite import bound
 from zero_jax.view import View
 
 _ELEMENTWISE = frozenset(
@@ -120,19 +121,19 @@ class _Run:
             inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             return self.run(inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ()), args)
         if not held:
-            return _bind(eqn, args)
+            return bound(eqn, args)
         if eqn.primitive is primitives.cond_p and not isinstance(args[0], _Held):
             return self._cond(eqn, args)
         shape = getattr(eqn.outvars[0].aval, "shape", ())
         home = next((arg.home for arg in held if arg.home.view.shape == shape), held[0].home)
         if name in _ELEMENTWISE and home.view.shape == shape:
-            return [_Held(value, home) for value in _bind(eqn, [_beside(arg, home) for arg in args])]
+            return [_Held(value, home) for value in bound(eqn, [_beside(arg, home) for arg in args])]
         if name in _NEUTRAL and len(eqn.params["axes"]) == len(home.view.shape):
             value = home.view.filled(held[0].value, _NEUTRAL[name](held[0].value.dtype))
-            return _bind(eqn, [value], axes=tuple(range(value.ndim)))
+            return bound(eqn, [value], axes=tuple(range(value.ndim)))
         if self.spoilt is not None:
             self.spoilt.update(arg.home.view for arg in held)
-        return _bind(eqn, [arg.load() if isinstance(arg, _Held) else arg for arg in args])
+        return bound(eqn, [arg.load() if isinstance(arg, _Held) else arg for arg in args])
 
     def _cond(self, eqn: core.JaxprEqn, args: list[Any]) -> Sequence[Any]:
         """Branches on stored arrays: a result is stored if any branch has it so."""
@@ -171,8 +172,3 @@ _NEUTRAL: dict[str, Callable[[Any], Any]] = {
     "reduce_sum": lambda dtype: 0, "reduce_prod": lambda dtype: 1, "reduce_and": lambda dtype: True,
     "reduce_or": lambda dtype: False, "reduce_max": _lowest, "reduce_min": _highest}
 """What padding holds while a whole leaf is reduced."""
-
-
-def _bind(eqn: core.JaxprEqn, args: Sequence[Any], **params: Any) -> Sequence[Any]:
-    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params({**eqn.params, **params}))
-    return out if eqn.primitive.multiple_results else [out]

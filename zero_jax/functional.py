@@ -16,6 +16,8 @@ class Functional(Protocol):
 
     given: Any
     """Arrays that `init` takes as its last argument: the values of a module that was given constructed."""
+    metadata: dict[str, tuple[Any, ...]]
+    """Flax's partitioning metadata: for parameters that have some, a name for each dim. Known once `init` is traced."""
 
     def init(self, fun: Callable[..., Any], rng: Any, batch: Any, given: Any) -> tuple[Any, Any]:
         """(params, variables), traceable."""

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from zero_jax.activations import Activations
 from zero_jax.functional import Functional
 from zero_jax.layout import Layout
 from zero_jax.losses import Loss, loss_and_metrics
-from zero_jax.mesh import on_torus
+from zero_jax.mesh import CONTEXT, TENSOR, on_torus
 from zero_jax.partial import inline_calls, merge_scatters, scatter_parts
 from zero_jax.passes import (
     checkpoint_loops,
@@ -19,8 +20,9 @@ from zero_jax.passes import (
     separate_reads,
 )
 from zero_jax.precision import Precision
+from zero_jax.remat import Remat, checkpoint_blocks
 from zero_jax.rewrite import rewritten
-from zero_jax.tree import merge
+from zero_jax.tree import merge, named_leaves
 from zero_jax.widen import widen_reductions
 
 
@@ -41,12 +43,13 @@ class Reading(NamedTuple):
     rng: Any
 
 
-def gradient_function(model: Functional, loss: Loss, layout: Layout, precision: Precision, *, batch_size: int,
-                      reduced: bool = True) -> Callable[..., tuple[Told, Any]]:
+def gradient_function(model: Functional, loss: Loss, layout: Layout, precision: Precision, activations: Activations, *,
+                      remat: Remat | None = None, reduced: bool = True) -> Callable[..., tuple[Told, Any]]:
     """`fun(weights, reading, batch, scale) -> (Told, gradients)`, where backward reduces and scatters gradients.
 
-    scale: multiplies the loss before it is differentiated; None: nothing does. batch_size: of the global batch that
-    `fun` will get. reduced: False leaves gradients as sums over what `fun` sees.
+    scale: multiplies the loss before it is differentiated; None: nothing does. activations: how those of the batch that
+    `fun` will get lie. remat: what is kept of each block; None: what the model keeps. reduced: False leaves gradients
+    as sums over what `fun` sees.
     """
 
     def loss_of(weights: Any, reading: Reading, batch: Any, scale: Any) -> tuple[Any, Told]:
@@ -55,17 +58,22 @@ def gradient_function(model: Functional, loss: Loss, layout: Layout, precision: 
         value, metrics, weight = loss_and_metrics(out)
         return value if scale is None else value * scale, Told(value, metrics, weight, variables)
 
+    names = [name for name, _ in named_leaves(layout.state.params)]
+    blocks = functools.partial(checkpoint_blocks, names=names, remat=remat) if remat else None
+    hide = functools.partial(hide_checkpoints, activations=activations if activations.stashes else None)
+    split = [activations.split_sequence] if activations.sequence else []
     if layout.stage.shards_params and layout.num_shards > 1:  # else nothing is gathered
         loss_of = jax.checkpoint(
-            rewritten(loss_of, separate_reads, mark_derived, hide_checkpoints, checkpoint_loops),
+            rewritten(loss_of, separate_reads, *split, mark_derived, hide, checkpoint_loops, first=blocks),
             policy=keep_all_but_gathered)
     else:
-        loss_of = rewritten(loss_of, separate_reads)
+        loss_of = rewritten(loss_of, separate_reads, *split, *([hide] if activations.stashes else []), first=blocks)
     edits: list[Any] = [inline_calls] if precision.reduce is None else [inline_calls, widen_reductions]
     flat = len(layout.mesh.axis_names) == 1 and not on_torus(layout.mesh)
-    if reduced and not (flat and all(view.natural for view in jax.tree.leaves(layout.views.params))):
+    manual = not {TENSOR, CONTEXT} & set(layout.mesh.axis_names)
+    if reduced and manual and not (flat and all(view.natural for view in jax.tree.leaves(layout.views.params))):
         edits = [functools.partial(merge_scatters, uneven=flat), *edits,
-                 functools.partial(scatter_parts, batch_size=batch_size, uneven=flat)]
+                 functools.partial(scatter_parts, batch_size=activations.batch_size, uneven=flat)]
     gradient_of = rewritten(jax.value_and_grad(loss_of, has_aux=True), *edits)
 
     def fun(weights: Any, reading: Reading, batch: Any, scale: Any) -> tuple[Told, Any]:

@@ -11,11 +11,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.choose import choose_spec
+from zero_jax.choose import Split, choose_spec, parts_of
 from zero_jax.divide import divide
 from zero_jax.elementwise import Home, on_stored
-from zero_jax.gather import Use
-from zero_jax.mesh import on_torus
+from zero_jax.gather import Use, used
+from zero_jax.mesh import TENSOR, on_torus
 from zero_jax.precision import Precision
 from zero_jax.reads import Read
 from zero_jax.stages import Stage
@@ -127,7 +127,7 @@ class Layout:
             return _padded_note(view)
         if not wanted or math.prod(leaf.shape) <= 1:
             return ""
-        parts = math.prod(leaf.shape) // max(1, math.prod(leaf.sharding.shard_shape(leaf.shape)))
+        parts = parts_of(leaf.sharding.spec, {axis: self.mesh.shape[axis] for axis in self.axes})
         if parts == self.num_shards:
             return ""
         if kind == "variables":
@@ -197,13 +197,18 @@ class Layout:
 
 def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.GradientTransformation, stage: Stage,
                 mesh: Mesh, axes: tuple[str, ...], precision: Precision, reads: Mapping[str, Read],
-                frozen: Any = None, guard: Any = None, ema: bool = False, reduce_at_use: bool = True) -> Layout:
+                frozen: Any = None, guard: Any = None, ema: bool = False, reduce_at_use: bool = True,
+                tensor: Mapping[str, P] | None = None, secondary: tuple[str, ...] = ()) -> Layout:
     """The layout of a state from the abstract `params` (in their stored dtype), `variables` and key.
 
     frozen: abstract parameters that are not trained. guard: an abstract `GuardState`. reduce_at_use: whether reading a
-    parameter reduces its gradient, as against after the last microbatch.
+    parameter reduces its gradient, as against after the last microbatch. tensor: specs of the parameters that tensor
+    parallelism splits, by name. secondary: axes among which backward gathers, from what forward gathered over the others.
     """
-    sizes, tiled = {axis: mesh.shape[axis] for axis in axes}, on_torus(mesh)
+    # The secondary axes are the major ones: what the others gather is then one block of each of theirs.
+    sizes = {axis: mesh.shape[axis] for axis in sorted(axes, key=lambda axis: axis not in secondary)}
+    tiled, tensor = on_torus(mesh), tensor or {}
+    splits = {name: Split(tuple(spec).index(TENSOR), mesh.shape[TENSOR]) for name, spec in tensor.items()}
 
     def put(leaf: Any, spec: P, view: View) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(view.stored, leaf.dtype, sharding=NamedSharding(mesh, spec))
@@ -214,38 +219,36 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
     def as_is(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: natural(leaf.shape), tree)
 
-    def unspread(views: Any) -> Any:
-        return jax.tree.map(lambda view: P(*[None] * len(view.stored)), views)
+    def unspread(specs: Any) -> Any:
+        return jax.tree.map(used, specs, is_leaf=lambda leaf: isinstance(leaf, P))
 
     def as_read(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
         return leaf.update(dtype=precision.read_dtype(name, leaf.dtype))
 
     opt_state = jax.eval_shape(optimizer.init, params)
-    if stage.shards_optimizer:
-        views, sharded, state_views, state_specs = divide(params, optimizer, sizes, reads, tiled=tiled)
-    else:
-        views, state_views = as_is(params), as_is(opt_state)
-        sharded, state_specs = unspread(views), unspread(state_views)
+    held = sizes if stage.shards_optimizer else {}
+    views, sharded, state_views, state_specs = divide(params, optimizer, held, reads, tiled=tiled, splits=splits)
     copied = not stage.shards_params and any(
         leaf.dtype != as_read(name, leaf).dtype for name, leaf in named_leaves(params))
-    stored = sharded if stage.shards_params or (copied and stage.shards_optimizer) else unspread(views)
-    weights = jax.tree.map(put, map_named(as_read, params), unspread(views), views) if copied else None
-    reduced = sharded if stage.shards_optimizer else unspread(views)
+    stored = sharded if stage.shards_params or (copied and stage.shards_optimizer) else unspread(sharded)
+    weights = jax.tree.map(put, map_named(as_read, params), unspread(sharded), views) if copied else None
 
     frozen = map_named(as_read, frozen or {})
-    kept_views, kept = as_is(frozen), unspread(as_is(frozen))
-    if stage.shards_params:  # an optimizer of nothing: all that is done with them is to read them
-        kept_views, kept, _, _ = divide(frozen, takes_value(optax.identity()), sizes, reads, tiled=tiled)
+    # An optimizer of nothing: all that is done with them is to read them.
+    kept_views, kept, _, _ = divide(frozen, takes_value(optax.identity()), sizes if stage.shards_params else {}, reads,
+                                    tiled=tiled, splits=splits)
 
     def use(name: str, leaf: Any, stored: P, reduced: P, view: View) -> Use | None:
         dtype = precision.read_dtype(name, leaf.dtype)
-        if not stage.shards_optimizer and precision.reduce in (None, dtype):
+        if not stage.shards_optimizer and precision.reduce in (None, dtype) and name not in tensor:
             return None  # the partitioner all-reduces by itself
-        return Use(mesh, stored if stage.shards_params else P(*[None] * len(view.stored)),
-                   reduced if reduce_at_use else None, dtype, precision.reduce or dtype, view)
+        return Use(mesh, stored if stage.shards_params else used(stored),
+                   reduced if reduce_at_use else None, dtype, precision.reduce or dtype, view,
+                   secondary if stage.shards_params else ())
 
-    def use_frozen(leaf: Any, stored: P, view: View) -> Use | None:
-        return Use(mesh, stored, None, leaf.dtype, leaf.dtype, view) if stage.shards_params else None
+    def use_frozen(name: str, leaf: Any, stored: P, view: View) -> Use | None:
+        needed = stage.shards_params or name in tensor
+        return Use(mesh, stored, None, leaf.dtype, leaf.dtype, view, secondary) if needed else None
 
     step = jax.ShapeDtypeStruct((), jnp.int32)
     return Layout(
@@ -254,15 +257,15 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
             step=whole(step), params=jax.tree.map(put, params, stored, views), weights=weights,
             frozen=jax.tree.map(put, frozen, kept, kept_views),
             opt_state=jax.tree.map(put, opt_state, state_specs, state_views), variables=whole(variables),
-            ema=jax.tree.map(put, params, reduced, views) if ema else None, guard=whole(guard), rng=whole(rng)),
+            ema=jax.tree.map(put, params, sharded, views) if ema else None, guard=whole(guard), rng=whole(rng)),
         views=ZeroState(
             step=as_is(step), params=views, weights=views if copied else None, frozen=kept_views,
             opt_state=state_views, variables=as_is(variables), ema=views if ema else None, guard=as_is(guard),
             rng=as_is(rng)),
-        gradients=jax.tree.map(lambda spec: NamedSharding(mesh, spec), reduced,
+        gradients=jax.tree.map(lambda spec: NamedSharding(mesh, spec), sharded,
                                is_leaf=lambda leaf: isinstance(leaf, P)),
-        uses=merge(map_named(use, params, stored, reduced, views),
-                   jax.tree.map(use_frozen, frozen, kept, kept_views)))
+        uses=merge(map_named(use, params, stored, sharded, views),
+                   map_named(use_frozen, frozen, kept, kept_views)))
 
 
 def _padded_note(view: View) -> str:

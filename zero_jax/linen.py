@@ -11,7 +11,7 @@ from flax.core import meta, unfreeze
 
 from zero_jax.once import OnceEach
 from zero_jax.reads import Read, smallest_plain, trace_reads
-from zero_jax.tree import map_named, named_leaves
+from zero_jax.tree import map_named, named_leaves, path_name
 
 
 @struct.dataclass
@@ -47,6 +47,7 @@ class Linen:
         self._streams = tuple(streams)
         self._transient: tuple[str, ...] = ()
         self._on_entry: frozenset[str] = frozenset()
+        self.metadata: dict[str, tuple[Any, ...]] = {}
 
     given: Any = ()
 
@@ -55,6 +56,8 @@ class Linen:
         keys = {"params": jax.random.fold_in(rng, 0), **self._keys(jax.random.fold_in(rng, 1))}
         with _missing_streams_explained(self._streams):
             collections = unfreeze(nn.init(fun, self._module)(keys, batch))
+        boxes = jax.tree.leaves_with_path(collections.get("params", {}), is_leaf=_is_partitioned)
+        self.metadata = {path_name(path): box.names for path, box in boxes if _is_partitioned(box)}
         collections = {name: meta.unbox(tree) for name, tree in collections.items()}
         params = collections.pop("params", {})
         return params, {name: tree for name, tree in collections.items() if name not in self._transient}
@@ -113,6 +116,10 @@ class Linen:
 
     def _keys(self, rng: jax.Array) -> dict[str, jax.Array]:
         return {name: jax.random.fold_in(rng, i) for i, name in enumerate(self._streams)}
+
+
+def _is_partitioned(leaf: Any) -> bool:
+    return isinstance(leaf, meta.Partitioned)
 
 
 class _missing_streams_explained:

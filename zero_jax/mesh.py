@@ -7,9 +7,12 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 DATA = "data"
 REPLICA = "replica"
+TENSOR = "tensor"
+CONTEXT = "context"
 
 
 def simulate_devices(num_devices: int) -> None:
@@ -33,15 +36,18 @@ def simulate_devices(num_devices: int) -> None:
 
 
 def make_mesh(
-    data: int | Sequence[int] = -1, *, replica: int = 1, devices: Sequence[jax.Device] | None = None
+    data: int | Sequence[int] = -1, *, replica: int = 1, context: int = 1, tensor: int = 1,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """A mesh for ZeRO over live or described devices.
 
     Args:
-      data: size of the axis `data`, over which ZeRO shards; -1 takes all devices that `replica` leaves, and on a
+      data: size of the axis `data`, over which ZeRO shards; -1 takes all devices that the others leave, and on a
         whole TPU slice factors it along the torus. A sequence factors it into axes `data_0`, `data_1`, ... (major
         first): parameters are then gathered over one axis after another, and gradients scattered so.
       replica: size of the axis `replica`, across which the shards are replicated (hybrid sharding).
+      context: size of the axis `context`, over which the sequence is split; ZeRO shards over it, too.
+      tensor: size of the axis `tensor`, over which rules split parameters (tensor parallelism); neighbours in a node.
       devices: default: all live devices.
 
     Returns: a `Mesh` with Auto axes, so that models without sharding annotations run under it. Devices lie
@@ -49,16 +55,21 @@ def make_mesh(
     """
     devices = list(jax.devices() if devices is None else devices)
     factors = [data] if isinstance(data, int) else list(data)
-    if not factors or any(size < 1 for size in factors) and factors != [-1] or replica < 1:
+    others = {REPLICA: replica, CONTEXT: context, TENSOR: tensor}
+    if not factors or any(size < 1 for size in factors) and factors != [-1] or min(others.values()) < 1:
         raise ValueError(
-            f"make_mesh(data={data!r}, replica={replica}): sizes must be positive; data=-1 takes the rest.")
+            f"make_mesh(data={data!r}, replica={replica}, context={context}, tensor={tensor}): sizes must be positive; "
+            "data=-1 takes the rest.")
+    others = {name: size for name, size in others.items() if size > 1}
     if factors == [-1]:
-        if len(devices) % replica:
-            raise ValueError(f"make_mesh(replica={replica}): {len(devices)} devices do not divide by it.")
-        factors = list(_torus(devices)) if replica == 1 else [len(devices) // replica]
+        if len(devices) % math.prod(others.values()):
+            raise ValueError(f"make_mesh: {len(devices)} devices do not divide by {others}.")
+        factors = [len(devices) // math.prod(others.values())] if others else list(_torus(devices))
     names = [DATA] if isinstance(data, int) and len(factors) == 1 else [f"{DATA}_{i}" for i in range(len(factors))]
-    if replica > 1:
-        factors, names = [replica, *factors], [REPLICA, *names]
+    for name, size in others.items():
+        at = 0 if name == REPLICA else len(names)
+        factors.insert(at, size)
+        names.insert(at, name)
     needed = math.prod(factors)
     if needed > len(devices):
         raise ValueError(
@@ -94,7 +105,7 @@ def zero_axes(mesh: Mesh, axis: str | Sequence[str] | None = None) -> tuple[str,
         raise ValueError(f"mesh={mesh!r} is not a jax.sharding.Mesh: make one with zero_jax.make_mesh().")
     sizes = dict(mesh.shape)
     if axis is None:
-        axes = tuple(name for name in mesh.axis_names if name == DATA or name.startswith(DATA + "_"))
+        axes = tuple(name for name in mesh.axis_names if name in (DATA, CONTEXT) or name.startswith(DATA + "_"))
     else:
         axes = (axis,) if isinstance(axis, str) else tuple(axis)
     missing = [name for name in axes if name not in sizes]
@@ -102,17 +113,26 @@ def zero_axes(mesh: Mesh, axis: str | Sequence[str] | None = None) -> tuple[str,
         raise ValueError(
             f"The mesh has axes {sizes} and no axis {', '.join(map(repr, missing)) or repr(DATA)} for ZeRO to shard "
             "over: name its axis with axis=..., or build the mesh with zero_jax.make_mesh().")
-    strange = [name for name in mesh.axis_names if name not in axes and name != REPLICA and sizes[name] > 1]
+    strange = [name for name in mesh.axis_names if name not in axes and name not in (REPLICA, TENSOR) and sizes[name] > 1]
     if strange:
         raise ValueError(
             f"The mesh has axes {sizes}, and {', '.join(map(repr, strange))} has no role: ZeRO shards over "
-            f"{axes} and replicates across {REPLICA!r}. Rename it, or include it in axis=....")
+            f"{axes}, replicates across {REPLICA!r} and splits by rules over {TENSOR!r}. Rename it, or include it in "
+            "axis=....")
+    if TENSOR in axes:
+        raise ValueError(f"axis={axes}: rules split parameters over {TENSOR!r}, and ZeRO cannot shard over it as well.")
     return axes
 
 
 def batch_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The mesh axes over which the batch is split: the replicas, then the ZeRO axes."""
-    return ((REPLICA,) if REPLICA in mesh.axis_names and REPLICA not in axes else ()) + axes
+    """The mesh axes over which the batch is split: the replicas, then the ZeRO axes but for `context`."""
+    replicas = (REPLICA,) if REPLICA in mesh.axis_names and REPLICA not in axes else ()
+    return replicas + tuple(axis for axis in axes if axis != CONTEXT)
+
+
+def batch_spec(mesh: Mesh, axes: tuple[str, ...]) -> P:
+    """How a leaf of the batch lies: its leading dim over the devices, its second, the sequence, over `context`."""
+    return P(batch_axes(mesh, axes), *((CONTEXT,) if CONTEXT in axes else ()))
 
 
 def on_torus(mesh: Mesh) -> bool:

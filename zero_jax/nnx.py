@@ -45,6 +45,8 @@ class Nnx:
         if not isinstance(module, nnx.Module):
             raise ValueError(f"model={model!r} made {type(module).__name__}, which is no Flax module.")
         self._graphdef, self._params, self._variables = nnx.split(module, nnx.Param, ...)
+        self.metadata = {"/".join(map(str, path)): tuple(names) for path, variable in _flat(self._params)
+                         if (names := variable.get_metadata("out_sharding", None))}
         self.given: Any = ()
         if isinstance(model, nnx.Module):
             self._refuse_abstract()

@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.gather import REDUCED, SCATTER
-from zero_jax.mesh import fills_tiles, on_torus, tile_block
+from zero_jax.mesh import TENSOR, fills_tiles, on_torus, tile_block
+from zero_jax.rewrite import shape_of
 
 _MOVES = ("transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "name", "convert_element_type")
 _SUMS = ("add_any", "add")
@@ -167,7 +168,7 @@ class _Part:
             with jax.named_scope(scope):
                 return summed(*values)
 
-        (made,) = jax.make_jaxpr(jax.jit(zero_scatter))(*map(_shape, self.cuts)).jaxpr.eqns
+        (made,) = jax.make_jaxpr(jax.jit(zero_scatter))(*map(shape_of, self.cuts)).jaxpr.eqns
         return made.replace(invars=list(self.cuts), outvars=scatter.outvars)
 
 
@@ -185,14 +186,25 @@ def _stored(scatter: core.JaxprEqn, value: jax.Array) -> jax.Array:
 def reduce_parts(value: jax.Array, mesh: Any, spec: P) -> jax.Array:
     """The sum of the devices' `value`s, laid out by `spec`; each device returns its part. For `jax.shard_map`."""
     splits = [(dim, (entry,) if isinstance(entry, str) else entry) for dim, entry in enumerate(spec) if entry]
-    rest = tuple(axis for axis in mesh.axis_names if all(axis not in axes for _, axes in splits))
+    splits = [(dim, tuple(axis for axis in axes if axis != TENSOR)) for dim, axes in splits]
+    rest = tuple(axis for axis in mesh.axis_names if axis != TENSOR and all(axis not in axes for _, axes in splits))
     if on_torus(mesh):
         for dim, axis in _in_order(value.size, mesh, splits):
             value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis))
     else:
         for dim, axes in splits:
-            value = jax.lax.psum_scatter(value, axes, scatter_dimension=dim, tiled=True)
+            for together in _in_runs(axes, mesh):
+                value = jax.lax.psum_scatter(value, together, scatter_dimension=dim, tiled=True)
     return jax.lax.psum(value, rest) if rest else value
+
+
+def _in_runs(axes: Sequence[str], mesh: Any) -> list[tuple[str, ...]]:
+    """`axes` in runs that lie in the order of the mesh: others are inner ones, over which parts are summed first."""
+    runs: list[tuple[str, ...]] = []
+    for axis in axes:
+        follows = runs and mesh.axis_names.index(runs[-1][-1]) < mesh.axis_names.index(axis)
+        runs = [*runs[:-1], (*runs[-1], axis)] if follows else [*runs, (axis,)]
+    return runs
 
 
 def _in_order(size: int, mesh: Any, splits: Sequence[tuple[int, Sequence[str]]]) -> tuple[tuple[int, str], ...]:
@@ -249,7 +261,7 @@ def _is_scatter(eqn: core.JaxprEqn) -> bool:
 
 def _is_uneven(scatter: core.JaxprEqn) -> bool:
     """Whether the gradient is stored in another shape."""
-    return _shape(scatter.invars[0]).shape != _shape(scatter.outvars[0]).shape
+    return shape_of(scatter.invars[0]).shape != shape_of(scatter.outvars[0]).shape
 
 
 def _is_mark(eqn: core.JaxprEqn) -> bool:
@@ -274,9 +286,5 @@ def _inlined(call: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
         env.update((var, core.Var(var.aval)) for var in eqn.outvars)
         yield eqn.replace(invars=invars, outvars=[env[var] for var in eqn.outvars])
     for atom, out in zip(inner.outvars, call.outvars, strict=True):
-        (copy,) = jax.make_jaxpr(jax.lax.copy_p.bind)(_shape(atom)).jaxpr.eqns
+        (copy,) = jax.make_jaxpr(jax.lax.copy_p.bind)(shape_of(atom)).jaxpr.eqns
         yield copy.replace(invars=[outer(atom)], outvars=[out])
-
-
-def _shape(atom: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type)

@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.extend.core import primitives
 
-from zero_jax.gather import GATHERED
-from zero_jax.rewrite import as_fun
+from zero_jax.gather import GATHERED, SECONDARY
+from zero_jax.rewrite import as_fun, shape_of
 
 
 def separate_reads(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -63,17 +63,19 @@ def mark_derived(jaxpr: core.Jaxpr, derived: Iterable[core.Var] = ()) -> core.Ja
     return jaxpr.replace(eqns=eqns)
 
 
-def hide_checkpoints(jaxpr: core.Jaxpr) -> core.Jaxpr:
+def hide_checkpoints(jaxpr: core.Jaxpr, *, activations: Any = None) -> core.Jaxpr:
     """Every checkpoint of the model's own becomes opaque to a checkpoint policy around it.
 
     `jax.checkpoint(fun, policy=...)` overrules the policies of every checkpoint inside `fun`: a model that
     already rematerialises its blocks would have all their activations saved (measured on a 6.7B decoder:
-    3 GB became 83 GB). With a derivative of its own, its residuals are exactly what its own policy keeps.
+    3 GB became 83 GB). With a derivative of its own, its residuals are exactly what its own policy keeps, and
+    `activations` (`activations.Activations`) may keep them elsewhere.
     """
 
     def hidden(eqn: core.JaxprEqn) -> core.JaxprEqn:
         params = eqn.params
-        return _as_call(eqn, _keeping(as_fun(params["jaxpr"]), params["policy"], prevent_cse=params["prevent_cse"]))
+        return _as_call(eqn, _keeping(
+            as_fun(params["jaxpr"]), params["policy"], prevent_cse=params["prevent_cse"], activations=activations))
 
     return jaxpr.replace(eqns=[hidden(eqn) if eqn.primitive is primitives.remat_p else eqn for eqn in jaxpr.eqns])
 
@@ -88,7 +90,7 @@ def checkpoint_loops(jaxpr: core.Jaxpr) -> core.Jaxpr:
     def guarded(eqn: core.JaxprEqn) -> core.JaxprEqn:
         body = eqn.params["jaxpr"]
         call = _keeping(as_fun(body), keep_all_but_gathered, prevent_cse=False)  # forward is another loop
-        return eqn.replace(params={**eqn.params, "jaxpr": jax.make_jaxpr(call)(*map(_shape, body.in_avals))})
+        return eqn.replace(params={**eqn.params, "jaxpr": jax.make_jaxpr(call)(*map(shape_of, body.jaxpr.invars))})
 
     return jaxpr.replace(eqns=[
         guarded(eqn) if eqn.primitive is primitives.scan_p and _reads(eqn.params["jaxpr"].jaxpr) else eqn
@@ -105,11 +107,23 @@ def keep_all_but_gathered(prim: Any, *_: Any, **params: Any) -> bool:
     return not (prim.name == "custom_vjp_call" and _holds_name(params))
 
 
-def _keeping(fun: Callable[..., Any], policy: Any, *, prevent_cse: bool) -> Callable[..., Any]:
+def _keeping(fun: Callable[..., Any], policy: Any, *, prevent_cse: bool, activations: Any = None) -> Callable[..., Any]:
     """`fun` with a derivative of its own, which keeps what `policy` says whatever a policy around it says."""
-    checkpointed = jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
+    def saveable(prim: Any, *avals: Any, **params: Any) -> Any:
+        own = policy is not None and policy(prim, *avals, **params)
+        return own or prim.name == "custom_vjp_call" and _holds_name(params, SECONDARY)
+
+    checkpointed = jax.checkpoint(fun, policy=saveable, prevent_cse=prevent_cse)
+
+    def forward(*args: Any) -> tuple[Any, Any]:
+        out, pullback = jax.vjp(checkpointed, *args)
+        return out, pullback if activations is None else jax.tree.map(activations.stash, pullback)
+
+    def backward(pullback: Any, cotangents: Any) -> Any:
+        return (pullback if activations is None else jax.tree.map(activations.fetch, pullback))(cotangents)
+
     call = jax.custom_vjp(checkpointed)
-    call.defvjp(lambda *args: jax.vjp(checkpointed, *args), lambda pullback, cotangents: pullback(cotangents))
+    call.defvjp(forward, backward)
     return call
 
 
@@ -132,12 +146,8 @@ def _gathered_too(eqn: core.JaxprEqn) -> core.JaxprEqn:
 
 def _as_call(eqn: core.JaxprEqn, call: Callable[..., Any]) -> core.JaxprEqn:
     """`eqn` replaced by a call of `call`, a `jax.custom_vjp` that computes the same."""
-    (traced,) = jax.make_jaxpr(call)(*(_shape(v.aval) for v in eqn.invars)).jaxpr.eqns
+    (traced,) = jax.make_jaxpr(call)(*map(shape_of, eqn.invars)).jaxpr.eqns
     return traced.replace(invars=eqn.invars, outvars=eqn.outvars)
-
-
-def _shape(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _reads(jaxpr: core.Jaxpr) -> bool:
@@ -150,9 +160,9 @@ def _is_use(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive is primitives.custom_vjp_call_p and _holds_name(eqn.params)
 
 
-def _holds_name(params: Any) -> bool:
+def _holds_name(params: Any, name: str = GATHERED) -> bool:
     eqns = params["call_jaxpr"].jaxpr.eqns
-    return any(eqn.primitive.name == "name" and eqn.params["name"] == GATHERED for eqn in eqns)
+    return any(eqn.primitive.name == "name" and eqn.params["name"] == name for eqn in eqns)
 
 
 def _is_among(atom: Any, found: Any) -> bool:

@@ -1,6 +1,6 @@
 """Programs as data: a traced function with the equations of its jaxpr edited, at every depth."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,16 +9,18 @@ from jax.extend import core
 Edit = Callable[[core.Jaxpr], core.Jaxpr]
 
 
-def rewritten(fun: Callable[..., Any], *edits: Edit) -> Callable[..., Any]:
+def rewritten(fun: Callable[..., Any], *edits: Edit, first: Callable[[core.ClosedJaxpr], core.ClosedJaxpr] | None = None
+              ) -> Callable[..., Any]:
     """`fun` with `edits` applied, in order, to its jaxpr and to those of the loops, branches and calls in it.
 
-    `fun` takes and returns pytrees of arrays. An edit must keep what the jaxpr computes.
+    first: an edit of the whole, before the others. `fun` takes and returns pytrees of arrays. An edit must keep what the jaxpr computes.
     """
 
     def wrapped(*args: Any) -> Any:
         leaves, treedef = jax.tree.flatten(args)
         closed, out_shape = jax.make_jaxpr(
             lambda *flat: fun(*jax.tree.unflatten(treedef, flat)), return_shape=True)(*leaves)
+        closed = first(closed) if first else closed
         for edit in edits:
             closed = _edit(closed, edit)
         return jax.tree.unflatten(jax.tree.structure(out_shape), core.jaxpr_as_fun(closed)(*leaves))
@@ -45,3 +47,14 @@ def as_fun(jaxpr: Any) -> Callable[..., list[Any]]:
     if not isinstance(jaxpr, core.ClosedJaxpr):
         jaxpr = core.ClosedJaxpr(jaxpr, ())
     return core.jaxpr_as_fun(jaxpr)
+
+
+def bound(eqn: core.JaxprEqn, args: Sequence[Any], **params: Any) -> Sequence[Any]:
+    """What `eqn` computes of `args`, with some of its parameters replaced."""
+    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params({**eqn.params, **params}))
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
+    """A jaxpr's variable or literal as an abstract array."""
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.accumulate import accumulated
+from zero_jax.activations import Activations
 from zero_jax.batch import Accumulation, abstract_batch, check_batch
 from zero_jax.cluster import lay_out
 from zero_jax.contract import Contract, Report, contract_of, verify
@@ -23,10 +24,12 @@ from zero_jax.hardware import compiler_options
 from zero_jax.initial import initial_state
 from zero_jax.layout import Layout, plan_layout
 from zero_jax.losses import Loss, next_token_loss
-from zero_jax.mesh import batch_axes, make_mesh, zero_axes
+from zero_jax.mesh import TENSOR, batch_axes, batch_spec, make_mesh, zero_axes
 from zero_jax.precision import Precision, precision_of
+from zero_jax.remat import Remat, remat_of
 from zero_jax.stages import Stage, stage_of
 from zero_jax.state import ZeroState, typed_key
+from zero_jax.tensor import TensorRule, tensor_specs
 from zero_jax.trained import check_trained, split_trained
 from zero_jax.transform import check_optimizer, takes_value
 from zero_jax.tree import cast_floating, merge
@@ -48,6 +51,11 @@ def make_zero_train_step(
     frozen: str | Sequence[str] = (),
     ema: float | None = None,
     guard: Guard | None = None,
+    tensor_rules: Sequence[TensorRule | tuple[str, P]] = (),
+    sequence_parallel: bool = False,
+    remat: Remat | str | tuple[str, ...] | None = None,
+    partition_activations: bool | str = False,
+    secondary: str | Sequence[str] = (),
 ) -> "ZeroTrainStep":
     """A train step of any Flax model at a ZeRO stage, with the numbers of one device.
 
@@ -74,6 +82,17 @@ def make_zero_train_step(
       ema: decay of a moving average of the parameters, laid out as the optimizer's state; None: no average.
       guard: what to do about steps that are not finite or whose loss spikes; None: nothing is looked at, but for the
         overflows of a loss scale.
+      tensor_rules: with an axis `tensor` of the mesh: pairs of a pattern and a spec of a parameter's last dims, as
+        ("up/kernel", P(None, "tensor")), or `TensorRule`s; the first that matches splits a parameter. The model's own
+        partitioning metadata (Linen's `with_partitioning`, NNX's) count as well where they name that axis.
+      sequence_parallel: what lies between the products that `tensor` splits (norms, dropout, the residual stream) is
+        split over it along the sequence, the second dim.
+      remat: what each block of the model keeps for the backward pass: "full" (its input), "dots", names, or a `Remat`;
+        None: as the model does.
+      partition_activations: checkpoints are split over `tensor` (the paper's P_a); "cpu": and kept in the host's memory
+        (P_a+cpu; also without that axis).
+      secondary: at stage 3, the ZeRO axes inside a node: forward keeps what it gathered over the others, a copy of the
+        weights divided over these alone, from which backward gathers without leaving the node (ZeRO++'s hpZ).
 
     Raises ValueError for anything that is not as described, with what to do about it.
     """
@@ -88,7 +107,8 @@ def make_zero_train_step(
     return ZeroTrainStep(
         functional(model, streams), row, takes_value(optimizer), loss or next_token_loss, mesh, axes,
         precision_of(precision, platform=mesh.devices.flat[0].platform), Accumulation(accumulate, reduce),
-        (frozen,) if isinstance(frozen, str) else tuple(frozen), ema, guard)
+        (frozen,) if isinstance(frozen, str) else tuple(frozen), ema, guard, tuple(tensor_rules), sequence_parallel, remat_of(remat), partition_activations,
+        (secondary,) if isinstance(secondary, str) else tuple(secondary))
 
 
 class ZeroTrainStep:
@@ -100,15 +120,18 @@ class ZeroTrainStep:
 
     def __init__(self, model: Functional, stage: Stage, optimizer: Any, loss: Loss, mesh: Mesh, axes: tuple[str, ...],
                  precision: Precision, accumulation: Accumulation, frozen: tuple[str, ...], ema: float | None,
-                 guard: Guard | None):
+                 guard: Guard | None, tensor_rules: Sequence[Any], sequence_parallel: bool, remat: Remat | None,
+                 partition_activations: bool | str, secondary: tuple[str, ...]):
         if ema is not None and not 0 <= ema < 1:
             raise ValueError(f"ema={ema}: give a decay from 0 to below 1, as 0.999, or None.")
         self.mesh = mesh
         self.stage = stage
         self.accumulation = accumulation
-        self.batch_sharding = NamedSharding(mesh, P(batch_axes(mesh, axes)))
+        self.batch_sharding = NamedSharding(mesh, batch_spec(mesh, axes))
         self._model, self._optimizer, self._loss, self._axes, self._precision = model, optimizer, loss, axes, precision
         self._frozen, self._ema, self._watch, self._lookout = frozen, ema, Watch(guard, precision.loss_scale), Lookout()
+        self._tensor_rules, self._sequence_parallel, self._remat = tensor_rules, sequence_parallel, remat
+        self._partition, self._secondary = partition_activations, secondary
         self._layout: Layout | None = None
         self._compiled: Any = None
 
@@ -139,7 +162,7 @@ class ZeroTrainStep:
             state, metrics = compiled(state, batch)
         except (TypeError, ValueError):
             # A batch that does not fit the mesh gets its own message.
-            check_batch(batch, self.mesh, self.accumulation.microbatches)
+            check_batch(batch, self.mesh, self._axes, self.accumulation.microbatches)
             raise
         if self._watch.active:
             self._lookout.see(metrics)
@@ -198,7 +221,7 @@ class ZeroTrainStep:
     def layout(self, batch: Any = None) -> Layout:
         """Where every leaf of the state lies, whatever the size of `batch`; that may be left out once there was one."""
         if batch is not None:
-            check_batch(batch, self.mesh)
+            check_batch(batch, self.mesh, self._axes)
         elif self._layout is None:
             raise ValueError("This step has no layout yet: call step.init or step.layout(batch) first.")
         if self._layout is None:
@@ -217,7 +240,9 @@ class ZeroTrainStep:
                 params=params, frozen=frozen, variables=variables, guard=jax.eval_shape(self._watch.init), rng=rng,
                 optimizer=self._optimizer, stage=self.stage, mesh=self.mesh, axes=self._axes,
                 precision=self._precision, reads=reads, ema=self._ema is not None,
-                reduce_at_use=not self.accumulation.once)
+                reduce_at_use=not self.accumulation.once,
+                tensor=tensor_specs(made, self.mesh, self._tensor_rules, self._model.metadata),
+                secondary=self._secondary)
         return self._layout
 
     def evaluator(self, fun: Loss | None = None, *, ema: bool = False) -> Callable[[ZeroState, Any], Any]:
@@ -250,7 +275,7 @@ class ZeroTrainStep:
         return call
 
     def _jitted(self, batch: Any) -> Any:
-        check_batch(batch, self.mesh, self.accumulation.microbatches)
+        check_batch(batch, self.mesh, self._axes, self.accumulation.microbatches)
         layout = self.layout(batch)
         if self._compiled is None:
             self._compiled = jax.jit(
@@ -273,8 +298,8 @@ class ZeroTrainStep:
         layout, batch = self.layout(batch), self._cast(batch)
         many, scale = self.accumulation.microbatches, state.guard.scale if self._watch.loss_scale else None
         gradient = gradient_function(
-            self._model, self._loss, layout, self._precision, reduced=not self.accumulation.once,
-            batch_size=jax.tree.leaves(batch)[0].shape[0] // many)
+            self._model, self._loss, layout, self._precision, self._activations(
+                jax.tree.leaves(batch)[0].shape[0] // many), remat=self._remat, reduced=not self.accumulation.once)
         key = jax.random.fold_in(state.rng, state.step)
         weights = state.params if state.weights is None else state.weights
         reading = Reading(state.frozen, state.variables, key)
@@ -286,6 +311,11 @@ class ZeroTrainStep:
         return updated(
             state, told, grads, key=key, optimizer=self._optimizer, layout=layout, watch=self._watch,
             stochastic=self._precision.rounding == "stochastic", ema=self._ema)
+
+    def _activations(self, batch_size: int) -> Activations:
+        return Activations(self.mesh, batch_axes(self.mesh, self._axes), batch_size, partition=bool(self._partition)
+                           and TENSOR in self.mesh.axis_names, host=self._partition == "cpu",
+                           sequence=self._sequence_parallel)
 
     def _cast(self, batch: Any) -> Any:
         return cast_floating(batch, self._precision.compute)

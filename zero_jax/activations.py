@@ -1,0 +1,191 @@
+"""Where activations lie: checkpoints partitioned over `tensor` (P_a) or in host memory, and sequence parallelism.
+
+Sources: ZeRO, arXiv 1910.02054, section 6.1; Megatron-LM's sequence parallelism, arXiv 2205.05198.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.extend.core import primitives
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.gather import constrain, split_dim
+from zero_jax.mesh import CONTEXT, TENSOR
+from zero_jax.rewrite import shape_of
+
+STASH_SCOPE = "zero_checkpoint"
+"""In the op_name of what moves a checkpoint between where it is kept and where it is used."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Activations:
+    """How activations lie on a mesh: arrays whose leading dim is the batch, and whose second is the sequence.
+
+    batch: the axes over which the batch is split; batch_size: of the global batch. partition: checkpoints are split
+    over `tensor`; host: they are kept in the host's memory. sequence: what lies between the regions that are split over
+    `tensor` (norms, dropout, the residual stream) is split along the sequence.
+    """
+
+    mesh: Mesh
+    batch: tuple[str, ...]
+    batch_size: int
+    partition: bool = False
+    host: bool = False
+    sequence: bool = False
+
+    @property
+    def stashes(self) -> bool:
+        """Whether checkpoints lie elsewhere than what they are made of."""
+        return self.partition or self.host
+
+    def _spec(self, leaf: Any, dim: int | None) -> P:
+        """Split over the batch, along the sequence where that is split, and over `tensor` in `dim`."""
+        entries: list[Any] = [self.batch, *[None] * (leaf.ndim - 1)]
+        if CONTEXT in self.mesh.axis_names:
+            entries[1] = CONTEXT
+        if dim is not None:
+            entries[dim] = (entries[dim], TENSOR) if entries[dim] else TENSOR
+        return P(*entries)
+
+    def _dim(self, leaf: Any) -> int | None:
+        """The dim in which a checkpoint is split over `tensor`: the sequence if it divides, else the last that does."""
+        ways = self.mesh.shape.get(TENSOR, 1)
+        taken = self.mesh.shape.get(CONTEXT, 1)
+        dims = [dim for dim in (1, *range(leaf.ndim - 1, 1, -1))
+                if leaf.shape[dim] % (ways * (taken if dim == 1 else 1)) == 0]
+        return dims[0] if dims and ways > 1 else None
+
+    def _is_activation(self, leaf: Any) -> bool:
+        return (leaf.ndim >= 2 and leaf.shape[0] == self.batch_size and jnp.issubdtype(leaf.dtype, jnp.floating))
+
+    def stash(self, leaf: Any) -> Any:
+        """A value that backward will need, where it is kept until then; what is no activation stays where it is."""
+        if not self._is_activation(leaf):
+            return leaf
+        spec = self._spec(leaf, self._dim(leaf) if self.partition else None)
+        with jax.named_scope(STASH_SCOPE):
+            if not self.sequence:  # else the split propagates into what makes the value
+                leaf = constrain(leaf, self.mesh, self._spec(leaf, None))
+            leaf = constrain(leaf, self.mesh, spec)
+            return jax.device_put(leaf, jax.memory.Space.Host) if self.host else leaf
+
+    def fetch(self, leaf: Any) -> Any:
+        """What `stash` kept, where it is used."""
+        if not self._is_activation(leaf):
+            return leaf
+        dim = self._dim(leaf) if self.partition else None
+        with jax.named_scope(STASH_SCOPE):
+            if self.host:
+                leaf = jax.device_put(leaf, jax.memory.Space.Device)
+            leaf = constrain(leaf, self.mesh, self._spec(leaf, dim))
+            return leaf if self.sequence or dim is None else constrain(leaf, self.mesh, self._spec(leaf, None))
+
+    def split_sequence(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
+        """An edit: products with weights that `tensor` splits take the whole sequence, and give their part of it.
+
+        What a column-parallel product takes is gathered along the sequence, and what a row-parallel one gives is
+        scattered along it, where each would else be whole and summed: the same bytes, and all between is split.
+        """
+        split: dict[Any, int] = {}
+        eqns: list[core.JaxprEqn] = []
+        for eqn in jaxpr.eqns:
+            found = [split.get(atom) if not isinstance(atom, core.Literal) else None for atom in eqn.invars]
+            dim = split_dim(eqn)
+            if dim is not None:
+                split[eqn.outvars[0]] = dim
+            elif eqn.primitive.name == "dot_general" and any(dim is not None for dim in found):
+                eqns += self._product(eqn, found)
+                continue
+            elif _looks_up(eqn) and found[0] is not None and self._is_stream(eqn.outvars[0].aval):
+                part = core.Var(eqn.outvars[0].aval)
+                eqns += [eqn.replace(outvars=[part]),
+                         _call(functools.partial(_leave, at=self), part, eqn.outvars[0])]
+                continue
+            elif found[:1] != [None] and found and (moved := _moved(eqn, found[0])) is not None:
+                split[eqn.outvars[0]] = moved
+            eqns.append(eqn)
+        return jaxpr.replace(eqns=eqns)
+
+    def _product(self, eqn: core.JaxprEqn, found: list[int | None]) -> list[core.JaxprEqn]:
+        side = next(side for side, dim in enumerate(found) if dim is not None)
+        contracts = eqn.params["dimension_numbers"][0][side]
+        taken, given = eqn.invars[1 - side], eqn.outvars[0]
+        if found[side] in contracts:
+            if not self._is_stream(given.aval):
+                return [eqn]
+            part = core.Var(given.aval)
+            return [eqn.replace(outvars=[part]), _call(functools.partial(_leave, at=self), part, given)]
+        if isinstance(taken, core.Literal) or not self._is_stream(taken.aval):
+            return [eqn]
+        whole = core.Var(taken.aval)
+        invars = list(eqn.invars)
+        invars[1 - side] = whole
+        return [_call(functools.partial(_enter, at=self), taken, whole), eqn.replace(invars=invars)]
+
+    def _is_stream(self, aval: Any) -> bool:
+        return aval.ndim >= 3 and aval.shape[0] == self.batch_size and self._dim(aval) == 1
+
+    def whole(self, value: Any) -> Any:
+        """`value` with its whole sequence."""
+        return constrain(value, self.mesh, self._spec(value, None))
+
+    def part(self, value: Any) -> Any:
+        """`value` split along the sequence."""
+        return constrain(value, self.mesh, self._spec(value, 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _enter(value: jax.Array, at: Activations) -> jax.Array:
+    return at.whole(at.part(value))
+
+
+_enter.defvjp(lambda value, at: (_enter(value, at), None), lambda at, _, cotangent: (at.part(at.whole(cotangent)),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _leave(value: jax.Array, at: Activations) -> jax.Array:
+    return at.part(at.whole(value))
+
+
+_leave.defvjp(lambda value, at: (_leave(value, at), None), lambda at, _, cotangent: (at.whole(at.part(cotangent)),))
+
+
+def _call(fun: Any, taken: Any, given: Any) -> core.JaxprEqn:
+    """An equation that makes `given` of `taken` by `fun`."""
+    (eqn,) = jax.make_jaxpr(fun)(shape_of(taken)).jaxpr.eqns
+    return eqn.replace(invars=[taken], outvars=[given])
+
+
+def _looks_up(eqn: core.JaxprEqn) -> bool:
+    """Whether `eqn` takes rows of its first operand."""
+    inner = eqn.params["jaxpr"].jaxpr.eqns if eqn.primitive is primitives.jit_p else [eqn]
+    return any(each.primitive is primitives.gather_p for each in inner)
+
+
+def _moved(eqn: core.JaxprEqn, dim: int | None) -> int | None:
+    """Where the dim `dim` of what `eqn` takes lies in what it gives; None where that is not so simple."""
+    name = eqn.primitive.name
+    if dim is None:
+        return None
+    if name in ("convert_element_type", "copy", "name"):
+        return dim
+    if name == "transpose":
+        return tuple(eqn.params["permutation"]).index(dim)
+    if name == "jit":
+        inner = eqn.params["jaxpr"].jaxpr
+        places = {inner.invars[0]: dim}
+        for each in inner.eqns:
+            if each.invars and not isinstance(each.invars[0], core.Literal) and each.invars[0] in places:
+                moved = _moved(each, places[each.invars[0]])
+                if moved is not None:
+                    places[each.outvars[0]] = moved
+        out = inner.outvars[0]
+        return places.get(out) if not isinstance(out, core.Literal) else None
+    return None
+
+
