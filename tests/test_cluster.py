@@ -153,7 +153,8 @@ def test_losses_are_those_of_one_process(tmp_path):
         lines = (tmp_path / f"{number}/train.jsonl").read_text().splitlines()
         assert len(lines) == 6 and len(json.loads(lines[0])["devices"]) == 8, "one process wrote"
         assert sorted(path.name for path in (tmp_path / str(number)).iterdir()) == ["loss.png", "train.jsonl"]
-        assert done.stdout.count("continued by the model") == (number == 2) and done.stdout.count("step     3  loss") == 1
+        assert done.stdout.count("continued by the model") == (number == 2)
+        assert done.stdout.count("step     3  loss") == 1
         assert not np.allclose(found["loss"][1:], expected["loss"][:-1], rtol=1e-4), "losses of other steps differ"
 
 
