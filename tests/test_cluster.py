@@ -151,7 +151,8 @@ def test_losses_are_those_of_one_process(tmp_path, number, args):
         assert len(json.loads(lines[0])["devices"]) == 8
         assert [json.loads(line).get("step") for line in lines[1:-1] if "loss" in json.loads(line)] == [
             *range(1, len(found[-1]["loss"]) + 1)], "one process wrote"
-        assert done.stdout.count("validation loss") == 2 and done.stdout.count("continued by the model") == (number == 4)
+        assert done.stdout.count("validation loss") == 2
+        assert done.stdout.count("continued by the model") == (number == 4)
     alone, together = found
     assert len(alone["loss"]) >= 3 and len(alone["validation_loss"]) == 1
     for name in alone:

@@ -26,6 +26,8 @@ FLOORS: dict[str, tuple[int, str]] = {
     "safetensors_file": (0, "files of tensors: their headers, slices of them, and writing them"),
     "tensor_names": (1, "our names of parameters and those in a file"),
     "stored_part": (1, "parts of a leaf as it is stored"),
+    "machine": (0, "accelerators, folders: what a run has"),
+    "watchdog": (0, "where a process hangs"),
     "launch": (0, "several processes on one machine"),
     "cluster": (1, "several processes as one run"),
     "interop": (8, "parameters from and to files of tensors"),

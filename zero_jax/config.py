@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from zero_jax.launch import COORDINATOR
+from zero_jax.machine import SIMULATED_DEVICES, check_folder, simulates
 from zero_jax.model_choice import ModelChoice, find_model, nearest
 from zero_jax.safetensors_file import find_tensors
 from zero_jax.targets import Target, target_of
-
-SIMULATED_DEVICES = 8
-"""CPU devices to simulate where no accelerator is present."""
 
 BYTES = 256
 """Size of the vocabulary of text."""
@@ -105,6 +103,12 @@ class TrainConfig:
     samples: int = 2
     """Continuations of held-out text to show at the end."""
 
+    hang_after: float | None = None
+    """Seconds after which a step that is not done makes each process print the stacks of its threads. None: never."""
+
+    hang_exit: bool = False
+    """End a process that hangs so, with status 124."""
+
     eval_every: int = 100
     """Steps between validations, each on the same held-out batches, at most 16."""
 
@@ -129,10 +133,13 @@ class TrainConfig:
                 raise ValueError(f"{name}={value}: give at least 1.")
         for name, low, high in (("learning_rate", 0, 10), ("warmup", 0, 1), ("weight_decay", 0, 10),
                                 ("clip", 1e-9, math.inf), ("seed", 0, 2**32 - 1), ("skip", 0, 2**31 - 1),
-                                ("heartbeat", 1, 86400), ("samples", 0, 64), ("ema", 0, 1 - 1e-9)):
+                                ("heartbeat", 1, 86400), ("hang_after", 0.01, 86400),
+                                ("samples", 0, 64), ("ema", 0, 1 - 1e-9)):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ValueError(f"{name}={value} is not within {low} to {high}.")
+        if self.hang_exit and self.hang_after is None:
+            raise ValueError("hang_exit without hang_after: say after how many seconds.")
         if not self.data:
             raise ValueError('data is empty: name files, or "python".')
         object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
@@ -150,7 +157,7 @@ class TrainConfig:
         self._check_files()
         if self.init_from is not None:
             find_tensors(self.init_from)
-        if self.devices is None and simulates() and not several(self):
+        if self.devices is None and simulates() and not (self.distributed or COORDINATOR in os.environ):
             self.check_devices(SIMULATED_DEVICES)
         choice = find_model(self.model)
         choice.check(length=self.length, vocab_size=None if self.token_file else BYTES)
@@ -177,7 +184,7 @@ class TrainConfig:
             path = Path(name).expanduser()
             if self.data != ("python",) and not path.exists() and not glob.glob(str(path), recursive=True):
                 raise ValueError(f"data: {name}: no such file, folder or glob match.")
-        _check_folder("out", self.out)
+        check_folder("out", self.out)
 
 
 class InspectConfig(TrainConfig):
@@ -250,7 +257,7 @@ class PlanConfig:
             raise ValueError(f"mesh={self.mesh} is of {math.prod(self.mesh)} devices, and {self.target} has "
                              f"{target.num_devices}: give sizes whose product is that.")
         if self.png is not None:
-            _check_folder("png", self.png.parent)
+            check_folder("png", self.png.parent)
         choice = find_model(self.model)
         for name, asked in (("remat", self.remat is not None), ("num_layers", self.search == "layers")):
             if asked and not hasattr(choice.config, name):
@@ -259,23 +266,3 @@ class PlanConfig:
             raise ValueError(f"{self.model} has no max_length in its config: give length=....")
         choice.check(length=self.length or 1, vocab_size=None)
         return target, choice
-
-
-def _check_folder(name: str, path: Path) -> None:
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{name}={path} cannot be written: {existing} is not a folder that allows it.")
-
-
-def several(config: TrainConfig) -> bool:
-    """Whether this is one of several processes, so that it cannot tell the number of devices by itself."""
-    return config.distributed or COORDINATOR in os.environ
-
-
-def simulates() -> bool:
-    """Whether to simulate devices: JAX_PLATFORMS says cpu, or says nothing and there is no accelerator's file."""
-    platforms = os.environ.get("JAX_PLATFORMS")
-    if platforms:
-        return platforms == "cpu"
-    files = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
-    return not any(glob.glob(pattern) for pattern in files)

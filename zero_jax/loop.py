@@ -16,6 +16,7 @@ from zero_jax.config import TrainConfig
 from zero_jax.data import Batches
 from zero_jax.guard import BadStepError
 from zero_jax.report import Ticker, draw_curves, process_bytes, size_text
+from zero_jax.watchdog import Watchdog
 
 EVAL_BATCHES = 16
 
@@ -84,6 +85,7 @@ class Loop:
     held_out: Batches
     history: History
     ticker: Ticker
+    watchdog: Watchdog
     bigram: float | None
     memory: str
     seconds: float = 0.0
@@ -102,6 +104,7 @@ class Loop:
         waiting: tuple[int, dict[str, jax.Array]] | None = None
         self._clock = time.perf_counter()
         for number in range(1, self.config.steps + 1):
+            self.watchdog.beat(f"step {number}")
             state, metrics = self.step(state, next(self.batches))
             if waiting:
                 self._record(*waiting)
@@ -134,7 +137,11 @@ class Loop:
 
     def _validate(self, number: int, state: Any) -> None:
         # One after another: two programs with collectives must not run at once on simulated devices.
-        losses = [float(self.evaluate(state, batch)) for batch in itertools.islice(self.held_out.once(), EVAL_BATCHES)]
+        losses = []
+        for batch in itertools.islice(self.held_out.once(), EVAL_BATCHES):
+            self.watchdog.beat(f"validation after step {number}")
+            losses.append(float(self.evaluate(state, batch)))
+        self.watchdog.rest()
         loss = float(np.mean(losses))
         self.history.validation.append((number, loss))
         self.history.write(step=number, validation_loss=loss)

@@ -14,12 +14,13 @@ from rich.console import Console
 
 from zero_jax import corpus
 from zero_jax.cluster import choose_devices, initialize, lay_out, local, on_host
-from zero_jax.config import SIMULATED_DEVICES, TrainConfig, simulates
+from zero_jax.config import TrainConfig
 from zero_jax.data import Batches
 from zero_jax.generate import generate, next_logits
 from zero_jax.guard import Guard
 from zero_jax.interop import import_params, names_in
 from zero_jax.loop import History, Loop, make_folder
+from zero_jax.machine import SIMULATED_DEVICES, simulates
 from zero_jax.mesh import make_mesh, simulate_devices
 from zero_jax.model_choice import ModelChoice
 from zero_jax.optimizers import OPTIMIZERS, optimizer_text
@@ -35,6 +36,7 @@ from zero_jax.report import (
     summary_table,
 )
 from zero_jax.step import ZeroTrainStep, make_zero_train_step
+from zero_jax.watchdog import Watchdog
 
 PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 64, 160, 0.7
 
@@ -100,9 +102,10 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
         if config.init_from is not None:
             state = import_params(config.init_from, step, state, batches[0],
                                   names=names_in(config.init_from, layout, choice))
-        with Ticker(console, total=config.steps) as ticker:
+        watchdog = Watchdog(config.hang_after, process=jax.process_index(), end=config.hang_exit)
+        with Ticker(console, total=config.steps) as ticker, watchdog:
             loop = Loop(config, compiled, step.evaluator(ema=config.ema is not None), batches, held_out, history,
-                        ticker, bigram, f"state {size_text(layout.device_bytes)}/device")
+                        ticker, watchdog, bigram, f"state {size_text(layout.device_bytes)}/device")
             try:
                 state = loop.run(state)
             except KeyboardInterrupt:
