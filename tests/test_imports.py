@@ -27,6 +27,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "tensor_names": (1, "our names of parameters and those in a file"),
     "stored_part": (1, "parts of a leaf as it is stored"),
     "machine": (0, "accelerators, folders: what a run has"),
+    "preemption": (0, "SIGTERM: save and end"),
     "watchdog": (0, "where a process hangs"),
     "launch": (0, "several processes on one machine"),
     "cluster": (1, "several processes as one run"),
