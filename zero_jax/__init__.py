@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_jax.checkpoint import Checkpoints, Restored
+    from zero_jax.cluster import initialize
     from zero_jax.contract import ContractError
     from zero_jax.guard import BadStepError, Guard, LossScale
     from zero_jax.interop import export_params, import_params
@@ -35,6 +36,7 @@ __all__ = [
     "ZeroTrainStep",
     "export_params",
     "import_params",
+    "initialize",
     "make_mesh",
     "make_zero_train_step",
     "next_token_loss",
@@ -60,6 +62,7 @@ _HOMES = {
     "ZeroTrainStep": "step",
     "export_params": "interop",
     "import_params": "interop",
+    "initialize": "cluster",
     "make_mesh": "mesh",
     "make_zero_train_step": "step",
     "next_token_loss": "losses",
