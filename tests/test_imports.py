@@ -50,6 +50,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "gather": (1, "the use of a stored parameter, and the reduce-scatter of its gradient"),
     "model_choice": (0, "the model that a name stands for"),
     "config": (1, "what a run is told; no JAX, so that a mistake is answered at once"),
+    "export_config": (1, "what the command export is told; no JAX"),
     "batch": (1, "what a batch must be"),
     "reads": (1, "how a model reads its parameters, found by tracing"),
     "hlo_shape": (1, "the arrays of a result: bytes with padding, and memory space"),
@@ -96,6 +97,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "search": (10, "what fits"),
     "plan_report": (11, "a plan as tables, JSON and a figure"),
     "planning": (12, "the commands plan and inspect"),
+    "exporting": (12, "the command export"),
     "cli": (13, "the command line, derived from the configs"),
     "__main__": (14, "python -m zero_jax"),
 }

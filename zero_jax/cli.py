@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from zero_jax.config import InspectConfig, PlanConfig, TrainConfig
+from zero_jax.export_config import ExportConfig
 from zero_jax.launch import LaunchConfig, launch
 
 INTERRUPTED = 130
@@ -57,20 +58,26 @@ def _launch(args: list[str]) -> int:
     return launch(command, processes=config.processes, devices_per_process=config.devices_per_process)
 
 
-def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | LaunchConfig:
+def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | ExportConfig | LaunchConfig:
     try:
         import tyro
     except ImportError as error:
         raise ValueError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
-    commands = {"train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "launch": LaunchConfig}
+    commands = {"train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
+                "launch": LaunchConfig}
     return tyro.extras.subcommand_cli_from_dict(
         commands, prog="python -m zero_jax", args=args,
         description="ZeRO for JAX: any Flax model, any stage, the numbers of one device.")
 
 
-def _run(config: TrainConfig | PlanConfig | LaunchConfig) -> int:
+def _run(config: TrainConfig | PlanConfig | ExportConfig | LaunchConfig) -> int:
     assert not isinstance(config, LaunchConfig)
     config.check()
+    if isinstance(config, ExportConfig):
+        from zero_jax.exporting import export_command
+
+        print(*export_command(config), sep="\n")
+        return 0
     if isinstance(config, TrainConfig) and not isinstance(config, InspectConfig):
         from zero_jax.train import train  # imports JAX
 

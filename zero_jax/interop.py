@@ -21,7 +21,7 @@ from zero_jax.state import ZeroState
 from zero_jax.stored_part import stored_part
 from zero_jax.tensor_names import OWN, Names, Parts
 from zero_jax.tree import named_leaves
-from zero_jax.view import View
+from zero_jax.view import View, natural
 
 VARIABLES = "variables/"
 """Before the names of what a model owns beside parameters."""
@@ -46,7 +46,8 @@ def import_params(path: Path | str, step: Any, state: ZeroState, batch: Any, *, 
     asks for, or whose shape or kind of dtype is another, before anything is read and with `state` as it was.
     """
     layout = step.layout(batch)
-    parts = _parts(layout, names)
+    parts = _parts({name: (view.shape, like.dtype) for (name, view), (_, like) in zip(
+        _named(layout.views), _named(layout.state), strict=True)}, names)
 
     def found() -> dict[str, Tensor]:
         tensors = _unprefixed(path, find_tensors(Path(path)), names)
@@ -88,28 +89,44 @@ def export_params(path: Path | str, state: ZeroState, layout: Layout, *, names: 
     """
     if ema and state.ema is None:
         raise ValueError("ema=True: this state keeps no moving average. Export its parameters.")
+    chosen = dataclasses.replace(state, params=state.ema) if ema else state
+    leaves = {name: (leaf, view) for (name, leaf), (_, view) in zip(_named(chosen), _named(layout.views), strict=True)}
+    return _export(Path(path), leaves, names, dtype, max_file_bytes)
+
+
+def export_tree(path: Path | str, params: Any, variables: Any = None, *, names: Names = OWN, dtype: Any = None,
+                max_file_bytes: int = MAX_FILE_BYTES) -> list[Path]:
+    """`export_params` for trees of parameters and variables in true shapes, as `Checkpoints.load_params` gives."""
+    leaves = [*named_leaves(params), *((VARIABLES + name, leaf) for name, leaf in named_leaves(variables))]
+    return _export(Path(path), {name: (leaf, natural(leaf.shape)) for name, leaf in leaves}, names, dtype,
+                   max_file_bytes)
+
+
+def _export(path: Path, leaves: Mapping[str, tuple[jax.Array, View]], names: Names, dtype: Any, max_file_bytes: int
+            ) -> list[Path]:
+    """Writes `leaves`, as they are stored and with their views; see `export_params`."""
     dtype = None if dtype is None else np.dtype(dtype)
     if dtype is not None and (dtype not in DTYPES.values() or not jnp.issubdtype(dtype, jnp.floating)):
         raise ValueError(f"dtype={dtype} is no floating dtype of the format: give float32 or bfloat16.")
-    all_or_none(lambda: check_target(Path(path)) if is_first() else None)
-    chosen = dataclasses.replace(state, params=state.ema) if ema else state
-    leaves, views, parts = dict(_named(chosen)), dict(_named(layout.views)), _parts(layout, names)
+    parts = _parts({name: (view.shape, leaf.dtype) for name, (leaf, view) in leaves.items()}, names)
+    all_or_none(lambda: check_target(path) if is_first() else None)
     held: dict[str, list[np.ndarray]] = {}  # the tensors of one leaf
 
     def tensor(name: str, number: int, kind: np.dtype) -> np.ndarray:
         if name not in held:
             held.clear()
-            held[name] = parts[name].split(views[name].load(on_host(leaves[name])))
+            leaf, view = leaves[name]
+            held[name] = parts[name].split(view.load(on_host(leaf)))
         return held[name][number].astype(kind, copy=False)
 
     pieces = []
     for name, each in parts.items():
-        stored = np.dtype(leaves[name].dtype)
+        stored = np.dtype(leaves[name][0].dtype)
         kind = dtype if dtype is not None and jnp.issubdtype(stored, jnp.floating) else stored
         pieces += [Piece(names.written(of), kind, each.tensor_shape, functools.partial(tensor, name, number, kind))
                    for number, of in enumerate(each.names)]
     if is_first():
-        return write_tensors(Path(path), pieces, max_file_bytes=max_file_bytes, metadata={"format": "pt"})
+        return write_tensors(path, pieces, max_file_bytes=max_file_bytes, metadata={"format": "pt"})
     for piece in pieces:
         piece.value()  # fetching is a collective
     return []
@@ -133,13 +150,13 @@ def _named(state: ZeroState) -> list[tuple[str, Any]]:
     return [*params, *frozen, *((VARIABLES + name, leaf) for name, leaf in variables)]
 
 
-def _parts(layout: Layout, names: Names) -> dict[str, Parts]:
-    """Where each leaf of the model lies in a file; without random keys, and variables that no rule fits."""
+def _parts(leaves: Mapping[str, tuple[tuple[int, ...], Any]], names: Names) -> dict[str, Parts]:
+    """Where each leaf (true shape, dtype) lies in a file; without random keys, and variables that no rule fits."""
     found: dict[str, Parts] = {}
-    for (name, view), (_, like) in zip(_named(layout.views), _named(layout.state), strict=True):
+    for name, (shape, dtype) in leaves.items():
         fits = not name.startswith(VARIABLES) or any(re.fullmatch(rule.leaf, name) for rule in names.rules)
-        if fits and not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-            found[name] = names.parts(name, view.shape)
+        if fits and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            found[name] = names.parts(name, shape)
     owners: dict[str, str] = {}
     for name, parts in found.items():
         for tensor in parts.names:

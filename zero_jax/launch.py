@@ -43,8 +43,9 @@ def launch(command: Sequence[str], *, processes: int, devices_per_process: int) 
     """Runs `python -m zero_jax` with the arguments `command` as that many processes; returns the exit status of all.
 
     The first one's output is this process's; the last lines of another's are shown if it fails. SIGTERM and SIGINT are
-    passed on to all, the second SIGINT kills. When one fails the others have a few seconds to end, and are then killed;
-    the status is that of the first to fail, 128 + n where signal n ended it.
+    passed on to all, which then have all the time they take to save; a second SIGINT kills. When one fails without that,
+    the others have a few seconds to end, and are then killed. The status is that of the first to fail, 128 + n where
+    signal n ended it.
     """
     received: list[int] = []
     with contextlib.ExitStack() as stack:
@@ -81,20 +82,20 @@ def _free_port() -> int:
 
 
 def _wait(running: Sequence[subprocess.Popen], received: list[int]) -> int | None:
-    """Waits until all have ended well (None) or one has failed (its number), passing signals on meanwhile."""
-    passed = 0
+    """Waits until all have ended, or one has failed without a signal from here; returns which failed first, if any."""
+    passed, first = 0, None
     while any(process.poll() is None for process in running):
         for number in received[passed:]:
-            many = received[: passed + 1].count(signal.SIGINT) > 1
+            passed += 1
+            many = received[:passed].count(signal.SIGINT) > 1
             for process in running:
                 if process.poll() is None:
                     process.send_signal(signal.SIGKILL if many else number)
-            passed += 1
-        failed = _failed(running)
-        if failed is not None:
-            return failed
+        first = _failed(running) if first is None else first
+        if first is not None and not received:
+            return first
         time.sleep(0.05)
-    return _failed(running)
+    return _failed(running) if first is None else first
 
 
 def _failed(running: Sequence[subprocess.Popen]) -> int | None:
