@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -103,7 +103,7 @@ class Checkpoints:
         return number
 
     def restore(self, step: ZeroTrainStep, batch: Any, *, at: int | None = None, fallback: bool = False,
-                cast: bool = False) -> Restored:
+                cast: bool = False, accept: Callable[[Manifest], None] | None = None) -> Restored:
         """The state of a checkpoint as `step` takes it, whatever stage and mesh it was saved at.
 
         The manifest is held against the step before any array is read, and every leaf's digest is computed anew after.
@@ -114,6 +114,7 @@ class Checkpoints:
           at: the checkpoint's number. Default: the latest.
           fallback: where a checkpoint is damaged, log so and take the one before it.
           cast: convert floating leaves that were saved in another dtype.
+          accept: is shown the manifest before all else, and raises an error of its own if it is not what was expected.
 
         Raises CheckpointError where there is no checkpoint or one does not fit the step, with the leaf and both values;
         DamagedCheckpointError where a leaf or file is not as it was saved.
@@ -121,6 +122,8 @@ class Checkpoints:
         portable = portable_of(step.layout(batch))
 
         def attempt(path: Any, manifest: Manifest) -> ZeroState:
+            if accept is not None:
+                accept(manifest)
             wanted = portable.leaves(portable.names)
             check_fit(manifest, wanted, str(path), cast=cast)
             held = {name: manifest.leaves[name] for name in wanted}

@@ -11,6 +11,8 @@ from zero_jax.launch import LaunchConfig, launch
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+PREEMPTED = 75
+"""Exit status of a run that SIGTERM ended and that can go on: EX_TEMPFAIL, "try again", which schedulers know."""
 DOES_NOT_FIT = 3
 """Exit status of a plan that does not fit: an answer, and no error."""
 
@@ -19,7 +21,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs the command of `args` (default: those of the process) and returns its exit status.
 
     0, or 1 for a run that failed, 2 for wrong input (one message on standard error), 3 for a plan that does not fit,
-    130 after Ctrl-C.
+    75 for a run that SIGTERM ended after it had saved, 124 for one that hung (--hang-exit), 130 after Ctrl-C.
     """
     args = list(sys.argv[1:] if args is None else args)
     try:
@@ -81,7 +83,8 @@ def _run(config: TrainConfig | PlanConfig | ExportConfig | LaunchConfig) -> int:
     if isinstance(config, TrainConfig) and not isinstance(config, InspectConfig):
         from zero_jax.train import train  # imports JAX
 
-        return INTERRUPTED if train(config).interrupted else 0
+        summary = train(config)
+        return INTERRUPTED if summary.interrupted else PREEMPTED if summary.preempted else 0
     if isinstance(config, PlanConfig):
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's own words on programs that do not fit
     from zero_jax.planning import inspect_command, plan_command

@@ -116,8 +116,18 @@ class TrainConfig:
     """Start from the parameters in a safetensors file (or an index of such files, or a folder with one), by the names
     of zero_jax or of Hugging Face. None: from new ones."""
 
+    save_every: int = 200
+    """Steps between checkpoints; the last step is saved, too. 0: nothing is saved."""
+
+    keep: int = 2
+    """How many of the newest checkpoints stay."""
+
+    resume: bool = False
+    """Go on from the last good checkpoint in out, if there is one, with the same losses as if nothing had been."""
+
     out: Path = Path("runs/train")
-    """Folder for train.jsonl and loss.png, which a later run to the same folder overwrites."""
+    """Folder for train.jsonl and loss.png, which a later run to the same folder overwrites, and for checkpoints, which
+    it does not."""
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -127,13 +137,14 @@ class TrainConfig:
                 raise ValueError(f"{name}={value!r} is unknown{nearest(value, [*get_args(kind)])}")
         if self.reduce == "once" and self.accumulate == 1:
             raise ValueError("reduce=once without accumulate: the gradient of one batch is reduced once anyhow.")
-        for name in ("accumulate", "devices", "replica", "batch_size", "length", "steps", "eval_every", "max_bytes"):
+        for name in ("accumulate", "devices", "replica", "batch_size", "length", "steps", "eval_every", "max_bytes",
+                     "keep"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: give at least 1.")
         for name, low, high in (("learning_rate", 0, 10), ("warmup", 0, 1), ("weight_decay", 0, 10),
                                 ("clip", 1e-9, math.inf), ("seed", 0, 2**32 - 1), ("skip", 0, 2**31 - 1),
-                                ("heartbeat", 1, 86400), ("hang_after", 0.01, 86400),
+                                ("save_every", 0, math.inf), ("heartbeat", 1, 86400), ("hang_after", 0.01, 86400),
                                 ("samples", 0, 64), ("ema", 0, 1 - 1e-9)):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
@@ -155,6 +166,7 @@ class TrainConfig:
         too small for `length`, or for bytes.
         """
         self._check_files()
+        self._check_checkpoints()
         if self.init_from is not None:
             find_tensors(self.init_from)
         if self.devices is None and simulates() and not (self.distributed or COORDINATOR in os.environ):
@@ -175,6 +187,11 @@ class TrainConfig:
                              f"multiple, say {near}.")
 
     @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self.out / "checkpoints"
+
+    @property
     def token_file(self) -> bool:
         """Whether the data are ids of some tokenizer, and not text read as bytes."""
         return Path(self.data[0]).suffix in (".bin", ".npy")
@@ -186,9 +203,20 @@ class TrainConfig:
                 raise ValueError(f"data: {name}: no such file, folder or glob match.")
         check_folder("out", self.out)
 
+    def _check_checkpoints(self) -> None:
+        if self.resume or not self.checkpoints.is_dir():
+            return
+        if steps := [int(path.name) for path in self.checkpoints.iterdir() if path.name.isdigit()]:
+            raise ValueError(
+                f"{self.checkpoints} has checkpoints of an earlier run, up to step {max(steps)}: --resume goes on from "
+                "there; for a new run give another out, or remove that folder.")
+
 
 class InspectConfig(TrainConfig):
     """Report on the step that `train` would run with the same options: its layout, memory and wire, as compiled."""
+
+    def _check_checkpoints(self) -> None:
+        pass  # it writes none
 
 
 @dataclasses.dataclass(frozen=True)

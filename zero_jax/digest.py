@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 _LANES = ((0x85EBCA6B, 0xC2B2AE35), (0x7FEB352D, 0x846CA68B))
@@ -34,7 +34,7 @@ def digests(leaves: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> 
     spread = [_axes(spec) for spec in specs]
 
     def each(*parts: jax.Array) -> jax.Array:
-        words = [_part_words(part, seed, leaf.shape, spec, mesh)
+        words = [_part_words(part, seed, leaf.shape, spec)
                  for part, seed, leaf, spec in zip(parts, seeds, plain, specs, strict=True)]
         for axes in sorted(set(spread)):  # one sum over devices for all leaves that lie alike
             chosen = [i for i, found in enumerate(spread) if found == axes]
@@ -68,7 +68,7 @@ def _axes(spec: P) -> tuple[str, ...]:
     return tuple(name for part in parts for name in part)
 
 
-def _part_words(part: jax.Array, seed: int, shape: tuple[int, ...], spec: P, mesh: Mesh) -> jax.Array:
+def _part_words(part: jax.Array, seed: int, shape: tuple[int, ...], spec: P) -> jax.Array:
     """What a device's `part` of an array of `shape` gives to the sums: uint32 (2,)."""
     starts = []
     for dim, size in enumerate(part.shape):

@@ -2,13 +2,16 @@
 
 import contextlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 from zero_jax import storage
 from zero_jax.manifest import CheckpointError, DamagedCheckpointError, Leaf, Manifest, parse
+
+FALLBACK = "restore(..., fallback=True) takes the last checkpoint that is whole."
 
 
 def read_manifest(path: Any) -> Manifest:
@@ -33,12 +36,28 @@ def read_arrays(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict
     except PermissionError as error:
         raise CheckpointError(f"{path} cannot be read ({error}): allow it, or name another folder.") from error
     except Exception as error:
-        leaf = _unreadable(path, abstract)
-        said = " ".join(str(error).split())[:300]
-        changed = changed_files(path)
+        leaf, changed = _unreadable(path, abstract), changed_files(path)
         raise DamagedCheckpointError(
-            f"{path} is damaged: {f'leaf {leaf} in ' if leaf else ''}{path / storage.ARRAYS} cannot be read"
-            f"{f'; {changed}' if changed else ''} ({type(error).__name__}: {said}).") from error
+            f"{path} is damaged: {f'leaf {leaf} in ' if leaf else ''}{_file(error) or path / storage.ARRAYS} cannot be "
+            f"read{f'; {changed}' if changed else ''} ({_cause(error)}). {FALLBACK}") from error
+
+
+def _chain(error: BaseException | None) -> Iterator[str]:
+    """What `error` says and what each error says that it comes from."""
+    while error is not None:
+        yield f"{type(error).__name__}: {' '.join(str(error).split())}"
+        error = error.__cause__ or error.__context__
+
+
+def _file(error: BaseException) -> str:
+    """The file that tensorstore names, of all folders and files in its message the last one; empty if none."""
+    return next((found[-1] for said in _chain(error) if (found := re.findall(r'local file "([^"]+)"', said))), "")
+
+
+def _cause(error: BaseException) -> str:
+    """Where `error` comes from in the first place, without tensorstore's specifications."""
+    *_, last = _chain(error)
+    return last.partition(" [tensorstore_spec")[0].rpartition('": ')[2][:300]
 
 
 def _unreadable(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> str:
@@ -60,7 +79,7 @@ def verify(path: Any, held: Mapping[str, Leaf], digests: Mapping[str, str]) -> N
             f"{path} is damaged: leaf {wrong[0]} ({held[wrong[0]]}) in {path / storage.ARRAYS} has the digest "
             f"{digests[wrong[0]]}, and {held[wrong[0]].digest} was saved"
             + (f"; so are {len(wrong) - 1} more leaves" if len(wrong) > 1 else "") + (f"; {changed}" if changed else "")
-            + ". restore(..., fallback=True) takes the last checkpoint that is whole.")
+            + f". {FALLBACK}")
 
 
 def changed_files(path: Any) -> str:

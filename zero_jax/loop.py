@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +16,25 @@ import numpy as np
 from zero_jax.config import TrainConfig
 from zero_jax.data import Batches
 from zero_jax.guard import BadStepError
+from zero_jax.preemption import Preemption
 from zero_jax.report import Ticker, draw_curves, process_bytes, size_text
 from zero_jax.watchdog import Watchdog
 
 EVAL_BATCHES = 16
 
+Metrics = tuple[int, dict[str, jax.Array]]
+"""Of a step, with its number."""
+
 
 class History:
     """The losses of a run by step, and the JSONL file that gets a line for each as soon as it is known."""
 
-    def __init__(self, path: Path, *, writes: bool = True):
-        """Begins the file at `path`; raises ValueError where it cannot be written. Without `writes` there is none."""
+    def __init__(self, path: Path, *, after: int = 0, writes: bool = True):
+        """Begins the file at `path`, or goes on with it after the step `after`; ValueError where that cannot be.
+
+        A line that a run was killed in is cut off. Lines of later steps stay, and the losses that come now follow them.
+        Without `writes` there is no file.
+        """
         self.path, self._file = path, None
         self.train: list[tuple[int, float]] = []
         self.validation: list[tuple[int, float]] = []
@@ -33,7 +42,9 @@ class History:
             return
         make_folder(path.parent)
         try:
-            self._file = path.open("w", encoding="utf-8")
+            if after and path.exists():
+                self._read(after)
+            self._file = path.open("a" if after else "w", encoding="utf-8")
         except OSError as error:
             raise ValueError(f"{path} cannot be written ({error.strerror}): choose another folder with out.") from error
 
@@ -41,6 +52,16 @@ class History:
     def last_step(self) -> int:
         """The last step whose loss is known; 0 before the first."""
         return self.train[-1][0] if self.train else 0
+
+    def _read(self, after: int) -> None:
+        text = self.path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            os.truncate(self.path, len(whole.encode()))
+        rows = [json.loads(line) for line in whole.splitlines()]
+        for name, losses in (("loss", self.train), ("validation_loss", self.validation)):
+            known = {row["step"]: row[name] for row in rows if name in row and row.get("step", after + 1) <= after}
+            losses.extend(sorted(known.items()))
 
     def write(self, **row: Any) -> None:
         """A line; it is on disk when this returns, whatever ends the run."""
@@ -75,7 +96,8 @@ def make_folder(path: Path) -> None:
 class Loop:
     """What the loop needs: the compiled step and evaluator, both sets of batches, and where to tell of it.
 
-    memory: text that stands beside each step. seconds and timed_steps: spent in training, without validation.
+    save: called with (step number, state) when a checkpoint is due, or None. memory: text that stands beside each step.
+    seconds and timed_steps: spent in training, without validation and saving. preempted: whether SIGTERM ended it.
     """
 
     config: TrainConfig
@@ -86,33 +108,58 @@ class Loop:
     history: History
     ticker: Ticker
     watchdog: Watchdog
+    preemption: Preemption
     bigram: float | None
     memory: str
+    save: Callable[[int, Any], Any] | None = None
     seconds: float = 0.0
     timed_steps: int = 0
+    preempted: bool = False
 
     @property
     def tokens_per_second(self) -> float:
-        """Since the start, without validation."""
+        """Since the start, without validation and saving."""
         return self.config.batch_size * self.config.length * self.timed_steps / self.seconds if self.seconds else 0.0
 
-    def run(self, state: Any) -> Any:
-        """The state after all steps, from a state that is donated.
+    def run(self, state: Any, *, after: int = 0) -> Any:
+        """The state after all steps, from the one after the step `after`, which is donated.
 
         Raises BadStepError where more steps in a row were not finite than the configuration skips.
         """
-        waiting: tuple[int, dict[str, jax.Array]] | None = None
-        self._clock = time.perf_counter()
-        for number in range(1, self.config.steps + 1):
+        waiting: Metrics | None = None
+        self._clock, saved = time.perf_counter(), after
+        for number in range(after + 1, self.config.steps + 1):
+            if self.preemption.asked(number):
+                return self._leave(number - 1, state, waiting, saved)
             self.watchdog.beat(f"step {number}")
             state, metrics = self.step(state, next(self.batches))
             if waiting:
                 self._record(*waiting)
             waiting = number, metrics
+            if self.save and (number % self.config.save_every == 0 or number == self.config.steps):
+                self._record(*waiting)  # what is saved has its losses in the log, and its step was no bad one
+                waiting = None
+                self.watchdog.rest()
+                self.save(number, state)
+                self._clock, saved = time.perf_counter(), number
             if number % self.config.eval_every == 0 or number == self.config.steps:
-                self._record(*waiting)
+                if waiting:
+                    self._record(*waiting)
                 waiting = None
                 self._validate(number, state)
+        self.watchdog.rest()
+        return state
+
+    def _leave(self, number: int, state: Any, waiting: Metrics | None, saved: int) -> Any:
+        """What is done when the run is asked to end after the step `number`."""
+        self.preempted = True
+        if waiting:
+            self._record(*waiting)
+        self.watchdog.rest()
+        if self.save and number > saved:
+            self.save(number, state)
+        kept = "saved, and --resume goes on from there" if self.save and number else "nothing is saved"
+        self.ticker.say(f"Asked to end (SIGTERM) after step {number}: {kept}.")
         return state
 
     def _record(self, number: int, metrics: dict[str, jax.Array]) -> None:

@@ -76,16 +76,19 @@ def parse(text: str | bytes, where: str) -> Manifest:
         raise CheckpointError(
             f"{where} has format={body.get('format')!r} version={body.get('version')!r}, and this zero_jax reads "
             f"{FORMAT!r} version {VERSION}: restore it with the zero_jax that saved it, {body.get('versions')}.")
-    leaves = {}
-    for name, leaf in body["leaves"].items():
+    try:
+        leaves = {name: Leaf(tuple(leaf["shape"]), leaf["dtype"], leaf["digest"])
+                  for name, leaf in body["leaves"].items()}
+        rest = {key: body[key] for key in ("step", "kind", "run", "data", "config", "versions")}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{where} lacks what a manifest has ({error!r}): another program wrote it.") from error
+    for name, leaf in leaves.items():
         check_name(name, where)
-        shape = leaf["shape"]
-        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
-            raise CheckpointError(f"{where}: leaf {name} has shape={shape!r}, which is none.")
-        if not re.fullmatch("[0-9a-f]{16}", leaf["digest"]):
-            raise CheckpointError(f"{where}: leaf {name} has digest={leaf['digest']!r}, which is none.")
-        leaves[name] = Leaf(tuple(shape), leaf["dtype"], leaf["digest"])
-    return Manifest(**{key: body[key] for key in ("step", "kind", "run", "data", "config", "versions")}, leaves=leaves)
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in leaf.shape):
+            raise CheckpointError(f"{where}: leaf {name} has shape={list(leaf.shape)}, which is none.")
+        if not re.fullmatch("[0-9a-f]{16}", str(leaf.digest)):
+            raise CheckpointError(f"{where}: leaf {name} has digest={leaf.digest!r}, which is none.")
+    return Manifest(**rest, leaves=leaves)
 
 
 def check_name(name: str, where: str) -> None:

@@ -1,5 +1,6 @@
 """Optimizers of whole matrices (Muon, Shampoo): which device holds a matrix while its update is computed."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -65,7 +66,8 @@ def whole_matrices(inner: optax.GradientTransformation, mesh: Mesh, placement: L
         return P(None, *choose_spec(stack.shape[1:], sizes, tiled=on_torus(mesh)))
 
     def init(params: Any) -> Any:
-        return {key: {shape: jax.vmap(inner.init)(stack) for shape, stack in _stacks(params, parts).items()}}
+        labels = _labels(params)
+        return {key: {labels[shape]: jax.vmap(inner.init)(stack) for shape, stack in _stacks(params, parts).items()}}
 
     @jax.named_scope(MATRICES_SCOPE)
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -73,13 +75,47 @@ def whole_matrices(inner: optax.GradientTransformation, mesh: Mesh, placement: L
             jax.vmap(lambda grad, state, param, extra: run.update(grad, state, param, **extra), (0, 0, 0, None)),
             mesh=mesh, in_specs=(held, held, held, P()), out_specs=held, axis_names=set(axes), check_vma=False)
         whole = {} if params is None else _stacks(params, parts, lambda stack: constrain(stack, mesh, shards(stack)))
-        new, kept = {}, {}
+        new, kept, labels = {}, {}, _labels(updates)
         for shape, grads in _stacks(updates, parts, lambda stack: constrain(stack, mesh, shards(stack))).items():
-            new[shape], kept[shape] = each(grads, state[key][shape], whole.get(shape), extra)
+            label = labels[shape]
+            new[shape], kept[label] = each(grads, state[key][label], whole.get(shape), extra)
             new[shape] = constrain(new[shape], mesh, shards(grads))
         return _unstack(new, updates), {key: kept}
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedStack:
+    """The state of `number` matrices that lies in a stack which is filled up to `stored`: its view in a checkpoint.
+
+    What fills it up depends on the number of devices and no update comes of it: it takes the state of the last matrix.
+    """
+
+    number: int
+    stored: tuple[int, ...]
+    natural = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Without what fills it up."""
+        return (self.number, *self.stored[1:])
+
+    def load(self, value: Any) -> Any:
+        """The state of the matrices; traceable."""
+        return value[: self.number]
+
+    def store(self, value: jax.Array) -> jax.Array:
+        """As it lies in the stack; traceable."""
+        last = jnp.broadcast_to(value[-1:], (self.stored[0] - self.number, *value.shape[1:]))
+        return jnp.concatenate([value, last])
+
+
+def owned_stack(name: str, stored: tuple[int, ...]) -> OwnedStack | None:
+    """The view of the state's leaf `name` if it lies in a stack that is filled up."""
+    _, owned, rest = name.partition(f"/{OWNED}/")
+    number = int(rest.split("x")[0]) if owned else 0
+    return OwnedStack(number, stored) if owned and number < stored[0] else None
 
 
 def moved(layout: Layout, optimizer: Any) -> list[tuple[Any, float]]:
@@ -139,6 +175,14 @@ def _unstack(stacks: dict[str, jax.Array], like: Any) -> Any:
         return stacks[shape][start : taken[shape]].reshape(leaf.shape)
 
     return jax.tree.map(take, like)
+
+
+def _labels(tree: Any) -> dict[str, str]:
+    """Shape -> the name of its stack's state, which begins with the number of matrices: 3x16x24 for 3 of 16 x 24."""
+    numbers: dict[str, int] = {}
+    for leaf in jax.tree.leaves(tree):
+        numbers[_shape(leaf)] = numbers.get(_shape(leaf), 0) + math.prod(leaf.shape[:-2])
+    return {shape: f"{number}x{shape}" for shape, number in numbers.items()}
 
 
 def _shape(leaf: jax.Array) -> str:

@@ -18,6 +18,7 @@ from zero_jax.choose import choose_spec
 from zero_jax.digest import digest_texts, digests, dtype_name
 from zero_jax.layout import Layout
 from zero_jax.manifest import Leaf
+from zero_jax.matrices import owned_stack
 from zero_jax.state import ZeroState
 from zero_jax.tree import named_leaves
 from zero_jax.update import working_copy
@@ -55,12 +56,14 @@ class Portable:
     def __init__(self, layout: Layout):
         self._layout = layout
         names = [name for name, _ in named_leaves(dataclasses.replace(layout.state, weights=None))]
-        rows = zip(jax.tree.leaves(dataclasses.replace(layout.state, weights=None)),
+        parts = zip(names, jax.tree.leaves(dataclasses.replace(layout.state, weights=None)),
                    jax.tree.leaves(dataclasses.replace(layout.views, weights=None)), strict=True)
         self.names = names
         """Of the leaves that are saved, in tree order; they may not be unique, which `manifest.check_names` tells."""
-        self._rows = dict(zip(names, (_Row(leaf, view, self._true_sharding(leaf, view)) for leaf, view in rows),
-                              strict=True))
+        self._rows = {}
+        for name, leaf, view in parts:
+            view = owned_stack(name, leaf.shape) or view
+            self._rows[name] = _Row(leaf, view, self._true_sharding(leaf, view))
         self._treedef = jax.tree.structure(dataclasses.replace(layout.state, weights=None))
         self._packed: dict[tuple[str, ...], Any] = {}
         self._unpacked: dict[Any, Any] = {}

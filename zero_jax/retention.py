@@ -15,10 +15,13 @@ LOG = logging.getLogger("zero_jax")
 class Folder:
     """The checkpoints at a path. `damaged`: what is wrong with those that were found to be, by number.
 
-    What is damaged stays where it is, for its owner to look at, until a new checkpoint of that number takes its place.
+    What is damaged counts for nothing. It goes when as many good ones as are kept are newer, or when a new checkpoint
+    of its number takes its place.
     """
 
     def __init__(self, path: Any, keep_last: int | None, keep_every: int | None):
+        if not str(path):
+            raise ValueError("The path of checkpoints is empty: give a folder.")
         self.path = storage.folder(path)
         self.damaged: dict[int, str] = {}
         self._keep_last, self._keep_every = keep_last, keep_every
@@ -29,7 +32,10 @@ class Folder:
 
     def steps(self) -> list[int]:
         """The numbers of the complete checkpoints that are not known to be damaged, in order."""
-        found = all_or_none(lambda: storage.committed(self.path) if is_first() else [])
+        try:
+            found = all_or_none(lambda: storage.committed(self.path) if is_first() else [])
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read ({error}): allow it, or name another folder.") from error
         return told_by_first([number for number in found if number not in self.damaged])
 
     def existing(self, at: int | None) -> int:
@@ -90,7 +96,7 @@ class Folder:
         for number in reversed(storage.committed(self.path)):
             if kept < self._keep_last:
                 kept += self._is_good(number)
-            elif number not in self.damaged and not (self._keep_every and number % self._keep_every == 0):
+            elif not (self._keep_every and number % self._keep_every == 0):
                 try:
                     storage.remove(self.at(number))
                 except OSError as error:

@@ -4,8 +4,15 @@ A checkpoint is the folder `<root>/<step>` with `state`, the arrays, and `manife
 temporary folder and renames that, or, where a file system cannot rename, writes a file that says so at the end.
 """
 
+import contextlib
+import gc
+import logging
 import re
-from collections.abc import Mapping
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,7 +31,7 @@ def folder(path: Any) -> epath.Path:
 
 def committed(root: epath.Path) -> list[int]:
     """The steps that were saved to the end, in order."""
-    if not root.exists():
+    if not root.is_dir():
         return []
     return sorted(int(each.name) for each in root.iterdir()
                   if re.fullmatch(r"0|[1-9]\d{0,17}", each.name) and (each / _COMMITTED).exists())
@@ -32,7 +39,7 @@ def committed(root: epath.Path) -> list[int]:
 
 def unfinished(root: epath.Path) -> list[epath.Path]:
     """Folders of saves and removals that did not come to their end, a save under way among them."""
-    if not root.exists():
+    if not root.is_dir():
         return []
     return [each for each in root.iterdir() if re.fullmatch(rf"\d+{_UNFINISHED}.*", each.name) or (
         each.name.isdigit() and manifest_path(each).exists() and not (each / _COMMITTED).exists())]
@@ -48,6 +55,7 @@ def remove(path: epath.Path) -> None:
 
 def write(path: epath.Path, arrays: Mapping[str, jax.Array], manifest: Any) -> Any:
     """Begins to save; `.result()` of what is returned waits for the end. The arrays may be donated meanwhile."""
+    logging.getLogger("absl").addFilter(_is_not_raised_too)
     with _context():
         return ocp.save_checkpointables_async(path, {ARRAYS: dict(arrays), MANIFEST: manifest})
 
@@ -59,8 +67,45 @@ def manifest_path(path: epath.Path) -> epath.Path:
 
 def read(path: epath.Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """The arrays that `abstract` names, each with its sharding; raises whatever orbax does where one is not there."""
-    with _context():
+    with _context(), _quiet():
         return ocp.load_checkpointables(path, {ARRAYS: dict(abstract)})[ARRAYS]
+
+
+def _is_not_raised_too(record: logging.LogRecord) -> bool:
+    """False for the tracebacks that orbax's threads log of what `.result()` raises."""
+    return "_SignalingThread.run() raised an exception" not in record.getMessage()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps what orbax's other reads say to themselves from the terminal when one of them fails and is raised."""
+    before = sys.unraisablehook
+    log = logging.getLogger("asyncio")
+
+    def hook(told: Any) -> None:
+        if not re.search("Event loop is closed|was never awaited", str(told.exc_value)):
+            before(told)
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "never retrieved" not in record.getMessage()
+
+    sys.unraisablehook = hook
+    log.addFilter(keep)
+    try:
+        yield
+    except Exception as error:
+        found: BaseException | None = error
+        while found is not None:  # they live as long as the frames of the error do
+            traceback.clear_frames(found.__traceback__)
+            found = found.__cause__ or found.__context__
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*was never awaited", RuntimeWarning)
+            time.sleep(0.1)  # reads end in threads of their own
+            gc.collect()
+        raise
+    finally:
+        log.removeFilter(keep)
+        sys.unraisablehook = before
 
 
 def sizes(path: epath.Path) -> dict[str, int]:

@@ -13,6 +13,7 @@ import optax
 from rich.console import Console
 
 from zero_jax import corpus
+from zero_jax.checkpoint import Checkpoints
 from zero_jax.cluster import choose_devices, initialize, lay_out, local, on_host
 from zero_jax.config import TrainConfig
 from zero_jax.data import Batches
@@ -24,6 +25,7 @@ from zero_jax.machine import SIMULATED_DEVICES, simulates
 from zero_jax.mesh import make_mesh, simulate_devices
 from zero_jax.model_choice import ModelChoice
 from zero_jax.optimizers import OPTIMIZERS, optimizer_text
+from zero_jax.preemption import Preemption
 from zero_jax.processes import all_or_none, is_first
 from zero_jax.report import (
     Ticker,
@@ -35,6 +37,7 @@ from zero_jax.report import (
     state_table,
     summary_table,
 )
+from zero_jax.resume import fixed, resumed
 from zero_jax.step import ZeroTrainStep, make_zero_train_step
 from zero_jax.watchdog import Watchdog
 
@@ -46,7 +49,8 @@ class Summary:
     """What came of a run. Losses are in nats per token; None where there was nothing to measure.
 
     tokens_per_second: in training, without compilation and validation. peak_bytes: of the fullest accelerator, or of
-    this process where devices are simulated. interrupted: Ctrl-C ended it early, and nothing was generated.
+    this process where devices are simulated. interrupted: Ctrl-C ended it early,
+    preempted: SIGTERM did; nothing was generated then.
     """
 
     steps: int
@@ -60,6 +64,7 @@ class Summary:
     curve: Path | None
     samples: tuple[str, ...]
     interrupted: bool
+    preempted: bool
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
@@ -68,9 +73,14 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     Raises ValueError for a configuration that makes no run, before anything is compiled or overwritten, and
     BadStepError where more steps in a row were not finite than `config.skip`.
     """
-    started = time.perf_counter()
     choice = config.check()
     initialize(distributed=config.distributed, heartbeat_seconds=config.heartbeat)
+    with Preemption() as preemption:
+        return _train(config, choice, console, preemption)
+
+
+def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, preemption: Preemption) -> Summary:
+    started = time.perf_counter()
     devices = devices_of(config)
     console = (console or make_console()) if is_first() else Console(quiet=True)
     all_or_none(lambda: make_folder(config.out) if is_first() else None)
@@ -83,7 +93,10 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     batches, held_out = Batches(train_part, seed=config.seed, **shape), Batches(held_part, **shape)
     bigram = _bigram(config, vocab_size, train_part, held_part)
     layout = step.layout(batches[0])
-    history = History(config.out / "train.jsonl", writes=is_first())
+    checkpoints = Checkpoints(config.checkpoints, keep_last=config.keep)
+    restored = resumed(config, checkpoints, step, batches, console) if config.resume else None
+    after = restored.step if restored else 0
+    history = History(config.out / "train.jsonl", after=after, writes=is_first())
     interrupted, samples = False, ()
     try:
         console.print(
@@ -97,20 +110,27 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
         console.print(memory_text(compiled.memory_analysis()), soft_wrap=True)
         versions = {name: metadata.version(name) for name in ("jax", "flax", "optax")}
         history.write(config=_plain(config), versions=versions, devices=[str(device) for device in devices],
-                      bigram_loss=bigram, state_bytes_per_device=layout.device_bytes)
-        state = step.init(jax.random.key(config.seed), batches[0])
-        if config.init_from is not None:
+                      bigram_loss=bigram, state_bytes_per_device=layout.device_bytes, resumed_after=after)
+        state = restored.state if restored else step.init(jax.random.key(config.seed), batches[0])
+        if config.init_from is not None and restored is None:
             state = import_params(config.init_from, step, state, batches[0],
                                   names=names_in(config.init_from, layout, choice))
+        del restored  # its state is donated
+
+        def save(number: int, state: Any) -> None:
+            checkpoints.save(step, state, at=number, data=batches.state(), config=fixed(config))
+
         watchdog = Watchdog(config.hang_after, process=jax.process_index(), end=config.hang_exit)
         with Ticker(console, total=config.steps) as ticker, watchdog:
             loop = Loop(config, compiled, step.evaluator(ema=config.ema is not None), batches, held_out, history,
-                        ticker, watchdog, bigram, f"state {size_text(layout.device_bytes)}/device")
+                        ticker, watchdog, preemption, bigram, f"state {size_text(layout.device_bytes)}/device",
+                        save if config.save_every else None)
             try:
-                state = loop.run(state)
+                state = loop.run(state, after=after)
             except KeyboardInterrupt:
                 interrupted = True
-        if not interrupted:
+        checkpoints.wait()
+        if not interrupted and not loop.preempted:
             samples = _samples(config, step, state, held_part)
         curve = history.draw(f"{config.model}, stage {config.stage}, {len(devices)} devices", bigram)
         summary = Summary(
@@ -118,10 +138,11 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
             validation_loss=history.validation[-1][1] if history.validation else None, bigram_loss=bigram,
             tokens_per_second=loop.tokens_per_second, seconds=time.perf_counter() - started,
             peak_bytes=peak_bytes(local(devices)), log=history.path, curve=curve, samples=samples,
-            interrupted=interrupted)
+            interrupted=interrupted, preempted=loop.preempted)
         history.write(summary=_plain(summary))
     finally:
         history.close()
+        checkpoints.close()
     for sample in samples:
         console.print(sample, soft_wrap=True)
     console.print(summary_table(_plain(summary)))

@@ -1,0 +1,164 @@
+"""`train --resume`: a run that is killed goes on as if nothing had been, and another run is not mistaken for it."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from zero_jax.config import InspectConfig, TrainConfig
+from zero_jax.loop import History
+from zero_jax.resume import FIXED, fixed
+from zero_jax.train import train
+
+ROOT = Path(__file__).parents[1]
+TINY = TrainConfig(model="models.gpt2:tiny", batch_size=8, length=32, max_bytes=200_000, eval_every=8, steps=12,
+                   save_every=4)
+COMMAND = [sys.executable, "-W", "error", "-m", "zero_jax", "train", "--model", "models.gpt2:tiny", "--batch-size", "8",
+           "--length", "32", "--max-bytes", "200000", "--eval-every", "8", "--steps", "12", "--save-every", "4"]
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path, name: str = "loss") -> dict[int, float]:
+    """By step; of a step that was taken twice the later one."""
+    return {row["step"]: row[name] for row in lines(folder) if name in row}
+
+
+def run(out: Path, *args: str) -> subprocess.CompletedProcess:
+    return subprocess.run([*COMMAND, "--out", str(out), *args], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def killed(out: Path, *args: str, rows: int) -> None:
+    """Starts a run and kills it, without a chance to do anything, when it has saved and its log has so many steps."""
+    with subprocess.Popen([*COMMAND, "--out", str(out), *args], cwd=ROOT, stdout=subprocess.DEVNULL,
+                          stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 240
+        while not (out / "checkpoints/4").exists() or len(losses_so_far(out)) < rows:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+
+
+def losses_so_far(out: Path) -> list[str]:
+    return [line for line in (out / "train.jsonl").read_text().splitlines() if '"loss"' in line]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run of 12 steps that nothing interrupted."""
+    out = tmp_path_factory.mktemp("whole")
+    train(dataclasses.replace(TINY, out=out), console=Console(quiet=True))
+    return out
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, whole):
+    killed(tmp_path, rows=7)
+    assert (tmp_path / "checkpoints/4").is_dir() and len(losses(tmp_path)) < 12
+    with (tmp_path / "train.jsonl").open("a") as log:
+        log.write('{"step": 9, "lo')  # a line that it was killed in
+    done = run(tmp_path, "--resume")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "Resumed after step 4 of 12" in done.stdout or "Resumed after step 8 of 12" in done.stdout
+    assert losses(tmp_path) == losses(whole) and len(losses(whole)) == 12
+    assert losses(tmp_path, "validation_loss") == losses(whole, "validation_loss")
+    heads = [row["resumed_after"] for row in lines(tmp_path) if "config" in row]
+    assert heads[0] == 0 and heads[1] in (4, 8) and len(heads) == 2
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [8, 12]
+    # The control: from the checkpoint with other batches, the losses are others.
+    assert losses(whole)[9] != losses(whole)[10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    ("--precision", "bf16", "--stage", "2"), ("--ema", "0.9", "--skip", "2"),
+    ("--optimizer", "adafactor", "--stage", "1"), ("--accumulate", "2", "--devices", "4"),
+    ("--precision", "bf16-stochastic",), ("--model", "models.gpt2_nnx:tiny")])
+def test_runs_of_all_kinds_go_on(tmp_path, options):
+    assert run(tmp_path / "whole", *options).returncode == 0
+    killed(tmp_path / "killed", *options, rows=6)
+    assert run(tmp_path / "killed", *options, "--resume").returncode == 0
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def test_on_other_devices_at_another_stage(tmp_path, whole):
+    killed(tmp_path, rows=6)
+    out = run(tmp_path, "--resume", "--stage", "1", "--devices", "2")
+    assert out.returncode == 0 and "which was saved at stage 3 on 8 devices" in out.stdout, out.stderr
+    found, expected = losses(tmp_path), losses(whole)
+    assert found.keys() == expected.keys()
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("option, values, message", [
+    ("--learning-rate", "0.1", "learning_rate=0.003 saved but learning_rate=0.1 asked for"),
+    ("--steps", "20", "steps=12 saved but steps=20 asked for"),
+])
+def test_another_run_is_refused(whole, option, values, message):
+    before = (whole / "train.jsonl").read_bytes()
+    done = run(whole, "--resume", option, values)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert message in done.stderr and "belongs to another run" in done.stderr
+    assert (whole / "train.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"batch_size": 16}, {"data": ("models",)}, {"clip": float("inf")},
+                                    {"model": "models.gpt2_nnx:tiny"}, {"ema": 0.5}, {"max_bytes": 199_999}])
+def test_every_option_that_matters_is_compared(whole, change):
+    name = next(iter(change))
+    with pytest.raises(ValueError, match=rf"belongs to another run: {name}=.* saved but {name}=.* asked for\. Give"):
+        train(dataclasses.replace(TINY, out=whole, resume=True, **change), console=Console(quiet=True))
+
+
+def test_what_may_change_and_what_may_not_are_all_options():
+    free = {"stage", "devices", "replica", "accumulate", "reduce", "skip", "eval_every", "save_every", "keep", "resume",
+            "out"}
+    assert {*FIXED, *free} == {field.name for field in dataclasses.fields(TrainConfig)} and not free & {*FIXED}
+    assert json.loads(json.dumps(fixed(TINY), allow_nan=False)) == fixed(TINY)
+
+
+def test_a_new_run_does_not_touch_the_checkpoints_of_another(whole):
+    done = run(whole)
+    assert done.returncode == 2 and "has checkpoints of an earlier run, up to step 12: --resume goes on" in done.stderr
+    assert dataclasses.replace(TINY, out=whole, resume=True).check()
+    assert InspectConfig(**{**vars(TINY), "out": whole}).check()
+
+
+def test_there_may_be_nothing_to_go_on_from(tmp_path):
+    config = dataclasses.replace(TINY, out=tmp_path, resume=True, steps=2, save_every=0)
+    assert train(config, console=Console(quiet=True)).steps == 2
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_finished_run_has_nothing_left_to_do(whole, tmp_path):
+    before = losses(whole)
+    summary = train(dataclasses.replace(TINY, out=whole, resume=True), console=Console(quiet=True))
+    assert summary.steps == 12 and losses(whole) == before
+
+
+def test_the_log_goes_on(tmp_path):
+    history = History(tmp_path / "train.jsonl")
+    for step in (1, 2, 3):
+        history.write(step=step, loss=float(step))
+    history.write(step=2, validation_loss=9.0)
+    history.close()
+    with (tmp_path / "train.jsonl").open("a") as log:
+        log.write('{"step": 4')
+    again = History(tmp_path / "train.jsonl", after=2)
+    assert again.train == [(1, 1.0), (2, 2.0)] and again.validation == [(2, 9.0)]
+    again.write(step=3, loss=3.5)
+    again.close()
+    assert losses(tmp_path) == {1: 1.0, 2: 2.0, 3: 3.5}
+    History(tmp_path / "train.jsonl").close()
+    assert (tmp_path / "train.jsonl").read_text() == ""
+
+
