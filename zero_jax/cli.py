@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 from zero_jax.config import InspectConfig, PlanConfig, TrainConfig
 from zero_jax.export_config import ExportConfig
-from zero_jax.launch import LaunchConfig, launch
+from zero_jax.launch import PREEMPTED, LaunchConfig, launch
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
-PREEMPTED = 75
-"""Exit status of a run that SIGTERM ended and that can go on: EX_TEMPFAIL, "try again", which schedulers know."""
 DOES_NOT_FIT = 3
 """Exit status of a plan that does not fit: an answer, and no error."""
 

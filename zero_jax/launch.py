@@ -16,6 +16,9 @@ COORDINATOR, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICES = (
     "ZERO_JAX_COORDINATOR", "ZERO_JAX_NUM_PROCESSES", "ZERO_JAX_PROCESS_ID", "ZERO_JAX_DEVICES_PER_PROCESS")
 """Variables of the environment that tell a process its place."""
 
+PREEMPTED = 75
+"""Exit status of a run that SIGTERM ended and that can go on: EX_TEMPFAIL, "try again", which schedulers know."""
+
 GRACE_SECONDS = 5.0
 """How long the other processes have to end by themselves after one has failed."""
 
@@ -67,7 +70,7 @@ def launch(command: Sequence[str], *, processes: int, devices_per_process: int) 
             return 0
         _end(running, grace=GRACE_SECONDS)
         for number, (process, output) in enumerate(zip(running, outputs, strict=True)):
-            if output is not None and process.returncode:
+            if output is not None and process.returncode not in (0, PREEMPTED):
                 output.seek(0)
                 lines = output.read().decode(errors="replace").splitlines()[-TOLD_LINES:]
                 print("\n".join(f"[process {number}] {line}" for line in lines), file=sys.stderr, flush=True)
