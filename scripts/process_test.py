@@ -22,7 +22,7 @@ from zero_jax.launch import COORDINATOR, LOCAL_DEVICES, NUM_PROCESSES, PREEMPTED
 
 ROOT = Path(__file__).parents[1]
 HEARTBEAT, MARGIN = 10, 5
-STEPS = {1: (4000, 400), 2: (120, 15)}
+STEPS = {1: (1500, 150), 2: (120, 15)}
 """By the number of processes: steps of a run, and how often it saves. A step takes 1 ms or some 20 ms."""
 MOMENTS = ("compile", "step", "save")
 

@@ -64,6 +64,7 @@ def test_another_run_is_not_taken_for_the_same(whole):
     log = (two.out / "train.jsonl").read_text()
     (copy.out / "train.jsonl").write_text(log)
     process_test.check_same(copy, two)
-    (copy.out / "train.jsonl").write_text(log.replace(f'"loss": {two.losses[7]!r}', f'"loss": {two.losses[7] + 1e-6!r}'))
+    changed = log.replace(f'"loss": {two.losses[7]!r}', f'"loss": {two.losses[7] + 1e-6!r}')
+    (copy.out / "train.jsonl").write_text(changed)
     with pytest.raises(AssertionError, match="losses differ"):
         process_test.check_same(copy, two)

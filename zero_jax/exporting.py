@@ -1,6 +1,7 @@
 """The command `export`: parameters of a checkpoint as safetensors."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from zero_jax.train import step_of
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "stored": None}
 
 
-def export_command(config: ExportConfig) -> list[Path]:
-    """Writes what `config` says and returns the paths.
+def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None = None) -> list[Path]:
+    """Writes what `config` says and returns the paths; `devices` (default: all, or a CPU) hold the state meanwhile.
 
     Raises ValueError for a checkpoint that is not there, is damaged or was not saved by `train`, for a model that does
     not fit it, and for what cannot be written.
@@ -35,9 +36,9 @@ def export_command(config: ExportConfig) -> list[Path]:
     run = _run(config, manifest.config)
     choice = find_model(run.model)
     names = _names(config, choice)
-    if simulates():
+    if devices is None and simulates():
         simulate_devices(1)
-    devices = jax.devices()
+    devices = list(devices or jax.devices())
     step = step_of(run, choice, devices)
     shape = (len(devices) * run.accumulate, run.length)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}
