@@ -3,7 +3,7 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -31,12 +31,17 @@ def read_manifest(path: Any) -> Manifest:
 
 def read_arrays(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """The arrays; what orbax says of damage becomes DamagedCheckpointError with a leaf that cannot be read."""
+    with storage.quiet():
+        return _read_arrays(path, abstract)
+
+
+def _read_arrays(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     try:
         return storage.read(path, abstract)
     except PermissionError as error:
         raise CheckpointError(f"{path} cannot be read ({error}): allow it, or name another folder.") from error
     except Exception as error:
-        leaf, changed = _unreadable(path, abstract), changed_files(path)
+        leaf, changed = _named(error, abstract) or _unreadable(path, abstract), changed_files(path)
         raise DamagedCheckpointError(
             f"{path} is damaged: {f'leaf {leaf} in ' if leaf else ''}{_file(error) or path / storage.ARRAYS} cannot be "
             f"read{f'; {changed}' if changed else ''} ({_cause(error)}). {FALLBACK}") from error
@@ -47,6 +52,12 @@ def _chain(error: BaseException | None) -> Iterator[str]:
     while error is not None:
         yield f"{type(error).__name__}: {' '.join(str(error).split())}"
         error = error.__cause__ or error.__context__
+
+
+def _named(error: BaseException, names: Iterable[str]) -> str:
+    """The leaf of `names` that is in quotes in what `error` says, with more of a path behind it; empty if none."""
+    quoted = [text for said in _chain(error) for text in re.findall(r'"([^"]+/[^"]*)"', said)]
+    return max((name for name in names if any(text.startswith(f"{name}/") for text in quoted)), key=len, default="")
 
 
 def _file(error: BaseException) -> str:

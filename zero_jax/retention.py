@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 from typing import Any
 
 from zero_jax import storage
@@ -67,6 +68,12 @@ class Folder:
 
     def clear_unfinished(self) -> None:
         """Removes what saves and removals left that did not come to their end. None may be under way."""
+        for _ in range(5):
+            with contextlib.suppress(OSError):  # threads of a save that failed may still write
+                for path in storage.unfinished(self.path):
+                    path.rmtree()
+                return
+            time.sleep(0.1)
         for path in storage.unfinished(self.path):
             path.rmtree()
 

@@ -67,8 +67,13 @@ def manifest_path(path: epath.Path) -> epath.Path:
 
 def read(path: epath.Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """The arrays that `abstract` names, each with its sharding; raises whatever orbax does where one is not there."""
-    with _context(), _quiet():
-        return ocp.load_checkpointables(path, {ARRAYS: dict(abstract)})[ARRAYS]
+    with _context():
+        found = ocp.load_checkpointables(path, {ARRAYS: dict(abstract)})[ARRAYS]
+    for name, leaf in abstract.items():  # of what its metadata lack, orbax gives back what it was asked for
+        array = found.get(name)
+        if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+            raise ValueError(f'"{name}/" is not there as {leaf.dtype} {leaf.shape}')
+    return {name: found[name] for name in abstract}
 
 
 def _is_not_raised_too(record: logging.LogRecord) -> bool:
@@ -77,7 +82,7 @@ def _is_not_raised_too(record: logging.LogRecord) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps what orbax's other reads say to themselves from the terminal when one of them fails and is raised."""
     before = sys.unraisablehook
     log = logging.getLogger("asyncio")
