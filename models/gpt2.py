@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from models.gpt2_names import huggingface
 
-__all__ = ["GPT2", "PRESETS", "RUNS", "Block", "Config", "Run", "build", "huggingface"]
+__all__ = ["GPT2", "PRESETS", "RUNS", "Block", "Config", "Run", "build", "huggingface", "tensor_rules"]
 
 INIT = nn.initializers.normal(0.02)
 EPSILON = 1e-5
@@ -142,6 +142,15 @@ class GPT2(nn.Module):
 def build(config: Config) -> GPT2:
     """The model of `config`."""
     return GPT2(config)
+
+
+def tensor_rules(config: Config) -> list[tuple[str, Any, int | None]]:
+    """How `tensor` splits the parameters, as Megatron-LM does: pattern, spec of the last dims, and heads or None."""
+    return [
+        ("qkv/kernel", (None, "tensor"), config.num_heads), ("qkv/bias", ("tensor",), config.num_heads),
+        ("proj/kernel", ("tensor", None), config.num_heads),
+        ("up/kernel", (None, "tensor"), None), ("up/bias", ("tensor",), None), ("down/kernel", ("tensor", None), None),
+        ("wte/embedding", ("tensor", None), None)]
 
 
 def _paper(num_layers: int, width: int, num_heads: int) -> Config:

@@ -50,6 +50,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "gather": (1, "the use of a stored parameter, and the reduce-scatter of its gradient"),
     "model_choice": (0, "the model that a name stands for"),
     "config": (1, "what a run is told; no JAX, so that a mistake is answered at once"),
+    "plan_config": (2, "what a plan is told; no JAX"),
     "export_config": (1, "what the command export is told; no JAX"),
     "batch": (1, "what a batch must be"),
     "reads": (1, "how a model reads its parameters, found by tracing"),

@@ -84,7 +84,8 @@ def _once(gradient: Any, count: int, layout: Layout, axes: tuple[str, ...], weig
         return constrain(jnp.zeros((ways, *leaf.shape), _wide(leaf)), own(at))
 
     parts = jax.tree.map(lambda leaf: _split(leaf, count, layout, axes, apart=True), batch)
-    carry = jax.tree.map(zeros, weights, layout.gradients), jax.tree.map(lambda leaf: _copies(leaf, ways), reading.variables)
+    copies = jax.tree.map(lambda leaf: _copies(leaf, ways), reading.variables)
+    carry = jax.tree.map(zeros, weights, layout.gradients), copies
     (total, variables), told = jax.lax.scan(body, carry, (jnp.arange(count), parts))
     told, weight = _mean(told)
 

@@ -5,6 +5,7 @@ Sources: ZeRO, arXiv 1910.02054, section 6.1; Megatron-LM's sequence parallelism
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -17,6 +18,10 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.gather import constrain, split_dim
 from zero_jax.mesh import CONTEXT, TENSOR
 from zero_jax.rewrite import shape_of
+from zero_jax.tree import leaf_bytes
+
+HOSTS = ("cpu", "gpu", "cuda", "rocm", "tpu")
+"""Platforms on which XLA moves arrays to the host's memory and back. On a CPU it is the same memory: nothing moves."""
 
 STASH_SCOPE = "zero_checkpoint"
 """In the op_name of what moves a checkpoint between where it is kept and where it is used."""
@@ -43,6 +48,29 @@ class Activations:
         """Whether checkpoints lie elsewhere than what they are made of."""
         return self.partition or self.host
 
+    def __post_init__(self) -> None:
+        ways = self.mesh.shape.get(TENSOR, 1)
+        if ways == 1 and (self.sequence or self.partition):
+            what = "sequence_parallel" if self.sequence else "partition_activations"
+            raise ValueError(f"{what}: the mesh {dict(self.mesh.shape)} has no axis {TENSOR!r} to split over: build it "
+                             f"with zero_jax.make_mesh(tensor=...), or leave {what} out.")
+        device = self.mesh.devices.flat[0]
+        if self.host and device.platform not in HOSTS:
+            raise ValueError(f"partition_activations=\"cpu\": {device.device_kind} of platform {device.platform!r} "
+                             "has no pinned host memory that XLA moves arrays to: give True, which splits them over "
+                             "`tensor`.")
+
+    def check(self, jaxpr: core.Jaxpr, *, checkpoints: bool) -> None:
+        """Raises ValueError for what could not take effect on a traced loss. checkpoints: whether it has any."""
+        if self.stashes and not checkpoints:
+            raise ValueError("partition_activations: nothing is checkpointed, so there are no checkpoints to move: "
+                             "give remat=\"full\", or a model that rematerialises its blocks.")
+        if self.sequence and not _streams(jaxpr, self):
+            raise ValueError(
+                "sequence_parallel: no product with a weight that `tensor` splits takes or gives an array of (batch, "
+                f"sequence, width) whose sequence divides over its {self.mesh.shape[TENSOR]} devices: give another "
+                "length, or leave it out.")
+
     def _spec(self, leaf: Any, dim: int | None) -> P:
         """Split over the batch, along the sequence where that is split, and over `tensor` in `dim`."""
         entries: list[Any] = [self.batch, *[None] * (leaf.ndim - 1)]
@@ -60,14 +88,23 @@ class Activations:
                 if leaf.shape[dim] % (ways * (taken if dim == 1 else 1)) == 0]
         return dims[0] if dims and ways > 1 else None
 
-    def _is_activation(self, leaf: Any) -> bool:
+    def _kept_dim(self, leaf: Any) -> int | None:
+        dim = self._dim(leaf) if self.partition else None
+        if self.partition and dim is None:
+            raise ValueError(f"partition_activations: a checkpoint of shape {leaf.shape} has no dim behind the batch "
+                             f"that divides over the {self.mesh.shape[TENSOR]} devices of the axis {TENSOR!r} of the "
+                             f"mesh {dict(self.mesh.shape)}: give another length or width.")
+        return dim
+
+    def is_activation(self, leaf: Any) -> bool:
+        """Whether `leaf` is of the batch, and not a parameter or a scalar of each example."""
         return (leaf.ndim >= 2 and leaf.shape[0] == self.batch_size and jnp.issubdtype(leaf.dtype, jnp.floating))
 
     def stash(self, leaf: Any) -> Any:
         """A value that backward will need, where it is kept until then; what is no activation stays where it is."""
-        if not self._is_activation(leaf):
+        if not self.is_activation(leaf):
             return leaf
-        spec = self._spec(leaf, self._dim(leaf) if self.partition else None)
+        spec = self._spec(leaf, self._kept_dim(leaf))
         with jax.named_scope(STASH_SCOPE):
             if not self.sequence:  # else the split propagates into what makes the value
                 leaf = constrain(leaf, self.mesh, self._spec(leaf, None))
@@ -76,9 +113,9 @@ class Activations:
 
     def fetch(self, leaf: Any) -> Any:
         """What `stash` kept, where it is used."""
-        if not self._is_activation(leaf):
+        if not self.is_activation(leaf):
             return leaf
-        dim = self._dim(leaf) if self.partition else None
+        dim = self._kept_dim(leaf)
         with jax.named_scope(STASH_SCOPE):
             if self.host:
                 leaf = jax.device_put(leaf, jax.memory.Space.Device)
@@ -110,6 +147,16 @@ class Activations:
                 split[eqn.outvars[0]] = moved
             eqns.append(eqn)
         return jaxpr.replace(eqns=eqns)
+
+    def wire_bytes(self, jaxpr: core.Jaxpr) -> float:
+        """Bytes that each device may send over `tensor` for the activations of one step of a traced loss.
+
+        The paper's count (section 8): of each product with a split weight, what a row-parallel one gives is summed
+        forward and where it is recomputed, and the gradient of what a column-parallel one takes is summed backward; a
+        sum sends each element twice. With P_a, what enters a checkpoint is gathered once more.
+        """
+        ways, share = self.mesh.shape.get(TENSOR, 1), 1.0 / math.prod(self.mesh.shape[axis] for axis in self.batch)
+        return share * (1 - 1 / ways) * _elements(jaxpr, self)
 
     def _product(self, eqn: core.JaxprEqn, found: list[int | None]) -> list[core.JaxprEqn]:
         side = next(side for side, dim in enumerate(found) if dim is not None)
@@ -153,6 +200,41 @@ def _leave(value: jax.Array, at: Activations) -> jax.Array:
 
 
 _leave.defvjp(lambda value, at: (_leave(value, at), None), lambda at, _, cotangent: (at.whole(at.part(cotangent)),))
+
+
+def _streams(jaxpr: core.Jaxpr, at: Activations) -> bool:
+    """Whether `split_sequence` changes anything in `jaxpr`, at any depth."""
+    return len(at.split_sequence(jaxpr).eqns) > len(jaxpr.eqns) or any(
+        _streams(inner, at) for eqn in jaxpr.eqns for inner in core.jaxprs_in_params(eqn.params))
+
+
+def _elements(jaxpr: core.Jaxpr, at: Activations) -> float:
+    """Of `Activations.wire_bytes`: bytes, with all rounds of loops, before they are shared."""
+    split: dict[Any, int] = {}
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        found = [split.get(atom) if not isinstance(atom, core.Literal) else None for atom in eqn.invars]
+        dim = split_dim(eqn)
+        if dim is not None:
+            split[eqn.outvars[0]] = dim
+        elif eqn.primitive.name == "dot_general" and any(dim is not None for dim in found):
+            side = next(side for side, dim in enumerate(found) if dim is not None)
+            row = found[side] in eqn.params["dimension_numbers"][0][side]
+            total += _bytes(eqn.outvars[0]) * 4 if row else _bytes(eqn.invars[1 - side]) * 2
+        elif found and found[0] is not None and _looks_up(eqn):
+            total += _bytes(eqn.outvars[0]) * 4
+        elif found and (moved := _moved(eqn, found[0])) is not None:
+            split[eqn.outvars[0]] = moved
+        elif eqn.primitive is not primitives.custom_vjp_call_p:
+            if eqn.primitive is primitives.remat_p and at.partition:
+                total += sum(_bytes(atom) for atom in eqn.invars if at.is_activation(atom.aval))
+            rounds = eqn.params["length"] if eqn.primitive is primitives.scan_p else 1
+            total += rounds * sum(_elements(inner, at) for inner in core.jaxprs_in_params(eqn.params))
+    return total
+
+
+def _bytes(atom: Any) -> int:
+    return leaf_bytes(atom.aval.shape, atom.aval.dtype)
 
 
 def _call(fun: Any, taken: Any, given: Any) -> core.JaxprEqn:

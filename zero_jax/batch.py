@@ -65,8 +65,9 @@ def check_batch(batch: Any, mesh: Mesh, axes: tuple[str, ...], microbatches: int
     for name, leaf in leaves:
         if shards > 1 and (np.ndim(leaf) < 2 or np.shape(leaf)[1] % shards):
             raise ValueError(
-                f"batch[{name!r}] of shape {np.shape(leaf)}: its second dim, the sequence, must divide over the {shards} "
-                f"devices of the axis {CONTEXT!r} of the mesh {dict(mesh.shape)}: give another length, or context=1.")
+                f"batch[{name!r}] of shape {np.shape(leaf)}: its second dim, the sequence, must divide over the "
+                f"{shards} devices of the axis {CONTEXT!r} of the mesh {dict(mesh.shape)}: give another length, or "
+                "context=1.")
 
 
 def abstract_batch(batch: Any) -> Any:

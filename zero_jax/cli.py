@@ -5,9 +5,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zero_jax.config import InspectConfig, PlanConfig, TrainConfig
+from zero_jax.config import InspectConfig, TrainConfig
 from zero_jax.export_config import ExportConfig
 from zero_jax.launch import PREEMPTED, LaunchConfig, launch
+from zero_jax.plan_config import PlanConfig
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""

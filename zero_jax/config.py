@@ -1,4 +1,4 @@
-"""What a run is told: the configurations of training and planning.
+"""What a run is told: the configuration of training.
 
 Nothing here imports JAX, so that a mistake is answered at once.
 """
@@ -14,7 +14,6 @@ from zero_jax.launch import COORDINATOR
 from zero_jax.machine import SIMULATED_DEVICES, check_folder, simulates
 from zero_jax.model_choice import ModelChoice, find_model, nearest
 from zero_jax.safetensors_file import find_tensors
-from zero_jax.targets import Target, target_of
 
 BYTES = 256
 """Size of the vocabulary of text."""
@@ -217,80 +216,3 @@ class InspectConfig(TrainConfig):
 
     def _check_checkpoints(self) -> None:
         pass  # it writes none
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanConfig:
-    """Compile a train step for hardware that is not there: does it fit, and what holds the memory and the wire."""
-
-    target: str = "h100:8"
-    """h100:16x8 (hosts x GPUs of each), v5p:8x8x16 (a torus), ...; or a file of your own, ./mychip.toml:4x8."""
-
-    model: str = "models.gpt2:1.5b"
-    """MODULE:PRESET. Any module on the path or in this folder that has PRESETS and build(config)."""
-
-    stage: Literal[0, 1, 2, 3] = 3
-    """What lies sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
-
-    batch_per_device: int = 1
-    """Sequences on each device, over all microbatches."""
-
-    accumulate: int = 1
-    """Microbatches of a step, one after another."""
-
-    reduce: Reduce = "every"
-    """Reduce every microbatch's gradient, or the sum of them once."""
-
-    length: int | None = None
-    """Tokens per sequence. None: the model's max_length."""
-
-    precision: PrecisionName = "bf16"
-    """Of computation and wire; the master copy is fp32, but for bf16-stochastic."""
-
-    optimizer: Optimizer = "adamw"
-    """Whose state the devices hold; the report tells what it saves against AdamW."""
-
-    remat: bool | None = None
-    """Recompute each block in the backward pass. None: as the preset says. Needs a config with a field `remat`."""
-
-    mesh: tuple[int, ...] = ()
-    """Sizes of ZeRO's mesh axes; their product is the number of devices. Empty: one axis, or a TPU's torus."""
-
-    search: Literal["no", "fit", "layers"] = "no"
-    """fit: the smallest stage, largest batch and least rematerialisation that fit; layers: the deepest model."""
-
-    json: bool = False
-    """Print JSON instead of tables."""
-
-    png: Path | None = None
-    """Draw the memory of every stage, stacked as in the paper's Figure 1, into this file."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "mesh", tuple(self.mesh))
-        for name, value in (("batch_per_device", self.batch_per_device), ("length", self.length),
-                            ("accumulate", self.accumulate),
-                            *(("mesh", size) for size in self.mesh)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: give at least 1.")
-        if self.batch_per_device % self.accumulate:
-            raise ValueError(f"batch_per_device={self.batch_per_device} does not divide into {self.accumulate} "
-                             "microbatches: give a multiple.")
-        if self.png is not None and self.png.suffix != ".png":
-            raise ValueError(f"png={self.png} does not end in .png.")
-
-    def check(self) -> "tuple[Target, ModelChoice]":
-        """The target and the model; raises ValueError for what can be seen to be wrong before JAX starts."""
-        target = target_of(self.target)
-        if self.mesh and math.prod(self.mesh) != target.num_devices:
-            raise ValueError(f"mesh={self.mesh} is of {math.prod(self.mesh)} devices, and {self.target} has "
-                             f"{target.num_devices}: give sizes whose product is that.")
-        if self.png is not None:
-            check_folder("png", self.png.parent)
-        choice = find_model(self.model)
-        for name, asked in (("remat", self.remat is not None), ("num_layers", self.search == "layers")):
-            if asked and not hasattr(choice.config, name):
-                raise ValueError(f"{self.model} has no field {name!r} in its config, which this option changes.")
-        if self.length is None and not hasattr(choice.config, "max_length"):
-            raise ValueError(f"{self.model} has no max_length in its config: give length=....")
-        choice.check(length=self.length or 1, vocab_size=None)
-        return target, choice

@@ -15,11 +15,12 @@ import numpy as np
 
 from zero_jax.batch import Accumulation
 from zero_jax.contract_report import Contract, Kept, Promise, Report
-from zero_jax.gather import GATHER_SCOPE
+from zero_jax.gather import GATHER_SCOPE, used
 from zero_jax.hlo import Collective, collectives
 from zero_jax.hlo_text import shape_bytes
 from zero_jax.layout import UPDATE_SCOPE, Layout
 from zero_jax.matrices import MATRICES_SCOPE, moved
+from zero_jax.mesh import CONTEXT, TENSOR
 from zero_jax.tree import named_leaves
 
 TOLERANCE = 0.04
@@ -33,11 +34,13 @@ class ContractError(ValueError):
     """A compiled program sends what its stage does not promise."""
 
 
-def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimizer: Any = None) -> Contract:
+def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimizer: Any = None,
+                activation_bytes: float = 0.0) -> Contract:
     """What a step of this layout may send; exact for every leaf, padding included.
 
     With microbatches, stage 3 gathers in each of them, and gradients are summed in each or once. Of `optimizer` only
-    what `matrices.whole_matrices` moves may travel.
+    what `matrices.whole_matrices` moves may travel. activation_bytes: what a step's activations may send over `tensor`
+    (`activations.Activations.wire_bytes`); over `context` no bound is known.
 
     Simulated devices get it as XLA:CPU can: bfloat16 travels as float32 there. There and at stage 0 a tied embedding,
     as a rule the largest leaf, is summed for each of its readings.
@@ -52,19 +55,22 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
     gathered, sums, pieces = 0.0, {}, {}
     for name, leaf in params.items():
         use, parts = uses.get(name), _parts(leaf.shape, grads[name])
+        split = _split_ways(grads[name])
+        size, shards = leaf.size / split, parts // split
         read, summed = (weights[name].dtype,) * 2 if use is None else (use.dtype, use.reduce)
         itemsize, sum_size = (max(np.dtype(dtype).itemsize, narrowest) for dtype in (read, summed))
         for shape in (leaf.shape, views[name].shape):
             pieces |= {size: name for size in _sizes(shape, layout.reads[name].stacked, parts, mesh)}
         if stage.shards_params:
-            gathered += 2 * leaf.size * itemsize * (1 - 1 / _parts(leaf.shape, leaf.sharding))
+            within = shards if use is None or not use.secondary else math.prod(mesh[axis] for axis in use.secondary)
+            gathered += size * itemsize * (1 - 1 / shards + 1 - 1 / within)
         else:
-            gathered += leaf.size * itemsize * (1 - 1 / parts)
-        others, size = math.prod(mesh.values()) // parts, leaf.size * sum_size
-        sums[name] = size * (1 - 1 / parts) + 2 * size / parts * (1 - 1 / others)
+            gathered += size * itemsize * (1 - 1 / shards)
+        others, size = math.prod(mesh.values()) // parts, size * sum_size
+        sums[name] = size * (1 - 1 / shards) + 2 * size / shards * (1 - 1 / others)
     for (name, leaf), view in zip(named_leaves(layout.state.frozen), jax.tree.leaves(layout.views.frozen), strict=True):
-        parts = _parts(leaf.shape, leaf.sharding)
-        gathered += 2 * leaf.size * max(leaf.dtype.itemsize, narrowest) * (1 - 1 / parts)
+        parts, split = _parts(leaf.shape, leaf.sharding), _split_ways(leaf.sharding)
+        gathered += 2 * leaf.size / split * max(leaf.dtype.itemsize, narrowest) * (1 - split / parts)
         for shape in (leaf.shape, view.shape):
             pieces |= {size: name for size in _sizes(shape, layout.reads[name].stacked, parts, mesh)}
     reduced = sum(sums.values())
@@ -81,35 +87,41 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
     tiles = max(mesh.values()) if platform == "tpu" else 1
     slack = TOLERANCE * (gathered + reduced) + len(params) * SMALL_LEAF * tiles
     matrices = moved(layout, optimizer) if optimizer is not None and axes else []
-    return Contract(stage.number, mesh, platform, slack, (
+    promises = [
         Promise(f"parameters gathered for {how}" if axes else "no parameter gathered", ("all-gather",), axes,
-                gathered, pieces),
+                gathered, pieces, "gather"),
         Promise("gradients summed" + (" and scattered" if axes else ""),
-                ("reduce-scatter", "all-reduce") if axes else ("all-reduce",), tuple(mesh), reduced, pieces),
+                ("reduce-scatter", "all-reduce") if axes else ("all-reduce",), tuple(mesh), reduced, pieces, "reduce"),
         Promise("metrics, statistics of the batch and other small sums", ("all-reduce", "all-gather", "reduce-scatter",
-                "collective-permute"), tuple(mesh), small),
-        *([Promise("matrices made whole for the optimizer, and their updates returned", ("all-to-all", "all-gather"),
-                   axes, sum(value.size * max(value.dtype.itemsize, narrowest) * share for value, share in matrices),
-                   {_any_order(value.shape): str(value) for value, _ in matrices})] if matrices else [])))
+                "collective-permute"), tuple(mesh), small, key="rest")]
+    if matrices:
+        promises.append(Promise(
+            "matrices made whole for the optimizer, and their updates returned", ("all-to-all", "all-gather"), axes,
+            sum(value.size * max(value.dtype.itemsize, narrowest) * share for value, share in matrices),
+            {_any_order(value.shape): str(value) for value, _ in matrices}, "matrices"))
+    if within_model := tuple(axis for axis in (TENSOR, CONTEXT) if mesh.get(axis, 1) > 1):
+        promises.append(Promise(
+            "activations summed, gathered and scattered", ("all-reduce", "all-gather", "reduce-scatter"), within_model,
+            math.inf if CONTEXT in within_model else activation_bytes * many * (2 if platform == "cpu" else 1),
+            key="activations"))
+    return Contract(stage.number, mesh, platform, slack, tuple(promises))
 
 
 def check(text: str, contract: Contract) -> Report:
     """How the compiled program `text` keeps `contract`; it does if the report has no violations."""
-    gather, reduce, rest, *matrices = contract.promises
-    found: dict[str, list[Collective]] = {"gather": [], "reduce": [], "rest": [], "matrices": []}
-    notes: list[str] = []
+    found: dict[str, list[Collective]] = {promise.key: [] for promise in contract.promises}
     for combined in collectives(text):
         for collective in _split(combined, contract):
             if collective.wire_bytes:
                 found[_purpose(collective, contract)].append(collective)
     lowered = [c for c in found["gather"] if c.kind == "all-reduce"]
+    notes = {"reduce": _reduce_notes(found["reduce"], contract)}
     if lowered:
-        notes.append(f"{_total(lowered):,.0f} bytes of it by all-reduces: this compiler has no all-gather over "
-                     f"{' x '.join(lowered[0].axes(contract.mesh))} for them")
-    kept = (Kept(gather, tuple(found["gather"]), tuple(notes)),
-            Kept(reduce, tuple(found["reduce"]), _reduce_notes(found["reduce"], contract)),
-            Kept(rest, tuple(found["rest"])), *(Kept(promise, tuple(found["matrices"])) for promise in matrices))
-    return Report(contract, kept, tuple(_violations(kept, contract)))
+        notes["gather"] = (f"{_total(lowered):,.0f} bytes of it by all-reduces: this compiler has no all-gather over "
+                           f"{' x '.join(lowered[0].axes(contract.mesh))} for them",)
+    kept = {promise.key: Kept(promise, tuple(found[promise.key]), notes.get(promise.key, ()))
+            for promise in contract.promises}
+    return Report(contract, tuple(kept.values()), tuple(_violations(kept, contract)))
 
 
 def verify(text: str, contract: Contract) -> Report:
@@ -125,6 +137,11 @@ def _parts(shape: Sequence[int], sharding: jax.sharding.NamedSharding) -> int:
     return math.prod(shape) // max(1, math.prod(sharding.shard_shape(tuple(shape)))) or 1
 
 
+def _split_ways(sharding: jax.sharding.NamedSharding) -> int:
+    """Into how many parts `tensor` splits a leaf."""
+    return sharding.mesh.shape[TENSOR] if any(entry is not None for entry in used(sharding.spec)) else 1
+
+
 def _sizes(shape: Sequence[int], stacked: Sequence[int], parts: int, mesh: Mapping[str, int]) -> set[int]:
     """Elements of what may travel of a leaf: all of it, or a slice of a loop; whole, or what some axes leave of it."""
     whole = math.prod(shape)
@@ -134,21 +151,27 @@ def _sizes(shape: Sequence[int], stacked: Sequence[int], parts: int, mesh: Mappi
 
 
 def _purpose(collective: Collective, contract: Contract) -> str:
-    if MATRICES_SCOPE in collective.op_name and contract.promises[3:]:
+    if MATRICES_SCOPE in collective.op_name and contract.promise("matrices"):
         return "matrices"
+    within_model = contract.promise("activations")
+    over = collective.axes(contract.mesh)
+    if within_model and GATHER_SCOPE not in collective.op_name and (
+            over == (TENSOR,) or over == (CONTEXT,) and not (
+                contract.platform == "tpu" and _is_piece(collective, contract))):
+        return "activations"
     unmarked = collective.kind == "all-gather" and (contract.stage < 3 or not collective.op_name)
     if GATHER_SCOPE in collective.op_name or unmarked and _is_piece(collective, contract):
         return "gather"
     if collective.kind in ("reduce-scatter", "all-reduce", "collective-permute") and (
             collective.serves or _is_piece(collective, contract) or "zero_scatter" in collective.op_name):
         return "reduce"
-    return "rest"
+    return "activations" if within_model and over and set(over) <= set(within_model.axes) else "rest"
 
 
 def _split(collective: Collective, contract: Contract) -> Iterable[Collective]:
     """A gather of many buffers, as one for each purpose: a GPU's compiler combines what it can."""
-    matrices = {dims for promise in contract.promises[3:] for dims in promise.pieces
-                if MATRICES_SCOPE in collective.op_name}
+    promise = contract.promise("matrices")
+    matrices = set(promise.pieces) if promise and MATRICES_SCOPE in collective.op_name else set()
     if collective.kind != "all-gather" or len(collective.shapes) == 1 or (
             not matrices and _is_piece(collective, contract)):
         return (collective,)
@@ -190,8 +213,8 @@ def _reduce_notes(found: Iterable[Collective], contract: Contract) -> tuple[str,
     return (f"{_total(whole):,.0f} bytes of it by all-reduces, for leaves too small or uneven to be scattered",)
 
 
-def _violations(kept: Sequence[Kept], contract: Contract) -> Iterable[str]:
-    gather, reduce, rest, *others = kept
+def _violations(kept: Mapping[str, Kept], contract: Contract) -> Iterable[str]:
+    gather, reduce, rest = kept["gather"], kept["reduce"], kept["rest"]
     allowed = contract.slack
     sent = reduce.wire_bytes
     if contract.platform == "cpu" and contract.stage:
@@ -206,7 +229,11 @@ def _violations(kept: Sequence[Kept], contract: Contract) -> Iterable[str]:
     if rest.wire_bytes > rest.promise.wire_bytes:
         yield (f"{rest.wire_bytes:,.0f} bytes gather no parameter where it is read and sum no gradient, "
                f"{rest.promise.wire_bytes:,.0f} are promised for such: {_tell(rest.collectives, contract)}")
-    for matrices in others:
+    if activations := kept.get("activations"):
+        if activations.wire_bytes > (1 + TOLERANCE) * activations.promise.wire_bytes + rest.promise.wire_bytes:
+            yield (f"{activations.wire_bytes:,.0f} bytes of activations travel, {activations.promise.wire_bytes:,.0f} "
+                   f"are promised: {_tell(activations.collectives, contract)}")
+    if matrices := kept.get("matrices"):
         if matrices.wire_bytes > (1 + TOLERANCE) * matrices.promise.wire_bytes + SMALL_LEAF:
             yield (f"{matrices.wire_bytes:,.0f} bytes of whole matrices travel, {matrices.promise.wire_bytes:,.0f} are "
                    f"promised: {_tell(matrices.collectives, contract)}")
@@ -237,6 +264,9 @@ def _advice(collective: Collective, contract: Contract) -> str:
     if UPDATE_SCOPE in collective.op_name:
         return ("The optimizer needs whole matrices, and the partitioner splits its products: give them to "
                 "zero_jax.whole_matrices.")
+    if _purpose(collective, contract) == "activations":
+        return ("Look at tensor_rules: a column-parallel kernel, whose outputs are split, goes before a row-parallel "
+                "one, and what lies between (heads) must be whole on each device.")
     if _purpose(collective, contract) == "rest":
         return ("Values of the batch cross the wire, or a parameter that is not gathered where it is read: look for a "
                 "sharding constraint in the model, a loss that mixes examples, and a parameter that the layout does "

@@ -12,7 +12,7 @@ class Promise:
 
     kinds: as what it is meant to travel; another kind is noted, and it is bytes that break a promise. wire_bytes: what
     each device sends per step, by rings. pieces: elements of each buffer that may travel (of whole matrices: sorted
-    dims) -> the parameter that it is; empty where anything small may.
+    dims) -> the parameter that it is; empty where anything small may. key: short for the purpose.
     """
 
     purpose: str
@@ -20,6 +20,7 @@ class Promise:
     axes: tuple[str, ...]
     wire_bytes: float
     pieces: Mapping[int | tuple[int, ...], str] = dataclasses.field(default_factory=dict, repr=False)
+    key: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Contract:
     platform: str
     slack: float
     promises: tuple[Promise, ...]
+
+    def promise(self, key: str) -> Promise | None:
+        """The promise of this key, if there is one."""
+        return next((promise for promise in self.promises if promise.key == key), None)
 
     @property
     def wire_bytes(self) -> float:

@@ -19,7 +19,8 @@ def divide(params: Any, optimizer: Any, sizes: Mapping[str, int],
            reads: Mapping[str, Read], *, tiled: bool, splits: Mapping[str, Split]) -> tuple[Any, Any, Any, Any]:
     """How parameters and the optimizer's state are divided: trees of views and of specs for either.
 
-    splits: what tensor parallelism splits, by parameter. No dims are merged of a leaf that the optimizer does more with than an elementwise update.
+    splits: what tensor parallelism splits, by parameter. No dims are merged of a leaf that the optimizer does more with
+    than an elementwise update.
     """
     small = _small(params, sizes, reads, tiled, splits)
     state, axes = jax.eval_shape(optimizer.init, params), tuple(sizes)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import flax.linen as nn
 from flax import nnx
 
+from zero_jax.blocks import Remat
 from zero_jax.linen import Linen
 from zero_jax.nnx import Nnx
 from zero_jax.reads import Read
@@ -49,3 +50,21 @@ def functional(model: Any, streams: Sequence[str]) -> Functional:
     raise ValueError(
         f"model={model!r} is a {type(model).__name__}, not a Flax module: give a flax.linen.Module, a flax.nnx.Module, "
         "or a function of rngs that makes an nnx.Module.")
+
+
+def remat(block: Any, policy: Any = "full", **options: Any) -> Any:
+    """`block` checkpointed: a drop-in for `flax.linen.remat` and `flax.nnx.remat`.
+
+    block: a Linen class, an NNX class (its `__call__` is checkpointed), or a function of NNX modules. policy: as
+    `Remat.policy`. options: of the one or the other. Raises ValueError for anything else.
+    """
+    saveable = Remat(policy).saveable
+    if isinstance(block, type) and issubclass(block, nn.Module):
+        return nn.remat(block, policy=saveable, **options)
+    if isinstance(block, type) and issubclass(block, nnx.Module):
+        call: Any = nnx.remat(block.__call__, policy=saveable, **options)
+        return type(block.__name__, (block,), {"__call__": call, "__module__": block.__module__})
+    if callable(block) and not isinstance(block, (nn.Module, nnx.Module)):
+        return nnx.remat(block, policy=saveable, **options)
+    raise ValueError(f"remat({block!r}): give a Linen class, an NNX class or a function of NNX modules, and not a "
+                     "module that is made already.")

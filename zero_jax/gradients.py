@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from zero_jax.activations import Activations
+from zero_jax.blocks import Remat, checkpoint_blocks, has_checkpoints
 from zero_jax.functional import Functional
 from zero_jax.layout import Layout
 from zero_jax.losses import Loss, loss_and_metrics
@@ -20,7 +21,6 @@ from zero_jax.passes import (
     separate_reads,
 )
 from zero_jax.precision import Precision
-from zero_jax.remat import Remat, checkpoint_blocks
 from zero_jax.rewrite import rewritten
 from zero_jax.tree import merge, named_leaves
 from zero_jax.widen import widen_reductions
@@ -59,7 +59,12 @@ def gradient_function(model: Functional, loss: Loss, layout: Layout, precision: 
         return value if scale is None else value * scale, Told(value, metrics, weight, variables)
 
     names = [name for name, _ in named_leaves(layout.state.params)]
-    blocks = functools.partial(checkpoint_blocks, names=names, remat=remat) if remat else None
+
+    def blocks(closed: Any) -> Any:
+        closed = checkpoint_blocks(closed, names, remat) if remat else closed
+        activations.check(closed.jaxpr, checkpoints=has_checkpoints(closed.jaxpr))
+        return closed
+
     hide = functools.partial(hide_checkpoints, activations=activations if activations.stashes else None)
     split = [activations.split_sequence] if activations.sequence else []
     if layout.stage.shards_params and layout.num_shards > 1:  # else nothing is gathered
@@ -70,6 +75,7 @@ def gradient_function(model: Functional, loss: Loss, layout: Layout, precision: 
         loss_of = rewritten(loss_of, separate_reads, *split, *([hide] if activations.stashes else []), first=blocks)
     edits: list[Any] = [inline_calls] if precision.reduce is None else [inline_calls, widen_reductions]
     flat = len(layout.mesh.axis_names) == 1 and not on_torus(layout.mesh)
+    # Inside a manual part XLA gathers what `tensor` splits, and a sequence that `context` splits is no batch.
     manual = not {TENSOR, CONTEXT} & set(layout.mesh.axis_names)
     if reduced and manual and not (flat and all(view.natural for view in jax.tree.leaves(layout.views.params))):
         edits = [functools.partial(merge_scatters, uneven=flat), *edits,

@@ -110,6 +110,27 @@ def compiler_options(device: jax.Device) -> dict[str, Any]:
     return {"xla_gpu_autotune_level": 0} if device.platform in ("gpu", "cuda") else {}
 
 
+def combine_options(device: jax.Device, combine_bytes: int | None) -> dict[str, Any]:
+    """XLA's options by which collectives are combined up to so many bytes; None: as XLA does by itself.
+
+    On a GPU all-gathers, all-reduces and reduce-scatters; on a TPU all-reduces, its others are never combined. Raises
+    ValueError for a backend without such an option.
+    """
+    if combine_bytes is None:
+        return {}
+    if isinstance(combine_bytes, bool) or not isinstance(combine_bytes, int) or combine_bytes < 0:
+        raise ValueError(f"combine_bytes={combine_bytes!r}: give the bytes of the largest buffer, 0 or more, or None.")
+    names = {"gpu": _COMBINES_GPU, "cuda": _COMBINES_GPU, "tpu": ("xla_jf_crs_combiner_threshold_in_bytes",)}
+    if device.platform not in names:
+        raise ValueError(f"combine_bytes={combine_bytes}: XLA has no option on {device.platform!r} for the size up to "
+                         "which it combines collectives: leave it out.")
+    return dict.fromkeys(names[device.platform], combine_bytes)
+
+
+_COMBINES_GPU = tuple(
+    f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "all_reduce", "reduce_scatter"))
+
+
 def missing_compiler(target: str | Target) -> str | None:
     """What to `pip install` so that `target` compiles here: an extra, or the libtpu of this JAX. None: nothing."""
     chip = _target(target).chip

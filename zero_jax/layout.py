@@ -190,6 +190,11 @@ class Layout:
         return sum(math.prod(view.shape) for view in jax.tree.leaves(self.views.params))
 
     @property
+    def model_ways(self) -> int:
+        """Over how many devices tensor parallelism splits the model."""
+        return self.mesh.shape.get(TENSOR, 1)
+
+    @property
     def num_shards(self) -> int:
         """Over how many devices ZeRO shards each leaf: the product of the sizes of its axes."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
@@ -203,7 +208,7 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
 
     frozen: abstract parameters that are not trained. guard: an abstract `GuardState`. reduce_at_use: whether reading a
     parameter reduces its gradient, as against after the last microbatch. tensor: specs of the parameters that tensor
-    parallelism splits, by name. secondary: axes among which backward gathers, from what forward gathered over the others.
+    parallelism splits, by name. secondary: axes among which backward gathers what forward gathered over the others.
     """
     # The secondary axes are the major ones: what the others gather is then one block of each of theirs.
     sizes = {axis: mesh.shape[axis] for axis in sorted(axes, key=lambda axis: axis not in secondary)}

@@ -36,7 +36,8 @@ _FIXED = {
 class Transformer:
     """What the paper's formula for activations takes; `batch` is one device's.
 
-    remat: one checkpoint for each layer, and the rest computed again. element_bytes: of an activation.
+    remat: one checkpoint for each layer, and the rest computed again. element_bytes: of an activation. split: over how
+    many devices each checkpoint is partitioned (P_a). host: checkpoints lie in the host's memory (P_a+cpu).
     """
 
     layers: int
@@ -46,6 +47,8 @@ class Transformer:
     length: int
     remat: bool = False
     element_bytes: int = 2
+    split: int = 1
+    host: bool = False
 
     @property
     def activations(self) -> dict[str, float]:
@@ -57,7 +60,8 @@ class Transformer:
         everything = self.element_bytes * accounting.activation_elements(*sizes)
         return {
             "all": everything,
-            "a checkpoint per layer": self.element_bytes * accounting.checkpoint_elements(*sizes),
+            "a checkpoint per layer": 0.0 if self.host else (
+                self.element_bytes * accounting.checkpoint_elements(*sizes, model=self.split)),
             "a checkpoint every sqrt(layers), and as many layers": (
                 self.element_bytes * accounting.sqrt_checkpoint_elements(*sizes)),
             "the square root of all in GB": 1e9 * math.sqrt(everything / 1e9),
@@ -122,15 +126,17 @@ class MemoryReport:
 
 def formula_bytes(
     num_params: float, counts: ByteCounts, stage: int, num_shards: int, *, transformer: Transformer | None = None,
-    largest_layer: float = 0, buffer_limit: float = 0
+    model_ways: int = 1, largest_layer: float = 0, buffer_limit: float = 0
 ) -> dict[str, float]:
     """Row -> bytes per device by the paper's formulas, of another system with its `counts`.
 
-    largest_layer: its parameters, where `counts` has a gathered layer. buffer_limit: of the fp32 buffer in which
-    gradients are fused: 0 is none (this library's), math.inf is section 3.2's, a number is C_B's.
+    model_ways: the model-parallel degree. largest_layer: its parameters, where `counts` has a gathered layer.
+    buffer_limit: of the fp32 buffer in which gradients are fused: 0 is none (this library's), math.inf is section 3.2's,
+    a number is C_B's.
     """
     found: dict[str, float] = {}
-    parts = accounting.model_state_bytes(counts, stage, num_params, data=num_shards, largest_layer=largest_layer)
+    parts = accounting.model_state_bytes(counts, stage, num_params, data=num_shards, model=model_ways,
+                                         largest_layer=largest_layer)
     for part, size in parts.items():
         if getattr(counts, part):
             found[_COUNTS[part]] = found.get(_COUNTS[part], 0) + size
@@ -138,7 +144,7 @@ def formula_bytes(
         ways = transformer.activations
         found[residual.ACTIVATIONS] = ways["a checkpoint per layer" if transformer.remat else "all"]
     if buffer_limit:
-        found[residual.OTHER] = accounting.fused_buffer_bytes(num_params, limit=buffer_limit)
+        found[residual.OTHER] = accounting.fused_buffer_bytes(num_params / model_ways, limit=buffer_limit)
     return found
 
 
@@ -159,7 +165,8 @@ def memory_report(
     mixed = _mixed(layout)
     counts = counts or (ZERO_JAX if mixed else ZERO_JAX_FP32)
     formula = formula_bytes(psi, counts, layout.stage.number, layout.num_shards, transformer=activations,
-                            largest_layer=_largest_layer(layout), buffer_limit=buffer_limit)
+                            model_ways=layout.model_ways, largest_layer=_largest_layer(layout),
+                            buffer_limit=buffer_limit)
     placed = _placed(layout)
     found, program = _compiled(layout, compiled) if compiled is not None else ({}, None)
     order = (*STATE, *placed, BATCH, PADDING, residual.ACTIVATIONS, residual.GATHERED, residual.OTHER, FRAGMENTATION,
@@ -173,7 +180,8 @@ def memory_report(
         for row in rows)
     return MemoryReport(
         f"Where the memory goes: stage {layout.stage.number} ({layout.stage.name}), psi = {psi:,} parameters, "
-        f"N = {layout.num_shards} shards; bytes per device", rows, tuple(program.held) if program else ())
+        f"N = {layout.num_shards} shards" + f", model parallelism {layout.model_ways}" * (layout.model_ways > 1)
+        + "; bytes per device", rows, tuple(program.held) if program else ())
 
 
 def _mixed(layout: Layout) -> bool:
@@ -259,14 +267,16 @@ def _note(layout: Layout, row: Row, placements: Sequence[Placement], transformer
         parts += ["GB by formula: " + ", ".join(ways)]
     if row.formula is not None and row.placed is not None:
         whole = [each for each in placements if each.note.startswith("replicated")]
-        extra = sum(each.device_bytes - each.bytes / layout.num_shards for each in whole)
+        extra = sum(each.device_bytes - each.bytes / layout.num_shards / layout.model_ways for each in whole)
         padded = sum(each.padding / each.stored_bytes * each.device_bytes for each in placements if each.padding)
         if whole:
             largest = max(whole, key=lambda each: each.device_bytes)
             parts += [f"{len(whole)} leaves do not divide by {layout.num_shards}: +{extra:,.0f} ({largest.name}, ...)"]
         if padded:
             parts += [f"{sum(each.padding > 0 for each in placements)} leaves are padded to divide: +{padded:,.0f}"]
-        if abs(row.placed - row.formula - extra - padded) >= 1:
+        if layout.model_ways > 1:
+            parts += ["what no rule splits over tensor is in it whole"]
+        elif abs(row.placed - row.formula - extra - padded) >= 1:
             parts += ["stored as " + ", ".join(sorted({each.dtype for each in placements}))]
     if row.compiled is not None and row.placed is not None and row.compiled < row.placed:
         parts += ["the step does not take all of it"]

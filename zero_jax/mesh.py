@@ -113,7 +113,8 @@ def zero_axes(mesh: Mesh, axis: str | Sequence[str] | None = None) -> tuple[str,
         raise ValueError(
             f"The mesh has axes {sizes} and no axis {', '.join(map(repr, missing)) or repr(DATA)} for ZeRO to shard "
             "over: name its axis with axis=..., or build the mesh with zero_jax.make_mesh().")
-    strange = [name for name in mesh.axis_names if name not in axes and name not in (REPLICA, TENSOR) and sizes[name] > 1]
+    known = {*axes, REPLICA, TENSOR}
+    strange = [name for name in mesh.axis_names if name not in known and sizes[name] > 1]
     if strange:
         raise ValueError(
             f"The mesh has axes {sizes}, and {', '.join(map(repr, strange))} has no role: ZeRO shards over "

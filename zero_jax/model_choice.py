@@ -16,12 +16,23 @@ class ModelChoice:
     """A preset of a module of models: `build(config)` makes the Flax model.
 
     names: the module's `huggingface`, which gives the fields of `Names` for a config; None where it has none.
+    rules: `tensor_rules(config)` of the module, how tensor parallelism splits its parameters; None if it has none.
     """
 
     name: str
     config: Any
     build: Callable[[Any], Any]
     names: Callable[[Any], Mapping[str, Any]] | None = None
+    rules: Callable[[Any], Any] | None = None
+
+    def tensor_rules(self, tensor: int) -> tuple[Any, ...]:
+        """The rules for an axis of size `tensor`; none for 1. Raises ValueError where the module has none."""
+        if tensor == 1:
+            return ()
+        if self.rules is None:
+            raise ValueError(f"tensor={tensor}: {self.name.partition(':')[0]} has no tensor_rules(config), which say "
+                             "how parameters are split: write them, or leave tensor out.")
+        return tuple(self.rules(self.config))
 
     def check(self, *, length: int, vocab_size: int | None) -> None:
         """Raises ValueError for sequences or token ids that the model's config has no room for."""
@@ -53,7 +64,8 @@ def find_model(name: str) -> ModelChoice:
     if preset not in presets:
         wrong = f"{module_name} has no preset {preset!r}" if preset else f"name a preset, as in {module_name}:PRESET"
         raise ValueError(f"model={name!r}: {wrong}" + nearest(preset, list(presets)))
-    return ModelChoice(name, presets[preset], build, getattr(module, "huggingface", None))
+    return ModelChoice(name, presets[preset], build, getattr(module, "huggingface", None),
+                       getattr(module, "tensor_rules", None))
 
 
 def _exists(module: str) -> bool:

@@ -84,7 +84,7 @@ class Plan:
         """What to change if it does not fit, with what each change gives; nothing if it fits."""
         if self.fits:
             return ()
-        state, params = self.layout.device_bytes, self.layout.num_params
+        state, params = self.layout.device_bytes, self.layout.num_params / self.layout.model_ways
         shards, low = self.layout.num_shards, self.layout.state.weights is not None or self.stage == 3
         temporaries, found = self.needed_bytes - state, []
         for row in STAGES[self.stage + 1:]:
@@ -92,7 +92,8 @@ class Plan:
                          f"state instead of {state / 1e9:,.1f} GB")
         names = {row.name for row in self.layout.replicated()}
         uneven = [row for row in self.layout.placements() if row.padding or row.name in names]
-        if (wasted := sum(row.device_bytes - row.bytes / shards for row in uneven)) > 0.1 * state:
+        ways = shards * self.layout.model_ways
+        if (wasted := sum(row.device_bytes - row.bytes / ways for row in uneven)) > 0.1 * state:
             found.append(f"a mesh of several axes, such as {shards // 4} x 4: {wasted / 1e9:,.1f} GB are padding or "
                          f"copies of {len(uneven)} leaves whose dims do not divide by {shards}, and may by its axes")
         per_device = self.batch_size / self.num_devices
@@ -105,8 +106,8 @@ class Plan:
         return tuple(found)
 
 
-def plan(model: Any, stage: int, target: str | Target, batch: Any, *, mesh: int | Sequence[int] = -1,
-         transformer: Transformer | None = None, **options: Any) -> Plan:
+def plan(model: Any, stage: int, target: str | Target, batch: Any, *, mesh: int | Sequence[int] = -1, tensor: int = 1,
+         context: int = 1, replica: int = 1, transformer: Transformer | None = None, **options: Any) -> Plan:
     """What a train step of `model` would do on `target`; nothing runs, and no accelerator is needed.
 
     Args:
@@ -115,6 +116,9 @@ def plan(model: Any, stage: int, target: str | Target, batch: Any, *, mesh: int 
         target: `h100:16x8`, `v5p:8x8x16`, ... (`zero_jax.targets.known_targets()`), or a file: `./mychip.toml:4x8`.
         batch: the global batch, as arrays or `jax.ShapeDtypeStruct`s.
         mesh: sizes of ZeRO's axes, as `make_mesh(data=...)`; default: all devices, factored along a TPU's torus.
+        tensor: size of the axis of tensor parallelism.
+        context: size of the axis over which sequences are split.
+        replica: size of the axis across which shards are replicated.
         transformer: the model as the paper's formula of activations takes it; None leaves that out.
         **options: of `make_zero_train_step`: optimizer, loss, precision, accumulate and so on.
 
@@ -123,7 +127,8 @@ def plan(model: Any, stage: int, target: str | Target, batch: Any, *, mesh: int 
     """
     target = target_of(target) if isinstance(target, str) else target
     devices = hardware.describe(target)
-    made = make_mesh(mesh if isinstance(mesh, int) else tuple(mesh), devices=devices)
+    made = make_mesh(mesh if isinstance(mesh, int) else tuple(mesh), tensor=tensor, context=context, replica=replica,
+                     devices=devices)
     if made.size != target.num_devices:
         raise ValueError(f"mesh={mesh!r} is of {made.size} devices, and target {target.text!r} has "
                          f"{target.num_devices}: their product must be that.")

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from zero_jax.config import InspectConfig, PlanConfig
+from zero_jax.blocks import Remat
+from zero_jax.config import InspectConfig
 from zero_jax.memory import Transformer
 from zero_jax.model_choice import ModelChoice
 from zero_jax.optimizers import OPTIMIZERS
+from zero_jax.plan_config import PlanConfig
 from zero_jax.plan_report import draw_stages, finite, found_table, plan_json, plan_tables, verdict
 from zero_jax.planner import Plan, examine, plan
 from zero_jax.report import make_console, state_table
@@ -19,6 +21,9 @@ from zero_jax.search import Found, deepest, search
 from zero_jax.stages import STAGES
 from zero_jax.targets import Target
 from zero_jax.train import devices_of, step_of
+
+KEEP = {"model": None, "full": "full", "dots": "dots", "sqrt": Remat(every="sqrt")}
+PARTITION: dict[str, bool | str] = {"no": False, "yes": True, "cpu": "cpu"}
 
 
 def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
@@ -32,10 +37,13 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
     length = config.length or choice.config.max_length
     optimizer = OPTIMIZERS[config.optimizer](learning_rate=1e-3, weight_decay=0.1)
     options = {"precision": config.precision, "mesh": config.mesh or -1, "optimizer": optimizer,
-               "accumulate": config.accumulate, "reduce": config.reduce}
+               "accumulate": config.accumulate, "reduce": config.reduce, "tensor": config.tensor,
+               "context": config.context, "replica": config.replica, "tensor_rules": choice.tensor_rules(config.tensor),
+               "sequence_parallel": config.sequence_parallel,
+               "remat": KEEP[config.keep], "partition_activations": PARTITION[config.partition_activations]}
 
     def batch(per_device: int) -> Any:
-        shape = (per_device * target.num_devices, length)
+        shape = (per_device * config.groups, length)
         return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}
 
     def told(name: str, made: Plan) -> None:
@@ -52,7 +60,9 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
         with progress.status(f"Compiling {config.model} for {config.target} ..."):
             made = plan(
                 _model(choice, config), config.stage, target, batch(config.batch_per_device), **options,
-                transformer=_transformer(choice.config, config.remat, config.batch_per_device, length))
+                transformer=_transformer(
+                    choice.config, config.remat if config.keep == "model" else True, config.batch_per_device, length,
+                    config))
     if config.json:
         print(json.dumps(finite({
             "model": config.model, "plan": made and plan_json(made),
@@ -86,12 +96,15 @@ def inspect_command(config: InspectConfig, *, console: Console | None = None) ->
     console.print(plan_tables(made))
 
 
-def _transformer(sizes: Any, remat: bool | None, batch: int, length: int) -> Transformer | None:
+def _transformer(sizes: Any, remat: bool | None, batch: int, length: int, config: PlanConfig | None = None
+                 ) -> Transformer | None:
     """A model's config as the formula of activations takes it, if it is one of a transformer."""
     if not all(hasattr(sizes, name) for name in ("num_layers", "width", "num_heads")):
         return None
     recomputed = getattr(sizes, "remat", False) if remat is None else remat
-    return Transformer(sizes.num_layers, sizes.width, sizes.num_heads, batch, length, remat=recomputed)
+    return Transformer(sizes.num_layers, sizes.width, sizes.num_heads, batch, length, remat=recomputed,
+                       split=config.tensor if config and config.partition_activations != "no" else 1,
+                       host=config is not None and config.partition_activations == "cpu")
 
 
 def _model(choice: ModelChoice, config: PlanConfig, **changes: Any) -> Any:

@@ -13,7 +13,8 @@ def rewritten(fun: Callable[..., Any], *edits: Edit, first: Callable[[core.Close
               ) -> Callable[..., Any]:
     """`fun` with `edits` applied, in order, to its jaxpr and to those of the loops, branches and calls in it.
 
-    first: an edit of the whole, before the others. `fun` takes and returns pytrees of arrays. An edit must keep what the jaxpr computes.
+    first: an edit of the whole, before the others. `fun` takes and returns pytrees of arrays. An edit must keep what
+    the jaxpr computes.
     """
 
     def wrapped(*args: Any) -> Any:

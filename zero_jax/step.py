@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.accumulate import accumulated
 from zero_jax.activations import Activations
 from zero_jax.batch import Accumulation, abstract_batch, check_batch
+from zero_jax.blocks import Remat
 from zero_jax.cluster import lay_out
 from zero_jax.contract import Contract, Report, contract_of, verify
+from zero_jax.evaluate import evaluated
 from zero_jax.functional import Functional, functional
 from zero_jax.gradients import Reading, gradient_function
 from zero_jax.guard import Guard, Lookout, Watch
@@ -26,14 +27,14 @@ from zero_jax.layout import Layout, plan_layout
 from zero_jax.losses import Loss, next_token_loss
 from zero_jax.mesh import TENSOR, batch_axes, batch_spec, make_mesh, zero_axes
 from zero_jax.precision import Precision, precision_of
-from zero_jax.remat import Remat, remat_of
 from zero_jax.stages import Stage, stage_of
 from zero_jax.state import ZeroState, typed_key
 from zero_jax.tensor import TensorRule, tensor_specs
 from zero_jax.trained import check_trained, split_trained
 from zero_jax.transform import check_optimizer, takes_value
 from zero_jax.tree import cast_floating, merge
-from zero_jax.update import updated, working_copy
+from zero_jax.update import updated
+from zero_jax.zero_r import ZeroR
 
 
 def make_zero_train_step(
@@ -51,11 +52,12 @@ def make_zero_train_step(
     frozen: str | Sequence[str] = (),
     ema: float | None = None,
     guard: Guard | None = None,
-    tensor_rules: Sequence[TensorRule | tuple[str, P]] = (),
+    tensor_rules: Sequence[TensorRule | tuple[Any, ...]] = (),
     sequence_parallel: bool = False,
     remat: Remat | str | tuple[str, ...] | None = None,
     partition_activations: bool | str = False,
     secondary: str | Sequence[str] = (),
+    combine_bytes: int | None = None,
 ) -> "ZeroTrainStep":
     """A train step of any Flax model at a ZeRO stage, with the numbers of one device.
 
@@ -93,6 +95,7 @@ def make_zero_train_step(
         (P_a+cpu; also without that axis).
       secondary: at stage 3, the ZeRO axes inside a node: forward keeps what it gathered over the others, a copy of the
         weights divided over these alone, from which backward gathers without leaving the node (ZeRO++'s hpZ).
+      combine_bytes: the largest buffer into which XLA may combine collectives (C_B); None: as it does by itself.
 
     Raises ValueError for anything that is not as described, with what to do about it.
     """
@@ -107,8 +110,9 @@ def make_zero_train_step(
     return ZeroTrainStep(
         functional(model, streams), row, takes_value(optimizer), loss or next_token_loss, mesh, axes,
         precision_of(precision, platform=mesh.devices.flat[0].platform), Accumulation(accumulate, reduce),
-        (frozen,) if isinstance(frozen, str) else tuple(frozen), ema, guard, tuple(tensor_rules), sequence_parallel, remat_of(remat), partition_activations,
-        (secondary,) if isinstance(secondary, str) else tuple(secondary))
+        (frozen,) if isinstance(frozen, str) else tuple(frozen), ema, guard,
+        ZeroR(tuple(tensor_rules), sequence_parallel, remat, partition_activations,
+              (secondary,) if isinstance(secondary, str) else tuple(secondary), combine_bytes))
 
 
 class ZeroTrainStep:
@@ -120,8 +124,8 @@ class ZeroTrainStep:
 
     def __init__(self, model: Functional, stage: Stage, optimizer: Any, loss: Loss, mesh: Mesh, axes: tuple[str, ...],
                  precision: Precision, accumulation: Accumulation, frozen: tuple[str, ...], ema: float | None,
-                 guard: Guard | None, tensor_rules: Sequence[Any], sequence_parallel: bool, remat: Remat | None,
-                 partition_activations: bool | str, secondary: tuple[str, ...]):
+                 guard: Guard | None, zero_r: ZeroR):
+        zero_r.check(mesh, axes, stage, accumulation)
         if ema is not None and not 0 <= ema < 1:
             raise ValueError(f"ema={ema}: give a decay from 0 to below 1, as 0.999, or None.")
         self.mesh = mesh
@@ -130,8 +134,7 @@ class ZeroTrainStep:
         self.batch_sharding = NamedSharding(mesh, batch_spec(mesh, axes))
         self._model, self._optimizer, self._loss, self._axes, self._precision = model, optimizer, loss, axes, precision
         self._frozen, self._ema, self._watch, self._lookout = frozen, ema, Watch(guard, precision.loss_scale), Lookout()
-        self._tensor_rules, self._sequence_parallel, self._remat = tensor_rules, sequence_parallel, remat
-        self._partition, self._secondary = partition_activations, secondary
+        self._zero_r, self._options = zero_r, zero_r.options(mesh)
         self._layout: Layout | None = None
         self._compiled: Any = None
 
@@ -198,11 +201,17 @@ class ZeroTrainStep:
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """`lower`, compiled for the mesh's devices, described or live: its text, its memory; calls do not use it."""
-        return self.lower(batch).compile(compiler_options=compiler_options(self.mesh.devices.flat[0]))
+        return self.lower(batch).compile(compiler_options=compiler_options(self.mesh.devices.flat[0]) | self._options)
 
     def contract(self, batch: Any) -> Contract:
         """What a step may send over the wire: kinds of collectives, mesh axes, bytes per device."""
-        return contract_of(self.layout(batch), self.accumulation, self._optimizer)
+        sent, layout = 0.0, self.layout(batch)
+        if TENSOR in self.mesh.axis_names:
+            batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
+                (leaf.shape[0] // self.accumulation.microbatches, *leaf.shape[1:]), leaf.dtype), abstract_batch(batch))
+            traced = jax.make_jaxpr(self.evaluator())(layout.state, batch)
+            sent = self._activations(jax.tree.leaves(batch)[0].shape[0]).wire_bytes(traced.jaxpr)
+        return contract_of(layout, self.accumulation, self._optimizer, sent)
 
     def verify(self, batch: Any) -> Report:
         """Compiles the step and holds it against its contract: what is sent for what, beside what was promised.
@@ -241,8 +250,8 @@ class ZeroTrainStep:
                 optimizer=self._optimizer, stage=self.stage, mesh=self.mesh, axes=self._axes,
                 precision=self._precision, reads=reads, ema=self._ema is not None,
                 reduce_at_use=not self.accumulation.once,
-                tensor=tensor_specs(made, self.mesh, self._tensor_rules, self._model.metadata),
-                secondary=self._secondary)
+                tensor=tensor_specs(made, self.mesh, self._zero_r.tensor_rules, self._model.metadata),
+                secondary=self._zero_r.secondary)
         return self._layout
 
     def evaluator(self, fun: Loss | None = None, *, ema: bool = False) -> Callable[[ZeroState, Any], Any]:
@@ -253,18 +262,10 @@ class ZeroTrainStep:
         """
         if ema and self._ema is None:
             raise ValueError("evaluator(ema=True): this step keeps no average; make it with ema=0.999, say.")
-        fun = fun or self._loss
         compiled: list[Any] = []
 
         def evaluate(state: ZeroState, batch: Any) -> Any:
-            layout = self.layout(batch)
-            weights = state.params if state.weights is None else state.weights
-            if ema:
-                copy = working_copy(state.ema, layout)
-                weights = jax.tree.map(constrain, state.ema, layout.shardings.params) if copy is None else copy
-            out, _ = self._model.run(fun, merge(weights, state.frozen), state.variables, None, self._cast(batch),
-                                     layout.uses, train=False)
-            return out
+            return evaluated(self._model, fun or self._loss, self.layout(batch), state, self._cast(batch), ema=ema)
 
         def call(state: ZeroState, batch: Any) -> Any:
             if not compiled:
@@ -279,7 +280,8 @@ class ZeroTrainStep:
         layout = self.layout(batch)
         if self._compiled is None:
             self._compiled = jax.jit(
-                self._step, donate_argnums=0, in_shardings=(layout.shardings, self.batch_sharding),
+                self._step, donate_argnums=0, compiler_options=self._options or None,
+                in_shardings=(layout.shardings, self.batch_sharding),
                 out_shardings=(layout.shardings, NamedSharding(self.mesh, P())))
         return self._compiled
 
@@ -297,9 +299,9 @@ class ZeroTrainStep:
     def _step(self, state: ZeroState, batch: Any) -> tuple[ZeroState, dict[str, jax.Array]]:
         layout, batch = self.layout(batch), self._cast(batch)
         many, scale = self.accumulation.microbatches, state.guard.scale if self._watch.loss_scale else None
-        gradient = gradient_function(
-            self._model, self._loss, layout, self._precision, self._activations(
-                jax.tree.leaves(batch)[0].shape[0] // many), remat=self._remat, reduced=not self.accumulation.once)
+        activations = self._activations(jax.tree.leaves(batch)[0].shape[0] // many)
+        gradient = gradient_function(self._model, self._loss, layout, self._precision, activations,
+                                     remat=self._zero_r.blocks, reduced=not self.accumulation.once)
         key = jax.random.fold_in(state.rng, state.step)
         weights = state.params if state.weights is None else state.weights
         reading = Reading(state.frozen, state.variables, key)
@@ -313,9 +315,7 @@ class ZeroTrainStep:
             stochastic=self._precision.rounding == "stochastic", ema=self._ema)
 
     def _activations(self, batch_size: int) -> Activations:
-        return Activations(self.mesh, batch_axes(self.mesh, self._axes), batch_size, partition=bool(self._partition)
-                           and TENSOR in self.mesh.axis_names, host=self._partition == "cpu",
-                           sequence=self._sequence_parallel)
+        return self._zero_r.activations(self.mesh, self._axes, batch_size)
 
     def _cast(self, batch: Any) -> Any:
         return cast_floating(batch, self._precision.compute)

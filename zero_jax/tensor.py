@@ -28,11 +28,11 @@ class TensorRule:
     """
 
     pattern: str
-    spec: P
+    spec: P | tuple[str | None, ...]
     units: int | None = None
 
 
-def tensor_specs(params: Any, mesh: Mesh, rules: Sequence[TensorRule | tuple[str, P]] = (),
+def tensor_specs(params: Any, mesh: Mesh, rules: Sequence[TensorRule | tuple[Any, ...]] = (),
                  metadata: Mapping[str, Sequence[Any]] | None = None) -> dict[str, P]:
     """For each parameter that is split over `tensor` its spec, an entry for each dim; empty without that axis.
 
@@ -48,9 +48,9 @@ def tensor_specs(params: Any, mesh: Mesh, rules: Sequence[TensorRule | tuple[str
             raise ValueError(f"tensor_rules: {rule.pattern!r} matches no parameter. There are: "
                              f"{', '.join(name for name, _ in leaves)}.")
         if rule.units is not None and rule.units % ways:
-            raise ValueError(f"tensor_rules: {rule.pattern!r} is made of {rule.units} units (heads), which do not divide "
-                             f"over the {ways} devices of the axis {TENSOR!r} of the mesh {dict(mesh.shape)}: give a "
-                             f"size of that axis which divides {rule.units}.")
+            raise ValueError(f"tensor_rules: {rule.pattern!r} is made of {rule.units} units (heads), which do not "
+                             f"divide over the {ways} devices of the axis {TENSOR!r} of the mesh {dict(mesh.shape)}: "
+                             f"give a size of that axis which divides {rule.units}.")
     found: dict[str, P] = {}
     for name, leaf in leaves:
         rule = next((rule for rule in rules if re.search(rule.pattern, name)), None)

@@ -37,8 +37,8 @@ class Remat:
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, str) and self.policy not in POLICIES:
-            raise ValueError(f"remat={self.policy!r}: give one of {', '.join(map(repr, POLICIES))}, a tuple of names, a "
-                             "policy of jax.checkpoint_policies, or None for what the model does itself.")
+            raise ValueError(f"remat={self.policy!r}: give one of {', '.join(map(repr, POLICIES))}, a tuple of names, "
+                             "a policy of jax.checkpoint_policies, or None for what the model does itself.")
         if self.every != "sqrt" and (not isinstance(self.every, int) or self.every < 1):
             raise ValueError(f"Remat(every={self.every!r}): give the number of blocks to a checkpoint, or \"sqrt\".")
 
@@ -57,14 +57,20 @@ class Remat:
             divisors = [size for size in range(1, blocks + 1) if blocks % size == 0]
             return min(divisors, key=lambda size: (abs(math.log(size / math.sqrt(blocks))), size))
         if blocks % int(self.every):
-            raise ValueError(f"Remat(every={self.every}): the model has {blocks} blocks, which do not divide by it: give "
-                             f"one of {[size for size in range(1, blocks + 1) if blocks % size == 0]}.")
+            raise ValueError(f"Remat(every={self.every}): the model has {blocks} blocks, which do not divide by it: "
+                             f"give one of {[size for size in range(1, blocks + 1) if blocks % size == 0]}.")
         return int(self.every)
 
 
 def remat_of(remat: "Remat | str | tuple[str, ...] | Callable[..., Any] | None") -> Remat | None:
     """A `Remat` from what `make_zero_train_step` takes."""
     return remat if remat is None or isinstance(remat, Remat) else Remat(remat)
+
+
+def has_checkpoints(jaxpr: core.Jaxpr) -> bool:
+    """Whether anything in a traced loss is checkpointed."""
+    return any(eqn.primitive is primitives.remat_p or any(map(has_checkpoints, core.jaxprs_in_params(eqn.params)))
+               for eqn in jaxpr.eqns)
 
 
 def checkpoint_blocks(closed: core.ClosedJaxpr, names: Sequence[str], remat: Remat) -> core.ClosedJaxpr:
@@ -80,8 +86,8 @@ def checkpoint_blocks(closed: core.ClosedJaxpr, names: Sequence[str], remat: Rem
         if found:
             return closed.replace(jaxpr=edited)
     raise ValueError(f"remat={remat.policy!r}: no blocks were found in the model: neither a loop that reads parameters "
-                     "nor parameters of numbered blocks (blocks_0/..., blocks_1/...). Checkpoint them in the model with "
-                     "zero_jax.remat(Block), or leave remat out.")
+                     "nor parameters of numbered blocks (blocks_0/..., blocks_1/...). Checkpoint them in the model "
+                     "with zero_jax.remat(Block), or leave remat out.")
 
 
 def _with_policy(jaxpr: core.Jaxpr, remat: Remat) -> tuple[core.Jaxpr, int]:
