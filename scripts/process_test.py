@@ -34,8 +34,9 @@ class Run:
     out: Path
     count: int
 
-    def start(self, *args: str) -> list[subprocess.Popen]:
-        """Its processes, without `launch`, so that none of them ends another."""
+    def start(self, *args: str, processes: int | None = None) -> list[subprocess.Popen]:
+        """Its processes (or another number), without `launch`, so that none of them ends another."""
+        count = processes or self.count
         steps, every = STEPS[self.count]
         command = [
             sys.executable, "-m", "zero_jax", "train", "--model", "pairs:small", "--batch-size", "8", "--length", "16",
@@ -43,21 +44,24 @@ class Run:
             str(steps), "--heartbeat", str(HEARTBEAT), "--out", str(self.out), *args]
         self.out.mkdir(parents=True, exist_ok=True)
         address, started = f"127.0.0.1:{_free_port()}", []
-        for number in range(self.count):
-            place = {COORDINATOR: address, NUM_PROCESSES: str(self.count), PROCESS_ID: str(number),
-                     LOCAL_DEVICES: str(8 // self.count)} if self.count > 1 else {}
+        for number in range(count):
+            place = {COORDINATOR: address, NUM_PROCESSES: str(count), PROCESS_ID: str(number),
+                     LOCAL_DEVICES: str(8 // count)} if count > 1 else {}
             environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | place
             with open(self.out / f"told{number}", "ab") as told:
                 started.append(subprocess.Popen(command, cwd=ROOT / "tests", env=environ, stdout=told,
                                                 stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL))
         return started
 
-    def finish(self, *args: str) -> None:
+    def finish(self, *args: str, processes: int | None = None) -> None:
         """Runs it to its end; raises RuntimeError with what a process said where one fails."""
-        processes = self.start(*args)
-        for number, process in enumerate(processes):
-            if process.wait(timeout=600):
-                raise RuntimeError(f"process {number} ended with {process.returncode}: {self.told(number)[-3000:]}")
+        started = self.start(*args, processes=processes)
+        try:
+            for number, process in enumerate(started):
+                if process.wait(timeout=600):
+                    raise RuntimeError(f"process {number} ended with {process.returncode}: {self.told(number)[-3000:]}")
+        finally:
+            end(started)
 
     def told(self, number: int = 0) -> str:
         """All that a process has said."""

@@ -1,10 +1,13 @@
 """SIGTERM saves and ends a run, a dead process ends the others, and what is resumed is the same run."""
 
+import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from oracle import slow
 
@@ -50,6 +53,26 @@ def test_a_preempted_run_goes_on_bit_for_bit(tmp_path, whole, count, moment, to)
     slow("save", 1, signal.SIGKILL)])
 def test_when_one_dies_the_other_ends_and_both_go_on(tmp_path, whole, moment, victim, number):
     process_test.kill(tmp_path / "run", moment, victim, 0.0, whole(2), number)
+
+
+@pytest.mark.parametrize("processes", [slow(1), slow(4)])
+def test_another_number_of_processes_goes_on(tmp_path, whole, processes):
+    """The state is the same bit for bit (restoring checks the digests); sums are taken in another order after it."""
+    two = whole(2)
+    run = process_test.Run(tmp_path / "run", 2)
+    shutil.copytree(two.out, run.out)
+    shutil.rmtree(run.out / "checkpoints/120")
+    assert run.saved() == [105]
+    log = [line for line in (run.out / "train.jsonl").read_text().splitlines(keepends=True)
+           if json.loads(line).get("step", 0) <= 105 and "summary" not in line]
+    (run.out / "train.jsonl").write_text("".join(log))
+    assert max(run.losses) == 105
+    run.finish("--resume", processes=processes)
+    assert "Resumed after step 105 of 120" in run.told() and run.saved() == [105, 120]
+    found, expected = ([each.losses[step] for step in range(1, 121)] for each in (run, two))
+    assert found[:105] == expected[:105]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert not np.allclose(found[105:], expected[104:-1], rtol=1e-5), "losses of other steps differ"
 
 
 @pytest.mark.slow
