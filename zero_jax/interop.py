@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,6 +116,7 @@ def _export(path: Path, leaves: Mapping[str, tuple[jax.Array, View]], names: Nam
     def tensor(name: str, number: int, kind: np.dtype) -> np.ndarray:
         if name not in held:
             held.clear()
+            gc.collect()  # an array that was fetched may be part of a cycle
             leaf, view = leaves[name]
             held[name] = parts[name].split(view.load(on_host(leaf)))
         return held[name][number].astype(kind, copy=False)
