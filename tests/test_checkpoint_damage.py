@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import zero_jax
+from tests.oracle import slow
 from tests.saved import BATCH, WORDS, difference, dump, make_step, step_for, trained
 from zero_jax.tree import named_leaves
 
@@ -173,7 +174,7 @@ except zero_jax.CheckpointError as error:
 
 
 @pytest.mark.parametrize("trouble, wait", [
-    ("full", "wait"), ("read-only", "wait"), pytest.param("full", "async", marks=pytest.mark.slow), ("none", "async")])
+    ("full", "wait"), ("read-only", "wait"), slow("full", "async"), slow("none", "async")])
 def test_a_disk_that_is_full_or_read_only(tmp_path, trouble, wait):
     root = tmp_path / "checkpoints"
     root.mkdir()

@@ -139,6 +139,7 @@ def test_there_may_be_nothing_to_go_on_from(tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_left_to_do(whole, tmp_path):
     before = losses(whole)
     summary = train(dataclasses.replace(TINY, out=whole, resume=True), console=Console(quiet=True))
