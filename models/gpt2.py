@@ -115,8 +115,10 @@ class GPT2(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
+    def __call__(self, tokens: jax.Array, *, deterministic: bool | None = None, logits: bool = True) -> Any:
         """`deterministic`: without dropout; None: if no "dropout" stream is given.
+
+        logits: False gives what they are made of: the features (batch, seq, width) and the table (vocab, width).
 
         Raises ValueError for more than `max_length` tokens.
         """
@@ -136,7 +138,8 @@ class GPT2(nn.Module):
         else:
             for layer in range(c.num_layers):
                 x, _ = block(c, deterministic, name=f"blocks_{layer}")(x)
-        return wte.attend(nn.LayerNorm(epsilon=EPSILON, dtype=c.dtype, name="ln_f")(x))
+        x = nn.LayerNorm(epsilon=EPSILON, dtype=c.dtype, name="ln_f")(x)
+        return wte.attend(x) if logits else (x, wte.embedding)
 
 
 def build(config: Config) -> GPT2:

@@ -60,8 +60,8 @@ class GPT2(nnx.Module):
             self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.ln_f = nnx.LayerNorm(config.width, epsilon=EPSILON, dtype=config.dtype, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Dropout is active unless `eval()` was called.
+    def __call__(self, tokens: jax.Array, *, logits: bool = True) -> Any:
+        """Dropout is active unless `eval()` was called. logits: as in `models.gpt2`.
 
         Raises ValueError for more than `max_length` tokens.
         """
@@ -79,7 +79,7 @@ class GPT2(nnx.Module):
         else:
             for block in self.blocks:
                 x = run(x, block)
-        return self.wte.attend(self.ln_f(x))
+        return self.wte.attend(self.ln_f(x)) if logits else (self.ln_f(x), self.wte.embedding[...])
 
 
 def build(config: Config) -> Callable[[nnx.Rngs], GPT2]:

@@ -4,9 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_jax.blocks import Remat
     from zero_jax.checkpoint import Checkpoints, Restored
+    from zero_jax.chunked import chunked_next_token_loss
     from zero_jax.cluster import initialize
     from zero_jax.contract import ContractError
+    from zero_jax.functional import remat
     from zero_jax.guard import BadStepError, Guard, LossScale
     from zero_jax.interop import export_params, import_params
     from zero_jax.layout import Layout
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from zero_jax.precision import Precision
     from zero_jax.state import ZeroState
     from zero_jax.step import ZeroTrainStep, make_zero_train_step
+    from zero_jax.tensor import TensorRule
     from zero_jax.tensor_names import Names
 
 __all__ = [
@@ -36,6 +40,7 @@ __all__ = [
     "TensorRule",
     "ZeroState",
     "ZeroTrainStep",
+    "chunked_next_token_loss",
     "export_params",
     "import_params",
     "initialize",
@@ -65,6 +70,7 @@ _HOMES = {
     "TensorRule": "tensor",
     "ZeroState": "state",
     "ZeroTrainStep": "step",
+    "chunked_next_token_loss": "chunked",
     "export_params": "interop",
     "import_params": "interop",
     "initialize": "cluster",

@@ -131,8 +131,8 @@ def formula_bytes(
     """Row -> bytes per device by the paper's formulas, of another system with its `counts`.
 
     model_ways: the model-parallel degree. largest_layer: its parameters, where `counts` has a gathered layer.
-    buffer_limit: of the fp32 buffer in which gradients are fused: 0 is none (this library's), math.inf is section 3.2's,
-    a number is C_B's.
+    buffer_limit: of the fp32 buffer in which gradients are fused: 0 is none (this library's), math.inf is section
+    3.2's, a number is C_B's.
     """
     found: dict[str, float] = {}
     parts = accounting.model_state_bytes(counts, stage, num_params, data=num_shards, model=model_ways,

@@ -111,11 +111,20 @@ class _Part:
             lhs, rhs, _ = params["dimension_numbers"]
             alone = params["feature_group_count"] == params["batch_group_count"] == 1
             found = alone and self._split(eqn, lhs[1:2], rhs[1:2])
+        elif name == "reduce_sum":
+            found = params["axes"] == (0,) and self._comes_from_devices(eqn.invars[0]) and self._cut(eqn.invars[0], 0)
         else:
             found = name == "scatter-add" and self._split_rows(eqn)
         if found:
             self.eqns.append(eqn)
         return found
+
+    def _comes_from_devices(self, atom: Any) -> bool:
+        """Whether the leading dim of `atom` counts the devices, each of which made its own."""
+        eqn = None if isinstance(atom, core.Literal) else self.makers.get(atom)
+        while eqn is not None and eqn.primitive.name in ("convert_element_type", "copy"):
+            eqn = self.makers.get(eqn.invars[0])
+        return eqn is not None and eqn.primitive.name == "shard_map"
 
     def _split(self, eqn: core.JaxprEqn, lefts: Sequence[int], rights: Sequence[int]) -> bool:
         """Splits a product in a dim that both sides contract."""
