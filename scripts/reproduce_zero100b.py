@@ -4,13 +4,13 @@
     python scripts/reproduce_zero100b.py --search   # and the deepest model of each configuration: an hour
 
 25 DGX-2 of 16 V100 with 32 GB, model parallelism 16, N_d = 25, fp16. Today's toolchains no longer compile for Volta: the
-target has its memory, rates and topology, on Ampere, the oldest architecture that they compile for. Vocabularies are
+target has its memory, rates and topology on Ampere, the oldest architecture that they compile for. Vocabularies are
 padded to divide by 16, as Megatron does. The exit status is 1 if a configuration of the paper does not fit, or if the
-order of sizes is not the paper's.
+order of sizes contradicts the paper's.
 
-This library's stages 1 and 2 are one program where a batch is one microbatch: gradients are scattered as they arise.
-The paper's P_os keeps whole gradients, so C1 and C2 sum two microbatches on each device and reduce once
-(`reduce="once"`), which holds them whole, in fp32 where the paper has fp16.
+This library's stages 1 and 2 are one program where a batch is one microbatch, since gradients are scattered as they
+arise: its P_os has the memory of P_os+g. The paper's P_os keeps whole gradients, so C1 and C2 sum two microbatches on
+each device and reduce once (`reduce="once"`), which holds them whole, in fp32 where the paper has fp16.
 """
 
 import argparse
@@ -132,9 +132,9 @@ def main():
         console.print(shown)
         order = [name for name in TABLE_3_ORDER.split(" < ") if name in deepest_of]
         sizes = [deepest_of[name] for name in order]
-        console.print(f"{TABLE_3_ORDER} in size: {' < '.join(f'{size:.0f}B' for size in sizes)}")
+        console.print(f"{TABLE_3_ORDER} in size: {', '.join(f'{size:.0f}B' for size in sizes)}")
         if sizes != sorted(sizes):
-            wrong.append("the order of sizes is not the paper's")
+            wrong.append("the order of sizes contradicts the paper's")
     for line in wrong:
         console.print(f"[red]{line}[/red]")
     return not wrong

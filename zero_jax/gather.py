@@ -139,7 +139,7 @@ def _gather(value: jax.Array, use: Use) -> jax.Array:
     spec = _secondary(use) if use.secondary else use.stored
     value = constrain(value, use.mesh, spec).astype(use.dtype)
     value = use.view.load(gather(value, use.mesh, spec))
-    if not use.view.natural:  # XLA:GPU cannot tile a product that takes a slice of a weight as its operand
+    if use.view.merges:  # XLA:GPU cannot tile a product that takes a slice of a merged weight as its operand
         value = jax.lax.optimization_barrier(value)
     return checkpoint_name(value, GATHERED)
 

@@ -110,6 +110,20 @@ def compiler_options(device: jax.Device) -> dict[str, Any]:
     return {"xla_gpu_autotune_level": 0} if device.platform in ("gpu", "cuda") else {}
 
 
+def compiled_for(lowered: jax.stages.Lowered, device: jax.Device, options: dict[str, Any]) -> jax.stages.Compiled:
+    """`lowered`, compiled for `device`, described or live, with `options` beside `compiler_options`.
+
+    XLA:GPU fails to tile some products in Triton (of heads of 96, say, on Ampere): those are left to cuBLAS.
+    """
+    options = compiler_options(device) | options
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if "output tile sizes" not in str(error):
+            raise
+        return lowered.compile(compiler_options=options | {"xla_gpu_enable_triton_gemm": False})
+
+
 def combine_options(device: jax.Device, combine_bytes: int | None) -> dict[str, Any]:
     """XLA's options by which collectives are combined up to so many bytes; None: as XLA does by itself.
 

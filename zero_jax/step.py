@@ -21,7 +21,7 @@ from zero_jax.evaluate import evaluated
 from zero_jax.functional import Functional, functional
 from zero_jax.gradients import Reading, gradient_function
 from zero_jax.guard import Guard, Lookout, Watch
-from zero_jax.hardware import compiler_options
+from zero_jax.hardware import compiled_for
 from zero_jax.initial import initial_state
 from zero_jax.layout import Layout, plan_layout
 from zero_jax.losses import Loss, next_token_loss
@@ -201,7 +201,7 @@ class ZeroTrainStep:
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """`lower`, compiled for the mesh's devices, described or live: its text, its memory; calls do not use it."""
-        return self.lower(batch).compile(compiler_options=compiler_options(self.mesh.devices.flat[0]) | self._options)
+        return compiled_for(self.lower(batch), self.mesh.devices.flat[0], self._options)
 
     def contract(self, batch: Any) -> Contract:
         """What a step may send over the wire: kinds of collectives, mesh axes, bytes per device."""
