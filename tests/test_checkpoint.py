@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import zero_jax
 from tests.oracle import slow
@@ -79,14 +80,17 @@ def test_a_difference_is_found(folder):
 MESHES = {
     "torus": lambda: zero_jax.make_mesh((4, 2)),
     "hybrid": lambda: zero_jax.make_mesh(data=4, replica=2),
+    "tensor": lambda: zero_jax.make_mesh(data=4, tensor=2),
     "reversed": lambda: zero_jax.make_mesh(devices=jax.devices()[:6][::-1]),
 }
 
 
-@pytest.mark.parametrize("name", ["torus", slow("hybrid"), slow("reversed")])
-def test_other_meshes(folder, tmp_path, name):
+@pytest.mark.parametrize("stage, name", [
+    (3, "torus"), (3, "tensor"), slow(3, "hybrid"), slow(3, "reversed"), slow(1, "tensor")])
+def test_other_meshes(folder, tmp_path, stage, name):
     path, before, _ = source(folder, 3, 8)
-    step = make_step(3, 8, mesh=MESHES[name]())
+    rules = (("layers_1/kernel", P(None, "tensor")), ("layers_3/kernel", P("tensor", None)))
+    step = make_step(stage, 8, mesh=MESHES[name](), tensor_rules=rules if name == "tensor" else ())
     batch = batch_of(0, rows=24)
     found = zero_jax.Checkpoints(path).restore(step, batch)
     assert difference(before, dump(step, found.state)) == []

@@ -36,6 +36,8 @@ BAD_INPUT = {
     "planned microbatches": (["plan", "--accumulate", "2"], "batch_per_device=1 does not divide into 2 microbatches"),
     "devices 0": (["train", "--devices", "0"], "devices=0: give at least 1"),
     "steps": (["train", "--steps", "0"], "steps=0: give at least 1"),
+    "keep": (["train", "--keep", "0"], "keep=0: give at least 1"),
+    "save": (["train", "--save-every", "-1"], "save_every=-1 is not within 0 to inf"),
     "rate": (["train", "--learning-rate", "-1"], "learning_rate=-1.0 is not within"),
     "module": (["train", "--model", "models.gtp2:bytes"], "no module 'models.gtp2'. Did you mean 'models.gpt2'?"),
     "package": (["train", "--model", "nowhere.gpt2:bytes"], "no module 'nowhere.gpt2'"),

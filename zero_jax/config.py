@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from zero_jax.launch import COORDINATOR
-from zero_jax.machine import SIMULATED_DEVICES, check_folder, simulates
 from zero_jax.model_choice import ModelChoice, find_model, nearest
 from zero_jax.safetensors_file import find_tensors
+from zero_jax.surroundings import check_folder, check_no_checkpoints, simulates
+
+SIMULATED_DEVICES = 8
+"""CPU devices to simulate where no accelerator is present."""
 
 BYTES = 256
 """Size of the vocabulary of text."""
@@ -203,12 +206,8 @@ class TrainConfig:
         check_folder("out", self.out)
 
     def _check_checkpoints(self) -> None:
-        if self.resume or not self.checkpoints.is_dir():
-            return
-        if steps := [int(path.name) for path in self.checkpoints.iterdir() if path.name.isdigit()]:
-            raise ValueError(
-                f"{self.checkpoints} has checkpoints of an earlier run, up to step {max(steps)}: --resume goes on from "
-                "there; for a new run give another out, or remove that folder.")
+        if not self.resume:
+            check_no_checkpoints(self.checkpoints)
 
 
 class InspectConfig(TrainConfig):

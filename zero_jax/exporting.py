@@ -12,11 +12,11 @@ from zero_jax.checkpoint import Checkpoints
 from zero_jax.config import TrainConfig
 from zero_jax.export_config import ExportConfig
 from zero_jax.interop import export_params, export_tree
-from zero_jax.machine import simulates
 from zero_jax.manifest import CheckpointError
 from zero_jax.mesh import simulate_devices
 from zero_jax.model_choice import ModelChoice, find_model
 from zero_jax.resume import FIXED
+from zero_jax.surroundings import simulates
 from zero_jax.tensor_names import OWN, Names
 from zero_jax.train import step_of
 

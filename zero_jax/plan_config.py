@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from zero_jax.config import Optimizer, PrecisionName, Reduce
-from zero_jax.machine import check_folder
 from zero_jax.model_choice import ModelChoice, find_model
+from zero_jax.surroundings import check_folder
 from zero_jax.targets import Target, target_of
 
 

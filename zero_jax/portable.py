@@ -158,8 +158,8 @@ class Portable:
             true[name] = leaf
         if store and self._layout.state.weights is not None:
             state = jax.tree.unflatten(self._treedef, [true[name] for name in self.names])
-            changed["weights"] = working_copy(
-                jax.tree.map(constrain, state.params, self._layout.gradients), self._layout)
+            copy = working_copy(jax.tree.map(constrain, state.params, self._layout.gradients), self._layout)
+            changed["weights"] = jax.tree.map(constrain, copy, self._layout.shardings.weights)
         return changed, words
 
 

@@ -15,13 +15,12 @@ from rich.console import Console
 from zero_jax import corpus
 from zero_jax.checkpoint import Checkpoints
 from zero_jax.cluster import choose_devices, initialize, lay_out, local, on_host
-from zero_jax.config import TrainConfig
+from zero_jax.config import SIMULATED_DEVICES, TrainConfig
 from zero_jax.data import Batches
 from zero_jax.generate import generate, next_logits
 from zero_jax.guard import Guard
 from zero_jax.interop import import_params, names_in
 from zero_jax.loop import History, Loop, make_folder
-from zero_jax.machine import SIMULATED_DEVICES, simulates
 from zero_jax.mesh import make_mesh, simulate_devices
 from zero_jax.model_choice import ModelChoice
 from zero_jax.optimizers import OPTIMIZERS, optimizer_text
@@ -39,6 +38,7 @@ from zero_jax.report import (
 )
 from zero_jax.resume import fixed, resumed
 from zero_jax.step import ZeroTrainStep, make_zero_train_step
+from zero_jax.surroundings import simulates
 from zero_jax.watchdog import Watchdog
 
 PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 64, 160, 0.7

@@ -1,15 +1,12 @@
-"""What this machine is to a run: accelerators or none, folders that can be written. No JAX."""
+"""What is there before a run: folders, earlier checkpoints, accelerators. Nothing here imports JAX."""
 
 import glob
 import os
 from pathlib import Path
 
-SIMULATED_DEVICES = 8
-"""CPU devices to simulate where no accelerator is present."""
-
 
 def check_folder(name: str, path: Path) -> None:
-    """Raises ValueError unless `path`, told as the option `name`, is or can be made a folder to write to."""
+    """Raises ValueError unless the folder `path`, the option `name`, can be written or made."""
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"{name}={path} cannot be written: {existing} is not a folder that allows it.")
@@ -22,3 +19,12 @@ def simulates() -> bool:
         return platforms == "cpu"
     files = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
     return not any(glob.glob(pattern) for pattern in files)
+
+
+def check_no_checkpoints(folder: Path) -> None:
+    """Raises ValueError if `folder` has checkpoints, which a new run must not mix with its own."""
+    steps = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    if steps:
+        raise ValueError(
+            f"{folder} has checkpoints of an earlier run, up to step {max(steps)}: --resume goes on from there; for a "
+            "new run give another out, or remove that folder.")
