@@ -12,6 +12,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from models.gpt2_names import huggingface
+
+__all__ = ["GPT2", "PRESETS", "RUNS", "Block", "Config", "Run", "build", "huggingface", "tensor_rules"]
+
 INIT = nn.initializers.normal(0.02)
 EPSILON = 1e-5
 

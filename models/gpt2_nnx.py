@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.gpt2 import EPSILON, INIT, PRESETS, Config, attention, check_length, residual_init, tensor_rules
+from models.gpt2_names import huggingface
 
-__all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "tensor_rules"]
+__all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "huggingface", "tensor_rules"]
 
 
 class Block(nnx.Module):

@@ -269,3 +269,10 @@ def test_99_percent_of_a_real_model_is_sharded(name, monkeypatch):
 def test_params_need_a_layout():
     with pytest.raises(ValueError, match="no layout yet"):
         zero_jax.make_zero_train_step(Odd(), 3).params(odd_run("centred", 3, 8).state)
+
+
+def test_frozen_leaves_that_do_not_divide():
+    batch = token_batches(1, size=6)[0]
+    step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, mesh=zero_jax.make_mesh(3), frozen=("wte",))
+    row = next(row for row in step.layout(batch).placements() if row.name == "frozen/wte/embedding")
+    assert row.shape == (257, 20) and row.padding and row.device_bytes == row.stored_bytes / 3

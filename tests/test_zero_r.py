@@ -166,8 +166,8 @@ def test_logits_never_exist_whole():
         compiled(sizes=(), stage=3, loss_chunks=chunks, **CHECKPOINTED) for chunks in (0, 8))
     shapes = [{tuple(sorted(int(size) for size in dims.split(",") if size != "1"))
                for dims in re.findall(r"(?:bf16|f32)\[([\d,]+)\]", each)} for each in (text, chunked)]
-    assert (LENGTH, VOCAB) in shapes[0] and (LENGTH, VOCAB) not in shapes[1]
-    assert (LENGTH // 8, VOCAB) in shapes[1] and logits == LENGTH * VOCAB
+    assert (LENGTH, VOCAB) in shapes[0] and (LENGTH // 8, VOCAB) not in shapes[0]
+    assert (LENGTH // 8, VOCAB) in shapes[1] and (LENGTH, VOCAB) not in shapes[1] and logits == LENGTH * VOCAB
     assert sent(chunked, other).total() == pytest.approx(sent(text, step).total(), rel=0.01)
 
 

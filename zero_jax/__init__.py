@@ -7,9 +7,11 @@ if TYPE_CHECKING:
     from zero_jax.blocks import Remat
     from zero_jax.checkpoint import Checkpoints, Restored
     from zero_jax.chunked import chunked_next_token_loss
+    from zero_jax.cluster import initialize
     from zero_jax.contract import ContractError
     from zero_jax.functional import remat
     from zero_jax.guard import BadStepError, Guard, LossScale
+    from zero_jax.interop import export_params, import_params
     from zero_jax.layout import Layout
     from zero_jax.losses import next_token_loss
     from zero_jax.make import make_zero_train_step
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from zero_jax.state import ZeroState
     from zero_jax.step import ZeroTrainStep
     from zero_jax.tensor import TensorRule
+    from zero_jax.tensor_names import Names
 
 __all__ = [
     "BadStepError",
@@ -31,6 +34,7 @@ __all__ = [
     "Guard",
     "Layout",
     "LossScale",
+    "Names",
     "Precision",
     "Remat",
     "Restored",
@@ -38,6 +42,9 @@ __all__ = [
     "ZeroState",
     "ZeroTrainStep",
     "chunked_next_token_loss",
+    "export_params",
+    "import_params",
+    "initialize",
     "make_mesh",
     "make_zero_train_step",
     "next_token_loss",
@@ -57,6 +64,7 @@ _HOMES = {
     "Guard": "guard",
     "Layout": "layout",
     "LossScale": "guard",
+    "Names": "tensor_names",
     "Precision": "precision",
     "Remat": "blocks",
     "Restored": "checkpoint",
@@ -64,6 +72,9 @@ _HOMES = {
     "ZeroState": "state",
     "ZeroTrainStep": "step",
     "chunked_next_token_loss": "chunked",
+    "export_params": "interop",
+    "import_params": "interop",
+    "initialize": "cluster",
     "make_mesh": "mesh",
     "make_zero_train_step": "make",
     "next_token_loss": "losses",

@@ -1,4 +1,4 @@
-"""What a run is told: the configurations of training and planning.
+"""What a run is told: the configuration of training.
 
 Nothing here imports JAX, so that a mistake is answered at once.
 """
@@ -6,12 +6,14 @@ Nothing here imports JAX, so that a mistake is answered at once.
 import dataclasses
 import glob
 import math
+import os
 from pathlib import Path
 from typing import Literal, get_args
 
+from zero_jax.launch import COORDINATOR
 from zero_jax.model_choice import ModelChoice, find_model, nearest
+from zero_jax.safetensors_file import find_tensors
 from zero_jax.surroundings import check_folder, check_no_checkpoints, simulates
-from zero_jax.targets import Target, target_of
 
 SIMULATED_DEVICES = 8
 """CPU devices to simulate where no accelerator is present."""
@@ -44,7 +46,15 @@ class TrainConfig:
     """Read no more text than this, in bytes. None: all."""
 
     devices: int | None = None
-    """How many to use. None: all accelerators; 8 simulated CPU devices where there are none."""
+    """How many to use, in several processes of all of them. None: all accelerators; 8 simulated CPU devices where there
+    are none."""
+
+    distributed: bool = False
+    """This is one of several processes, and JAX finds the others: under Slurm, Open MPI, Kubernetes, or on a TPU pod.
+    `launch`, or ZERO_JAX_COORDINATOR, _NUM_PROCESSES and _PROCESS_ID in the environment, need no option."""
+
+    heartbeat: int = 100
+    """Seconds without a sign of life after which another process counts as dead, and this one ends."""
 
     replica: int = 1
     """Hybrid sharding: this many groups of devices, each with a whole set of shards."""
@@ -92,8 +102,21 @@ class TrainConfig:
     seed: int = 0
     """Of initialisation, batch order and generated text."""
 
+    samples: int = 2
+    """Continuations of held-out text to show at the end."""
+
+    hang_after: float | None = None
+    """Seconds after which a step that is not done makes each process print the stacks of its threads. None: never."""
+
+    hang_exit: bool = False
+    """End a process that hangs so, with status 124."""
+
     eval_every: int = 100
     """Steps between validations, each on the same held-out batches, at most 16."""
+
+    init_from: Path | None = None
+    """Start from the parameters in a safetensors file (or an index of such files, or a folder with one), by the names
+    of zero_jax or of Hugging Face. None: from new ones."""
 
     save_every: int = 200
     """Steps between checkpoints; the last step is saved, too. 0: nothing is saved."""
@@ -123,11 +146,13 @@ class TrainConfig:
                 raise ValueError(f"{name}={value}: give at least 1.")
         for name, low, high in (("learning_rate", 0, 10), ("warmup", 0, 1), ("weight_decay", 0, 10),
                                 ("clip", 1e-9, math.inf), ("seed", 0, 2**32 - 1), ("skip", 0, 2**31 - 1),
-                                ("save_every", 0, math.inf),
-                                ("ema", 0, 1 - 1e-9)):
+                                ("save_every", 0, math.inf), ("heartbeat", 1, 86400), ("hang_after", 0.01, 86400),
+                                ("samples", 0, 64), ("ema", 0, 1 - 1e-9)):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ValueError(f"{name}={value} is not within {low} to {high}.")
+        if self.hang_exit and self.hang_after is None:
+            raise ValueError("hang_exit without hang_after: say after how many seconds.")
         if not self.data:
             raise ValueError('data is empty: name files, or "python".')
         object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
@@ -144,7 +169,9 @@ class TrainConfig:
         """
         self._check_files()
         self._check_checkpoints()
-        if self.devices is None and simulates():
+        if self.init_from is not None:
+            find_tensors(self.init_from)
+        if self.devices is None and simulates() and not (self.distributed or COORDINATOR in os.environ):
             self.check_devices(SIMULATED_DEVICES)
         choice = find_model(self.model)
         choice.check(length=self.length, vocab_size=None if self.token_file else BYTES)
@@ -188,113 +215,3 @@ class InspectConfig(TrainConfig):
 
     def _check_checkpoints(self) -> None:
         pass  # it writes none
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanConfig:
-    """Compile a train step for hardware that is not there: does it fit, and what holds the memory and the wire."""
-
-    target: str = "h100:8"
-    """h100:16x8 (hosts x GPUs of each), v5p:8x8x16 (a torus), ...; or a file of your own, ./mychip.toml:4x8."""
-
-    model: str = "models.gpt2:1.5b"
-    """MODULE:PRESET. Any module on the path or in this folder that has PRESETS and build(config)."""
-
-    stage: Literal[0, 1, 2, 3] = 3
-    """What lies sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
-
-    batch_per_device: int = 1
-    """Sequences on each device, or each group of tensor x context devices that share them, over all microbatches."""
-
-    accumulate: int = 1
-    """Microbatches of a step, one after another."""
-
-    reduce: Reduce = "every"
-    """Reduce every microbatch's gradient, or the sum of them once."""
-
-    length: int | None = None
-    """Tokens per sequence. None: the model's max_length."""
-
-    precision: PrecisionName = "bf16"
-    """Of computation and wire; the master copy is fp32, but for bf16-stochastic."""
-
-    optimizer: Optimizer = "adamw"
-    """Whose state the devices hold; the report tells what it saves against AdamW."""
-
-    remat: bool | None = None
-    """Recompute each block in the backward pass. None: as the preset says. Needs a config with a field `remat`."""
-
-    mesh: tuple[int, ...] = ()
-    """Sizes of ZeRO's mesh axes; with the others their product is the number of devices. Empty: one, or a torus."""
-
-    tensor: int = 1
-    """Devices over which the model's tensor_rules split it (tensor parallelism); they share their sequences."""
-
-    vocab_size: int | None = None
-    """Of the model, in place of the preset's: tensor parallelism needs one that divides. None: as the preset says."""
-
-    context: int = 1
-    """Devices over which each sequence is split."""
-
-    replica: int = 1
-    """Groups of devices that each hold all shards (hybrid sharding)."""
-
-    sequence_parallel: bool = False
-    """Split what lies between tensor-parallel products along the sequence."""
-
-    partition_activations: Literal["no", "yes", "cpu"] = "no"
-    """Split checkpoints over the tensor axis (P_a); cpu: and keep them in the host's memory."""
-
-    keep: Literal["model", "full", "dots", "sqrt"] = "model"
-    """What blocks keep for backward: as the model does, their input, products too, or the input of every sqrt-th."""
-
-    search: Literal["no", "fit", "layers"] = "no"
-    """fit: the smallest stage, largest batch and least rematerialisation that fit; layers: the deepest model."""
-
-    json: bool = False
-    """Print JSON instead of tables."""
-
-    png: Path | None = None
-    """Draw the memory of every stage, stacked as in the paper's Figure 1, into this file."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "mesh", tuple(self.mesh))
-        for name, value in (("batch_per_device", self.batch_per_device), ("length", self.length),
-                            ("accumulate", self.accumulate), ("tensor", self.tensor), ("context", self.context),
-                            ("replica", self.replica),
-                            *(("mesh", size) for size in self.mesh)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: give at least 1.")
-        if self.batch_per_device % self.accumulate:
-            raise ValueError(f"batch_per_device={self.batch_per_device} does not divide into {self.accumulate} "
-                             "microbatches: give a multiple.")
-        if self.png is not None and self.png.suffix != ".png":
-            raise ValueError(f"png={self.png} does not end in .png.")
-
-    def check(self) -> "tuple[Target, ModelChoice]":
-        """The target and the model; raises ValueError for what can be seen to be wrong before JAX starts."""
-        target = target_of(self.target)
-        others = self.tensor * self.context * self.replica
-        if self.mesh and math.prod(self.mesh) * others != target.num_devices or target.num_devices % others:
-            with_others = f" x tensor, context, replica {self.tensor}, {self.context}, {self.replica}" * (others > 1)
-            raise ValueError(f"mesh={self.mesh}{with_others} is of {math.prod(self.mesh) * others} devices, and "
-                             f"{self.target} has {target.num_devices}: give sizes whose product is that.")
-        if self.png is not None:
-            check_folder("png", self.png.parent)
-        choice = find_model(self.model)
-        for name, asked in (("remat", self.remat is not None), ("num_layers", self.search == "layers"),
-                            ("vocab_size", self.vocab_size is not None)):
-            if asked and not hasattr(choice.config, name):
-                raise ValueError(f"{self.model} has no field {name!r} in its config, which this option changes.")
-        if self.vocab_size is not None:
-            choice = dataclasses.replace(choice, config=dataclasses.replace(choice.config, vocab_size=self.vocab_size))
-        if self.length is None and not hasattr(choice.config, "max_length"):
-            raise ValueError(f"{self.model} has no max_length in its config: give length=....")
-        choice.check(length=self.length or 1, vocab_size=None)
-        choice.tensor_rules(self.tensor)
-        return target, choice
-
-    @property
-    def groups(self) -> int:
-        """Groups of devices that share no sequence."""
-        return target_of(self.target).num_devices // (self.tensor * self.context)

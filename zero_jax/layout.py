@@ -20,6 +20,7 @@ from zero_jax.precision import Precision
 from zero_jax.reads import Read
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
+from zero_jax.transform import takes_value
 from zero_jax.tree import leaf_bytes, map_named, merge, named_leaves
 from zero_jax.view import View, natural
 
@@ -239,8 +240,8 @@ def plan_layout(*, params: Any, variables: Any, rng: Any, optimizer: optax.Gradi
 
     frozen = map_named(as_read, frozen or {})
     # An optimizer of nothing: all that is done with them is to read them.
-    kept_views, kept, _, _ = divide(frozen, optax.identity(), sizes if stage.shards_params else {}, reads, tiled=tiled,
-                                    splits=splits)
+    kept_views, kept, _, _ = divide(frozen, takes_value(optax.identity()), sizes if stage.shards_params else {}, reads,
+                                    tiled=tiled, splits=splits)
 
     def use(name: str, leaf: Any, stored: P, reduced: P, view: View) -> Use | None:
         dtype = precision.read_dtype(name, leaf.dtype)

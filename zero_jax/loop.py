@@ -16,23 +16,31 @@ import numpy as np
 from zero_jax.config import TrainConfig
 from zero_jax.data import Batches
 from zero_jax.guard import BadStepError
+from zero_jax.preemption import Preemption
 from zero_jax.report import Ticker, draw_curves, process_bytes, size_text
+from zero_jax.watchdog import Watchdog
 
 EVAL_BATCHES = 16
+
+Metrics = tuple[int, dict[str, jax.Array]]
+"""Of a step, with its number."""
 
 
 class History:
     """The losses of a run by step, and the JSONL file that gets a line for each as soon as it is known."""
 
-    def __init__(self, path: Path, *, after: int = 0):
+    def __init__(self, path: Path, *, after: int = 0, writes: bool = True):
         """Begins the file at `path`, or goes on with it after the step `after`; ValueError where that cannot be.
 
         A line that a run was killed in is cut off. Lines of later steps stay, and the losses that come now follow them.
+        Without `writes` there is no file.
         """
-        make_folder(path.parent)
-        self.path = path
+        self.path, self._file = path, None
         self.train: list[tuple[int, float]] = []
         self.validation: list[tuple[int, float]] = []
+        if not writes:
+            return
+        make_folder(path.parent)
         try:
             if after and path.exists():
                 self._read(after)
@@ -57,16 +65,18 @@ class History:
 
     def write(self, **row: Any) -> None:
         """A line; it is on disk when this returns, whatever ends the run."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Ends the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def draw(self, title: str, bigram: float | None) -> Path | None:
-        """loss.png beside the file, and its path; None before the first step."""
-        if not self.train:
+        """loss.png beside the file, and its path; None before the first step, and without a file."""
+        if not self.train or self._file is None:
             return None
         path = self.path.with_name("loss.png")
         baselines = {} if bigram is None else {"bigram model": bigram}
@@ -87,7 +97,7 @@ class Loop:
     """What the loop needs: the compiled step and evaluator, both sets of batches, and where to tell of it.
 
     save: called with (step number, state) when a checkpoint is due, or None. memory: text that stands beside each step.
-    seconds and timed_steps: spent in training, without validation and saving.
+    seconds and timed_steps: spent in training, without validation and saving. preempted: whether SIGTERM ended it.
     """
 
     config: TrainConfig
@@ -97,11 +107,14 @@ class Loop:
     held_out: Batches
     history: History
     ticker: Ticker
+    watchdog: Watchdog
+    preemption: Preemption
     bigram: float | None
     memory: str
     save: Callable[[int, Any], Any] | None = None
     seconds: float = 0.0
     timed_steps: int = 0
+    preempted: bool = False
 
     @property
     def tokens_per_second(self) -> float:
@@ -113,9 +126,12 @@ class Loop:
 
         Raises BadStepError where more steps in a row were not finite than the configuration skips.
         """
-        waiting: tuple[int, dict[str, jax.Array]] | None = None
-        self._clock = time.perf_counter()
+        waiting: Metrics | None = None
+        self._clock, saved = time.perf_counter(), after
         for number in range(after + 1, self.config.steps + 1):
+            if self.preemption.asked(number):
+                return self._leave(number - 1, state, waiting, saved)
+            self.watchdog.beat(f"step {number}")
             state, metrics = self.step(state, next(self.batches))
             if waiting:
                 self._record(*waiting)
@@ -123,13 +139,27 @@ class Loop:
             if self.save and (number % self.config.save_every == 0 or number == self.config.steps):
                 self._record(*waiting)  # what is saved has its losses in the log, and its step was no bad one
                 waiting = None
+                self.watchdog.rest()
                 self.save(number, state)
-                self._clock = time.perf_counter()
+                self._clock, saved = time.perf_counter(), number
             if number % self.config.eval_every == 0 or number == self.config.steps:
                 if waiting:
                     self._record(*waiting)
                 waiting = None
                 self._validate(number, state)
+        self.watchdog.rest()
+        return state
+
+    def _leave(self, number: int, state: Any, waiting: Metrics | None, saved: int) -> Any:
+        """What is done when the run is asked to end after the step `number`."""
+        self.preempted = True
+        if waiting:
+            self._record(*waiting)
+        self.watchdog.rest()
+        if self.save and number > saved:
+            self.save(number, state)
+        kept = "saved, and --resume goes on from there" if self.save and number else "nothing is saved"
+        self.ticker.say(f"Asked to end (SIGTERM) after step {number}: {kept}.")
         return state
 
     def _record(self, number: int, metrics: dict[str, jax.Array]) -> None:
@@ -154,7 +184,11 @@ class Loop:
 
     def _validate(self, number: int, state: Any) -> None:
         # One after another: two programs with collectives must not run at once on simulated devices.
-        losses = [float(self.evaluate(state, batch)) for batch in itertools.islice(self.held_out.once(), EVAL_BATCHES)]
+        losses = []
+        for batch in itertools.islice(self.held_out.once(), EVAL_BATCHES):
+            self.watchdog.beat(f"validation after step {number}")
+            losses.append(float(self.evaluate(state, batch)))
+        self.watchdog.rest()
         loss = float(np.mean(losses))
         self.history.validation.append((number, loss))
         self.history.write(step=number, validation_loss=loss)

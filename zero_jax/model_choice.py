@@ -15,12 +15,14 @@ from typing import Any
 class ModelChoice:
     """A preset of a module of models: `build(config)` makes the Flax model.
 
+    names: the module's `huggingface`, which gives the fields of `Names` for a config; None where it has none.
     rules: `tensor_rules(config)` of the module, how tensor parallelism splits its parameters; None if it has none.
     """
 
     name: str
     config: Any
     build: Callable[[Any], Any]
+    names: Callable[[Any], Mapping[str, Any]] | None = None
     rules: Callable[[Any], Any] | None = None
 
     def tensor_rules(self, tensor: int) -> tuple[Any, ...]:
@@ -62,7 +64,8 @@ def find_model(name: str) -> ModelChoice:
     if preset not in presets:
         wrong = f"{module_name} has no preset {preset!r}" if preset else f"name a preset, as in {module_name}:PRESET"
         raise ValueError(f"model={name!r}: {wrong}" + nearest(preset, list(presets)))
-    return ModelChoice(name, presets[preset], build, getattr(module, "tensor_rules", None))
+    return ModelChoice(name, presets[preset], build, getattr(module, "huggingface", None),
+                       getattr(module, "tensor_rules", None))
 
 
 def _exists(module: str) -> bool:

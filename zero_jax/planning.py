@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from zero_jax.blocks import Remat
-from zero_jax.config import InspectConfig, PlanConfig
+from zero_jax.config import InspectConfig
 from zero_jax.memory import Transformer
 from zero_jax.model_choice import ModelChoice
 from zero_jax.optimizers import OPTIMIZERS
+from zero_jax.plan_config import PlanConfig
 from zero_jax.plan_report import draw_stages, finite, found_table, plan_json, plan_tables, verdict
 from zero_jax.planner import Plan, examine, plan
 from zero_jax.report import make_console, state_table

@@ -21,6 +21,8 @@ def told_by_first(numbers: Sequence[int]) -> list[int]:
         return list(numbers)
     (count,) = multihost_utils.broadcast_one_to_all(np.array([len(numbers)], np.int32))
     mine = np.zeros((int(count), 2), np.uint32)
+    if not mine.size:
+        return []
     if is_first():
         mine[:] = [(number >> 32, number & 0xFFFFFFFF) for number in numbers]
     return [(int(high) << 32) + int(low) for high, low in multihost_utils.broadcast_one_to_all(mine)]

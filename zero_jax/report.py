@@ -132,7 +132,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("speed", f"{summary['tokens_per_second']:,.0f} tokens/s")
     table.add_row("peak memory", size_text(summary["peak_bytes"]))
     table.add_row("time", f"{summary['seconds']:.0f} s for {summary['steps']} steps"
-                  + (", interrupted" if summary["interrupted"] else ""))
+                  + (", interrupted" if summary["interrupted"] else ", preempted" if summary["preempted"] else ""))
     table.add_row("written", ", ".join(path for path in (summary["log"], summary["curve"]) if path))
     return table
 

@@ -1,6 +1,7 @@
 """Going on with a run from its last good checkpoint, if it is the same run."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from zero_jax.manifest import CheckpointError
 from zero_jax.step import ZeroTrainStep
 
 FIXED = ("model", "data", "max_bytes", "precision", "optimizer", "batch_size", "ema", "length", "steps",
-         "learning_rate", "warmup", "weight_decay", "clip", "seed")
+         "learning_rate", "warmup", "weight_decay", "clip", "seed", "init_from")
 """What decides the losses of a run. Where the state lies, and what is shown and saved of it, may change."""
 
 
@@ -20,6 +21,8 @@ def fixed(config: TrainConfig) -> dict[str, Any]:
     """The options of a run that may not change when it goes on, as plain JSON."""
     def plain(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        if isinstance(value, Path):
             return str(value)
         return list(value) if isinstance(value, tuple) else value
 

@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.accumulate import accumulated
 from zero_jax.activations import Activations
 from zero_jax.batch import Accumulation, abstract_batch, check_batch
+from zero_jax.cluster import lay_out
 from zero_jax.contract import Contract, Report, contract_of, verify
 from zero_jax.evaluate import evaluated
 from zero_jax.functional import Functional
@@ -64,7 +66,7 @@ class ZeroTrainStep:
         """
         make = self._initializer(batch)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
-            batch = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), batch)
+            batch = lay_out(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), batch), self.batch_sharding)
         return make(typed_key(rng), self._model.given, batch)
 
     def __call__(self, state: ZeroState, batch: Any) -> tuple[ZeroState, dict[str, jax.Array]]:
@@ -104,6 +106,11 @@ class ZeroTrainStep:
         """The parameters of `state` in their true shapes, in as many parts as those allow."""
         state = self.layout().load(state)
         return merge(state.params, state.frozen)
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """As the step calls it."""
+        return self._optimizer
 
     def abstract_state(self, batch: Any) -> ZeroState:
         """The state as `jax.ShapeDtypeStruct`s with shardings, for restoring and for compiling."""

@@ -14,15 +14,19 @@ from rich.console import Console
 
 from zero_jax import corpus
 from zero_jax.checkpoint import Checkpoints
-from zero_jax.config import SIMULATED_DEVICES, TrainConfig, simulates
+from zero_jax.cluster import choose_devices, initialize, lay_out, local, on_host
+from zero_jax.config import SIMULATED_DEVICES, TrainConfig
 from zero_jax.data import Batches
 from zero_jax.generate import generate, next_logits
 from zero_jax.guard import Guard
+from zero_jax.interop import import_params, names_in
 from zero_jax.loop import History, Loop, make_folder
 from zero_jax.make import make_zero_train_step
 from zero_jax.mesh import make_mesh, simulate_devices
 from zero_jax.model_choice import ModelChoice
 from zero_jax.optimizers import OPTIMIZERS, optimizer_text
+from zero_jax.preemption import Preemption
+from zero_jax.processes import all_or_none, is_first
 from zero_jax.report import (
     Ticker,
     make_console,
@@ -35,8 +39,10 @@ from zero_jax.report import (
 )
 from zero_jax.resume import fixed, resumed
 from zero_jax.step import ZeroTrainStep
+from zero_jax.surroundings import simulates
+from zero_jax.watchdog import Watchdog
 
-PROMPT_TOKENS, SAMPLE_TOKENS, NUM_SAMPLES, TEMPERATURE = 64, 160, 2, 0.7
+PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 64, 160, 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +50,8 @@ class Summary:
     """What came of a run. Losses are in nats per token; None where there was nothing to measure.
 
     tokens_per_second: in training, without compilation and validation. peak_bytes: of the fullest accelerator, or of
-    this process where devices are simulated. interrupted: Ctrl-C ended it early, and nothing was generated.
+    this process where devices are simulated. interrupted: Ctrl-C ended it early,
+    preempted: SIGTERM did; nothing was generated then.
     """
 
     steps: int
@@ -58,6 +65,7 @@ class Summary:
     curve: Path | None
     samples: tuple[str, ...]
     interrupted: bool
+    preempted: bool
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
@@ -66,11 +74,17 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     Raises ValueError for a configuration that makes no run, before anything is compiled or overwritten, and
     BadStepError where more steps in a row were not finite than `config.skip`.
     """
-    started = time.perf_counter()
-    console = console or make_console()
     choice = config.check()
+    initialize(distributed=config.distributed, heartbeat_seconds=config.heartbeat)
+    with Preemption() as preemption:
+        return _train(config, choice, console, preemption)
+
+
+def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, preemption: Preemption) -> Summary:
+    started = time.perf_counter()
     devices = devices_of(config)
-    make_folder(config.out)
+    console = (console or make_console()) if is_first() else Console(quiet=True)
+    all_or_none(lambda: make_folder(config.out) if is_first() else None)
     vocab_size = getattr(choice.config, "vocab_size", None)
     tokens = corpus.load(config.data, max_bytes=config.max_bytes, vocab_size=vocab_size)
     train_part, held_part = _split(tokens, config)
@@ -83,7 +97,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     checkpoints = Checkpoints(config.checkpoints, keep_last=config.keep)
     restored = resumed(config, checkpoints, step, batches, console) if config.resume else None
     after = restored.step if restored else 0
-    history = History(config.out / "train.jsonl", after=after)
+    history = History(config.out / "train.jsonl", after=after, writes=is_first())
     interrupted, samples = False, ()
     try:
         console.print(
@@ -99,28 +113,33 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
         history.write(config=_plain(config), versions=versions, devices=[str(device) for device in devices],
                       bigram_loss=bigram, state_bytes_per_device=layout.device_bytes, resumed_after=after)
         state = restored.state if restored else step.init(jax.random.key(config.seed), batches[0])
+        if config.init_from is not None and restored is None:
+            state = import_params(config.init_from, step, state, batches[0],
+                                  names=names_in(config.init_from, layout, choice))
         del restored  # its state is donated
 
         def save(number: int, state: Any) -> None:
             checkpoints.save(step, state, at=number, data=batches.state(), config=fixed(config))
 
-        with Ticker(console, total=config.steps) as ticker:
+        watchdog = Watchdog(config.hang_after, process=jax.process_index(), end=config.hang_exit)
+        with Ticker(console, total=config.steps) as ticker, watchdog:
             loop = Loop(config, compiled, step.evaluator(ema=config.ema is not None), batches, held_out, history,
-                        ticker, bigram, f"state {size_text(layout.device_bytes)}/device",
+                        ticker, watchdog, preemption, bigram, f"state {size_text(layout.device_bytes)}/device",
                         save if config.save_every else None)
             try:
                 state = loop.run(state, after=after)
             except KeyboardInterrupt:
                 interrupted = True
         checkpoints.wait()
-        if not interrupted:
+        if not interrupted and not loop.preempted:
             samples = _samples(config, step, state, held_part)
         curve = history.draw(f"{config.model}, stage {config.stage}, {len(devices)} devices", bigram)
         summary = Summary(
             steps=history.last_step, loss=history.train[-1][1] if history.train else None,
             validation_loss=history.validation[-1][1] if history.validation else None, bigram_loss=bigram,
             tokens_per_second=loop.tokens_per_second, seconds=time.perf_counter() - started,
-            peak_bytes=peak_bytes(devices), log=history.path, curve=curve, samples=samples, interrupted=interrupted)
+            peak_bytes=peak_bytes(local(devices)), log=history.path, curve=curve, samples=samples,
+            interrupted=interrupted, preempted=loop.preempted)
         history.write(summary=_plain(summary))
     finally:
         history.close()
@@ -132,8 +151,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
 
 
 def devices_of(config: TrainConfig) -> list[jax.Device]:
-    """The devices of the run; simulated where there is no accelerator."""
-    if simulates():
+    """The devices of the run; simulated where there is no accelerator. In several processes, those of all of them."""
+    if simulates() and not jax.distributed.is_initialized():
         simulate_devices(config.devices or SIMULATED_DEVICES)
     try:
         devices = jax.devices()
@@ -145,7 +164,7 @@ def devices_of(config: TrainConfig) -> list[jax.Device]:
             f"devices={number}, but there are {len(devices)} of kind {devices[0].platform}: give fewer, or set "
             "JAX_PLATFORMS=cpu to simulate them.")
     config.check_devices(number)
-    return devices[:number]
+    return choose_devices(number)
 
 
 def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device]) -> ZeroTrainStep:
@@ -182,14 +201,17 @@ def _bigram(config: TrainConfig, vocab_size: int | None, *parts: np.ndarray) -> 
 
 def _samples(config: TrainConfig, step: ZeroTrainStep, state: Any, held_part: np.ndarray) -> tuple[str, ...]:
     """Continuations of held-out text, or of held-out ids where they are no bytes."""
-    rows = step.batch_sharding.num_devices
+    if not config.samples:
+        return ()
+    devices = step.batch_sharding.num_devices
+    rows = -(-config.samples // devices) * devices
     prompt = min(PROMPT_TOKENS, config.length)
     starts = np.arange(rows) * (len(held_part) - prompt) // rows
     prompts = np.stack([held_part[start : start + prompt] for start in starts])
     evaluate = step.evaluator(next_logits, ema=config.ema is not None)
 
-    def logits(batch: Any) -> jax.Array:
-        return evaluate(state, jax.device_put(batch, step.batch_sharding))  # a row on each device, not all on all
+    def logits(batch: Any) -> np.ndarray:
+        return on_host(evaluate(state, lay_out(batch, step.batch_sharding)))  # a row on each device, not all on all
 
     new = generate(logits, prompts, num_tokens=SAMPLE_TOKENS, length=config.length,
                    temperature=TEMPERATURE, seed=config.seed)
@@ -201,7 +223,7 @@ def _samples(config: TrainConfig, step: ZeroTrainStep, state: Any, held_part: np
         return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in corpus.decode(ids))
 
     return tuple(f"--- held-out text:\n{text(prompts[i])}\n--- continued by the model:\n{text(new[i])}"
-                 for i in range(min(NUM_SAMPLES, rows)))
+                 for i in range(config.samples))
 
 
 def _plain(row: Any) -> dict[str, Any]:

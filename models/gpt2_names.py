@@ -1,0 +1,26 @@
+"""The names and the order of Hugging Face's GPT-2 for `models.gpt2` and `models.gpt2_nnx`, scanned or unrolled."""
+
+from typing import Any
+
+import numpy as np
+
+
+def huggingface(config: Any) -> dict[str, Any]:
+    """Fields of `zero_jax.Names`: rules are (our name, theirs, columns); "{layer}" is open where layers are stacked.
+
+    Their Conv1D stores (in, out), as a kernel here, so that nothing is transposed. Their fused columns are (q | k | v,
+    head, head dim), and ours (head, q | k | v, head dim).
+    """
+    theirs = np.arange(3 * config.width).reshape(3, config.num_heads, -1)
+    columns = tuple(theirs.swapaxes(0, 1).reshape(-1).tolist())
+    block, layer = r"blocks(?:[_/](?P<layer>\d+))?/", "h.{layer}."
+    rules: list[tuple[Any, ...]] = [("wte/embedding", "wte.weight"), ("wpe/embedding", "wpe.weight"),
+                                    ("ln_f/scale", "ln_f.weight"), ("ln_f/bias", "ln_f.bias")]
+    for norm in ("ln_1", "ln_2"):
+        rules += [(f"{block}{norm}/scale", f"{layer}{norm}.weight"), (f"{block}{norm}/bias", f"{layer}{norm}.bias")]
+    for ours, name, order in (("qkv", "attn.c_attn", columns), ("proj", "attn.c_proj", None),
+                              ("up", "mlp.c_fc", None), ("down", "mlp.c_proj", None)):
+        rules += [(f"{block}{ours}/kernel", f"{layer}{name}.weight", order),
+                  (f"{block}{ours}/bias", f"{layer}{name}.bias", order)]
+    return {"rules": rules, "prefix": "transformer.", "tied": {"lm_head.weight": "wte.weight"},
+            "ignored": (r"h\.\d+\.attn\.(bias|masked_bias)",)}
