@@ -17,7 +17,7 @@ from zero_jax.gather import GATHER_SCOPE
 from zero_jax.hlo import collectives
 from zero_jax.targets import target_of
 
-LAYERS, WIDTH, LENGTH, BATCH, VOCAB = 6, 256, 512, 8, 1024
+LAYERS, WIDTH, LENGTH, BATCH, VOCAB = 6, 256, 512, 8, 2048
 CHECKPOINTED = {"remat": "full"}
 
 

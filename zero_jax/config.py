@@ -59,6 +59,21 @@ class TrainConfig:
     replica: int = 1
     """Hybrid sharding: this many groups of devices, each with a whole set of shards."""
 
+    tensor: int = 1
+    """Devices over which the model's tensor_rules split it (tensor parallelism); they share their sequences."""
+
+    context: int = 1
+    """Devices over which each sequence is split."""
+
+    sequence_parallel: bool = False
+    """Split what lies between tensor-parallel products along the sequence."""
+
+    partition_activations: Literal["no", "yes", "cpu"] = "no"
+    """Split checkpoints over the tensor axis (P_a); cpu: and keep them in the host's memory."""
+
+    recompute: Literal["model", "full", "dots", "sqrt"] = "model"
+    """What blocks keep for backward: as the model does, their input, products too, or the input of every sqrt-th."""
+
     precision: PrecisionName = "fp32"
     """Of computation and wire. bf16 and fp16 keep an fp32 master copy, fp16 scales its loss; bf16-stochastic keeps all
     of the state in bf16 and rounds updates at random. They are for accelerators: half the wire, faster arithmetic."""
@@ -139,7 +154,8 @@ class TrainConfig:
                 raise ValueError(f"{name}={value!r} is unknown{nearest(value, [*get_args(kind)])}")
         if self.reduce == "once" and self.accumulate == 1:
             raise ValueError("reduce=once without accumulate: the gradient of one batch is reduced once anyhow.")
-        for name in ("accumulate", "devices", "replica", "batch_size", "length", "steps", "eval_every", "max_bytes",
+        for name in ("accumulate", "devices", "replica", "tensor", "context",
+                     "batch_size", "length", "steps", "eval_every", "max_bytes",
                      "keep"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -175,18 +191,23 @@ class TrainConfig:
             self.check_devices(SIMULATED_DEVICES)
         choice = find_model(self.model)
         choice.check(length=self.length, vocab_size=None if self.token_file else BYTES)
+        choice.tensor_rules(self.tensor)
         return choice
 
     def check_devices(self, devices: int) -> None:
-        """Raises ValueError unless the batch, with its microbatches, and the replicas divide over `devices`."""
-        if devices % self.replica:
-            raise ValueError(f"replica={self.replica} does not divide the {devices} devices.")
-        parts = devices * self.accumulate
+        """Raises ValueError unless the batch, with its microbatches, and the mesh's axes divide over `devices`."""
+        axes = {name: getattr(self, name) for name in ("replica", "tensor", "context") if getattr(self, name) > 1}
+        if devices % math.prod(axes.values()):
+            raise ValueError(", ".join(f"{name}={size}" for name, size in axes.items())
+                             + f" does not divide the {devices} devices.")
+        parts = devices // (self.tensor * self.context) * self.accumulate
         if self.batch_size % parts:
             near = max(parts, round(self.batch_size / parts) * parts)
             many = f" and {self.accumulate} microbatches" * (self.accumulate > 1)
-            raise ValueError(f"batch_size={self.batch_size} does not divide over {devices} devices{many}: give a "
-                             f"multiple, say {near}.")
+            raise ValueError(f"batch_size={self.batch_size} does not divide over {parts // self.accumulate} "
+                             f"devices{many}: give a multiple, say {near}.")
+        if self.length % self.context:
+            raise ValueError(f"length={self.length} does not divide over context={self.context} devices.")
 
     @property
     def checkpoints(self) -> Path:

@@ -66,7 +66,7 @@ class PlanConfig:
     partition_activations: Literal["no", "yes", "cpu"] = "no"
     """Split checkpoints over the tensor axis (P_a); cpu: and keep them in the host's memory."""
 
-    keep: Literal["model", "full", "dots", "sqrt"] = "model"
+    recompute: Literal["model", "full", "dots", "sqrt"] = "model"
     """What blocks keep for backward: as the model does, their input, products too, or the input of every sqrt-th."""
 
     search: Literal["no", "fit", "layers"] = "no"

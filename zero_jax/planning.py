@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from zero_jax.blocks import Remat
 from zero_jax.config import InspectConfig
 from zero_jax.memory import Transformer
 from zero_jax.model_choice import ModelChoice
@@ -20,10 +19,7 @@ from zero_jax.report import make_console, state_table
 from zero_jax.search import Found, deepest, search
 from zero_jax.stages import STAGES
 from zero_jax.targets import Target
-from zero_jax.train import devices_of, step_of
-
-KEEP = {"model": None, "full": "full", "dots": "dots", "sqrt": Remat(every="sqrt")}
-PARTITION: dict[str, bool | str] = {"no": False, "yes": True, "cpu": "cpu"}
+from zero_jax.train import devices_of, residual_options, step_of
 
 
 def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
@@ -38,9 +34,7 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
     optimizer = OPTIMIZERS[config.optimizer](learning_rate=1e-3, weight_decay=0.1)
     options = {"precision": config.precision, "mesh": config.mesh or -1, "optimizer": optimizer,
                "accumulate": config.accumulate, "reduce": config.reduce, "tensor": config.tensor,
-               "context": config.context, "replica": config.replica, "tensor_rules": choice.tensor_rules(config.tensor),
-               "sequence_parallel": config.sequence_parallel,
-               "remat": KEEP[config.keep], "partition_activations": PARTITION[config.partition_activations]}
+               "context": config.context, "replica": config.replica, **residual_options(config, choice)}
 
     def batch(per_device: int) -> Any:
         shape = (per_device * config.groups, length)
@@ -61,8 +55,8 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
             made = plan(
                 _model(choice, config), config.stage, target, batch(config.batch_per_device), **options,
                 transformer=_transformer(
-                    choice.config, config.remat if config.keep == "model" else True, config.batch_per_device, length,
-                    config))
+                    choice.config, config.remat if config.recompute == "model" else True, config.batch_per_device,
+                    length, config))
     if config.json:
         print(json.dumps(finite({
             "model": config.model, "plan": made and plan_json(made),

@@ -13,6 +13,7 @@ import optax
 from rich.console import Console
 
 from zero_jax import corpus
+from zero_jax.blocks import Remat
 from zero_jax.checkpoint import Checkpoints
 from zero_jax.cluster import choose_devices, initialize, lay_out, local, on_host
 from zero_jax.config import SIMULATED_DEVICES, TrainConfig
@@ -25,6 +26,7 @@ from zero_jax.make import make_zero_train_step
 from zero_jax.mesh import make_mesh, simulate_devices
 from zero_jax.model_choice import ModelChoice
 from zero_jax.optimizers import OPTIMIZERS, optimizer_text
+from zero_jax.plan_config import PlanConfig
 from zero_jax.preemption import Preemption
 from zero_jax.processes import all_or_none, is_first
 from zero_jax.report import (
@@ -176,10 +178,19 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device])
     make = functools.partial(OPTIMIZERS[config.optimizer], weight_decay=config.weight_decay)
     injected = optax.inject_hyperparams(lambda learning_rate: make(learning_rate))(learning_rate=schedule)
     optimizer = optax.chain(optax.clip_by_global_norm(config.clip), injected)
-    mesh = make_mesh(replica=config.replica, devices=devices)
+    mesh = make_mesh(replica=config.replica, tensor=config.tensor, context=config.context, devices=devices)
     return make_zero_train_step(
         choice.build(choice.config), config.stage, optimizer=optimizer, mesh=mesh, precision=config.precision,
-        accumulate=config.accumulate, reduce=config.reduce, ema=config.ema, guard=Guard(skip=config.skip))
+        accumulate=config.accumulate, reduce=config.reduce, ema=config.ema, guard=Guard(skip=config.skip),
+        **residual_options(config, choice))
+
+
+def residual_options(config: TrainConfig | PlanConfig, choice: ModelChoice) -> dict[str, Any]:
+    """What a configuration says of model parallelism and of activations, as `make_zero_train_step` takes it."""
+    return {
+        "tensor_rules": choice.tensor_rules(config.tensor), "sequence_parallel": config.sequence_parallel,
+        "remat": {"model": None, "sqrt": Remat(every="sqrt")}.get(config.recompute, config.recompute),
+        "partition_activations": {"no": False, "yes": True}.get(config.partition_activations, "cpu")}
 
 
 def _split(tokens: np.ndarray, config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
