@@ -96,7 +96,7 @@ def test_what_is_no_mesh():
 @pytest.mark.parametrize(("options", "message"), [
     ({"data": 16}, "needs 16 devices and there are 8.*simulate_devices\\(16\\)"),
     ({"data": 0}, "sizes must be positive"),
-    ({"replica": 3}, "8 devices do not divide by it"),
+    ({"replica": 3}, "8 devices do not divide by .*replica.: 3"),
     ({"data": (2, 8)}, "needs 16 devices"),
 ])
 def test_mesh_sizes(options, message):

@@ -120,7 +120,8 @@ def test_every_option_that_matters_is_compared(whole, change):
 
 
 def test_what_may_change_and_what_may_not_are_all_options():
-    free = {"stage", "devices", "replica", "accumulate", "reduce", "skip", "eval_every", "save_every", "keep", "resume",
+    free = {"stage", "devices", "replica", "tensor", "context", "sequence_parallel", "partition_activations",
+            "recompute", "accumulate", "reduce", "skip", "eval_every", "save_every", "keep", "resume",
             "out", "samples", "distributed", "heartbeat", "hang_after", "hang_exit"}
     assert {*FIXED, *free} == {field.name for field in dataclasses.fields(TrainConfig)} and not free & {*FIXED}
     assert json.loads(json.dumps(fixed(TINY), allow_nan=False)) == fixed(TINY)

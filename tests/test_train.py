@@ -37,6 +37,19 @@ def command(out: Path, *args: str) -> list[str]:
     return [sys.executable, "-W", "error", "-m", "zero_jax", "train", *short, "--out", str(out), *args]
 
 
+@pytest.mark.slow
+def test_model_parallelism_is_an_option_and_changes_no_number(tmp_path):
+    found = []
+    for options in ((), ("--tensor", "2", "--context", "2", "--sequence-parallel", "--recompute", "full",
+                         "--partition-activations", "yes")):
+        out = tmp_path / str(len(options))
+        done = subprocess.run(command(out, "--steps", "3", "--devices", "8", *options),
+                              cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        found.append([row["loss"] for row in lines(out / "train.jsonl") if "loss" in row])
+    assert len(found[0]) == 3 and found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 def test_the_command_writes_log_and_curve(tmp_path):
     done = subprocess.run(command(tmp_path, "--steps", "3", "--eval-every", "2", "--devices", "4", "--replica", "2"),
                           cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -116,6 +116,7 @@ def test_on_a_cpu_the_transfer_is_in_the_program_and_moves_nothing():
     assert "MemorySpace.Host" in text or "Space.Host" in text or "<host>" in text
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_splits_what_lies_between():
     _, text, step = compiled(sequence_parallel=True, **CHECKPOINTED)
     kinds = collections.Counter()
@@ -127,6 +128,7 @@ def test_sequence_parallelism_splits_what_lies_between():
     contract.verify(text, step.contract(batch()))
 
 
+@pytest.mark.slow
 def test_what_blocks_keep_is_what_is_held():
     def held(**options):
         return compiled(sizes=(), **options)[0].memory_analysis().temp_size_in_bytes
@@ -154,12 +156,14 @@ def test_secondary_shards_keep_backward_inside_the_node():
     assert sent(flat, plain)["data_0", "data_1"] > 2 * psi
 
 
+@pytest.mark.slow
 def test_combine_threshold_changes_the_program():
     few, many = (sum(1 for _ in collectives(compiled(sizes=(), combine_bytes=size, **CHECKPOINTED)[1]))
                  for size in (2**30, 1))
     assert many > 1.5 * few
 
 
+@pytest.mark.slow
 def test_logits_never_exist_whole():
     logits = BATCH // 8 * LENGTH * VOCAB  # of which the program with chunks has an eighth
     (whole, text, step), (made, chunked, other) = (
