@@ -6,6 +6,7 @@ Sources: ZeRO, arXiv 1910.02054, section 6.1; Megatron-LM's sequence parallelism
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -128,24 +129,18 @@ class Activations:
         What a column-parallel product takes is gathered along the sequence, and what a row-parallel one gives is
         scattered along it, where each would else be whole and summed: the same bytes, and all between is split.
         """
-        split: dict[Any, int] = {}
         eqns: list[core.JaxprEqn] = []
-        for eqn in jaxpr.eqns:
-            found = [split.get(atom) if not isinstance(atom, core.Literal) else None for atom in eqn.invars]
-            dim = split_dim(eqn)
-            if dim is not None:
-                split[eqn.outvars[0]] = dim
-            elif eqn.primitive.name == "dot_general" and any(dim is not None for dim in found):
-                eqns += self._product(eqn, found)
-                continue
-            elif _looks_up(eqn) and found[0] is not None and self._is_stream(eqn.outvars[0].aval):
-                part = core.Var(eqn.outvars[0].aval)
-                eqns += [eqn.replace(outvars=[part]),
-                         _call(functools.partial(_leave, at=self), part, eqn.outvars[0])]
-                continue
-            elif found[:1] != [None] and found and (moved := _moved(eqn, found[0])) is not None:
-                split[eqn.outvars[0]] = moved
-            eqns.append(eqn)
+        for eqn, role, side in _roles(jaxpr):
+            given: Any = eqn.outvars[0] if eqn.outvars else None
+            if role in ("row", "lookup") and self._is_stream(given.aval):
+                part = core.Var(given.aval)
+                eqns += [eqn.replace(outvars=[part]), _call(functools.partial(_leave, at=self), part, given)]
+            elif role == "column" and self._is_stream(eqn.invars[side].aval):
+                whole = core.Var(eqn.invars[side].aval)
+                invars = [whole if i == side else atom for i, atom in enumerate(eqn.invars)]
+                eqns += [_call(functools.partial(_enter, at=self), eqn.invars[side], whole), eqn.replace(invars=invars)]
+            else:
+                eqns.append(eqn)
         return jaxpr.replace(eqns=eqns)
 
     def wire_bytes(self, jaxpr: core.Jaxpr) -> float:
@@ -157,22 +152,6 @@ class Activations:
         """
         ways, share = self.mesh.shape.get(TENSOR, 1), 1.0 / math.prod(self.mesh.shape[axis] for axis in self.batch)
         return share * (1 - 1 / ways) * _elements(jaxpr, self)
-
-    def _product(self, eqn: core.JaxprEqn, found: list[int | None]) -> list[core.JaxprEqn]:
-        side = next(side for side, dim in enumerate(found) if dim is not None)
-        contracts = eqn.params["dimension_numbers"][0][side]
-        taken, given = eqn.invars[1 - side], eqn.outvars[0]
-        if found[side] in contracts:
-            if not self._is_stream(given.aval):
-                return [eqn]
-            part = core.Var(given.aval)
-            return [eqn.replace(outvars=[part]), _call(functools.partial(_leave, at=self), part, given)]
-        if isinstance(taken, core.Literal) or not self._is_stream(taken.aval):
-            return [eqn]
-        whole = core.Var(taken.aval)
-        invars = list(eqn.invars)
-        invars[1 - side] = whole
-        return [_call(functools.partial(_enter, at=self), taken, whole), eqn.replace(invars=invars)]
 
     def _is_stream(self, aval: Any) -> bool:
         return aval.ndim >= 3 and aval.shape[0] == self.batch_size and self._dim(aval) == 1
@@ -208,23 +187,33 @@ def _streams(jaxpr: core.Jaxpr, at: Activations) -> bool:
         _streams(inner, at) for eqn in jaxpr.eqns for inner in core.jaxprs_in_params(eqn.params))
 
 
-def _elements(jaxpr: core.Jaxpr, at: Activations) -> float:
-    """Of `Activations.wire_bytes`: bytes, with all rounds of loops, before they are shared."""
+def _roles(jaxpr: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, str, int]]:
+    """Each equation with what it does with a weight that `tensor` splits, and its operand beside that weight.
+
+    "row": a product that sums over the split dim; "column": one that keeps it; "lookup": of rows; else "".
+    """
     split: dict[Any, int] = {}
-    total = 0.0
     for eqn in jaxpr.eqns:
-        found = [split.get(atom) if not isinstance(atom, core.Literal) else None for atom in eqn.invars]
-        dim = split_dim(eqn)
+        found = [None if isinstance(atom, core.Literal) else split.get(atom) for atom in eqn.invars]
+        dim, role, weight = split_dim(eqn), "", next((i for i, each in enumerate(found) if each is not None), 0)
         if dim is not None:
             split[eqn.outvars[0]] = dim
-        elif eqn.primitive.name == "dot_general" and any(dim is not None for dim in found):
-            side = next(side for side, dim in enumerate(found) if dim is not None)
-            row = found[side] in eqn.params["dimension_numbers"][0][side]
-            total += _bytes(eqn.outvars[0]) * 4 if row else _bytes(eqn.invars[1 - side]) * 2
-        elif found and found[0] is not None and _looks_up(eqn):
-            total += _bytes(eqn.outvars[0]) * 4
-        elif found and (moved := _moved(eqn, found[0])) is not None:
-            split[eqn.outvars[0]] = moved
+        elif eqn.primitive.name == "dot_general" and found[weight] is not None:
+            role = "row" if found[weight] in eqn.params["dimension_numbers"][0][weight] else "column"
+            role = "" if isinstance(eqn.invars[1 - weight], core.Literal) else role
+        elif found and found[0] is not None:
+            role, moved = "lookup" if _looks_up(eqn) else "", _moved(eqn, found[0])
+            if moved is not None:
+                split[eqn.outvars[0]] = moved
+        yield eqn, role, 1 - weight
+
+
+def _elements(jaxpr: core.Jaxpr, at: Activations) -> float:
+    """Of `Activations.wire_bytes`: bytes, with all rounds of loops, before they are shared."""
+    total = 0.0
+    for eqn, role, side in _roles(jaxpr):
+        if role:
+            total += 2 * _bytes(eqn.invars[side]) if role == "column" else 4 * _bytes(eqn.outvars[0])
         elif eqn.primitive is not primitives.custom_vjp_call_p:
             if eqn.primitive is primitives.remat_p and at.partition:
                 total += sum(_bytes(atom) for atom in eqn.invars if at.is_activation(atom.aval))
