@@ -101,9 +101,9 @@ def test_checkpoints_on_the_host(target):
     memory = made.memory_analysis()
     assert memory.host_temp_size_in_bytes == checkpoints
     assert split.memory_analysis().host_temp_size_in_bytes == 0
-    saved = split.memory_analysis().temp_size_in_bytes - memory.temp_size_in_bytes
-    assert saved > 0.5 * checkpoints  # buffers to and from the host take what is missing
     if target.startswith("h100"):
+        saved = split.memory_analysis().temp_size_in_bytes - memory.temp_size_in_bytes
+        assert saved > 0.5 * checkpoints  # buffers to and from the host take what is missing
         spaces = stacks(text, BATCH // 2, LENGTH // 4, WIDTH)
         assert spaces and set(spaces) == {"S(5)"}
         assert "dynamic-update-slice-start" in text  # the compute stream does not wait
@@ -151,9 +151,9 @@ def test_secondary_shards_keep_backward_inside_the_node():
     assert over["data_1",] == pytest.approx(2 * 2 * psi * 3 / 4, rel=0.02)  # forward and backward
     contract.verify(text, step.contract(batch()))
     _, flat, plain = compiled("h100:2x4", sizes=sizes, **CHECKPOINTED)
-    with pytest.raises(contract.ContractError):  # control: backward crosses the nodes, too
-        contract.verify(flat, step.contract(batch()))
-    assert sent(flat, plain)["data_0", "data_1"] > 2 * psi
+    crossing = sum(each.wire_bytes * each.count for each in collectives(flat)
+                   if GATHER_SCOPE in each.op_name and "data_0" in each.axes(plain.mesh.shape))
+    assert crossing > 10 * over["data_0",]  # control: every gather runs over all devices of all nodes
 
 
 @pytest.mark.slow
@@ -184,15 +184,14 @@ def test_all_state_is_updated_in_place(stage):
 
 
 @pytest.mark.slow
-def test_temporaries_do_not_grow_with_the_model():
-    """From 24 to 96 layers: but for checkpoints and sharded gradients."""
-    found = []
-    for layers in (24, 96):
-        made, _, step = compiled(layers=layers, sizes=(), **CHECKPOINTED)
-        checkpoints = layers * BATCH // 8 * LENGTH * WIDTH * 2
-        gradients = 2 * step.layout(batch()).num_params / 8  # in bf16, as they are reduced
-        found.append(made.memory_analysis().temp_size_in_bytes - checkpoints - gradients)
-    assert found[1] == pytest.approx(found[0], rel=0.05)
+def test_temporaries_grow_by_checkpoints_and_sharded_gradients_alone():
+    """From 24 to 96 layers; gradients in bf16 as they are reduced, and in fp32 as the optimizer takes them."""
+    def grown(**options):
+        (less, _, _), (more, _, _) = (compiled(layers=layers, sizes=(), **options) for layers in (24, 96))
+        return more.memory_analysis().temp_size_in_bytes - less.memory_analysis().temp_size_in_bytes
+
+    allowed = 72 * (BATCH // 8 * LENGTH * WIDTH * 2 + (2 + 4) * 12 * WIDTH**2 / 8)
+    assert grown(**CHECKPOINTED) <= 1.02 * allowed < grown()  # control: all activations kept
 
 
 @pytest.mark.slow
@@ -206,5 +205,6 @@ def test_nothing_grows_over_a_thousand_steps():
     state, counts = step.init(jax.random.key(0), given), []
     for _ in range(1000):
         state, metrics = step(state, given)
+        loss = float(metrics["loss"])  # waits: simulated devices do not take a thousand steps at once
         counts.append(len(jax.live_arrays()))
-    assert max(counts[10:]) == min(counts[10:]) and float(metrics["loss"]) < 1
+    assert max(counts[10:]) == min(counts[10:]) and loss < 1
