@@ -38,7 +38,7 @@ class Accumulation:
 def check_batch(batch: Any, mesh: Mesh, axes: tuple[str, ...], microbatches: int = 1) -> None:
     """Raises ValueError unless every leaf's leading dim is the same and divides over devices and microbatches.
 
-    axes: ZeRO's. With an axis `context` every leaf needs a second dim, the sequence, that divides over it.
+    axes: ZeRO's. With an axis `context` every second dim is the sequence, and must divide over it.
     """
     split = batch_axes(mesh, axes)
     ways, shards = math.prod(mesh.shape[axis] for axis in split), mesh.shape[CONTEXT] if CONTEXT in axes else 1
@@ -63,7 +63,7 @@ def check_batch(batch: Any, mesh: Mesh, axes: tuple[str, ...], microbatches: int
         raise ValueError(
             f"A batch of {size} does not divide over {on}: give a multiple of {ways}, or a smaller mesh.")
     for name, leaf in leaves:
-        if shards > 1 and (np.ndim(leaf) < 2 or np.shape(leaf)[1] % shards):
+        if shards > 1 and np.ndim(leaf) > 1 and np.shape(leaf)[1] % shards:
             raise ValueError(
                 f"batch[{name!r}] of shape {np.shape(leaf)}: its second dim, the sequence, must divide over the "
                 f"{shards} devices of the axis {CONTEXT!r} of the mesh {dict(mesh.shape)}: give another length, or "

@@ -10,6 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from zero_jax.launch import COORDINATOR, LOCAL_DEVICES, NUM_PROCESSES, PROCESS_ID
+from zero_jax.mesh import of_rank
 
 HEARTBEAT_SECONDS = 100
 """After how long without a sign of life a process counts as dead, unless told otherwise: JAX's own default."""
@@ -89,8 +90,8 @@ def on_host(array: jax.Array) -> np.ndarray:
 
 def lay_out(tree: Any, sharding: Sharding) -> Any:
     """Numpy arrays that every process holds whole, as global arrays of that sharding."""
-    return jax.tree.map(
-        lambda value: jax.make_array_from_callback(value.shape, sharding, lambda index: value[index]), tree)
+    return jax.tree.map(lambda value: jax.make_array_from_callback(
+        value.shape, of_rank(sharding, value.ndim), lambda index: value[index]), tree)
 
 
 def local(devices: Sequence[jax.Device]) -> list[jax.Device]:

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 DATA = "data"
@@ -134,6 +135,13 @@ def batch_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
 def batch_spec(mesh: Mesh, axes: tuple[str, ...]) -> P:
     """How a leaf of the batch lies: its leading dim over the devices, its second, the sequence, over `context`."""
     return P(batch_axes(mesh, axes), *((CONTEXT,) if CONTEXT in axes else ()))
+
+
+def of_rank(sharding: Any, ndim: int) -> Any:
+    """The sharding of a batch for a leaf of so many dims: one without a sequence lies over the batch's axes alone."""
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= ndim:
+        return sharding
+    return NamedSharding(sharding.mesh, P(*sharding.spec[:ndim]))
 
 
 def on_torus(mesh: Mesh) -> bool:

@@ -24,7 +24,7 @@ from zero_jax.hardware import compiled_for
 from zero_jax.initial import initial_state
 from zero_jax.layout import Layout, plan_layout
 from zero_jax.losses import Loss
-from zero_jax.mesh import TENSOR, batch_axes, batch_spec
+from zero_jax.mesh import CONTEXT, TENSOR, batch_axes, batch_spec, of_rank
 from zero_jax.precision import Precision
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState, typed_key
@@ -190,7 +190,7 @@ class ZeroTrainStep:
 
         def call(state: ZeroState, batch: Any) -> Any:
             if not compiled:
-                shardings = (self.layout(batch).shardings, self.batch_sharding)
+                shardings = (self.layout(batch).shardings, self._batch_shardings(batch))
                 compiled.append(jax.jit(evaluate, in_shardings=shardings))
             return compiled[0](state, batch)
 
@@ -202,13 +202,18 @@ class ZeroTrainStep:
         if self._compiled is None:
             self._compiled = jax.jit(
                 self._step, donate_argnums=0, compiler_options=self._options or None,
-                in_shardings=(layout.shardings, self.batch_sharding),
+                in_shardings=(layout.shardings, self._batch_shardings(batch)),
                 out_shardings=(layout.shardings, NamedSharding(self.mesh, P())))
         return self._compiled
 
+    def _batch_shardings(self, batch: Any) -> Any:
+        if CONTEXT not in self._axes:
+            return self.batch_sharding
+        return jax.tree.map(lambda leaf: of_rank(self.batch_sharding, np.ndim(leaf)), batch)
+
     def _initializer(self, batch: Any) -> Any:
-        layout = self.layout(batch)
-        return jax.jit(self._init, in_shardings=(None, None, self.batch_sharding), out_shardings=layout.shardings)
+        layout, shardings = self.layout(batch), (None, None, self._batch_shardings(batch))
+        return jax.jit(self._init, in_shardings=shardings, out_shardings=layout.shardings)
 
     def _init(self, rng: jax.Array, given: Any, batch: Any) -> ZeroState:
         make_rng, step_rng = jax.random.split(rng)
@@ -244,6 +249,6 @@ class ZeroTrainStep:
     def abstract_batch(self, batch: Any) -> Any:
         """`batch` as `jax.ShapeDtypeStruct`s, laid over the mesh."""
         def place(leaf: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.batch_sharding)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of_rank(self.batch_sharding, len(leaf.shape)))
 
         return jax.tree.map(place, abstract_batch(batch))
