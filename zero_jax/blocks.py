@@ -133,8 +133,14 @@ def _grouped(eqn: core.JaxprEqn, remat: Remat) -> core.JaxprEqn:
     """The loop `eqn` with a checkpoint around each round, or around so many of them."""
     params, length = eqn.params, eqn.params["length"]
     group = remat.group(length)
-    consts, carries = params["num_consts"], params["num_consts"] + params["num_carry"]
-    body = as_fun(params["jaxpr"])
+    inner, body = params["jaxpr"].jaxpr, as_fun(params["jaxpr"])
+    # By shapes, since JAX names their numbers differently from 0.12 on: what is scanned over has one dim more.
+    carried = sum(shape_of(outer).ndim == shape_of(own).ndim
+                  for outer, own in zip(eqn.outvars, inner.outvars, strict=True))
+    scanned = sum(shape_of(outer).ndim > shape_of(own).ndim
+                  for outer, own in zip(eqn.invars, inner.invars, strict=True))
+    carries = len(eqn.invars) - scanned
+    consts = carries - carried
 
     def loop(*args: Any) -> list[Any]:
         closed, carry, xs = args[:consts], args[consts:carries], args[carries:]
