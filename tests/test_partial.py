@@ -17,7 +17,7 @@ from test_conformance import FLAVOURS, MLPS, classify, token_batches, vector_bat
 import zero_jax
 from models import gpt2
 from zero_jax import hardware, hlo, partial
-from zero_jax.step import compiler_options
+from zero_jax.hardware import compiler_options
 from zero_jax.tree import named_leaves
 
 MESHES = {"factored": {"data": (2, 4)}, "factored hybrid": {"data": (2, 2), "replica": 2}}
