@@ -91,6 +91,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "chunked": (1, "cross entropy without whole logits"),
     "gradients": (5, "forward and backward of a batch or a microbatch"),
     "accumulate": (6, "a step's gradient from many microbatches"),
+    "working_copy": (5, "the narrower copy of the parameters that the model reads"),
     "update": (6, "from the gradient to the next state"),
     "initial": (7, "the state before the first step"),
     "evaluate": (7, "a function of the model from a state: nothing changes"),
