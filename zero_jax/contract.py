@@ -40,7 +40,7 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
 
     With microbatches, stage 3 gathers in each of them, and gradients are summed in each or once. Of `optimizer` only
     what `matrices.whole_matrices` moves may travel. activation_bytes: what a step's activations may send over `tensor`
-    (`activations.Activations.wire_bytes`); over `context` no bound is known.
+    and `context` (`activations.Activations.wire_bytes`).
 
     Simulated devices get it as XLA:CPU can: bfloat16 travels as float32 there. There and at stage 0 a tied embedding,
     as a rule the largest leaf, is summed for each of its readings.
@@ -102,7 +102,7 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
     if within_model := tuple(axis for axis in (TENSOR, CONTEXT) if mesh.get(axis, 1) > 1):
         promises.append(Promise(
             "activations summed, gathered and scattered", ("all-reduce", "all-gather", "reduce-scatter"), within_model,
-            math.inf if CONTEXT in within_model else activation_bytes * many * (2 if platform == "cpu" else 1),
+            activation_bytes * many * (2 if platform == "cpu" else 1),
             key="activations"))
     return Contract(stage.number, mesh, platform, slack, tuple(promises))
 
