@@ -15,7 +15,7 @@ import numpy as np
 
 from zero_jax.batch import Accumulation
 from zero_jax.contract_report import Contract, Kept, Promise, Report
-from zero_jax.gather import GATHER_SCOPE, used
+from zero_jax.gather import GATHER_SCOPE, SCATTER, used
 from zero_jax.hlo import Collective, collectives
 from zero_jax.hlo_text import shape_bytes
 from zero_jax.layout import UPDATE_SCOPE, Layout
@@ -156,14 +156,13 @@ def _purpose(collective: Collective, contract: Contract) -> str:
     within_model = contract.promise("activations")
     over = collective.axes(contract.mesh)
     if within_model and GATHER_SCOPE not in collective.op_name and (
-            over == (TENSOR,) or over == (CONTEXT,) and not (
-                contract.platform == "tpu" and _is_piece(collective, contract))):
+            over == (TENSOR,) or over == (CONTEXT,) and SCATTER not in collective.op_name):
         return "activations"
     unmarked = collective.kind == "all-gather" and (contract.stage < 3 or not collective.op_name)
     if GATHER_SCOPE in collective.op_name or unmarked and _is_piece(collective, contract):
         return "gather"
     if collective.kind in ("reduce-scatter", "all-reduce", "collective-permute") and (
-            collective.serves or _is_piece(collective, contract) or "zero_scatter" in collective.op_name):
+            collective.serves or _is_piece(collective, contract) or SCATTER in collective.op_name):
         return "reduce"
     return "activations" if within_model and over and set(over) <= set(within_model.axes) else "rest"
 

@@ -11,7 +11,7 @@ from zero_jax.blocks import Remat, checkpoint_blocks, has_checkpoints
 from zero_jax.functional import Functional
 from zero_jax.layout import Layout
 from zero_jax.losses import Loss, loss_and_metrics
-from zero_jax.mesh import CONTEXT, TENSOR, on_torus
+from zero_jax.mesh import CONTEXT, DATA, TENSOR, on_torus
 from zero_jax.partial import inline_calls, merge_scatters, scatter_parts
 from zero_jax.passes import (
     checkpoint_loops,
@@ -74,12 +74,12 @@ def gradient_function(model: Functional, loss: Loss, layout: Layout, precision: 
     else:
         loss_of = rewritten(loss_of, separate_reads, *split, *([hide] if activations.stashes else []), first=blocks)
     edits: list[Any] = [inline_calls] if precision.reduce is None else [inline_calls, widen_reductions]
-    flat = len(layout.mesh.axis_names) == 1 and not on_torus(layout.mesh)
-    # Inside a manual part XLA gathers what `tensor` splits, and a sequence that `context` splits is no batch.
-    manual = not {TENSOR, CONTEXT} & set(layout.mesh.axis_names)
-    if reduced and manual and not (flat and all(view.natural for view in jax.tree.leaves(layout.views.params))):
-        edits = [functools.partial(merge_scatters, uneven=flat), *edits,
-                 functools.partial(scatter_parts, batch_size=activations.batch_size, uneven=flat)]
+    # On a flat GPU mesh the partitioner's own reductions are asynchronous: there only what it cannot scatter is edited.
+    uneven = not on_torus(layout.mesh) and {DATA, CONTEXT, TENSOR} >= set(layout.mesh.axis_names)
+    if reduced and not (uneven and all(view.natural for view in jax.tree.leaves(layout.views.params))):
+        edits = [functools.partial(merge_scatters, uneven=uneven), *edits, functools.partial(
+            scatter_parts, batch_size=activations.batch_size, axes=activations.batch, uneven=uneven,
+            split=activations.sequence)]
     gradient_of = rewritten(jax.value_and_grad(loss_of, has_aux=True), *edits)
 
     def fun(weights: Any, reading: Reading, batch: Any, scale: Any) -> tuple[Told, Any]:
