@@ -95,8 +95,11 @@ def test_ctrl_c_keeps_log_and_curve(tmp_path):
         while not (log.exists() and len(log.read_text().splitlines()) > 3) and process.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=240)
+        process.send_signal(signal.SIGINT)  # which a shell's background jobs ignore
+        try:
+            output, errors = process.communicate(timeout=240)
+        finally:
+            process.kill()
     assert process.returncode == 130 and "Traceback" not in errors, errors
     assert "interrupted" in output and (tmp_path / "loss.png").exists()
     assert lines(log)[-1]["summary"]["interrupted"]
