@@ -16,7 +16,7 @@ from test_conformance import FLAVOURS, MLPS, classify, token_batches, vector_bat
 
 import zero_jax
 from models import gpt2
-from zero_jax import hardware, hlo, partial
+from zero_jax import hardware, hlo, partial, scatter
 from zero_jax.hardware import compiler_options
 from zero_jax.tree import named_leaves
 
@@ -162,15 +162,15 @@ def reduced(shape, spec):
     """Whole numbers of each of 8 simulated devices, reduced as a TPU does, and their sum."""
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     parts = np.random.default_rng(0).integers(-99, 99, (8, *shape)).astype(np.float32)
-    summed = jax.shard_map(lambda part: partial.reduce_parts(part[0], mesh, spec), mesh=mesh, in_specs=P(("x", "y")),
+    summed = jax.shard_map(lambda part: scatter.reduce_parts(part[0], mesh, spec), mesh=mesh, in_specs=P(("x", "y")),
                            out_specs=spec, check_vma=False)
     return np.asarray(jax.jit(summed)(parts)), parts.sum(0)
 
 
 @pytest.fixture
 def torus(monkeypatch):
-    monkeypatch.setattr(partial, "on_torus", lambda mesh: True)
-    monkeypatch.setattr(partial, "tile_block", lambda mesh, axis: {"x": 4096, "y": 2048}[axis])
+    monkeypatch.setattr(scatter, "on_torus", lambda mesh: True)
+    monkeypatch.setattr(scatter, "tile_block", lambda mesh, axis: {"x": 4096, "y": 2048}[axis])
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -180,15 +180,15 @@ def test_what_a_tpu_scatters_is_the_sum(name, torus):
 
 def test_small_arrays_are_scattered_first_over_the_axis_whose_tiles_they_fill(torus):
     mesh, splits = jax.sharding.AbstractMesh((2, 4), ("x", "y")), [(1, ("y",)), (2, ("x",))]
-    assert partial._in_order(2**24, mesh, splits) == ((2, "x"), (1, "y"))  # as the mesh has them
-    assert partial._in_order(3 * 32 * 64, mesh, splits) == ((1, "y"), (2, "x"))
-    assert partial._in_order(3 * 32 * 64, mesh, [(1, ("x", "y"))]) == ((1, "x"), (1, "y"))
+    assert scatter._in_order(2**24, mesh, splits) == ((2, "x"), (1, "y"))  # as the mesh has them
+    assert scatter._in_order(3 * 32 * 64, mesh, splits) == ((1, "y"), (2, "x"))
+    assert scatter._in_order(3 * 32 * 64, mesh, [(1, ("x", "y"))]) == ((1, "x"), (1, "y"))
 
 
 def test_parts_in_another_order_are_told(torus, monkeypatch):
     """Negative control: axes of one dim that are not scattered major first leave other parts on the devices."""
-    in_order = partial._in_order
-    monkeypatch.setattr(partial, "_in_order", lambda *args: in_order(*args)[::-1])
+    in_order = scatter._in_order
+    monkeypatch.setattr(scatter, "_in_order", lambda *args: in_order(*args)[::-1])
     for name in ("as it is", "tiles", "flat, one dim", "cut"):
         assert not np.array_equal(*reduced(*KERNELS[name]))
 
@@ -199,7 +199,7 @@ def wire(target, shape, spec):
         pytest.skip(f"needs {extra}")
     mesh = zero_jax.make_mesh(devices=hardware.describe(target))
     summed = jax.shard_map(
-        lambda part, factor: partial.reduce_parts((part[0] * factor).astype(jnp.bfloat16), mesh, spec), mesh=mesh,
+        lambda part, factor: scatter.reduce_parts((part[0] * factor).astype(jnp.bfloat16), mesh, spec), mesh=mesh,
         in_specs=(P(mesh.axis_names), P()), out_specs=spec, check_vma=False)
     args = (jax.ShapeDtypeStruct(size, jnp.float32, sharding=NamedSharding(mesh, split))
             for size, split in (((mesh.size, *shape), P(mesh.axis_names)), ((), P())))
@@ -229,6 +229,6 @@ def test_wire_of_kernels_of_convolutions(target, shape, spec, most):
 
 def test_kernels_that_are_scattered_as_they_are_send_more(monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(partial, "_scatter_tiles", lambda value, axis, ways, dim, block: jax.lax.psum_scatter(
+    monkeypatch.setattr(scatter, "_scatter_tiles", lambda value, axis, ways, dim, block: jax.lax.psum_scatter(
         value, axis, scatter_dimension=dim, tiled=True))
     assert wire(*WIRE[4][:3]) > 1.5 and wire(*WIRE[6][:3]) > 1.5

@@ -20,7 +20,7 @@ from zero_jax.batch import Accumulation
 from zero_jax.gather import used
 from zero_jax.gradients import Reading, Told
 from zero_jax.layout import Layout
-from zero_jax.partial import reduce_parts
+from zero_jax.scatter import reduce_parts
 from zero_jax.tree import map_named, named_leaves
 
 

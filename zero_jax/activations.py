@@ -144,14 +144,17 @@ class Activations:
         return jaxpr.replace(eqns=eqns)
 
     def wire_bytes(self, jaxpr: core.Jaxpr) -> float:
-        """Bytes that each device may send over `tensor` for the activations of one step of a traced loss.
+        """Bytes that each device may send over `tensor` and `context` for the activations of one step of a traced loss.
 
-        The paper's count (section 8): of each product with a split weight, what a row-parallel one gives is summed
-        forward and where it is recomputed, and the gradient of what a column-parallel one takes is summed backward; a
-        sum sends each element twice. With P_a, what enters a checkpoint is gathered once more.
+        Over `tensor` the paper's count (section 8): of each product with a split weight, what a row-parallel one gives
+        is summed forward and where it is recomputed, and the gradient of what a column-parallel one takes is summed
+        backward; a sum sends each element twice. With P_a, what enters a checkpoint is gathered once more. Over
+        `context`, of each product of two activations (attention's two) the smaller, a key or value, is gathered
+        forward, where recomputed and backward, and its gradient scattered in float32 (or all-reduced in half of that).
         """
-        ways, share = self.mesh.shape.get(TENSOR, 1), 1.0 / math.prod(self.mesh.shape[axis] for axis in self.batch)
-        return share * (1 - 1 / ways) * _elements(jaxpr, self)
+        tensor, context = (1 - 1 / self.mesh.shape.get(axis, 1) for axis in (TENSOR, CONTEXT))
+        share = 1.0 / math.prod(self.mesh.shape[axis] for axis in self.batch)
+        return share * ((tensor and tensor * _elements(jaxpr, self)) + (context and context * _keys(jaxpr)))
 
     def _is_stream(self, aval: Any) -> bool:
         return aval.ndim >= 3 and aval.shape[0] == self.batch_size and self._dim(aval) == 1
@@ -219,6 +222,18 @@ def _elements(jaxpr: core.Jaxpr, at: Activations) -> float:
                 total += sum(_bytes(atom) for atom in eqn.invars if at.is_activation(atom.aval))
             rounds = eqn.params["length"] if eqn.primitive is primitives.scan_p else 1
             total += rounds * sum(_elements(inner, at) for inner in core.jaxprs_in_params(eqn.params))
+    return total
+
+
+def _keys(jaxpr: core.Jaxpr) -> float:
+    """Of `Activations.wire_bytes`, over `context`: bytes, with all rounds of loops, before they are shared."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is primitives.dot_general_p and eqn.params["dimension_numbers"][1][0]:
+            least = min((atom.aval for atom in eqn.invars), key=lambda aval: math.prod(aval.shape))
+            total += math.prod(least.shape) * (3 * least.dtype.itemsize + 4)
+        rounds = eqn.params["length"] if eqn.primitive is primitives.scan_p else 1
+        total += rounds * sum(map(_keys, core.jaxprs_in_params(eqn.params)))
     return total
 
 

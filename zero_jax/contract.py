@@ -15,7 +15,7 @@ import numpy as np
 
 from zero_jax.batch import Accumulation
 from zero_jax.contract_report import Contract, Kept, Promise, Report
-from zero_jax.gather import GATHER_SCOPE, used
+from zero_jax.gather import GATHER_SCOPE, SCATTER, used
 from zero_jax.hlo import Collective, collectives
 from zero_jax.hlo_text import shape_bytes
 from zero_jax.layout import UPDATE_SCOPE, Layout
@@ -40,7 +40,7 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
 
     With microbatches, stage 3 gathers in each of them, and gradients are summed in each or once. Of `optimizer` only
     what `matrices.whole_matrices` moves may travel. activation_bytes: what a step's activations may send over `tensor`
-    (`activations.Activations.wire_bytes`); over `context` no bound is known.
+    and `context` (`activations.Activations.wire_bytes`).
 
     Simulated devices get it as XLA:CPU can: bfloat16 travels as float32 there. There and at stage 0 a tied embedding,
     as a rule the largest leaf, is summed for each of its readings.
@@ -102,7 +102,7 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
     if within_model := tuple(axis for axis in (TENSOR, CONTEXT) if mesh.get(axis, 1) > 1):
         promises.append(Promise(
             "activations summed, gathered and scattered", ("all-reduce", "all-gather", "reduce-scatter"), within_model,
-            math.inf if CONTEXT in within_model else activation_bytes * many * (2 if platform == "cpu" else 1),
+            activation_bytes * many * (2 if platform == "cpu" else 1),
             key="activations"))
     return Contract(stage.number, mesh, platform, slack, tuple(promises))
 
@@ -156,14 +156,13 @@ def _purpose(collective: Collective, contract: Contract) -> str:
     within_model = contract.promise("activations")
     over = collective.axes(contract.mesh)
     if within_model and GATHER_SCOPE not in collective.op_name and (
-            over == (TENSOR,) or over == (CONTEXT,) and not (
-                contract.platform == "tpu" and _is_piece(collective, contract))):
+            over == (TENSOR,) or over == (CONTEXT,) and SCATTER not in collective.op_name):
         return "activations"
     unmarked = collective.kind == "all-gather" and (contract.stage < 3 or not collective.op_name)
     if GATHER_SCOPE in collective.op_name or unmarked and _is_piece(collective, contract):
         return "gather"
     if collective.kind in ("reduce-scatter", "all-reduce", "collective-permute") and (
-            collective.serves or _is_piece(collective, contract) or "zero_scatter" in collective.op_name):
+            collective.serves or _is_piece(collective, contract) or SCATTER in collective.op_name):
         return "reduce"
     return "activations" if within_model and over and set(over) <= set(within_model.axes) else "rest"
 

@@ -10,7 +10,7 @@ from zero_jax.layout import Layout
 from zero_jax.losses import Loss
 from zero_jax.state import ZeroState
 from zero_jax.tree import merge
-from zero_jax.update import working_copy
+from zero_jax.working_copy import working_copy
 
 
 def evaluated(model: Functional, fun: Loss, layout: Layout, state: ZeroState, batch: Any, *, ema: bool) -> Any:

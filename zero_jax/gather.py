@@ -122,12 +122,13 @@ def _gather_secondary(value: jax.Array, use: Use) -> jax.Array:
     value, target = constrain(value, use.mesh, use.stored).astype(use.dtype), _secondary(use)
     with jax.named_scope(GATHER_SCOPE):
         for step in between(use.stored, use.mesh, use.secondary):
-            if set(_names(step)) >= set(_names(target)):
+            if set(names_of(step)) >= set(names_of(target)):
                 value = constrain(value, use.mesh, step)
     return checkpoint_name(value, SECONDARY)
 
 
-def _names(spec: P) -> list[str]:
+def names_of(spec: P) -> list[str]:
+    """The mesh axes of a spec, the major first."""
     return [name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry)]
 
 

@@ -11,7 +11,7 @@ from zero_jax.blocks import Remat, checkpoint_blocks, has_checkpoints, name_carr
 from zero_jax.functional import Functional
 from zero_jax.layout import Layout
 from zero_jax.losses import Loss, loss_and_metrics
-from zero_jax.mesh import CONTEXT, TENSOR, on_torus
+from zero_jax.mesh import CONTEXT, DATA, TENSOR, on_torus
 from zero_jax.partial import inline_calls, merge_scatters, scatter_parts
 from zero_jax.passes import (
     checkpoint_loops,
@@ -68,18 +68,18 @@ def gradient_function(model: Functional, loss: Loss, layout: Layout, precision: 
     hide = functools.partial(hide_checkpoints, activations=activations if activations.stashes else None)
     split = [activations.split_sequence] if activations.sequence else []
     if layout.stage.shards_params and layout.num_shards > 1:  # else nothing is gathered
-        edits = (separate_reads, *split, mark_derived, hide, checkpoint_loops, name_carried)
-        loss_of = jax.checkpoint(rewritten(loss_of, *edits, first=blocks), policy=keep_all_but_gathered)
+        before = (separate_reads, *split, mark_derived, hide, checkpoint_loops, name_carried)
+        loss_of = jax.checkpoint(rewritten(loss_of, *before, first=blocks), policy=keep_all_but_gathered)
     else:
         loss_of = rewritten(loss_of, separate_reads, *split, *([hide] if activations.stashes else []), first=blocks)
-    after: list[Any] = [inline_calls] if precision.reduce is None else [inline_calls, widen_reductions]
-    flat = len(layout.mesh.axis_names) == 1 and not on_torus(layout.mesh)
-    # Inside a manual part XLA gathers what `tensor` splits, and a sequence that `context` splits is no batch.
-    manual = not {TENSOR, CONTEXT} & set(layout.mesh.axis_names)
-    if reduced and manual and not (flat and all(view.natural for view in jax.tree.leaves(layout.views.params))):
-        after = [functools.partial(merge_scatters, uneven=flat), *after,
-                 functools.partial(scatter_parts, batch_size=activations.batch_size, uneven=flat)]
-    gradient_of = rewritten(jax.value_and_grad(loss_of, has_aux=True), *after)
+    edits: list[Any] = [inline_calls] if precision.reduce is None else [inline_calls, widen_reductions]
+    # On a flat GPU mesh the partitioner's own reductions are asynchronous: there only what it cannot scatter is edited.
+    uneven = not on_torus(layout.mesh) and {DATA, CONTEXT, TENSOR} >= set(layout.mesh.axis_names)
+    if reduced and not (uneven and all(view.natural for view in jax.tree.leaves(layout.views.params))):
+        edits = [functools.partial(merge_scatters, uneven=uneven), *edits, functools.partial(
+            scatter_parts, batch_size=activations.batch_size, axes=activations.batch, uneven=uneven,
+            split=activations.sequence)]
+    gradient_of = rewritten(jax.value_and_grad(loss_of, has_aux=True), *edits)
 
     def fun(weights: Any, reading: Reading, batch: Any, scale: Any) -> tuple[Told, Any]:
         (_, told), grads = gradient_of(weights, reading, batch, scale)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from zero_jax.guard import Watch
 from zero_jax.layout import Layout
 from zero_jax.state import ZeroState
-from zero_jax.update import working_copy
+from zero_jax.working_copy import working_copy
 
 
 def initial_state(params: Any, frozen: Any, variables: Any, *, rng: jax.Array, optimizer: Any, layout: Layout,

@@ -7,25 +7,28 @@ scatters behind it; everything else stays the partitioner's, so that nothing tha
 """
 
 import collections
-import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives
+from jax.lax import GatherScatterMode
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.gather import REDUCED, SCATTER
-from zero_jax.mesh import TENSOR, fills_tiles, on_torus, tile_block
+from zero_jax.gather import REDUCED, SCATTER, names_of
+from zero_jax.mesh import CONTEXT, TENSOR
 from zero_jax.rewrite import shape_of
+from zero_jax.scatter import reduce_parts
 
 _MOVES = ("transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "name", "convert_element_type")
+_KEEPS = ("copy", "name", "convert_element_type")
 _SUMS = ("add_any", "add")
 _INTO = (*_MOVES, *_SUMS, "scatter-add", "reduce_sum", "concatenate")
+
+Cut = dict[int, tuple[str, ...]]
+"""The dims of an array that mesh axes split."""
 
 
 def inline_calls(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -69,32 +72,38 @@ def merge_scatters(jaxpr: core.Jaxpr, *, uneven: bool = False) -> core.Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
-def scatter_parts(jaxpr: core.Jaxpr, *, batch_size: int, uneven: bool = False) -> core.Jaxpr:
+def scatter_parts(jaxpr: core.Jaxpr, *, batch_size: int, axes: tuple[str, ...], uneven: bool = False,
+                  split: bool = False) -> core.Jaxpr:
     """Every gradient whose product is found is summed and scattered explicitly.
 
-    batch_size: of the global batch; the contracted dim of this size, or of a multiple, is split over the devices.
-    uneven: only those that are stored in another shape than they have, each device's part before it is sent: what the
-    partitioner pads after the sum is all-reduced.
+    batch_size: of the global batch; the contracted dim of this size, or of a multiple, is split over the mesh axes
+    `axes`, and where there is an axis `context`, the next one over that. uneven: only those that are stored in another
+    shape than they have, each device's part before it is sent: what the partitioner pads after the sum is all-reduced.
+    split: only products of which `tensor` splits a side; what others take may be split along the sequence.
     """
     makers = _makers(jaxpr)
     eqns: list[core.JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        part = _Part(makers, batch_size)
-        wanted = _is_scatter(eqn) and (_is_uneven(eqn) or not uneven)
-        eqns.append(part.scattered(eqn) if wanted and part.add(eqn.invars[0]) else eqn)
+        if _is_scatter(eqn) and (_is_uneven(eqn) or not uneven):
+            part = _Part(makers, batch_size, axes, eqn.params["out_shardings"][0], split)
+            eqn = part.scattered(eqn) if part.add(eqn.invars[0], part.tensor_dim) else eqn
+        eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)
 
 
 class _Part:
     """The equations that make one device's part of a gradient, and what goes into them."""
 
-    def __init__(self, makers: dict[Any, core.JaxprEqn], batch_size: int):
-        self.makers, self.batch_size = makers, batch_size
+    def __init__(self, makers: dict[Any, core.JaxprEqn], batch_size: int, axes: tuple[str, ...],
+                 sharding: NamedSharding, split: bool):
+        self.makers, self.batch_size, self.axes = makers, batch_size, axes
+        self.sharding, self.split, self.mesh = sharding, split, sharding.mesh
+        self.tensor_dim = next((dim for dim, entry in enumerate(sharding.spec) if TENSOR in names_of(P(entry))), None)
         self.eqns: list[core.JaxprEqn] = []
-        self.cuts: dict[Any, int | None] = {}  # an input, and the dim in which it is split over the devices
+        self.cuts: dict[Any, Cut] = {}  # an input, and the dims in which mesh axes split it
 
-    def add(self, atom: Any) -> bool:
-        """Whether `atom` is a sum over devices; if so, adds what makes it."""
+    def add(self, atom: Any, dim: int | None) -> bool:
+        """Whether `atom`, whose dim `dim` `tensor` splits, is a sum over devices; if so, adds what makes it."""
         eqn = None if isinstance(atom, core.Literal) else self.makers.get(atom)
         if eqn is None:
             return False
@@ -102,19 +111,24 @@ class _Part:
             return True
         name, params = eqn.primitive.name, eqn.params
         if name in _MOVES:
-            found = self.add(eqn.invars[0])
+            known = dim is None or name in _KEEPS or name == "transpose"
+            found = known and self.add(
+                eqn.invars[0], params["permutation"][dim] if dim is not None and name == "transpose" else dim)
         elif name in _SUMS:
-            found = all([self.add(term) for term in eqn.invars])
+            found = all([self.add(term, dim) for term in eqn.invars])
         elif name == "dot_general":
-            found = self._split(eqn, *params["dimension_numbers"][0])
+            lefts, rights = params["dimension_numbers"][0]
+            found = self._split(eqn, lefts, rights, self._sides(eqn, dim))
         elif name == "conv_general_dilated":
             lhs, rhs, _ = params["dimension_numbers"]
             alone = params["feature_group_count"] == params["batch_group_count"] == 1
-            found = alone and self._split(eqn, lhs[1:2], rhs[1:2])
+            found = alone and dim is None and self._split(eqn, lhs[1:2], rhs[1:2], ({}, {}))
         elif name == "reduce_sum":
-            found = params["axes"] == (0,) and self._comes_from_devices(eqn.invars[0]) and self._cut(eqn.invars[0], 0)
+            alone = self.axes == tuple(self.mesh.axis_names)
+            found = alone and params["axes"] == (0,) and self._comes_from_devices(eqn.invars[0]) and self._cut(
+                eqn.invars[0], {0: self.axes})
         else:
-            found = name == "scatter-add" and self._split_rows(eqn)
+            found = name == "scatter-add" and (dim is not None or not self.split) and self._split_rows(eqn, dim)
         if found:
             self.eqns.append(eqn)
         return found
@@ -126,24 +140,51 @@ class _Part:
             eqn = self.makers.get(eqn.invars[0])
         return eqn is not None and eqn.primitive.name == "shard_map"
 
-    def _split(self, eqn: core.JaxprEqn, lefts: Sequence[int], rights: Sequence[int]) -> bool:
-        """Splits a product in a dim that both sides contract."""
-        left = self._batch_dim(eqn.invars[0], lefts)
-        return left is not None and all([
-            self._cut(eqn.invars[0], left), self._cut(eqn.invars[1], rights[tuple(lefts).index(left)])])
+    def _sides(self, eqn: core.JaxprEqn, dim: int | None) -> tuple[Cut, Cut] | None:
+        """Which dim of which side of a product gives its dim `dim`, which `tensor` splits; None if neither alone."""
+        sides: tuple[Cut, Cut] = {}, {}
+        if dim is not None:
+            contracted, batched = eqn.params["dimension_numbers"]
+            places: list[tuple[Cut, int] | None] = [None] * len(batched[0])
+            for cut, atom, gone, shared in zip(sides, eqn.invars, contracted, batched, strict=True):
+                places += [(cut, at) for at in range(len(shape_of(atom).shape)) if at not in (*gone, *shared)]
+            if (place := places[dim]) is None:
+                return None
+            place[0][place[1]] = (TENSOR,)
+        return None if self.split and dim is None else sides
 
-    def _split_rows(self, eqn: core.JaxprEqn) -> bool:
-        """Splits what is added to the rows of zeros: an embedding's gradient."""
+    def _split(self, eqn: core.JaxprEqn, lefts: Sequence[int], rights: Sequence[int],
+               sides: tuple[Cut, Cut] | None) -> bool:
+        """Splits a product in the dims of the batch, which both sides contract, beside what `sides` says."""
+        batch = self._batch(eqn.invars[0], lefts)
+        if batch is None or sides is None:
+            return False
+        other = {rights[tuple(lefts).index(dim)]: axes for dim, axes in batch.items()}
+        return all([self._cut(eqn.invars[0], sides[0] | batch), self._cut(eqn.invars[1], sides[1] | other)])
+
+    def _split_rows(self, eqn: core.JaxprEqn, dim: int | None) -> bool:
+        """Splits what is added to the rows of zeros, an embedding's gradient, of which `tensor` may split the rows."""
         zeros, indices, updates = eqn.invars
-        window, shape = eqn.params["dimension_numbers"].update_window_dims, getattr(updates.aval, "shape", ())
-        rows = [dim for dim in range(len(shape)) if dim not in window]
-        dim = self._batch_dim(updates, rows)
-        return dim is not None and self._is_zero(zeros) and all([
-            self._cut(zeros, None), self._cut(indices, rows.index(dim)), self._cut(updates, dim)])
+        numbers, shape = eqn.params["dimension_numbers"], getattr(updates.aval, "shape", ())
+        rows = [at for at in range(len(shape)) if at not in numbers.update_window_dims]
+        batch = self._batch(updates, rows)
+        if batch is None or not self._is_zero(zeros) or dim is not None and (
+                numbers.scatter_dims_to_operand_dims != (dim,) or eqn.params["mode"] == GatherScatterMode.CLIP):
+            return False
+        return all([self._cut(zeros, {} if dim is None else {dim: (TENSOR,)}), self._cut(updates, batch),
+                    self._cut(indices, {rows.index(at): axes for at, axes in batch.items()})])
 
-    def _batch_dim(self, atom: Any, dims: Sequence[int]) -> int | None:
+    def _batch(self, atom: Any, dims: Sequence[int]) -> Cut | None:
+        """The dim of the batch among `dims`, and that of the sequence where `context` splits it; None if not found."""
         fitting = [dim for dim in dims if atom.aval.shape[dim] % self.batch_size == 0]
-        return min(fitting, key=lambda dim: atom.aval.shape[dim] != self.batch_size, default=None)
+        batch = min(fitting, key=lambda dim: atom.aval.shape[dim] != self.batch_size, default=None)
+        if batch is None:
+            return None
+        if CONTEXT not in self.mesh.axis_names:
+            return {batch: self.axes}
+        found = batch + 1 in dims and atom.aval.shape[batch] == self.batch_size and (
+            atom.aval.shape[batch + 1] % self.mesh.shape[CONTEXT] == 0)
+        return {batch: self.axes, batch + 1: (CONTEXT,)} if found else None
 
     def _is_zero(self, atom: Any) -> bool:
         while not isinstance(atom, core.Literal):
@@ -153,25 +194,24 @@ class _Part:
             atom = eqn.invars[0]
         return not atom.val
 
-    def _cut(self, atom: Any, dim: int | None) -> bool:
-        return not isinstance(atom, core.Literal) and self.cuts.setdefault(atom, dim) == dim
+    def _cut(self, atom: Any, dims: Cut) -> bool:
+        return not isinstance(atom, core.Literal) and self.cuts.setdefault(atom, dims) == dims
 
     def scattered(self, scatter: core.JaxprEqn) -> core.JaxprEqn:
         """The equation `scatter`, which reduces and scatters a gradient, as one that does so with the parts."""
-        sharding: NamedSharding = scatter.params["out_shardings"][0]
-        axes = tuple(sharding.mesh.axis_names)
         scope = str(self.eqns[0].source_info.name_stack)
 
         def part(*values: jax.Array) -> jax.Array:
             env: dict[Any, Any] = dict(zip(self.cuts, values, strict=True))
             for eqn in self.eqns:
                 args = [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in eqn.invars]
-                env[eqn.outvars[0]] = eqn.primitive.bind(*args, **eqn.params)
-            return reduce_parts(_stored(scatter, env[scatter.invars[0]]), sharding.mesh, sharding.spec)
+                env[eqn.outvars[0]] = self._rows(eqn, *args) if eqn.primitive.name == "scatter-add" else (
+                    eqn.primitive.bind(*args, **eqn.params))
+            return reduce_parts(_stored(scatter, env[scatter.invars[0]]), self.mesh, self.sharding.spec)
 
         summed = jax.shard_map(
-            part, mesh=sharding.mesh, out_specs=sharding.spec, check_vma=False,
-            in_specs=tuple(P() if dim is None else P(*[None] * dim, axes) for dim in self.cuts.values()))
+            part, mesh=self.mesh, out_specs=self.sharding.spec, check_vma=False,
+            in_specs=tuple(P(*map(dims.get, range(max(dims, default=-1) + 1))) for dims in self.cuts.values()))
 
         def zero_scatter(*values: jax.Array) -> jax.Array:
             with jax.named_scope(scope):
@@ -179,6 +219,14 @@ class _Part:
 
         (made,) = jax.make_jaxpr(jax.jit(zero_scatter))(*map(shape_of, self.cuts)).jaxpr.eqns
         return made.replace(invars=list(self.cuts), outvars=scatter.outvars)
+
+    def _rows(self, eqn: core.JaxprEqn, zeros: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
+        """A device's part of what is added to rows: of those that it holds, which others' updates pass by."""
+        params = eqn.params
+        if dims := self.cuts[eqn.invars[0]]:
+            indices = indices - jax.lax.axis_index(TENSOR) * zeros.shape[min(dims)]
+            params = params | {"mode": GatherScatterMode.FILL_OR_DROP}
+        return eqn.primitive.bind(zeros, indices, updates, **params)
 
 
 def _stored(scatter: core.JaxprEqn, value: jax.Array) -> jax.Array:
@@ -190,73 +238,6 @@ def _stored(scatter: core.JaxprEqn, value: jax.Array) -> jax.Array:
         laid_out = eqn.primitive.name == "sharding_constraint"
         env[eqn.outvars[0]] = args[0] if laid_out else eqn.primitive.bind(*args, **eqn.params)
     return env[inner.outvars[0]]
-
-
-def reduce_parts(value: jax.Array, mesh: Any, spec: P) -> jax.Array:
-    """The sum of the devices' `value`s, laid out by `spec`; each device returns its part. For `jax.shard_map`."""
-    splits = [(dim, (entry,) if isinstance(entry, str) else entry) for dim, entry in enumerate(spec) if entry]
-    splits = [(dim, tuple(axis for axis in axes if axis != TENSOR)) for dim, axes in splits]
-    rest = tuple(axis for axis in mesh.axis_names if axis != TENSOR and all(axis not in axes for _, axes in splits))
-    if on_torus(mesh):
-        for dim, axis in _in_order(value.size, mesh, splits):
-            value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis))
-    else:
-        for dim, axes in splits:
-            for together in _in_runs(axes, mesh):
-                value = jax.lax.psum_scatter(value, together, scatter_dimension=dim, tiled=True)
-    return jax.lax.psum(value, rest) if rest else value
-
-
-def _in_runs(axes: Sequence[str], mesh: Any) -> list[tuple[str, ...]]:
-    """`axes` in runs that lie in the order of the mesh: others are inner ones, over which parts are summed first."""
-    runs: list[tuple[str, ...]] = []
-    for axis in axes:
-        follows = runs and mesh.axis_names.index(runs[-1][-1]) < mesh.axis_names.index(axis)
-        runs = [*runs[:-1], (*runs[-1], axis)] if follows else [*runs, (axis,)]
-    return runs
-
-
-def _in_order(size: int, mesh: Any, splits: Sequence[tuple[int, Sequence[str]]]) -> tuple[tuple[int, str], ...]:
-    """The (dim, axis) to scatter an array of `size` values over, in turn.
-
-    As the mesh has them, the fastest first; in another order where that saves a tenth of the bytes, since the parts of
-    a small array fill the tiles of a short axis and not of a long one. Axes that split one dim stay major first.
-    """
-    steps = sorted(((dim, axis) for dim, axes in splits for axis in axes), key=lambda s: mesh.axis_names.index(s[1]))
-
-    def sent(order: Sequence[tuple[int, str]]) -> float:
-        total, part = 0, size
-        for _, axis in order:
-            part //= mesh.shape[axis]
-            total += (mesh.shape[axis] - 1) * min(part + -part % tile_block(mesh, axis), 2 * part)
-        return round(total / size, 1)
-
-    return tuple(steps) if len(steps) > len(splits) else min(itertools.permutations(steps), key=sent)
-
-
-def _scatter_tiles(value: jax.Array, axis: str, ways: int, dim: int, block: int) -> jax.Array:
-    """The sum of `value` over `axis`, of which each of `ways` chips keeps its part of `dim`.
-
-    Parts that are not scattered as they are travel as blocks of `block` values, which are whole tiles: in the order in
-    which they lie where they are made of such, else flat and padded. Where half of it or more would be padding, the
-    whole is summed and cut: that sends no more, and XLA (jax 0.10) fails to compile some such scatters.
-    """
-    shape = (*value.shape[:dim], value.shape[dim] // ways, *value.shape[dim + 1:])
-    part = math.prod(shape)
-    if fills_tiles(shape[dim]):
-        # At most one dim before and one behind: dims of size 1, as in the kernel of a 1 x 1 convolution, change how an
-        # array lies, and it is all-reduced.
-        merged = [math.prod(shape[:dim]), value.shape[dim], math.prod(shape[dim + 1:])]
-        flat, at = value.reshape([size for size in merged if size > 1]), int(merged[0] > 1)
-        return jax.lax.psum_scatter(flat, axis, scatter_dimension=at, tiled=True).reshape(shape)
-    if value.ndim == 2 and dim == 0 and shape[0] % 8 == shape[1] % 128 == part % block == 0:
-        tiles = value.reshape(ways, shape[0] // 8, 8, shape[1] // 128, 128).swapaxes(2, 3)
-        return jax.lax.psum_scatter(tiles, axis, scatter_dimension=0).swapaxes(1, 2).reshape(shape)
-    parts = jnp.moveaxis(value.reshape(*shape[:dim], ways, *shape[dim:]), dim, 0).reshape(ways, -1)
-    if part + -part % block >= 2 * part:
-        return jax.lax.psum(parts, axis)[jax.lax.axis_index(axis)].reshape(shape)
-    blocks = jnp.pad(parts, ((0, 0), (0, -part % block))).reshape(-1, 16, 128)
-    return jax.lax.psum_scatter(blocks, axis, scatter_dimension=0, tiled=True).reshape(-1)[:part].reshape(shape)
 
 
 def _makers(jaxpr: core.Jaxpr) -> dict[Any, Any]:

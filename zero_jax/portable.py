@@ -21,7 +21,7 @@ from zero_jax.manifest import Leaf
 from zero_jax.matrices import owned_stack
 from zero_jax.state import ZeroState
 from zero_jax.tree import named_leaves
-from zero_jax.update import working_copy
+from zero_jax.working_copy import working_copy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,7 +127,7 @@ class ZeroTrainStep:
     def contract(self, batch: Any) -> Contract:
         """What a step may send over the wire: kinds of collectives, mesh axes, bytes per device."""
         sent, layout = 0.0, self.layout(batch)
-        if TENSOR in self.mesh.axis_names:
+        if {TENSOR, CONTEXT} & set(self.mesh.axis_names):
             batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
                 (leaf.shape[0] // self.accumulation.microbatches, *leaf.shape[1:]), leaf.dtype), abstract_batch(batch))
             traced = jax.make_jaxpr(self.evaluator())(layout.state, batch)

@@ -15,9 +15,6 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.mesh import TENSOR
 from zero_jax.tree import named_leaves
 
-COLUMN, ROW, VOCABULARY = P(None, TENSOR), P(TENSOR, None), P(TENSOR, None)
-"""Of a kernel (in, out): its outputs; its inputs; and of an embedding (vocabulary, width): its rows."""
-
 
 @dataclasses.dataclass(frozen=True)
 class TensorRule:

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import optax
 from jax.lax import with_sharding_constraint as constrain
 
-from zero_jax.gather import gather
 from zero_jax.gradients import Told
 from zero_jax.guard import Watch
 from zero_jax.layout import Layout
 from zero_jax.losses import learning_rates
 from zero_jax.rounding import round_stochastically, widened
 from zero_jax.state import ZeroState
+from zero_jax.working_copy import working_copy
 
 ROUNDING = 0xB16
 """Folded into a step's key for the noise of stochastic rounding, which the model's streams must not share."""
@@ -51,19 +51,7 @@ def updated(state: ZeroState, told: Told, grads: Any, *, key: jax.Array, optimiz
         if watch.loss_scale is not None:
             told_bad["loss_scale"] = state.guard.scale
     after = ZeroState(
-        step=step, params=new, weights=working_copy(new, layout), frozen=state.frozen, opt_state=opt_state,
-        variables=variables, ema=average, guard=guard, rng=state.rng)
+        step=step, params=new, weights=working_copy(new, layout, state.weights), frozen=state.frozen,
+        opt_state=opt_state, variables=variables, ema=average, guard=guard, rng=state.rng)
     metrics = {"loss": told.loss, "grad_norm": norm, **told_bad, **learning_rates(opt_state), **told.metrics}
     return after, jax.tree.map(lambda metric: jnp.asarray(metric, jnp.float32), metrics)
-
-
-def working_copy(params: Any, layout: Layout) -> Any:
-    """What the model reads of `params` that lie as gradients do: cast on the shard, then gathered; None if no copy.
-
-    The wire carries the compute dtype.
-    """
-    if layout.state.weights is None:
-        return None
-    return jax.tree.map(
-        lambda param, shard, like: gather(param.astype(like.dtype), layout.mesh, shard.spec), params, layout.gradients,
-        layout.state.weights)

@@ -4,7 +4,9 @@ The model, the optimizer and the user see the true shape; padding is zeros and s
 """
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,6 +44,12 @@ class View:
     def padding(self) -> int:
         """Elements that are stored and are none of the leaf's."""
         return math.prod(self.stored) - math.prod(self.shape)
+
+    def alone(self, dims: Sequence[int]) -> int | None:
+        """The stored dim of the first of these true dims that is neither merged nor padded; None if there is none."""
+        firsts = itertools.accumulate((len(group) for group in self.dims), initial=0)
+        return next((dim for dim, first in enumerate(firsts) if first in dims and dim < len(self.dims)
+                     and self.dims[dim] == (self.stored[dim],)), None)
 
     def drop_dim(self, index: int) -> "View":
         """This view inside a loop over the stored dim `index`, which is neither merged nor padded."""

@@ -58,6 +58,7 @@ class ZeroR:
         if self.tensor_rules and mesh.shape.get(TENSOR, 1) == 1:
             raise ValueError(f"tensor_rules: the mesh {dict(mesh.shape)} has no axis {TENSOR!r} to split over: build "
                              "it with zero_jax.make_mesh(tensor=...), or leave tensor_rules out.")
+        # Each of these raises for what it cannot be made of.
         self.activations(mesh, axes, 1)
         self.options(mesh)
-        _ = self.blocks
+        remat_of(self.remat)

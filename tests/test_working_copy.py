@@ -1,0 +1,97 @@
+"""The narrower copy that the model reads, gathered some layers at a time: same numbers, and no buffer of its size."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_conformance import token_batches
+from test_contract import described
+
+import zero_jax
+from models import gpt2
+from zero_jax import working_copy
+from zero_jax.tree import named_leaves
+
+EVEN = gpt2.Config(4, 32, 2, vocab_size=64, max_length=16)
+ODD = gpt2.Config(3, 20, 2, vocab_size=65, max_length=17)
+MESHES = {
+    "flat": {}, "factored": {"data": (2, 4)}, "three axes": {"data": (2, 2, 2)},
+    "hybrid": {"data": (2, 2), "replica": 2}, "tensor": {"data": (2, 2), "tensor": 2}}  # fmt: skip
+
+
+def step_of(config, sizes, **options):
+    return zero_jax.make_zero_train_step(
+        gpt2.build(config), 2, mesh=zero_jax.make_mesh(**sizes), precision="bf16",
+        tensor_rules=gpt2.tensor_rules(config) if "tensor" in sizes else (), **options)
+
+
+def copied(layout, buffer, monkeypatch):
+    """The copy of random parameters, by name, with `buffer` bytes gathered at a time; and the traced program."""
+    monkeypatch.setattr(working_copy, "BUFFER", buffer)
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+    params = jax.tree.map(lambda leaf, at: jax.device_put(jax.random.normal(next(keys), leaf.shape), at),
+                          layout.state.params, layout.gradients)
+    traced = jax.jit(lambda params: working_copy.working_copy(params, layout),
+                     out_shardings=layout.shardings.weights).trace(params)
+    made = traced.lower().compile()(params)
+    return {name: np.asarray(leaf.astype(jnp.float32)) for name, leaf in named_leaves(made)}, str(traced.jaxpr)
+
+
+def different(left, right):
+    """Names of the leaves that are not bitwise the same."""
+    return [name for name in left if not np.array_equal(left[name], right[name])]
+
+
+@pytest.mark.parametrize(("config", "sizes"), [
+    pytest.param(config, sizes, id=f"{name}-{kind}") for name, sizes in MESHES.items()
+    for kind, config in (("even", EVEN), ("odd", ODD)) if (name, kind) != ("tensor", "odd")])
+def test_layers_in_rounds_are_the_layers_at_once(config, sizes, monkeypatch):
+    """And negative control: axes in the wrong order."""
+    layout = step_of(config, sizes).layout(token_batches(1)[0])
+    once, text = copied(layout, 2**30, monkeypatch)
+    rounds, looped = copied(layout, 1, monkeypatch)
+    assert "all_gather" in looped and "all_gather" not in text
+    assert not different(rounds, once)
+    if "data" in sizes:
+        right = working_copy.names_of
+        monkeypatch.setattr(working_copy, "names_of", lambda spec: right(spec)[::-1])
+        assert different(copied(layout, 1, monkeypatch)[0], once)
+
+
+@pytest.mark.slow
+def test_steps_in_rounds_are_the_steps_at_once(monkeypatch):
+    """Where the copy takes the place of the last one, which the step read."""
+    def trained(buffer):
+        monkeypatch.setattr(working_copy, "BUFFER", buffer)
+        step, batches = step_of(ODD, {}), token_batches(3)
+        state = step.init(jax.random.key(0), batches[0])
+        for batch in batches:
+            state, _ = step(state, batch)
+        return {name: np.asarray(leaf.astype(jnp.float32)) for name, leaf in named_leaves(state)
+                if not name.startswith("rng")}
+
+    assert not different(trained(1), trained(2**30))
+
+
+@pytest.mark.parametrize(("layers", "size", "rounds"), [
+    (48, 2**30, 1), (48, 2**30 + 1, 2), (187, 6 * 2**30, 11), (7, 2**31, 7), (4, 2**40, 4)])
+def test_rounds_are_equal_and_small(layers, size, rounds):
+    assert working_copy._rounds(layers, size) == rounds
+
+
+@pytest.mark.slow
+def test_no_buffer_grows_with_depth(monkeypatch):
+    """From 24 to 96 layers at stage 2; as in test_zero_r, all but sharded gradients and checkpoints."""
+    width, length, mesh = 256, 128, described("h100:8")
+
+    def temporaries(layers, buffer):
+        monkeypatch.setattr(working_copy, "BUFFER", buffer)
+        config = gpt2.Config(layers, width, 8, vocab_size=512, max_length=length)
+        step = zero_jax.make_zero_train_step(
+            gpt2.build(config), 2, mesh=mesh, precision="bf16", remat="full")
+        batch = {name: jax.ShapeDtypeStruct((8, length), jnp.int32) for name in ("inputs", "targets")}
+        return step.compile(batch).memory_analysis().temp_size_in_bytes
+
+    allowed = 72 * (length * width * 2 + (2 + 4) * 12 * width**2 / 8)
+    grown, at_once = (temporaries(96, buffer) - temporaries(24, buffer) for buffer in (2**18, 2**60))
+    assert grown <= 1.02 * allowed < at_once  # control: leaves gathered whole
