@@ -11,6 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from models.gpt2_names import huggingface
 
@@ -74,14 +75,14 @@ def attention(qkv: jax.Array, num_heads: int) -> jax.Array:
     """Causal self-attention of (batch, seq, 3 x width), giving (batch, seq, width).
 
     Columns are ordered (head, q | k | v, head dim), as in Megatron: split over devices, heads stay
-    whole. GPT-2's released weights have q | k | v outermost.
+    whole. GPT-2's released weights have q | k | v outermost. `remat=("attention",)` keeps what it gives.
     """
     batch, seq, columns = qkv.shape
     # In float16 JAX's attention asks for a product that only NVIDIA's GPUs have.
     wide = qkv.astype(jnp.float32) if qkv.dtype == jnp.float16 else qkv
     q, k, v = jnp.moveaxis(wide.reshape(batch, seq, num_heads, 3, -1), 3, 0)
     out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    return out.reshape(batch, seq, columns // 3).astype(qkv.dtype)
+    return checkpoint_name(out.reshape(batch, seq, columns // 3).astype(qkv.dtype), "attention")
 
 
 def residual_init(config: Config) -> nn.initializers.Initializer:

@@ -58,6 +58,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "hlo_alias": (2, "which results lie in the memory of an operand"),
     "buffers": (3, "what lies in memory while a program runs, and when"),
     "residual": (4, "what a step's temporaries are: gathered weights, gradients, activations"),
+    "kept": (5, "what a traced step keeps from forward to backward"),
     "memory": (5, "where all the memory goes: by formula, as placed, as compiled"),
     "memory_table": (6, "that as tables"),
     "hlo_collective": (1, "one collective of a compiled program"),

@@ -138,6 +138,26 @@ def activation_bytes_exact(
     return length * batch * hidden * layers * (whole + (24 + scores) / model)
 
 
+def backward_peak_bytes(
+    *, state: float, gradients: float, stacked: float, other: float, largest: float, block: float, every: int = 1,
+    weights: float = 0, waiting: float = 0
+) -> dict[str, float]:
+    """Bytes per device at the two moments of a step at stage 3 when most is held: behind the loss, and in a block.
+
+    state: model states. gradients: a device's shards as the optimizer takes them, all of them from the beginning of
+    backward. stacked: what the policy keeps of all blocks. other: kept outside of blocks, `largest` of that in one
+    array, the logits, which have a gradient as large. block: all that the backward pass of one block needs: what is at
+    work, and again for each of `every` blocks that are one checkpoint and computed again together. weights: one
+    block's, gathered; waiting: gradients that are whole until the end (a tied embedding).
+
+    Where every block is a checkpoint of `hidden` elements, `stacked` is `checkpoint_elements`: this is section 6.1's
+    accounting with what is recomputed, gathered and reduced beside it.
+    """
+    held = state + gradients + stacked
+    together = every * block if every > 1 else 0
+    return {"loss": held + other + largest, "block": held + together + block + every * weights + waiting}
+
+
 def fused_buffer_bytes(num_params: float, *, limit: float = math.inf) -> float:
     """An fp32 buffer of all gradients (section 3.2); C_B's does not grow beyond `limit` bytes (section 6.2)."""
     return min(4 * num_params, limit)

@@ -5,12 +5,13 @@ readings of `blocks_0/...`, `blocks_1/...`: found in the traced loss, so that no
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.extend.core import primitives
 
@@ -21,6 +22,9 @@ POLICIES: dict[str, Any] = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 """By name: keep nothing but the inputs of blocks; keep the products of weights, too."""
+
+CARRIED = "zero_carried"
+"""The name of what a loop carries."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Remat:
         """Blocks to a checkpoint, of so many. Raises ValueError where that does not divide them."""
         if self.every == "sqrt":
             divisors = [size for size in range(1, blocks + 1) if blocks % size == 0]
-            return min(divisors, key=lambda size: (abs(math.log(size / math.sqrt(blocks))), size))
+            return min(divisors, key=lambda size: max(size, blocks // size))  # of two that are as near, the smaller
         if blocks % int(self.every):
             raise ValueError(f"Remat(every={self.every}): the model has {blocks} blocks, which do not divide by it: "
                              f"give one of {[size for size in range(1, blocks + 1) if blocks % size == 0]}.")
@@ -88,6 +92,42 @@ def checkpoint_blocks(closed: core.ClosedJaxpr, names: Sequence[str], remat: Rem
     raise ValueError(f"remat={remat.policy!r}: no blocks were found in the model: neither a loop that reads parameters "
                      "nor parameters of numbered blocks (blocks_0/..., blocks_1/...). Checkpoint them in the model "
                      "with zero_jax.remat(Block), or leave remat out.")
+
+
+def name_carried(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """An edit: what a loop carries gets a name in its body, where a checkpoint policy around the loop can keep it.
+
+    A policy is asked about what a body computes. Without the name it keeps what leaves a round, of every block where
+    several are one checkpoint, and backward makes what enters a round from it by another loop: all checkpoints twice.
+    """
+    return jaxpr.replace(eqns=[_named(eqn) if eqn.primitive is primitives.scan_p else eqn for eqn in jaxpr.eqns])
+
+
+def _named(eqn: core.JaxprEqn) -> core.JaxprEqn:
+    body, (consts, carries) = eqn.params["jaxpr"], _numbers(eqn)
+    invars, eqns = list(body.jaxpr.invars), []
+    for place in range(consts, carries):
+        inside = invars[place]
+        if jnp.issubdtype(inside.aval.dtype, jnp.floating):
+            invars[place] = core.Var(inside.aval)
+            (name,) = jax.make_jaxpr(lambda x: checkpoint_name(x, CARRIED))(shape_of(inside)).jaxpr.eqns
+            eqns.append(name.replace(invars=[invars[place]], outvars=[inside]))
+    body = body.replace(jaxpr=body.jaxpr.replace(invars=invars, eqns=[*eqns, *body.jaxpr.eqns]))
+    return eqn.replace(params={**eqn.params, "jaxpr": body})
+
+
+def _numbers(eqn: core.JaxprEqn) -> tuple[int, int]:
+    """Of the inputs of the loop `eqn`: where those that it carries begin and end.
+
+    By shapes, since JAX names their numbers differently from 0.12 on: what is scanned over has one dim more.
+    """
+    inner = eqn.params["jaxpr"].jaxpr
+    carried = sum(shape_of(outer).ndim == shape_of(own).ndim
+                  for outer, own in zip(eqn.outvars, inner.outvars, strict=True))
+    scanned = sum(shape_of(outer).ndim > shape_of(own).ndim
+                  for outer, own in zip(eqn.invars, inner.invars, strict=True))
+    carries = len(eqn.invars) - scanned
+    return carries - carried, carries
 
 
 def _with_policy(jaxpr: core.Jaxpr, remat: Remat) -> tuple[core.Jaxpr, int]:
@@ -133,14 +173,7 @@ def _grouped(eqn: core.JaxprEqn, remat: Remat) -> core.JaxprEqn:
     """The loop `eqn` with a checkpoint around each round, or around so many of them."""
     params, length = eqn.params, eqn.params["length"]
     group = remat.group(length)
-    inner, body = params["jaxpr"].jaxpr, as_fun(params["jaxpr"])
-    # By shapes, since JAX names their numbers differently from 0.12 on: what is scanned over has one dim more.
-    carried = sum(shape_of(outer).ndim == shape_of(own).ndim
-                  for outer, own in zip(eqn.outvars, inner.outvars, strict=True))
-    scanned = sum(shape_of(outer).ndim > shape_of(own).ndim
-                  for outer, own in zip(eqn.invars, inner.invars, strict=True))
-    carries = len(eqn.invars) - scanned
-    consts = carries - carried
+    body, (consts, carries) = as_fun(params["jaxpr"]), _numbers(eqn)
 
     def loop(*args: Any) -> list[Any]:
         closed, carry, xs = args[:consts], args[consts:carries], args[carries:]

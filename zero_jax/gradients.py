@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from zero_jax.activations import Activations
-from zero_jax.blocks import Remat, checkpoint_blocks, has_checkpoints
+from zero_jax.blocks import Remat, checkpoint_blocks, has_checkpoints, name_carried
 from zero_jax.functional import Functional
 from zero_jax.layout import Layout
 from zero_jax.losses import Loss, loss_and_metrics
@@ -68,9 +68,8 @@ def gradient_function(model: Functional, loss: Loss, layout: Layout, precision: 
     hide = functools.partial(hide_checkpoints, activations=activations if activations.stashes else None)
     split = [activations.split_sequence] if activations.sequence else []
     if layout.stage.shards_params and layout.num_shards > 1:  # else nothing is gathered
-        loss_of = jax.checkpoint(
-            rewritten(loss_of, separate_reads, *split, mark_derived, hide, checkpoint_loops, first=blocks),
-            policy=keep_all_but_gathered)
+        before = (separate_reads, *split, mark_derived, hide, checkpoint_loops, name_carried)
+        loss_of = jax.checkpoint(rewritten(loss_of, *before, first=blocks), policy=keep_all_but_gathered)
     else:
         loss_of = rewritten(loss_of, separate_reads, *split, *([hide] if activations.stashes else []), first=blocks)
     edits: list[Any] = [inline_calls] if precision.reduce is None else [inline_calls, widen_reductions]
