@@ -230,8 +230,8 @@ def _keys(jaxpr: core.Jaxpr) -> float:
     total = 0.0
     for eqn in jaxpr.eqns:
         if eqn.primitive is primitives.dot_general_p and eqn.params["dimension_numbers"][1][0]:
-            least = min((atom.aval for atom in eqn.invars), key=lambda aval: math.prod(aval.shape))
-            total += math.prod(least.shape) * (3 * least.dtype.itemsize + 4)
+            least = min(map(shape_of, eqn.invars), key=lambda leaf: leaf.size)
+            total += least.size * (3 * least.dtype.itemsize + 4)
         rounds = eqn.params["length"] if eqn.primitive is primitives.scan_p else 1
         total += rounds * sum(map(_keys, core.jaxprs_in_params(eqn.params)))
     return total
