@@ -8,7 +8,7 @@ WORKERS ?= auto
 ARGS ?=
 
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 .PHONY: train test test-slow lint clean
 

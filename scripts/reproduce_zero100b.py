@@ -82,7 +82,7 @@ def billions(config, layers=None):
 def table(title):
     """An empty one."""
     made = Table(title=title, box=box.SIMPLE, title_justify="left")
-    for name in ("", "layers x hidden", "12Lh^2", "stage", "P_a", "state GB", "temporaries GB", "host GB", "needed GB",
+    for name in ("", "layers x hidden", "12Lh^2", "stage", "P_a", "state GB", "temp GB", "host GB", "needed GB",
                  "of GB", "fits", "paper: GB", "seconds"):
         made.add_column(name, justify="left" if not name else "right")
     return made
