@@ -11,5 +11,7 @@ os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 " + os.environ.get
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)
+from zero_jax.mesh import simulate_local
+
+simulate_local(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,6 +1,7 @@
 """The step itself: layouts stay, one compilation, donation, metrics, evaluation, what is listed."""
 
 import collections
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -159,3 +160,11 @@ def test_a_torus_gathers_the_minor_most_axis_first_and_others_a_dim_at_once():
 @pytest.mark.parametrize("needed", [set(), {"c"}, {"a", "h"}, set("abcdefgh")])
 def test_the_smallest_set_is_found_by_bisection(needed):
     assert smallest_plain(lambda names: needed <= names, list("abcdefgh")) == needed
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_simulated_devices_have_threads_to_spare():
+    """With one for each device, a batched `eigh` on all of them hangs."""
+    jax.block_until_ready(jnp.zeros(1))
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    assert sum("XLAEigen" in name for name in names) >= 2 * jax.device_count()

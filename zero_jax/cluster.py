@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from zero_jax.launch import COORDINATOR, LOCAL_DEVICES, NUM_PROCESSES, PROCESS_ID
-from zero_jax.mesh import of_rank
+from zero_jax.mesh import of_rank, simulate_local
 
 HEARTBEAT_SECONDS = 100
 """After how long without a sign of life a process counts as dead, unless told otherwise: JAX's own default."""
@@ -36,8 +36,7 @@ def initialize(*, distributed: bool = False, heartbeat_seconds: int = HEARTBEAT_
                          "all of them, or none.")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if local := environ.get(LOCAL_DEVICES):
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", _number(LOCAL_DEVICES, local, least=1))
+        simulate_local(_number(LOCAL_DEVICES, local, least=1))
     if told:
         number = _number(NUM_PROCESSES, told[NUM_PROCESSES], least=1)
         process = _number(PROCESS_ID, told[PROCESS_ID], least=0)

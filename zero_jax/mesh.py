@@ -1,6 +1,7 @@
 """The device mesh: its axes by name, and which of them ZeRO shards over."""
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,17 @@ TENSOR = "tensor"
 CONTEXT = "context"
 
 
+def simulate_local(num_devices: int) -> None:
+    """As `simulate_devices`, without a look at what JAX has started with: before `jax.distributed` no look is allowed.
+
+    Threads twice as many: with one for each device, a batched `eigh` on all of them at once waits for itself for ever
+    (jaxlib 0.10.2: each waits in `ParallelBatchMap` for parts that no thread is left to take).
+    """
+    os.environ.setdefault("NPROC", str(2 * num_devices))  # which XLA reads for the size of a CPU client's pool
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
 def simulate_devices(num_devices: int) -> None:
     """Makes this process see `num_devices` simulated CPU devices. Call it before anything runs on JAX.
 
@@ -24,8 +36,7 @@ def simulate_devices(num_devices: int) -> None:
     if num_devices < 1:
         raise ValueError(f"simulate_devices({num_devices}): give at least 1 device.")
     try:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", num_devices)
+        simulate_local(num_devices)
     except RuntimeError:
         pass  # JAX has started: what counts is what it started with
     if jax.device_count() != num_devices or jax.default_backend() != "cpu":
