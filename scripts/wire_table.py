@@ -6,14 +6,13 @@
 Each step is compiled by the target's own compiler and held against its contract (`step.verify`). State and temporaries
 are per device. Wire is what each device sends in a step, over the paper's 2 psi (stages 1 and 2, one program) or 3 psi
 (stage 3) in bf16 on a ring; then the shares of it that overlap with compute, and that all-reduces send. Rows are
-written as they come, to --out and as JSON beside it.
+written as they come, to --out and as JSON beside it. Of what does not fit the compiler tells the temporaries alone.
 """
 
 import argparse
 import dataclasses
 import json
 import math
-import time
 from pathlib import Path
 
 import jax
@@ -22,8 +21,10 @@ import optax
 
 import zero_jax
 from models import gpt2, resnet
-from zero_jax import contract, hardware
+from zero_jax import hardware
+from zero_jax.planner import examine
 from zero_jax.stages import STAGES
+from zero_jax.targets import target_of
 
 LENGTH = 1024
 TARGETS = ("h100:8", "h100:16x8", "h100:128x8", "v5p:2x2x2", "v5p:4x4x8", "v5p:8x8x16", "v5e:16x16")
@@ -34,7 +35,7 @@ HEADER = ("target", "model", "stage", "state MiB", "ideal MiB", "temporaries MiB
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One compiled step. state, ideal, temporaries: bytes per device; sent: bytes per device and step; broken: why."""
+    """One compiled step. state, ideal, temporaries: bytes of a device; sent: a step's; refused, broken: why."""
 
     target: str
     mesh: dict[str, int]
@@ -49,16 +50,22 @@ class Row:
     asynchronous: float
     all_reduced: float
     seconds: float
+    refused: str
     broken: tuple[str, ...]
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
         cells = (
             self.target, self.model, ", ".join(map(str, self.stages)), *(f"{size / 2**20:,.1f}" for size in (
-                self.state, self.ideal, self.temporaries)), f"{self.sent / self.theory:.3f}",
-            *(f"{share / self.sent:.1%}" for share in (self.asynchronous, self.all_reduced)),
-            "broken" if self.broken else "kept", f"{self.seconds:.0f}")
+                self.state, self.ideal, self.temporaries)), *self._wire(), f"{self.seconds:.0f}")
         return f"| {' | '.join(cells)} |"
+
+    def _wire(self) -> tuple[str, ...]:
+        """Over theory, the share that is asynchronous, the share of all-reduces, and the contract."""
+        if self.refused:
+            return "-", "-", "-", "does not fit"
+        shares = (f"{share / self.sent:.1%}" for share in (self.asynchronous, self.all_reduced))
+        return f"{self.sent / self.theory:.3f}", *shares, "broken" if self.broken else "kept"
 
 
 def classify(model, batch):
@@ -85,20 +92,18 @@ def step_of(target, model, stage):
 
 def measure(target, model, stages):
     step, batch = step_of(target, model, stages[0])
-    layout, devices = step.layout(batch), step.mesh.size
-    psi = layout.num_params
-    began = time.monotonic()
-    compiled = step.compile(batch)
-    seconds = time.monotonic() - began
-    report = contract.check(compiled.as_text(), step.contract(batch))
-    sent = [(c, c.wire_bytes * c.count) for kept in report.kept for c in kept.collectives]
+    plan = examine(step, batch, target_of(target))
+    psi, devices, layout = plan.layout.num_params, plan.num_devices, plan.layout
+    sent = [(c, c.wire_bytes * c.count) for kept in plan.wire.kept for c in kept.collectives] if plan.wire else []
+    held = layout.device_bytes
     return Row(
-        target, dict(step.mesh.shape), model, stages, psi, layout.device_bytes,
-        step.stage.state_bytes(psi, devices, low_precision=True), compiled.memory_analysis().temp_size_in_bytes,
+        target, dict(step.mesh.shape), model, stages, psi, held,
+        step.stage.state_bytes(psi, devices, low_precision=True), max(0, plan.needed_bytes - held),
         math.fsum(size for _, size in sent), step.stage.wire * psi * 2 * (devices - 1) / devices,
         math.fsum(size for c, size in sent if c.asynchronous),
-        math.fsum(size for c, size in sent if c.kind == "all-reduce"), seconds, report.violations,
-        tuple(note for kept in report.kept for note in kept.notes))
+        math.fsum(size for c, size in sent if c.kind == "all-reduce"), plan.compile_seconds, plan.refused,
+        plan.wire.violations if plan.wire else (),
+        tuple(note for kept in plan.wire.kept for note in kept.notes) if plan.wire else ())
 
 
 def write(rows, out):
