@@ -68,11 +68,13 @@ class Folder:
 
     def clear_unfinished(self) -> None:
         """Removes what saves and removals left that did not come to their end. None may be under way."""
-        for _ in range(5):
-            with contextlib.suppress(OSError):  # threads of a save that failed may still write
-                for path in storage.unfinished(self.path):
-                    path.rmtree()
+        for _ in range(10):
+            found = storage.unfinished(self.path)
+            if not found:
                 return
+            with contextlib.suppress(OSError):  # threads of a save that failed may still write, and bring it back
+                for path in found:
+                    path.rmtree()
             time.sleep(0.1)
         for path in storage.unfinished(self.path):
             path.rmtree()
