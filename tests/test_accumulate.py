@@ -40,7 +40,7 @@ def one_device(flavour):
 
 
 @pytest.mark.parametrize("reduce", ["every", "once"])
-@pytest.mark.parametrize("flavour, stage", [slow("linen", 0), ("linen", 1), ("linen", 3), slow("nnx", 2), ("nnx", 3)])
+@pytest.mark.parametrize("flavour, stage", [slow("linen", 0), slow("linen", 1), ("linen", 3), slow("nnx", 2), slow("nnx", 3)])
 def test_microbatches_are_the_large_batch(flavour, stage, reduce):
     one = one_device(flavour)
     many = train(FLAVOURS[flavour](GPT2), stage, 8, batches=BATCHES, optimizer=SGD, accumulate=4, reduce=reduce)
@@ -48,6 +48,7 @@ def test_microbatches_are_the_large_batch(flavour, stage, reduce):
     assert param_difference(many, one) < 3e-6
 
 
+@pytest.mark.slow
 def test_microbatches_on_one_device_and_on_a_factored_hybrid_mesh():
     one = one_device("linen")
     for mesh, options in ((zero_jax.make_mesh(1), {}), (zero_jax.make_mesh((2, 2), replica=2), {"reduce": "once"}),
@@ -61,7 +62,7 @@ def test_microbatches_on_one_device_and_on_a_factored_hybrid_mesh():
             np.testing.assert_allclose(leaf, one.params[name], atol=3e-6)
 
 
-@pytest.mark.parametrize("reduce", ["every", "once"])
+@pytest.mark.parametrize("reduce", [slow("every"), "once"])
 def test_a_mean_of_means_is_caught(reduce):
     """Negative control: microbatches that do not weigh by their valid tokens have other numbers."""
 
@@ -72,6 +73,7 @@ def test_a_mean_of_means_is_caught(reduce):
     assert loss_difference(many, one_device("linen")) > 1e-3
 
 
+@pytest.mark.slow
 def test_an_empty_microbatch_counts_nothing():
     empty = [{**batch, "weights": np.where(np.arange(32)[:, None] < 16, 0, batch["weights"]).astype(np.float32)}
              for batch in BATCHES]
@@ -132,7 +134,7 @@ def sent(target, stage, accumulate, reduce):
     return gather.wire_bytes / unit, summed.wire_bytes / unit, report.violations
 
 
-@pytest.mark.parametrize("target, stage", [("h100:8", 2), ("h100:8", 3), ("v5e:2x4", 2), slow("v5e:2x4", 3)])
+@pytest.mark.parametrize("target, stage", [slow("h100:8", 2), ("h100:8", 3), slow("v5e:2x4", 2), slow("v5e:2x4", 3)])
 def test_reductions_are_counted(target, stage):
     gathers = {2: 1, 3: 2 * 8}[stage]
     for reduce, count in (("every", 8), ("once", 1)):

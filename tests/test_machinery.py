@@ -38,8 +38,7 @@ def gpt2_frozen(stage, num_devices, precision):
 class TestFrozen:
     """No gradient, no optimizer state and no reduction for what is not trained."""
 
-    @pytest.mark.parametrize("stage", [1, 3])
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    @pytest.mark.parametrize("stage, precision", [slow(1, "fp32"), (3, "fp32"), slow(1, "bf16"), slow(3, "bf16")])
     def test_it_stays_and_the_rest_is_one_device(self, stage, precision):
         one, many = gpt2_frozen(0, 1, precision), gpt2_frozen(stage, 8, precision)
         assert loss_difference(many, one) < (1e-6 if precision == "fp32" else 4e-3)
@@ -59,7 +58,7 @@ class TestFrozen:
         everything = train(gpt2.build(GPT2), 3, 8, batches=TOKENS, precision="fp32")
         assert loss_difference(gpt2_frozen(3, 8, "fp32"), everything) > 1e-5
 
-    @pytest.mark.parametrize("stage", [2, 3])
+    @pytest.mark.parametrize("stage", [slow(2), slow(3)])
     def test_nothing_is_reduced_for_it(self, stage):
         mesh, config = described("h100:8"), gpt2.Config(4, 512, 8, vocab_size=8192, max_length=64)
         batch = {name: jax.ShapeDtypeStruct((8, 64), jnp.int32) for name in ("inputs", "targets")}
@@ -160,7 +159,7 @@ def mlp(optimizers, name, stage, num_devices):
                  optimizer={"machinery": MACHINERY, "controls": CONTROLS}[optimizers][name])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [slow(1), 3])
 @pytest.mark.parametrize("name", MACHINERY)
 def test_machinery_is_one_device(name, stage):
     one, many = mlp("machinery", name, 0, 1), mlp("machinery", name, stage, 8)
@@ -175,7 +174,7 @@ def gpt2_in(precision, stage, num_devices):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16-stochastic"])
-@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
 def test_every_precision_is_one_device(precision, stage):
     """Up to its own rounding, which is compared with how far the run goes."""
     one, many = gpt2_in(precision, 0, 1), gpt2_in(precision, stage, 8)
@@ -255,7 +254,7 @@ def test_a_tpu_has_no_float16():
 
 @pytest.mark.parametrize("target, policy, wire", [
     ("h100:8", "fp16", "f16"), slow("h100:8", "bf16-stochastic", "bf16"), slow("h100:8", "fp32", "f32"),
-    slow("v5e:2x4", "bf16-stochastic", "bf16"), ("v5e:2x4", "fp32", "f32")])
+    slow("v5e:2x4", "bf16-stochastic", "bf16"), slow("v5e:2x4", "fp32", "f32")])
 def test_the_wire_carries_the_dtype(target, policy, wire):
     mesh, config = described(target), gpt2.Config(2, 512, 8, vocab_size=2048, max_length=64)
     step = zero_jax.make_zero_train_step(gpt2_nnx.build(config), 3, mesh=mesh, precision=policy)

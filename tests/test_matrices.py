@@ -69,7 +69,7 @@ def run(name, stage, num_devices, placement):
 
 
 @pytest.mark.parametrize(("name", "stage", "placement"), [
-    ("muon", 3, "owner"), ("muon", 1, "owner"), ("muon", 3, "gather"), ("whitened", 3, "owner"),
+    ("muon", 3, "owner"), slow("muon", 1, "owner"), slow("muon", 3, "gather"), slow("whitened", 3, "owner"),
     ("whitened", 3, "gather")])
 def test_placements_are_one_device(name, stage, placement):
     one, many = run(name, 0, 1, None), run(name, stage, 8, placement)
@@ -135,7 +135,7 @@ def muon_of_kernels(mesh, placement, decay=0.0):
     return optax.partition({"matrix": inner, "rest": optax.adam(1e-3, eps=1e-6)}, kernels)
 
 
-@pytest.mark.parametrize(("scanned", "width"), [(True, 32), slow(False, 32), (True, 68)],
+@pytest.mark.parametrize(("scanned", "width"), [slow(True, 32), slow(False, 32), (True, 68)],
                          ids=["scanned", "unrolled", "uneven"])
 def test_stacked_and_single_matrices_are_one_device(scanned, width):
     model = gpt2.build(gpt2.Config(2, width, 2, vocab_size=64, max_length=16, scan_layers=scanned))
@@ -194,8 +194,8 @@ def whole_step(target, placement, stage, decay=0.0, width=128):
 
 
 @pytest.mark.parametrize(("target", "placement", "stage", "decay", "moved"), [
-    ("h100:8", "owner", 3, 0.0, 2 / 8 * 8 / 3), ("h100:8", "gather", 3, 0.1, 3),
-    ("cpu", "owner", 3, 0.1, 3 / 8 * 8 / 3), ("cpu", "gather", 1, 0.0, 2)])
+    ("h100:8", "owner", 3, 0.0, 2 / 8 * 8 / 3), slow("h100:8", "gather", 3, 0.1, 3),
+    slow("cpu", "owner", 3, 0.1, 3 / 8 * 8 / 3), slow("cpu", "gather", 1, 0.0, 2)])
 def test_the_contract_promises_what_the_placement_moves(target, placement, stage, decay, moved):
     """Gradients, momentum where it is gathered, parameters where they decay; three matrices are filled up to eight."""
     promised, text, psi = whole_step(target, placement, stage, decay)
@@ -204,7 +204,7 @@ def test_the_contract_promises_what_the_placement_moves(target, placement, stage
     assert matrices.wire_bytes == pytest.approx(matrices.promise.wire_bytes, rel=1e-3)
 
 
-@pytest.mark.parametrize("target", ["h100:8", "cpu"])
+@pytest.mark.parametrize("target", [slow("h100:8"), "cpu"])
 def test_what_breaks_the_contract_of_matrices(target):
     """Negative controls: Muon as the partitioner splits it is told what to do, and each byte of the promise counts."""
     (owner, kept, _), (alone, text, _) = whole_step(target, "owner", 3), whole_step(target, None, 3)

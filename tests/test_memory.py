@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from oracle import slow
 from test_contract import described
 
 import zero_jax
@@ -19,7 +20,7 @@ BATCH = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "
 FLAVOURS = {"linen": gpt2.build, "nnx": gpt2_nnx.build}
 
 
-@pytest.mark.parametrize("num_devices", [2, 4, 8])
+@pytest.mark.parametrize("num_devices", [slow(2), slow(4), 8])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_state_bytes_are_the_formula(stage, precision, num_devices):
@@ -38,8 +39,8 @@ def test_state_bytes_are_the_formula(stage, precision, num_devices):
         assert memory.alias_size_in_bytes == layout.device_bytes
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize(("flavour", "scanned"), [
+    ("linen", True), slow("linen", False), slow("nnx", True), ("nnx", False)])
 def test_the_state_is_born_sharded(flavour, scanned):
     """The compiled init holds its part of the state and next to nothing beside it."""
     mesh = described("h100:8")
@@ -91,8 +92,8 @@ def grows_with_depth(flavour, remat, variant="zero"):
     return growth - GRADIENT_SHARD - activation_bytes(remat)
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("remat", [True, False], ids=["own remat", "no remat"])
+@pytest.mark.parametrize(("flavour", "remat"), [
+    ("linen", True), slow("linen", False), slow("nnx", True), slow("nnx", False)])
 def test_temporaries_do_not_grow_with_depth(flavour, remat):
     assert grows_with_depth(flavour, remat) < 0.02 * GATHERED_LAYER
     held = temporaries(24, flavour, remat) - 24 * (GRADIENT_SHARD + activation_bytes(remat))
