@@ -40,7 +40,8 @@ def one_device(flavour):
 
 
 @pytest.mark.parametrize("reduce", ["every", "once"])
-@pytest.mark.parametrize("flavour, stage", [slow("linen", 0), slow("linen", 1), ("linen", 3), slow("nnx", 2), slow("nnx", 3)])
+@pytest.mark.parametrize("flavour, stage", [
+    slow("linen", 0), slow("linen", 1), ("linen", 3), slow("nnx", 2), slow("nnx", 3)])
 def test_microbatches_are_the_large_batch(flavour, stage, reduce):
     one = one_device(flavour)
     many = train(FLAVOURS[flavour](GPT2), stage, 8, batches=BATCHES, optimizer=SGD, accumulate=4, reduce=reduce)
