@@ -6,12 +6,14 @@ compute dtype per step at stages 1 and 2 and 3 psi (N-1)/N at stage 3.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from oracle import slow
 
 import zero_jax
 from models import gpt2, gpt2_nnx
@@ -83,9 +85,9 @@ def test_wire_is_the_papers(target, stage):
     assert not broken_promises(program(target, stage), stage)
 
 
-@pytest.mark.parametrize("remat", [False, True], ids=["", "own remat"])
-@pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
-@pytest.mark.parametrize("flavour", ["linen", "nnx"])
+@pytest.mark.parametrize("flavour, scanned, remat", [
+    row if row in {("linen", True, True), ("nnx", False, False)} else slow(*row)
+    for row in itertools.product(("linen", "nnx"), (True, False), (True, False))])
 def test_wire_of_every_way_to_write_the_model(flavour, scanned, remat):
     config = dataclasses.replace(CONFIG, scan_layers=scanned, remat=remat)
     found = broken_promises(program("h100:8", 3, flavour, config), 3)
@@ -111,7 +113,7 @@ def test_stage_0_all_reduces():
 
 
 @pytest.mark.parametrize("reduce", [None, "float32"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [slow(2), 3])
 @pytest.mark.parametrize("target", TARGETS)
 def test_gradients_are_reduced_in_the_dtype_asked_for(target, stage, reduce):
     precision = zero_jax.Precision(params="float32", compute="bfloat16", reduce=reduce)
@@ -134,8 +136,7 @@ def test_the_cast_happens_on_the_shard():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("preset", ["124m", "1.5b"])
+@pytest.mark.parametrize("stage, preset", [slow(2, "124m"), (3, "124m"), slow(2, "1.5b"), slow(3, "1.5b")])
 def test_wire_of_the_papers_model(preset, stage):
     """GPT-2 as it is, vocabulary of 50257 included, with 1024 tokens on each of eight H100s."""
     config = gpt2.PRESETS[preset]

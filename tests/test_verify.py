@@ -159,10 +159,10 @@ BROKEN = {  # what is compiled, the kind of the collective that is named, what i
 
 
 @pytest.mark.parametrize(("name", "target"), [
-    ("annotated", "h100:8"), ("annotated", "v5p:2x2x2"), ("flat slice", "v5p:2x2x2"),
+    ("annotated", "h100:8"), slow("annotated", "v5p:2x2x2"), ("flat slice", "v5p:2x2x2"),
     ("padded after the sum", "h100:8"),
-    ("activations everywhere", "h100:8"), ("activations everywhere", "v5p:2x2x2"), ("read in a loop", "h100:8"),
-    ("read in a loop", "v5p:2x2x2"), ("read in a loop", "cpu")])
+    ("activations everywhere", "h100:8"), slow("activations everywhere", "v5p:2x2x2"), ("read in a loop", "h100:8"),
+    slow("read in a loop", "v5p:2x2x2"), ("read in a loop", "cpu")])
 def test_what_breaks_a_contract_is_told(name, target, monkeypatch):
     """Negative controls: the operation, its bytes, where it comes from, and what to do."""
     if name == "padded after the sum":  # as the partitioner does it
