@@ -160,7 +160,7 @@ def test_gradients_beside_tensor_are_scattered(target, stage, sizes, options, mo
     scattered, violations = share()
     assert scattered < 1.1 and not violations
     monkeypatch.setattr("zero_jax.gradients.scatter_parts", lambda jaxpr, **_: jaxpr)
-    assert share()[0] > 1.2
+    assert share()[0] > 1.15 * scattered
 
 
 @pytest.mark.slow
