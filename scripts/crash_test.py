@@ -179,16 +179,19 @@ def run_of_kills(root, seed, width, *, kills=3, steps=200):
     rng, options = random.Random(seed), {"stage": seed % 4, "steps": steps, "every": 10, "sync": 0, "width": width}
     whole, killed = root / f"whole-{seed}", root / f"killed-{seed}"
     process = start(whole, **options)
-    if process.wait():
-        raise RuntimeError(process.stderr.read().decode()[-2000:])
+    _, errors = process.communicate()
+    if process.returncode:
+        raise RuntimeError(errors.decode()[-2000:])
     for number in range(kills):
         before = len(rows(killed))
         process = start(killed, **options)
         kill(process, killed, rng, until=before + rng.randrange(1, steps // (kills + 1) + 10), seconds=0.2)
         last = max((row.get("step", 0) for row in rows(killed)), default=0)
         print(f"run {seed}: kill {number + 1} after step {last}", flush=True)
-    if start(killed, **options).wait():
-        return [f"run {seed} does not resume"]
+    process = start(killed, **options)
+    _, errors = process.communicate()
+    if process.returncode:
+        return [f"run {seed} does not resume: {errors.decode()[-2000:]}"]
     expected, found = ({row["step"]: (row["loss"], row["batch"]) for row in rows(folder) if "step" in row}
                        for folder in (whole, killed))
     faults = []
