@@ -19,9 +19,9 @@ MESHES = {
     "hybrid": {"data": (2, 2), "replica": 2}, "tensor": {"data": (2, 2), "tensor": 2}}  # fmt: skip
 
 
-def step_of(config, sizes, **options):
+def step_of(config, sizes, stage=2, **options):
     return zero_jax.make_zero_train_step(
-        gpt2.build(config), 2, mesh=zero_jax.make_mesh(**sizes), precision="bf16",
+        gpt2.build(config), stage, mesh=zero_jax.make_mesh(**sizes), precision="bf16",
         tensor_rules=gpt2.tensor_rules(config) if "tensor" in sizes else (), **options)
 
 
@@ -71,6 +71,12 @@ def test_steps_in_rounds_are_the_steps_at_once(monkeypatch):
                 if not name.startswith("rng")}
 
     assert not different(trained(1), trained(2**30))
+
+
+def test_what_is_not_gathered_is_not_sliced(monkeypatch):
+    """Stage 0, whose copy is a cast."""
+    layout = step_of(EVEN, {}, stage=0).layout(token_batches(1)[0])
+    assert "while" not in copied(layout, 1, monkeypatch)[1] and "scan" not in copied(layout, 1, monkeypatch)[1]
 
 
 @pytest.mark.parametrize(("layers", "size", "rounds"), [

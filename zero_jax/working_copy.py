@@ -27,7 +27,7 @@ def working_copy(params: Any, layout: Layout, last: Any = None) -> Any:
 
     def copy(name: str, param: jax.Array, shard: Any, like: Any, view: Any, last: Any = None) -> jax.Array:
         param, layers = param.astype(like.dtype), view.alone(layout.reads[name].stacked)
-        if layers is None:
+        if layers is None or used(shard.spec) == shard.spec:  # nothing to slice, or nothing to gather
             return gather(param, layout.mesh, shard.spec)
         rounds = _rounds(like.shape[layers], leaf_bytes(like.sharding.shard_shape(like.shape), like.dtype))
         if rounds == 1:
