@@ -1,18 +1,23 @@
 """The command line as a user meets it: help, and each kind of bad input with one message and status 2."""
 
 import ast
+import atexit
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
+EMPTY = tempfile.mkdtemp()  # where no run has left its checkpoints
+atexit.register(shutil.rmtree, EMPTY, ignore_errors=True)
 
 
-def run(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+def run(*args: str, cwd: Path | str = EMPTY) -> subprocess.CompletedProcess:
     """`python -m zero_jax` with `args` in a process of its own."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     command = [sys.executable, "-W", "error", "-m", "zero_jax", *args]
