@@ -41,10 +41,11 @@ def _read_arrays(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dic
     except PermissionError as error:
         raise CheckpointError(f"{path} cannot be read ({error}): allow it, or name another folder.") from error
     except Exception as error:
-        leaf, changed = _named(error, abstract) or _unreadable(path, abstract), changed_files(path)
+        index, changed = storage.broken_index(path), changed_files(path)
+        leaf = "" if index else _named(error, abstract) or _unreadable(path, abstract)
         raise DamagedCheckpointError(
-            f"{path} is damaged: {f'leaf {leaf} in ' if leaf else ''}{_file(error) or path / storage.ARRAYS} cannot be "
-            f"read{f'; {changed}' if changed else ''} ({_cause(error)}). {FALLBACK}") from error
+            f"{path} is damaged: {f'leaf {leaf} in ' if leaf else ''}{index or _file(error) or _files_of(path, leaf)} "
+            f"cannot be read{f'; {changed}' if changed else ''} ({_cause(error)}). {FALLBACK}") from error
 
 
 def _chain(error: BaseException | None) -> Iterator[str]:
@@ -61,8 +62,14 @@ def _named(error: BaseException, names: Iterable[str]) -> str:
 
 
 def _file(error: BaseException) -> str:
-    """The file that tensorstore names, of all folders and files in its message the last one; empty if none."""
-    return next((found[-1] for said in _chain(error) if (found := re.findall(r'local file "([^"]+)"', said))), "")
+    """The file that tensorstore names, of those in its message the last one; empty if none."""
+    return next((found[-1] for said in _chain(error) if (found := re.findall(r'file "([^"]+[^"/])"', said))), "")
+
+
+def _files_of(path: Any, leaf: str) -> str:
+    """The files that hold a leaf's elements, as text; their folder where nobody knows them, or many do."""
+    files = storage.files_of(path, leaf) if leaf else []
+    return ", ".join(str(path / file) for file in files) if 0 < len(files) < 4 else str(path / storage.ARRAYS)
 
 
 def _cause(error: BaseException) -> str:
@@ -72,13 +79,15 @@ def _cause(error: BaseException) -> str:
 
 
 def _unreadable(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> str:
-    """The first leaf that cannot be read alone; empty if each can, and among several processes."""
-    for name, leaf in abstract.items() if jax.process_count() == 1 else ():
-        try:
-            storage.read(path, {name: leaf})
-        except Exception:
-            return name
-    return ""
+    """The first leaf that cannot be read alone; empty if each can, if none can, and among several processes."""
+    def can_be_read(name: str) -> bool:
+        with contextlib.suppress(Exception):
+            return bool(storage.read(path, {name: abstract[name]}))
+        return False
+
+    if jax.process_count() > 1 or not any(map(can_be_read, abstract)):
+        return ""
+    return next((name for name in abstract if not can_be_read(name)), "")
 
 
 def verify(path: Any, held: Mapping[str, Leaf], digests: Mapping[str, str]) -> None:
@@ -87,7 +96,7 @@ def verify(path: Any, held: Mapping[str, Leaf], digests: Mapping[str, str]) -> N
     if wrong:
         changed = changed_files(path)
         raise DamagedCheckpointError(
-            f"{path} is damaged: leaf {wrong[0]} ({held[wrong[0]]}) in {path / storage.ARRAYS} has the digest "
+            f"{path} is damaged: leaf {wrong[0]} ({held[wrong[0]]}) in {_files_of(path, wrong[0])} has the digest "
             f"{digests[wrong[0]]}, and {held[wrong[0]].digest} was saved"
             + (f"; so are {len(wrong) - 1} more leaves" if len(wrong) > 1 else "") + (f"; {changed}" if changed else "")
             + f". {FALLBACK}")

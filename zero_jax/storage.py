@@ -6,21 +6,24 @@ temporary folder and renames that, or, where a file system cannot rename, writes
 
 import contextlib
 import gc
+import json
 import logging
 import re
 import sys
 import time
 import traceback
+import urllib.parse
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import tensorstore
 from etils import epath
 from orbax.checkpoint.experimental import v1 as ocp
 
 ARRAYS, MANIFEST, SIZES = "state", "manifest", "sizes.json"
-_COMMITTED, _UNFINISHED = "commit_success.txt", ".orbax-checkpoint-tmp"
+_COMMITTED, _UNFINISHED, _INDEX = "commit_success.txt", ".orbax-checkpoint-tmp", "_METADATA"
 
 
 def folder(path: Any) -> epath.Path:
@@ -72,8 +75,45 @@ def read(path: epath.Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict
     for name, leaf in abstract.items():  # of what its metadata lack, orbax gives back what it was asked for
         array = found.get(name)
         if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
-            raise ValueError(f'"{name}/" is not there as {leaf.dtype} {leaf.shape}')
+            raise ValueError(f'"{name}/" is not there as {leaf.dtype} {leaf.shape} by file "{path / ARRAYS / _INDEX}"')
     return {name: found[name] for name in abstract}
+
+
+def broken_index(path: epath.Path) -> epath.Path | None:
+    """The file that tells of a checkpoint's arrays, and is no JSON; None where all are, or are gone."""
+    written = path / ARRAYS / "array_metadatas"  # by each process
+    told = [path / "_CHECKPOINT_METADATA", path / ARRAYS / _INDEX, path / ARRAYS / "_sharding"]
+    for file in told + (sorted(written.iterdir()) if written.is_dir() else []):
+        try:
+            json.loads(file.read_bytes())
+        except ValueError:
+            return file
+        except OSError:
+            continue
+    return None
+
+
+def files_of(path: epath.Path, name: str) -> list[str]:
+    """The files below `path` that hold the elements of the array `name`; empty where their index cannot be read."""
+    found, prefix = set(), f"{name}/".encode()
+    try:
+        arrays = str(path / ARRAYS) + "/"
+        base = tensorstore.KvStore.open(arrays if "://" in arrays else {"driver": "file", "path": arrays}).result()
+        root = tensorstore.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
+        nodes = [(root, b"")]
+        while nodes:
+            location, before = nodes.pop()
+            for entry in tensorstore.ocdbt.dump(base, location).result()["entries"]:
+                key = before + entry.get("subtree_common_prefix", entry["key"])
+                if "location" in entry and (key.startswith(prefix) or prefix.startswith(key)):
+                    nodes.append((entry["location"], key))
+                elif key.startswith(prefix) and not key.endswith(b"/zarr.json"):
+                    # A small value lies in the node itself. A place is kind:folder:file:offset:size.
+                    _, *file, _, _ = entry.get("indirect_value", location).split(":")
+                    found.add(f"{ARRAYS}/{urllib.parse.unquote(''.join(file))}")
+    except Exception:  # what is damaged says anything at all
+        return []
+    return sorted(found)
 
 
 def _is_not_raised_too(record: logging.LogRecord) -> bool:
