@@ -101,9 +101,16 @@ def test_what_ends_well_is_shown_of_the_first_alone(stand_in, capfd):
     assert capfd.readouterr() == ("from 0\n", "")
 
 
-@pytest.mark.parametrize(("sent", "status"), [((signal.SIGTERM,), 75), ((signal.SIGINT, signal.SIGINT), 137)])
-def test_signals_reach_every_process(stand_in, tmp_path, sent, status):
-    path = stand_in("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+@pytest.mark.parametrize(("sent", "status", "end"), [
+    ((signal.SIGTERM,), 75, True), ((signal.SIGINT, signal.SIGINT), 137, False),
+    pytest.param((signal.SIGKILL,), -signal.SIGKILL, True, marks=pytest.mark.skipif(
+        sys.platform != "linux", reason="elsewhere the kernel does not tell that a parent is gone"))])
+def test_signals_reach_every_process(stand_in, tmp_path, sent, status, end):
+    """And its death does, where it has no time to pass anything on."""
+    path = stand_in("def ended(*_):\n"
+                    f"    open(f'{tmp_path}/ended{{me}}', 'w')\n"
+                    "    sys.exit(75)\n"
+                    "signal.signal(signal.SIGTERM, ended)\n"
                     "signal.signal(signal.SIGINT, lambda *_: None)\n"
                     f"open(f'{tmp_path}/ready{{me}}', 'w')\nwhile True: time.sleep(0.05)")
     program = ("import sys\nfrom zero_jax import launch\nsys.executable = sys.argv[1]\n"
@@ -114,6 +121,9 @@ def test_signals_reach_every_process(stand_in, tmp_path, sent, status):
             process.send_signal(number)
             time.sleep(0.3)
         assert process.wait(timeout=60) == status
+    if end:
+        wait_for(lambda: all((tmp_path / f"ended{number}").exists() for number in range(2)))
+    assert end == (tmp_path / "ended0").exists()
 
 
 def wait_for(done, seconds=60):

@@ -15,6 +15,12 @@ INTERRUPTED = 130
 DOES_NOT_FIT = 3
 """Exit status of a plan that does not fit: an answer, and no error."""
 
+_PLAN_ENVIRONMENT = {
+    "TF_CPP_MIN_LOG_LEVEL": "3",  # XLA's own words on programs that do not fit
+    # No device is used: none is looked for, and none is missed.
+    "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+}
+
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command of `args` (default: those of the process) and returns its exit status.
@@ -73,6 +79,9 @@ def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | ExportConfig | Lau
 
 def _run(config: TrainConfig | PlanConfig | ExportConfig | LaunchConfig) -> int:
     assert not isinstance(config, LaunchConfig)
+    if isinstance(config, PlanConfig):  # before JAX is imported
+        for name, value in _PLAN_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     config.check()
     if isinstance(config, ExportConfig):
         from zero_jax.exporting import export_command
@@ -84,8 +93,6 @@ def _run(config: TrainConfig | PlanConfig | ExportConfig | LaunchConfig) -> int:
 
         summary = train(config)
         return INTERRUPTED if summary.interrupted else PREEMPTED if summary.preempted else 0
-    if isinstance(config, PlanConfig):
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's own words on programs that do not fit
     from zero_jax.planning import inspect_command, plan_command
 
     if isinstance(config, PlanConfig):

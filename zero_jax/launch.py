@@ -1,6 +1,7 @@
 """Several processes of one run on this machine, over 127.0.0.1 and with simulated devices. No JAX."""
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import signal
@@ -46,8 +47,8 @@ def launch(command: Sequence[str], *, processes: int, devices_per_process: int) 
     """Runs `python -m zero_jax` with the arguments `command` as that many processes; returns the exit status of all.
 
     The first one's output is this process's; the last lines of another's are shown if it fails. SIGTERM and SIGINT are
-    passed on to all, which then have all the time they take to save; a second SIGINT kills. When one fails without
-    that, the others have a few seconds to end, and are then killed. The status is that of the first to fail, 128 + n
+    passed on to all, which then have all the time they take to save; a second SIGINT kills. Where this process is
+    killed, they are sent SIGTERM (on Linux). When one fails without that, the others have a few seconds to end, and are then killed. The status is that of the first to fail, 128 + n
     where signal n ended it.
     """
     received: list[int] = []
@@ -64,7 +65,8 @@ def launch(command: Sequence[str], *, processes: int, devices_per_process: int) 
             # A session of its own: Ctrl-C on a terminal reaches it through this process alone.
             running.append(subprocess.Popen(
                 [sys.executable, "-m", "zero_jax", *command], env=os.environ | place, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output and subprocess.STDOUT))
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output and subprocess.STDOUT,
+                preexec_fn=_end_with_parent))
         first = _wait(running, received)
         if first is None:
             return 0
@@ -76,6 +78,13 @@ def launch(command: Sequence[str], *, processes: int, devices_per_process: int) 
                 print("\n".join(f"[process {number}] {line}" for line in lines), file=sys.stderr, flush=True)
         status = running[first].returncode
         return status if status >= 0 else 128 - status
+
+
+def _end_with_parent() -> None:
+    """In a process that was just started: SIGTERM when the one that started it is gone, however it went."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def _free_port() -> int:
