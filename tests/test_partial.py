@@ -151,6 +151,7 @@ def test_inlined_calls_compute_the_same():
 KERNELS = {  # how a TPU sends each: as it is, as tiles, flat and padded, summed and cut; over another axis first
     "as it is": ((1, 1, 64, 2048), P(None, None, None, ("x", "y"))),
     "as it is, one dim before": ((3, 3, 2048, 8), P(None, None, ("x", "y"), None)),
+    "as it is, more rows": ((65, 4096), P(None, ("x", "y"))),
     "tiles": ((128, 256), P(("x", "y"), None)),
     "flat": ((3, 3, 64, 96), P(None, None, "x", "y")),
     "flat, one dim": ((3, 3, 160, 40), P(None, None, ("x", "y"), None)),
@@ -171,6 +172,7 @@ def reduced(shape, spec):
 @pytest.fixture
 def torus(monkeypatch):
     monkeypatch.setattr(scatter, "on_torus", lambda mesh: True)
+    monkeypatch.setattr(scatter, "LARGE", 2**14)
     monkeypatch.setattr(scatter, "tile_block", lambda mesh, axis: {"x": 4096, "y": 2048}[axis])
 
 
@@ -220,6 +222,7 @@ WIRE = [  # kernels of a ResNet-50 in its layouts, and what they may cost
     ("v5e:16x16", (1, 1, 2048, 512), APART, 1.001),
     ("v5e:16x16", (1, 1, 512, 256), BOTH, 1.07),  # part of it is smaller than tiles
     ("v5e:16x16", (1, 1, 256, 64), BOTH, 2.001),  # all of it is; padded, XLA (jax 0.10) does not compile it
+    ("v5p:2x2x2", (50257, 4096), P(None, ("data_0", "data_1")), 1.005),  # an embedding, whose rows fill no tiles
 ]
 
 
@@ -232,4 +235,4 @@ def test_kernels_that_are_scattered_as_they_are_send_more(monkeypatch):
     """Negative control."""
     monkeypatch.setattr(scatter, "_scatter_tiles", lambda value, axis, ways, dim, block: jax.lax.psum_scatter(
         value, axis, scatter_dimension=dim, tiled=True))
-    assert wire(*WIRE[4][:3]) > 1.5 and wire(*WIRE[6][:3]) > 1.5
+    assert wire(*WIRE[4][:3]) > 1.5 and wire(*WIRE[6][:3]) > 1.5 and wire(*WIRE[9][:3]) > 1.5

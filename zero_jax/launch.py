@@ -48,8 +48,8 @@ def launch(command: Sequence[str], *, processes: int, devices_per_process: int) 
 
     The first one's output is this process's; the last lines of another's are shown if it fails. SIGTERM and SIGINT are
     passed on to all, which then have all the time they take to save; a second SIGINT kills. Where this process is
-    killed, they are sent SIGTERM (on Linux). When one fails without that, the others have a few seconds to end, and are then killed. The status is that of the first to fail, 128 + n
-    where signal n ended it.
+    killed, they are sent SIGTERM (on Linux). When one fails without that, the others have a few seconds to end, and are
+    then killed. The status is that of the first to fail, 128 + n where signal n ended it.
     """
     received: list[int] = []
     with contextlib.ExitStack() as stack:
