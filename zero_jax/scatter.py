@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.mesh import TENSOR, fills_tiles, on_torus, tile_block
 
-LARGE = 2**23
-"""Values of a part from which on XLA scatters in pieces on a TPU: where the rows are no multiple of four tiles it may
-find no size for the pieces, and all-reduces the whole."""
+LARGE = 2**24
+"""Values from which on XLA scatters in pieces on a TPU: where the rows are no multiple of four tiles it may find none,
+and all-reduces the whole."""
 
 
 def reduce_parts(value: jax.Array, mesh: Any, spec: P) -> jax.Array:
@@ -67,21 +67,32 @@ def _scatter_tiles(value: jax.Array, axis: str, ways: int, dim: int, block: int)
     """
     shape = (*value.shape[:dim], value.shape[dim] // ways, *value.shape[dim + 1:])
     part = math.prod(shape)
-    if value.ndim == 2 and dim == 0 and shape[0] % 8 == shape[1] % 128 == part % block == 0:
-        # XLA would fuse rows with the product that makes them, and pad their parts.
-        tiles = value.reshape(ways, shape[0] // 8, 8, shape[1] // 128, 128).swapaxes(2, 3)
-        return jax.lax.psum_scatter(tiles, axis, scatter_dimension=0).swapaxes(1, 2).reshape(shape)
     if fills_tiles(shape[dim]):
         # At most one dim before and one behind: dims of size 1, as in the kernel of a 1 x 1 convolution, change how an
         # array lies, and it is all-reduced.
         merged = [math.prod(shape[:dim]), value.shape[dim], math.prod(shape[dim + 1:])]
         flat, at = value.reshape([size for size in merged if size > 1]), int(merged[0] > 1)
-        more = -merged[0] % 64 if flat.ndim == 2 and at and part > LARGE else 0
-        padded = jnp.pad(flat, ((0, more), (0, 0))) if more else flat
-        summed = jax.lax.psum_scatter(padded, axis, scatter_dimension=at, tiled=True)
-        return (summed[:-more] if more else summed).reshape(shape)
+        if flat.ndim == 2:
+            columns = _scatter_columns(flat if at else flat.T, axis)
+            return (columns if at else columns.T).reshape(shape)
+        return jax.lax.psum_scatter(flat, axis, scatter_dimension=at, tiled=True).reshape(shape)
+    if value.ndim == 2 and dim == 0 and shape[0] % 8 == shape[1] % 128 == part % block == 0:
+        tiles = value.reshape(ways, shape[0] // 8, 8, shape[1] // 128, 128).swapaxes(2, 3)
+        return jax.lax.psum_scatter(tiles, axis, scatter_dimension=0).swapaxes(1, 2).reshape(shape)
     parts = jnp.moveaxis(value.reshape(*shape[:dim], ways, *shape[dim:]), dim, 0).reshape(ways, -1)
     if part + -part % block >= 2 * part:
         return jax.lax.psum(parts, axis)[jax.lax.axis_index(axis)].reshape(shape)
     blocks = jnp.pad(parts, ((0, 0), (0, -part % block))).reshape(-1, 16, 128)
     return jax.lax.psum_scatter(blocks, axis, scatter_dimension=0, tiled=True).reshape(-1)[:part].reshape(shape)
+
+
+def _scatter_columns(value: jax.Array, axis: str) -> jax.Array:
+    """The sum of `value`, of which each chip keeps some columns.
+
+    For rows, turned: of a product they lie then as columns do, where XLA would pad their parts by up to a tenth.
+    """
+    rows = value.shape[0]
+    more = -rows % 64 if value.size > LARGE else 0
+    padded = jnp.pad(value, ((0, more), (0, 0))) if more else value
+    summed = jax.lax.psum_scatter(padded, axis, scatter_dimension=1, tiled=True)
+    return summed[:rows] if more else summed
