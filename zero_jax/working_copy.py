@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.gather import GATHER_SCOPE, between, gather, names_of, used
 from zero_jax.layout import Layout
+from zero_jax.mesh import on_torus
 from zero_jax.tree import leaf_bytes, map_named
 
 BUFFER = 2**30
@@ -47,22 +48,28 @@ def _rounds(layers: int, size: int) -> int:
 def _gather_rounds(param: jax.Array, last: jax.Array, mesh: Mesh, spec: P, dim: int, rounds: int) -> jax.Array:
     """`param`, which lies as `spec` says, gathered into `last` in `rounds` slices of `dim`.
 
-    Manual, and a row of the result for each round: by itself XLA gives the whole of it the layout of what it gathers,
-    and transposes it at the end, which takes as much memory again.
+    Manual, and on a GPU a row of the result for each round: by itself XLA gives the whole of it the layout of what it
+    gathers, and transposes it at the end, which takes as much memory again. The tiles of a TPU cannot become rows
+    without a copy, and need not.
     """
+    rows = not on_torus(mesh)
+
     def fill(param: jax.Array, last: jax.Array) -> jax.Array:
         size = param.shape[dim] // rounds
 
-        def step(index: jax.Array, rows: jax.Array) -> jax.Array:
+        def step(index: jax.Array, whole: jax.Array) -> jax.Array:
             part = jax.lax.dynamic_slice_in_dim(param, index * size, size, dim)
             with jax.named_scope(GATHER_SCOPE):
                 for before, after in itertools.pairwise(between(spec, mesh)):
                     axes = tuple(axis for axis in names_of(before) if axis not in names_of(after))
                     split = next(at for at, entry in enumerate(before) if axes[0] in names_of(P(entry)))
                     part = jax.lax.all_gather(part, axes, axis=split, tiled=True)
-            return jax.lax.dynamic_update_slice_in_dim(rows, part.reshape(1, -1), index, 0)
+            if rows:
+                return jax.lax.dynamic_update_slice_in_dim(whole, part.reshape(1, -1), index, 0)
+            return jax.lax.dynamic_update_slice_in_dim(whole, part, index * size, dim)
 
-        return jax.lax.fori_loop(0, rounds, step, last.reshape(rounds, -1)).reshape(last.shape)
+        whole = last.reshape(rounds, -1) if rows else last
+        return jax.lax.fori_loop(0, rounds, step, whole).reshape(last.shape)
 
     return jax.shard_map(fill, mesh=mesh, in_specs=(spec, used(spec)), out_specs=used(spec), check_vma=False)(
         param, last)
