@@ -173,7 +173,7 @@ def reduced(shape, spec):
 @pytest.fixture
 def torus(monkeypatch):
     monkeypatch.setattr(scatter, "on_torus", lambda mesh: True)
-    monkeypatch.setattr(scatter, "LARGE", 2**14)
+    monkeypatch.setattr(scatter, "TALL", 64)
     monkeypatch.setattr(scatter, "tile_block", lambda mesh, axis: {"x": 4096, "y": 2048}[axis])
 
 

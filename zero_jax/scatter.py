@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.mesh import TENSOR, fills_tiles, on_torus, tile_block
 
-LARGE = 2**24
-"""Values from which on XLA scatters in pieces on a TPU: where the rows are no multiple of four tiles it may find none,
-and all-reduces the whole."""
+TALL = 2**14
+"""Rows from which on XLA may find no size for the pieces in which it scatters columns on a TPU, and all-reduces the
+whole: where they are no multiple of four tiles. With more rows XLA (jax 0.10) fails to compile some flatter arrays."""
 
 
 def reduce_parts(value: jax.Array, mesh: Any, spec: P) -> jax.Array:
@@ -92,7 +92,7 @@ def _scatter_columns(value: jax.Array, axis: str) -> jax.Array:
     For rows, turned: of a product they lie then as columns do, where XLA would pad their parts by up to a tenth.
     """
     rows = value.shape[0]
-    more = -rows % 64 if value.size > LARGE else 0
+    more = -rows % 64 if rows > TALL else 0
     padded = jnp.pad(value, ((0, more), (0, 0))) if more else value
     summed = jax.lax.psum_scatter(padded, axis, scatter_dimension=1, tiled=True)
     return summed[:rows] if more else summed
