@@ -103,8 +103,7 @@ def test_what_ends_well_is_shown_of_the_first_alone(stand_in, capfd):
 
 @pytest.mark.parametrize(("sent", "status", "end"), [
     ((signal.SIGTERM,), 75, True), ((signal.SIGINT, signal.SIGINT), 137, False),
-    pytest.param((signal.SIGKILL,), -signal.SIGKILL, True, marks=pytest.mark.skipif(
-        sys.platform != "linux", reason="elsewhere the kernel does not tell that a parent is gone"))])
+    ((signal.SIGKILL,), -signal.SIGKILL, True)])
 def test_signals_reach_every_process(stand_in, tmp_path, sent, status, end):
     """And its death does, where it has no time to pass anything on."""
     path = stand_in("def ended(*_):\n"
@@ -112,6 +111,9 @@ def test_signals_reach_every_process(stand_in, tmp_path, sent, status, end):
                     "    sys.exit(75)\n"
                     "signal.signal(signal.SIGTERM, ended)\n"
                     "signal.signal(signal.SIGINT, lambda *_: None)\n"
+                    f"sys.path.insert(0, '{ROOT}')\n"
+                    "from zero_jax.launch import end_with_launcher\n"
+                    "end_with_launcher()\n"
                     f"open(f'{tmp_path}/ready{{me}}', 'w')\nwhile True: time.sleep(0.05)")
     program = ("import sys\nfrom zero_jax import launch\nsys.executable = sys.argv[1]\n"
                "sys.exit(launch.launch(['train'], processes=2, devices_per_process=1))")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from zero_jax.config import InspectConfig, TrainConfig
 from zero_jax.export_config import ExportConfig
-from zero_jax.launch import PREEMPTED, LaunchConfig, launch
+from zero_jax.launch import PREEMPTED, LaunchConfig, end_with_launcher, launch
 from zero_jax.plan_config import PlanConfig
 
 INTERRUPTED = 130
@@ -79,6 +79,7 @@ def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | ExportConfig | Lau
 
 def _run(config: TrainConfig | PlanConfig | ExportConfig | LaunchConfig) -> int:
     assert not isinstance(config, LaunchConfig)
+    end_with_launcher()
     if isinstance(config, PlanConfig):  # before JAX is imported
         for name, value in _PLAN_ENVIRONMENT.items():
             os.environ.setdefault(name, value)

@@ -1,7 +1,6 @@
 """Several processes of one run on this machine, over 127.0.0.1 and with simulated devices. No JAX."""
 
 import contextlib
-import ctypes
 import dataclasses
 import os
 import signal
@@ -9,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from typing import IO
@@ -16,6 +16,8 @@ from typing import IO
 COORDINATOR, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICES = (
     "ZERO_JAX_COORDINATOR", "ZERO_JAX_NUM_PROCESSES", "ZERO_JAX_PROCESS_ID", "ZERO_JAX_DEVICES_PER_PROCESS")
 """Variables of the environment that tell a process its place."""
+LAUNCHER = "ZERO_JAX_LAUNCHER"
+"""That which tells it the number of the process that started it."""
 
 PREEMPTED = 75
 """Exit status of a run that SIGTERM ended and that can go on: EX_TEMPFAIL, "try again", which schedulers know."""
@@ -48,7 +50,7 @@ def launch(command: Sequence[str], *, processes: int, devices_per_process: int) 
 
     The first one's output is this process's; the last lines of another's are shown if it fails. SIGTERM and SIGINT are
     passed on to all, which then have all the time they take to save; a second SIGINT kills. Where this process is
-    killed, they are sent SIGTERM (on Linux). When one fails without that, the others have a few seconds to end, and are
+    killed, they send themselves SIGTERM. When one fails without that, the others have a few seconds to end, and are
     then killed. The status is that of the first to fail, 128 + n where signal n ended it.
     """
     received: list[int] = []
@@ -61,12 +63,11 @@ def launch(command: Sequence[str], *, processes: int, devices_per_process: int) 
             stack.enter_context(tempfile.TemporaryFile()) if number else None for number in range(processes)]
         for number, output in enumerate(outputs):
             place = {COORDINATOR: address, NUM_PROCESSES: str(processes), PROCESS_ID: str(number),
-                     LOCAL_DEVICES: str(devices_per_process)}
+                     LOCAL_DEVICES: str(devices_per_process), LAUNCHER: str(os.getpid())}
             # A session of its own: Ctrl-C on a terminal reaches it through this process alone.
             running.append(subprocess.Popen(
                 [sys.executable, "-m", "zero_jax", *command], env=os.environ | place, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output and subprocess.STDOUT,
-                preexec_fn=_end_with_parent))
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output and subprocess.STDOUT))
         first = _wait(running, received)
         if first is None:
             return 0
@@ -80,11 +81,15 @@ def launch(command: Sequence[str], *, processes: int, devices_per_process: int) 
         return status if status >= 0 else 128 - status
 
 
-def _end_with_parent() -> None:
-    """In a process that was just started: SIGTERM when the one that started it is gone, however it went."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+def end_with_launcher() -> None:
+    """In a process that `launch` started: sends it SIGTERM when that one is gone, however it went."""
+    def watch(launcher: str) -> None:
+        while os.getppid() == int(launcher):
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if launcher := os.environ.get(LAUNCHER):
+        threading.Thread(target=watch, args=(launcher,), daemon=True).start()
 
 
 def _free_port() -> int:
