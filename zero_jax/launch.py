@@ -88,7 +88,7 @@ def end_with_launcher() -> None:
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    if launcher := os.environ.get(LAUNCHER):
+    if launcher := os.environ.pop(LAUNCHER, ""):  # what this process starts has another parent
         threading.Thread(target=watch, args=(launcher,), daemon=True).start()
 
 
