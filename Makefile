@@ -1,16 +1,20 @@
 # A fresh machine needs only make and Python 3.11 or later:
-#   make train    the main job: trains a small language model at a ZeRO stage (ARGS="--stage 2" and so on)
-#   make test     lint, and the tests that take seconds each
+#   make train      the main job: trains a small language model at a ZeRO stage (ARGS="--stage 2" and so on)
+#   make test       lint, and the tests that take seconds each
+#   make test-slow  the others
+#   make docs       the site, into build/docs; warnings are errors
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= auto
 ARGS ?=
+# A worker for each core, as far as there are 2 GiB of memory for each.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"); \
+  print(max(1, min(os.cpu_count(), pages >> 31)))')
 
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
+PYTEST = MALLOC_ARENA_MAX=2 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations 10 --durations-min 1
 
-.PHONY: train test test-slow lint clean
+.PHONY: train test test-slow lint docs clean
 
 train: $(VENV)/installed-train
 	$(BIN)/python -m zero_jax train $(ARGS)
@@ -24,6 +28,9 @@ test-slow: $(VENV)/installed-test
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/installed-docs
+	$(BIN)/python -m sphinx -W --keep-going -b html docs build/docs
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -1,6 +1,6 @@
-"""GPT-2 in Flax Linen, its sizes, and every configuration of the ZeRO paper (arXiv 1910.02054).
+"""GPT-2 in Flax Linen, in its released sizes and those of the ZeRO paper (arXiv 1910.02054).
 
-A module of models has `PRESETS`, configurations by name, and `build(config)`, which makes one.
+A module of models has `PRESETS`, configurations by name, and `build(config)`, which returns a model.
 """
 
 import dataclasses
@@ -12,10 +12,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
-from models.gpt2_names import huggingface
+from .gpt2_names import huggingface
 
-__all__ = ["GPT2", "PRESETS", "RUNS", "Block", "Config", "Run", "build", "huggingface", "tensor_rules"]
+__all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "huggingface", "tensor_rules"]
 
 INIT = nn.initializers.normal(0.02)
 EPSILON = 1e-5
@@ -26,11 +27,11 @@ class Config:
     """A decoder with learned positions, tied embeddings and a feed-forward width of 4 x `width`.
 
     dropout: of the embeddings and of what is added to the residual stream, not of attention.
-    dtype: of the computation; None: bfloat16 parameters give bfloat16 activations, and so on.
-    scan_layers: one stacked block in a loop, so that compile time does not grow with the depth.
-    remat: keep only each block's input for the backward pass.
+    dtype: of the computation; None: that of the parameters.
+    scan_layers: one `nn.scan` over stacked blocks, so that compile time does not grow with depth.
+    remat: save only each block's input for the backward pass.
 
-    Raises ValueError for sizes that make no model.
+    Raises ValueError for invalid sizes.
     """
 
     num_layers: int
@@ -39,7 +40,7 @@ class Config:
     vocab_size: int = 50257
     max_length: int = 1024
     dropout: float = 0.0
-    dtype: Any = None
+    dtype: DTypeLike | None = None
     scan_layers: bool = True
     remat: bool = False
 
@@ -53,20 +54,16 @@ class Config:
             raise ValueError(f"dropout={self.dropout} must be in [0, 1).")
 
     @property
-    def num_block_params(self) -> int:
-        """12 L h^2: the paper's measure of size, without embeddings, biases and norms."""
-        return 12 * self.num_layers * self.width**2
-
-    @property
     def num_params(self) -> int:
-        """All of them, exactly. The output layer is the embedding and counts once."""
+        """Number of parameters, exactly. The output layer is the embedding and counts once."""
         embeddings = (self.vocab_size + self.max_length) * self.width
+        matrices = 12 * self.num_layers * self.width**2
         biases_and_norms = (13 * self.num_layers + 2) * self.width
-        return embeddings + self.num_block_params + biases_and_norms
+        return embeddings + matrices + biases_and_norms
 
 
 def check_length(config: Config, tokens: jax.Array) -> None:
-    """Raises ValueError for more tokens than learned positions, which a lookup would not notice."""
+    """Raises ValueError for more tokens than learned positions, where an out-of-bounds lookup would not."""
     if tokens.shape[-1] > config.max_length:
         raise ValueError(f"{tokens.shape[-1]} tokens are more than max_length={config.max_length}.")
 
@@ -74,11 +71,11 @@ def check_length(config: Config, tokens: jax.Array) -> None:
 def attention(qkv: jax.Array, num_heads: int) -> jax.Array:
     """Causal self-attention of (batch, seq, 3 x width), giving (batch, seq, width).
 
-    Columns are ordered (head, q | k | v, head dim), as in Megatron: split over devices, heads stay
-    whole. GPT-2's released weights have q | k | v outermost. `remat=("attention",)` keeps what it gives.
+    Columns are ordered (head, q | k | v, head dim), as in Megatron, so that sharding them splits no head. GPT-2's
+    released weights have q | k | v outermost. `remat=("attention",)` saves the result.
     """
     batch, seq, columns = qkv.shape
-    # In float16 JAX's attention asks for a product that only NVIDIA's GPUs have.
+    # In float16 JAX's attention requests a matrix product that only NVIDIA GPUs have.
     wide = qkv.astype(jnp.float32) if qkv.dtype == jnp.float16 else qkv
     q, k, v = jnp.moveaxis(wide.reshape(batch, seq, num_heads, 3, -1), 3, 0)
     out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
@@ -86,7 +83,7 @@ def attention(qkv: jax.Array, num_heads: int) -> jax.Array:
 
 
 def residual_init(config: Config) -> nn.initializers.Initializer:
-    """GPT-2's for what adds to the residual stream, twice in each layer."""
+    """GPT-2's initializer for the two projections of each layer that add to the residual stream."""
     return nn.initializers.normal(0.02 / math.sqrt(2 * config.num_layers))
 
 
@@ -119,7 +116,7 @@ class GPT2(nn.Module):
     def __call__(self, tokens: jax.Array, *, deterministic: bool | None = None, logits: bool = True) -> Any:
         """`deterministic`: without dropout; None: if no "dropout" stream is given.
 
-        logits: False gives what they are made of: the features (batch, seq, width) and the table (vocab, width).
+        logits: False returns their factors: features (batch, seq, width) and the embedding (vocab, width).
 
         Raises ValueError for more than `max_length` tokens.
         """
@@ -149,7 +146,7 @@ def build(config: Config) -> GPT2:
 
 
 def tensor_rules(config: Config) -> list[tuple[str, Any, int | None]]:
-    """How `tensor` splits the parameters, as Megatron-LM does: pattern, spec of the last dims, and heads or None."""
+    """How the axis `tensor` shards parameters, as in Megatron-LM: pattern, spec of the last dims, heads or None."""
     return [
         ("qkv/kernel", (None, "tensor"), config.num_heads), ("qkv/bias", ("tensor",), config.num_heads),
         ("proj/kernel", ("tensor", None), config.num_heads),
@@ -199,74 +196,8 @@ PRESETS: dict[str, Config] = {
     "40b-50x8192": _paper(50, 8192, 32),
     "50b": _paper(62, 8192, 32),
     "150b": _paper(187, 8192, 64),
-    # GPT-3's 6.7B (arXiv 2005.14165, Table 2.1): no model of the paper's
+    # GPT-3's 6.7B (arXiv 2005.14165, Table 2.1), not a model of the paper
     "6.7b": Config(32, 4096, 32, max_length=2048, remat=True),
-    # Section 9: the model that the paper's title is about
+    # Section 9: the trillion parameters of the paper's title
     "1t": _paper(128, 25600, 200),
 }
-
-# What the paper prints that cannot be, by preset.
-ERRATA: dict[str, str] = {
-    "40b": "arXiv v3, Table 4, prints hidden 4096: 17.7B. The appendix and SC20 print 6144.",
-    "60b": "arXiv v3, Table 4, prints hidden 4096: 26.6B. The appendix and SC20 print 6144.",
-    "1.38b": "Fig. 4's baseline 40 x 1536 is 1.13B, 1.21B with embeddings: the label does not fit.",
-    "17b": "28 heads do not divide by MP 16, as the appendix asks: Turing-NLG ran with MP 4.",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One run of the paper's evaluation, as the appendix of SC20 prints it.
-
-    batch: sequences in each tensor-parallel group; total_batch: in all of them, as printed. system:
-    "ZeRO", or its row C1 to C5 of Table 3 where a figure compares those, or "Megatron" or "DDP".
-    """
-
-    figure: int
-    preset: str
-    gpus: int
-    tensor_parallel: int
-    heads: int
-    batch: int
-    total_batch: int
-    system: str = "ZeRO"
-
-    @property
-    def baseline(self) -> bool:
-        """Whether it ran without ZeRO."""
-        return self.system in ("Megatron", "DDP")
-
-    @property
-    def config(self) -> Config:
-        """The preset with the heads of this run."""
-        return dataclasses.replace(PRESETS[self.preset], num_heads=self.heads)
-
-
-RUNS: tuple[Run, ...] = (
-    Run(2, "1.5b", 400, 1, 16, 24, 9600), Run(2, "1.5b", 400, 2, 16, 16, 3200, "Megatron"),
-    Run(2, "8b", 400, 4, 24, 64, 6400), Run(2, "8b", 400, 8, 24, 8, 400, "Megatron"),
-    Run(2, "20b", 400, 4, 32, 32, 3200), Run(2, "20b", 400, 16, 32, 4, 100, "Megatron"),
-    Run(2, "40b", 400, 4, 32, 12, 1200), Run(2, "40b", 384, 32, 64, 4, 48, "Megatron"),
-    Run(2, "60b", 400, 16, 32, 64, 1600), Run(2, "60b", 384, 64, 64, 4, 24, "Megatron"),
-    Run(2, "80b", 400, 16, 64, 32, 800), Run(2, "80b", 384, 128, 128, 4, 12, "Megatron"),
-    Run(2, "100b", 400, 16, 64, 32, 800), Run(2, "100b", 384, 128, 128, 2, 6, "Megatron"),
-    Run(2, "120b", 400, 16, 64, 24, 600), Run(2, "120b", 384, 128, 128, 2, 6, "Megatron"),
-    Run(2, "140b", 400, 16, 64, 16, 400), Run(2, "140b", 384, 128, 128, 2, 6, "Megatron"),
-    Run(2, "170b", 400, 16, 64, 12, 300), Run(2, "170b", 256, 256, 256, 2, 2, "Megatron"),
-    *(Run(3, "60b-75x8192", gpus, 16, 32, batch, total)
-      for gpus, batch, total in ((64, 16, 64), (128, 48, 384), (256, 48, 768), (400, 64, 1600))),
-    Run(4, "1.16b", 128, 1, 16, 8, 1024, "DDP"), Run(4, "1.38b", 128, 1, 16, 1, 128, "DDP"),
-    Run(4, "1.5b-34x1920", 128, 1, 16, 24, 3072), Run(4, "2.5b", 128, 1, 16, 24, 3072),
-    Run(4, "4b", 128, 1, 24, 16, 2048), Run(4, "6b", 128, 1, 24, 12, 1536),
-    Run(4, "8b", 128, 1, 24, 8, 1024), Run(4, "10b", 128, 1, 32, 6, 768),
-    Run(4, "11b", 128, 1, 32, 4, 512), Run(4, "12b", 128, 1, 32, 4, 512),
-    Run(4, "13b", 128, 1, 32, 2, 256),
-    Run(6, "40b-50x8192", 400, 16, 32, 16, 400, "C1"), Run(6, "60b", 400, 16, 64, 16, 400, "C2"),
-    Run(6, "50b", 400, 16, 32, 16, 400, "C3"), Run(6, "140b", 400, 16, 64, 16, 400, "C4"),
-    Run(6, "150b", 400, 16, 64, 16, 400, "C5"),
-    # Their heads are those of the same shapes above, and their totals follow from the rule: no source at hand has them.
-    Run(7, "40b-50x8192", 400, 16, 32, 16, 400), Run(7, "100b", 400, 16, 64, 32, 800),
-    *(Run(8, "60b-75x8192", 128, 16, 32, batch, total, system) for system, batch, total in (
-        ("C1", 2, 16), ("C2", 4, 32), ("C3", 32, 256), ("C4", 32, 256), ("C5", 8, 64))),
-    Run(8, "170b", 400, 16, 64, 12, 300, "C5"),
-)

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def huggingface(config: Any) -> dict[str, Any]:
-    """Fields of `zero_jax.Names`: rules are (our name, theirs, columns); "{layer}" is open where layers are stacked.
+    """Fields of `zero_jax.Names`: rules are (our name, theirs, columns); "{layer}" stays where layers are stacked.
 
     Their Conv1D stores (in, out), as a kernel here, so that nothing is transposed. Their fused columns are (q | k | v,
     head, head dim), and ours (head, q | k | v, head dim).

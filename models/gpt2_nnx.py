@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.gpt2 import EPSILON, INIT, PRESETS, Config, attention, check_length, residual_init, tensor_rules
-from models.gpt2_names import huggingface
+from .gpt2 import EPSILON, INIT, PRESETS, Config, attention, check_length, residual_init, tensor_rules
+from .gpt2_names import huggingface
 
 __all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "huggingface", "tensor_rules"]
 
@@ -83,7 +83,7 @@ class GPT2(nnx.Module):
 
 
 def build(config: Config) -> Callable[[nnx.Rngs], GPT2]:
-    """A function of `rngs` that makes the model: one made here would lie whole on one device."""
+    """A function of `rngs` that builds the model, so that its parameters can be initialised sharded."""
 
     def make(rngs: nnx.Rngs) -> GPT2:
         return GPT2(config, rngs=rngs)
@@ -93,7 +93,7 @@ def build(config: Config) -> Callable[[nnx.Rngs], GPT2]:
 
 def _embed(num_embeddings: int, config: Config, rngs: nnx.Rngs) -> nnx.Embed:
     embed = nnx.Embed(num_embeddings, config.width, embedding_init=INIT, rngs=rngs)
-    embed.dtype = config.dtype  # Embed makes None float32, which would not follow a bf16 copy
+    embed.dtype = config.dtype  # Embed replaces None by float32, which would not follow bf16 parameters
     return embed
 
 

@@ -1,15 +1,17 @@
 """ResNet (arXiv 1512.03385) in Flax Linen, version 1.5: the 3 x 3 convolution of a block has the stride.
 
-A module of models has `PRESETS`, configurations by name, and `build(config)`, which makes one.
+A module of models has `PRESETS`, configurations by name, and `build(config)`, which returns a model.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 MOMENTUM = 0.9
 EPSILON = 1e-5
@@ -21,19 +23,19 @@ class Config:
 
     blocks: their number in each stage; a stage has twice the channels of the one before, and half the height and
     width. width: channels inside the blocks of the first stage; four times as many come out. dtype: of the
-    computation; None: as the parameters and images are.
+    computation; None: that of the parameters and images.
 
-    Raises ValueError for sizes that make no model.
+    Raises ValueError for invalid sizes.
     """
 
     blocks: tuple[int, ...]
     width: int = 64
     num_classes: int = 1000
-    dtype: Any = None
+    dtype: DTypeLike | None = None
 
     def __post_init__(self):
         if not self.blocks or min(self.blocks) < 1:
-            raise ValueError(f"blocks={self.blocks} must name a stage or more, of at least 1 block each.")
+            raise ValueError(f"blocks={self.blocks} must be one or more stages of at least 1 block.")
         for name in ("width", "num_classes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
@@ -44,8 +46,8 @@ class Bottleneck(nn.Module):
 
     width: int
     stride: int
-    conv: Any
-    norm: Any
+    conv: Callable[..., Any]
+    norm: Callable[..., Any]
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

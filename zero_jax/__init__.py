@@ -1,29 +1,31 @@
-"""ZeRO for JAX: any Flax model, any stage, the numbers of one device."""
+"""ZeRO for JAX: any Flax model at any stage; matches single-device training."""
 
 import importlib
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_jax.blocks import Remat
-    from zero_jax.checkpoint import Checkpoints, Restored
-    from zero_jax.chunked import chunked_next_token_loss
-    from zero_jax.cluster import initialize
-    from zero_jax.contract import ContractError
-    from zero_jax.functional import remat
-    from zero_jax.guard import BadStepError, Guard, LossScale
-    from zero_jax.interop import export_params, import_params
-    from zero_jax.layout import Layout
-    from zero_jax.losses import next_token_loss
-    from zero_jax.make import make_zero_train_step
-    from zero_jax.manifest import CheckpointError, DamagedCheckpointError
-    from zero_jax.matrices import whole_matrices
-    from zero_jax.mesh import make_mesh, simulate_devices
-    from zero_jax.planner import plan
-    from zero_jax.precision import Precision
+    from zero_jax.checkpoint.checkpoint import Checkpoints, Restored
+    from zero_jax.checkpoint.manifest import CheckpointError, DamagedCheckpointError
+    from zero_jax.distributed.initialize import initialize
+    from zero_jax.frontends.model_functions import remat
+    from zero_jax.interop.naming import Names
+    from zero_jax.interop.params_io import export_params, import_params
+    from zero_jax.optim.whole_matrices import whole_matrices
+    from zero_jax.planning.plan import plan
+    from zero_jax.precision import LossScale, Precision
+    from zero_jax.sharding.layout import Layout
+    from zero_jax.sharding.mesh import make_mesh, simulate_devices
+    from zero_jax.sharding.tensor_rules import TensorRule
     from zero_jax.state import ZeroState
-    from zero_jax.step import ZeroTrainStep
-    from zero_jax.tensor import TensorRule
-    from zero_jax.tensor_names import Names
+    from zero_jax.step.chunked_loss import chunked_next_token_loss
+    from zero_jax.step.contract import ContractError
+    from zero_jax.step.guard import BadStepError, Guard
+    from zero_jax.step.losses import next_token_loss
+    from zero_jax.step.make import make_zero_train_step
+    from zero_jax.step.metrics import Metric
+    from zero_jax.step.step import ZeroTrainStep
+    from zero_jax.transforms.remat import Remat
 
 __all__ = [
     "BadStepError",
@@ -34,6 +36,7 @@ __all__ = [
     "Guard",
     "Layout",
     "LossScale",
+    "Metric",
     "Names",
     "Precision",
     "Remat",
@@ -55,45 +58,48 @@ __all__ = [
 ]
 
 # Names are imported when first asked for, so that the command line refuses bad input before JAX starts (PEP 562).
-_HOMES = {
-    "BadStepError": "guard",
-    "CheckpointError": "manifest",
-    "Checkpoints": "checkpoint",
-    "ContractError": "contract",
-    "DamagedCheckpointError": "manifest",
-    "Guard": "guard",
-    "Layout": "layout",
-    "LossScale": "guard",
-    "Names": "tensor_names",
+_MODULES = {
+    "BadStepError": "step.guard",
+    "CheckpointError": "checkpoint.manifest",
+    "Checkpoints": "checkpoint.checkpoint",
+    "ContractError": "step.contract",
+    "DamagedCheckpointError": "checkpoint.manifest",
+    "Guard": "step.guard",
+    "Layout": "sharding.layout",
+    "LossScale": "precision",
+    "Metric": "step.metrics",
+    "Names": "interop.naming",
     "Precision": "precision",
-    "Remat": "blocks",
-    "Restored": "checkpoint",
-    "TensorRule": "tensor",
+    "Remat": "transforms.remat",
+    "Restored": "checkpoint.checkpoint",
+    "TensorRule": "sharding.tensor_rules",
     "ZeroState": "state",
-    "ZeroTrainStep": "step",
-    "chunked_next_token_loss": "chunked",
-    "export_params": "interop",
-    "import_params": "interop",
-    "initialize": "cluster",
-    "make_mesh": "mesh",
-    "make_zero_train_step": "make",
-    "next_token_loss": "losses",
-    "plan": "planner",
-    "remat": "functional",
-    "simulate_devices": "mesh",
-    "whole_matrices": "matrices",
+    "ZeroTrainStep": "step.step",
+    "chunked_next_token_loss": "step.chunked_loss",
+    "export_params": "interop.params_io",
+    "import_params": "interop.params_io",
+    "initialize": "distributed.initialize",
+    "make_mesh": "sharding.mesh",
+    "make_zero_train_step": "step.make",
+    "next_token_loss": "step.losses",
+    "plan": "planning.plan",
+    "remat": "frontends.model_functions",
+    "simulate_devices": "sharding.mesh",
+    "whole_matrices": "optim.whole_matrices",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """The public name `name`, imported from its module and kept."""
-    if name not in _HOMES:
+    """The public name `name`, imported from its module at the first access."""
+    if name == "__version__":
+        return metadata.version("zero-jax")
+    if name not in _MODULES:
         raise AttributeError(f"module 'zero_jax' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"zero_jax.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"zero_jax.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    """All public names, imported or not yet, beside what the module holds."""
+    """All public names, imported or not yet, and the attributes of the module."""
     return sorted({*globals(), *__all__})

@@ -2,7 +2,7 @@
 
 import sys
 
-from zero_jax.cli import main
+from zero_jax.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,21 +6,42 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zero_jax.guard import LossScale
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scale (Micikevicius et al. 2018): small gradients survive fp16, overflows are skipped.
+
+    The loss is multiplied by the scale before it is differentiated. A gradient that is not finite is skipped and
+    divides the scale by `factor`; `interval` finite ones in a row multiply it.
+    """
+
+    initial: float = 2.0**15
+    factor: float = 2.0
+    interval: int = 2000
+    smallest: float = 1.0
+    largest: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        if not 0 < self.smallest <= self.initial <= self.largest:
+            raise ValueError(f"{self}: give 0 < smallest <= initial <= largest.")
+        if self.factor <= 1 or self.interval < 1:
+            raise ValueError(f"{self}: give a factor above 1 and an interval of at least 1.")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A mixed-precision policy; None leaves a dtype as it is found.
+    """A mixed-precision policy; None leaves a dtype as it is.
 
-    params: stored parameters, the optimizer's view of them and its moments; None: as the model declares.
-    compute: parameters as the model reads them and floating leaves of the batch; the cast happens on the
-        shard, so that this dtype crosses the wire. None: as stored. Activations follow from Flax's own
-        promotion of these two, and from a module's own `dtype` where it has one.
-    reduce: gradients on the wire. None: the dtype in which the model reads the parameter.
+    params: stored parameters (the master weights) and the optimizer's moments; None: as the model declares.
+    compute: parameters as the model reads them and what `cast_batch` says. The cast happens on the shard, so
+        that all-gathers are in this dtype. None: as stored. Activations follow from Flax's own promotion of these two,
+        and from a module's own `dtype` where it has one.
+    reduce: the dtype in which gradients are reduced. None: the one in which the model reads the parameter.
     keep: patterns (`re.search` in a parameter's name, as `blocks/norm/scale`) of parameters that the model reads in
         the dtype in which they are stored.
     loss_scale: for a compute dtype of few exponents, float16.
+    cast_batch: what else is cast to `compute`: "inputs", the floating arguments of the model's call, so that targets
+        and weights keep their dtype; True, all floating leaves of the batch; False, nothing.
     rounding: "stochastic": the update is computed in float32, and parameters and the optimizer's state rounded to the
         dtype in which they are stored at random, up or down, so that on average small updates are not lost.
     """
@@ -31,6 +52,7 @@ class Precision:
     keep: tuple[str, ...] = ()
     loss_scale: LossScale | None = None
     rounding: str = "nearest"
+    cast_batch: bool | str = "inputs"
 
     def __post_init__(self) -> None:
         for name in ("params", "compute", "reduce"):
@@ -49,15 +71,26 @@ class Precision:
         if self.rounding == "stochastic" and self.params != jnp.bfloat16:
             raise ValueError(f"Precision(params={self.params}, rounding=\"stochastic\"): only parameters stored in "
                              "bfloat16 are rounded so: give params=jnp.bfloat16.")
+        if self.cast_batch not in ("inputs", True, False):
+            raise ValueError(f"Precision(cast_batch={self.cast_batch!r}): give \"inputs\", True or False.")
         keep = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep)
         if keep and self.compute is None:
             raise ValueError(f"Precision(keep={keep}) without compute: every parameter is read as it is stored.")
         object.__setattr__(self, "keep", keep)
 
     def read_dtype(self, name: str, stored: Any) -> Any:
-        """The dtype in which the model reads the parameter `name`, which is stored as `stored`."""
-        kept = self.compute is None or any(re.search(pattern, name) for pattern in self.keep)
-        return stored if kept else self.compute
+        """The dtype in which the model reads the parameter `name`, which is stored as `stored`.
+
+        Integers, booleans and complex numbers are read as they are stored: a floating dtype would change their values.
+        """
+        if self.compute is None or not jnp.issubdtype(stored, jnp.floating):
+            return stored
+        return stored if any(re.search(pattern, name) for pattern in self.keep) else self.compute
+
+    def reduce_dtype(self, name: str, stored: Any) -> Any:
+        """The dtype in which the gradient of that parameter is reduced."""
+        return self.reduce if self.reduce is not None and jnp.issubdtype(stored, jnp.floating) else (
+            self.read_dtype(name, stored))
 
 
 POLICIES = {
@@ -75,8 +108,8 @@ def precision_of(policy: "Precision | str | None", *, platform: str) -> Precisio
     """
     if policy is not None and not isinstance(policy, Precision) and policy not in POLICIES:
         raise ValueError(f"precision={policy!r} is unknown: give one of {', '.join(POLICIES)}, or a Precision.")
-    found = policy if isinstance(policy, Precision) else Precision() if policy is None else POLICIES[policy]
-    if platform == "tpu" and jnp.float16 in (found.params, found.compute, found.reduce):
+    precision = policy if isinstance(policy, Precision) else Precision() if policy is None else POLICIES[policy]
+    if platform == "tpu" and jnp.float16 in (precision.params, precision.compute, precision.reduce):
         raise ValueError(f"precision={policy!r}: a TPU has no float16, and would all-reduce gradients in it instead of "
                          "scattering them: give \"bf16\".")
-    return found
+    return precision

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stage:
-    """A row of the table: which of a train step's trees lie sharded over the ZeRO axes.
+    """A row of the table: which of a train step's trees are sharded over the ZeRO axes.
 
-    `wire` is what each device sends per step in units of psi, the number of parameters, as N grows. From stage 1 on
-    a gradient is scattered as soon as backward reaches it, since a compiled loop cannot carry an unreduced sum and
-    a full reduction would send 3 psi: in a step of one reduction, stage 1 already has the memory of stage 2, and
-    `shards_gradients` only tells what the stage promises.
+    `communication` is the volume that each device sends per step, in elements per parameter, as the number of devices
+    grows. From stage 1 on a gradient is reduce-scattered as soon as backward computes it: a compiled loop cannot carry
+    an unreduced sum, and an all-reduce would raise the volume to 3. A step of one reduction therefore has the memory of
+    stage 2 already at stage 1, and `shards_gradients` says only what the stage guarantees.
     """
 
     number: int
@@ -21,14 +21,14 @@ class Stage:
     shards_optimizer: bool
     shards_gradients: bool
     shards_params: bool
-    wire: int
+    communication: int
 
     def state_bytes(self, num_params: float, num_shards: int, *, low_precision: bool) -> float:
-        """Bytes of persistent state per device under Adam, scalars aside, if every leaf divides.
+        """Bytes of persistent state per device under Adam, scalars aside, if every leaf divides evenly.
 
         `low_precision`: 2-byte weights with a 4-byte master copy and two 4-byte moments; otherwise
-        4-byte parameters and moments. Gradients are no state: they live inside the step. Stage 3 stores
-        no 2-byte copy: the master is the stored parameter and is cast on the shard where it is used.
+        4-byte parameters and moments. Gradients are temporaries of the step and not counted. Stage 3
+        stores no 2-byte copy: it casts the master weights on the shard before each gather.
         """
         copy = 2 if low_precision and not self.shards_params else 0
         master = 4 / (num_shards if self.shards_params or (low_precision and self.shards_optimizer) else 1)
@@ -37,7 +37,7 @@ class Stage:
 
 
 STAGES = (
-    # number, name, optimizer, gradients, params, wire
+    # number, name, optimizer, gradients, params, communication
     Stage(0, "data parallel", False, False, False, 2),
     Stage(1, "P_os", True, False, False, 2),
     Stage(2, "P_os+g", True, True, False, 2),

@@ -1,42 +1,54 @@
-"""What a train step carries from one step to the next."""
+"""The state that a train step takes and returns."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from zero_jax.tree import leaf_bytes
+from zero_jax.typing import OptState, Params, PRNGKey, Pytree, Scalar, Variables
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ZeroState:
     """The state of training: a pytree, so that it can be saved, mapped and donated.
 
     step: number of steps taken, int32 scalar; a step that is skipped is not taken.
-    params: the parameters that are trained, at full precision, a tree of dicts; sharded at stage 3, and at stages 1
-        and 2 where `weights` holds what the model reads (then they are the paper's fp32 master copy).
+    params: the trainable parameters, at full precision, a tree of dicts; sharded at stage 3, and at stages 1 and 2
+        where `weights` holds what the model reads (then they are the paper's fp32 master copy).
     weights: the copy of `params` in the compute dtype that the model reads, replicated; None at stage 3
         and wherever the parameters are stored in the dtype they are used in.
-    frozen: the parameters that are not trained, in the dtype in which the model reads them; sharded at stage 3.
+    frozen: the other parameters, in the dtype in which the model reads them; sharded at stage 3.
     opt_state: the optimizer's state; sharded from stage 1 on.
     variables: what the model owns beside parameters (batch statistics, RNG streams, frozen variables).
-    ema: the moving average of `params`, laid out as the optimizer's moments; None without one.
-    guard: what a step remembers of bad steps before it (`guard.GuardState`); None without loss scale and guard.
+    ema: the moving average of `params`, sharded as the optimizer's moments; None without one.
+    guard: the count of bad steps and the loss scale (`guard.GuardState`); None without loss scale and guard.
     rng: the typed key from which each step's randomness is derived.
     """
 
-    step: Any
-    params: Any
-    weights: Any
-    frozen: Any
-    opt_state: Any
-    variables: Any
-    ema: Any
-    guard: Any
-    rng: Any
+    step: Scalar
+    params: Params
+    weights: Params | None
+    frozen: Params
+    opt_state: OptState
+    variables: Variables
+    ema: Params | None
+    guard: Pytree
+    rng: PRNGKey
+
+    def __repr__(self) -> str:
+        leaves = [leaf for leaf in jax.tree.leaves(self) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+        shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+        mesh = next((dict(each.mesh.shape) for each in shardings if isinstance(each, NamedSharding)), None)
+        device_bytes = sum(leaf_bytes(sharding.shard_shape(leaf.shape) if sharding else leaf.shape, leaf.dtype)
+                           for leaf, sharding in zip(leaves, shardings, strict=True))
+        elements = sum(leaf.size for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "size"))
+        return f"ZeroState(mesh={mesh}, stored_params={elements:,}, bytes_per_device={device_bytes:,})"
 
 
-def typed_key(rng: Any) -> jax.Array:
+def typed_key(rng: object) -> PRNGKey:
     """`rng`, a JAX PRNG key of either kind, as a typed one; raises ValueError for anything else."""
     if not isinstance(rng, jax.Array):
         raise ValueError(f"rng={rng!r} is a {type(rng).__name__}, not a key: give jax.random.key(0), say.")

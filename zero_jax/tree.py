@@ -63,3 +63,9 @@ def cast_floating(tree: Any, dtype: Any) -> Any:
     if dtype is None:
         return tree
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
+
+
+def with_dtypes_of(new: Any, old: Any) -> Any:
+    """`new` with the dtypes of `old`: a state keeps its dtypes from step to step, whatever a step computes in."""
+    return jax.tree.map(lambda leaf, like: leaf if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else (
+        leaf.astype(like.dtype)), new, old)

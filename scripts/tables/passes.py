@@ -1,0 +1,102 @@
+"""Each jaxpr pass of the train step left out: temporaries and bytes sent of the compiled step, as a Markdown table.
+
+    python scripts/tables/passes.py                                    # ten minutes on 2 idle cores; no accelerator
+    python scripts/tables/passes.py --passes isolate_inner_remat
+
+A step of GPT-2 124M (vocabulary 50304, stage 3, bf16, 4 x 1024 tokens on each device) is compiled for 8 H100, then
+once more with one pass replaced by the identity. Each pass is shown on a step that needs it. Temporaries are per
+device; sent is what each device sends in a step, in bytes per parameter. These are the costs in the docstrings of
+zero_jax.transforms.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import zero_jax
+from models import gpt2
+from zero_jax.step import gradients
+from zero_jax.transforms import gather_remat
+from zero_jax.xla import hlo
+from zero_jax.xla.devices import target_devices
+
+LENGTH = 1024
+BATCH_PER_DEVICE = 4
+REDUCED_IN_FLOAT32 = zero_jax.Precision(params=jnp.float32, compute=jnp.bfloat16, reduce=jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step that needs the pass `name`. config: changes of the model's; options: of make_zero_train_step."""
+
+    name: str
+    step: str = ""
+    target: str = "h100:8"
+    config: dict = dataclasses.field(default_factory=dict)
+    options: dict = dataclasses.field(default_factory=dict)
+
+
+CASES = (
+    Case("duplicate_param_reads"),
+    Case("tag_derived_as_gathered", "modules in bf16, parameters in fp32", config={"dtype": jnp.bfloat16},
+         options={"precision": None}),
+    Case("isolate_inner_remat", "the model checkpoints its blocks", config={"remat": True}),
+    Case("remat_scan_bodies"),
+    Case("name_scan_carries", "Remat(every=4)", options={"remat": zero_jax.Remat(every=4)}),
+    Case("keep_all_but_gathered"),
+    Case("inline_calls", "reduced in fp32", options={"precision": REDUCED_IN_FLOAT32}),
+    Case("compute_grads_in_reduce_dtype", "reduced in fp32", options={"precision": REDUCED_IN_FLOAT32}),
+    Case("scatter_partial_gradients", "4 layers of width 1024, 256 chips", target="v5e:16x16",
+         config={"num_layers": 4, "width": 1024, "num_heads": 16}),
+)
+
+
+def left_out(name):
+    """What stands for the pass `name`: the identity, or for the checkpoint policy one that saves everything."""
+    if name == "keep_all_but_gathered":
+        return jax.checkpoint_policies.everything_saveable
+    return lambda jaxpr, **_: jaxpr
+
+
+def measure(case):
+    """(MiB of temporaries, bytes sent per parameter) of a device."""
+    devices = target_devices(case.target)
+    config = dataclasses.replace(gpt2.PRESETS["124m"], **{"vocab_size": 50304, **case.config})
+    step = zero_jax.make_zero_train_step(
+        gpt2.build(config), 3, mesh=zero_jax.make_mesh(devices=devices), optimizer=optax.adamw(1e-3),
+        **{"precision": "bf16", **case.options})
+    shape = (BATCH_PER_DEVICE * len(devices), LENGTH)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}
+    compiled = step.compile(batch)
+    sent = sum(each.communication_bytes * each.count for each in hlo.collectives(compiled.as_text()))
+    return compiled.memory_analysis().temp_size_in_bytes / 2**20, sent / step.layout(batch).num_params
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [case.name for case in CASES]
+    parser.add_argument("--passes", nargs="+", choices=names, default=names)
+    args = parser.parse_args()
+    print(f"jax {jax.__version__}\n")
+    print("| pass | step | temporaries MiB | without it | sent | without it |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    measured = {}
+    for case in (each for each in CASES if each.name in args.passes):
+        key = (case.target, case.step)
+        temporaries, sent = measured[key] = measured.get(key) or measure(case)
+        with contextlib.ExitStack() as patches:
+            for module in (gradients, gather_remat):  # the policy is used in both
+                if hasattr(module, case.name):
+                    patches.enter_context(mock.patch.object(module, case.name, left_out(case.name)))
+            temporaries_without, sent_without = measure(case)
+        print(f"| `{case.name}` | {case.step} | {temporaries:,.0f} | {temporaries_without:,.0f} | {sent:.2f} | "
+              f"{sent_without:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

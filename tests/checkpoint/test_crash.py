@@ -1,0 +1,36 @@
+"""Processes that are killed while they save or train; `scripts/reliability/crash_test.py` does the same more often."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+SCRIPTS = str(Path(__file__).parents[2] / "scripts" / "reliability")
+
+
+@pytest.fixture
+def crash_test(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import crash_test
+
+    yield crash_test
+    sys.modules.pop("crash_test")
+
+
+def test_kills_while_saving(crash_test, tmp_path):
+    unfinished, faults = crash_test.kills_while_saving(tmp_path, 20, 0, 67)
+    assert faults == [] and unfinished
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_run_that_is_killed_three_times(crash_test, tmp_path, seed):
+    assert crash_test.run_of_kills(tmp_path, seed, 67) == []
+
+
+def test_another_state_is_found(crash_test, tmp_path, monkeypatch):
+    """The control: against the states of a run on other batches, every checkpoint is another one."""
+    references = crash_test.references
+    monkeypatch.setattr(crash_test, "references", lambda *args: references(*args)[::-1])
+    _, faults = crash_test.kills_while_saving(tmp_path, 6, 3, 67)  # some before the first checkpoint
+    assert any("is another on" in fault for fault in faults)

@@ -1,0 +1,188 @@
+"""Rolling back: the newest save wins, whatever its number; what is abandoned stays until as much is saved anew."""
+
+import json
+import shutil
+
+import pytest
+from support.saved import BATCH, step_for, trained
+
+import zero_jax
+from zero_jax import Checkpoints
+from zero_jax.checkpoint.history import PLACE, History, Place, parse_place
+
+
+@pytest.fixture(scope="module")
+def trained_state():
+    step = step_for(0, 1)
+    return step, trained(step)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory, trained_state):
+    """A folder with the checkpoints 10, 20 and 30."""
+    root, (step, state) = tmp_path_factory.mktemp("three"), trained_state
+    with Checkpoints(root) as checkpoints:
+        for number in (10, 20, 30):
+            checkpoints.save(step, state, at=number, data=number)
+    return root
+
+
+@pytest.fixture
+def copy(three, tmp_path):
+    return shutil.copytree(three, tmp_path / "copy")
+
+
+def names(root):
+    return sorted((path.name for path in root.iterdir()), key=lambda name: (len(name), name))
+
+
+def test_after_a_rollback_the_new_branch_is_resumed(copy, trained_state):
+    step, state = trained_state
+    checkpoints = Checkpoints(copy)
+    assert checkpoints.latest() == 30
+    assert checkpoints.restore(step, BATCH, at=20).data == 20
+    assert checkpoints.latest() == 20 and Checkpoints(copy).latest() == 20 and Checkpoints(copy).steps() == [10, 20, 30]
+    assert Checkpoints(copy).restore(step, BATCH).data == 20
+    checkpoints.save(step, state, at=25, data="new", wait=True)
+    found = Checkpoints(copy).restore(step, BATCH)
+    assert (found.step, found.data) == (25, "new") and Checkpoints(copy).manifest().step == 25
+    assert names(copy) == ["10", "20", "25"]
+
+
+def test_what_is_abandoned_stays_until_as_many_are_saved(copy, trained_state, caplog):
+    step, state = trained_state
+    checkpoints = Checkpoints(copy)
+    checkpoints.restore(step, BATCH, at=10)
+    assert "30, 20 are abandoned" in caplog.text
+    checkpoints.save(step, state, at=15, wait=True)
+    assert checkpoints.steps() == [10, 15, 20, 30] and checkpoints.latest() == 15
+    # The way back: 30 is still there, and what leads up to it is not abandoned then.
+    back = Checkpoints(shutil.copytree(copy, copy.with_name("back")))
+    assert back.restore(step, BATCH, at=30).data == 30 and back.latest() == 30
+    back.save(step, state, at=40, wait=True)
+    assert back.steps() == [20, 30, 40]
+    checkpoints.save(step, state, at=18, wait=True)
+    assert checkpoints.steps() == [10, 15, 18]
+
+
+def test_a_number_of_the_abandoned_branch_is_saved_anew(copy, trained_state):
+    step, state = trained_state
+    checkpoints = Checkpoints(copy)
+    checkpoints.restore(step, BATCH, at=20)
+    with pytest.raises(zero_jax.CheckpointError, match="has a checkpoint 10 already"):
+        checkpoints.save(step, state, at=10)
+    checkpoints.save(step, state, at=30, data="new", wait=True)
+    assert Checkpoints(copy).restore(step, BATCH).data == "new" and names(copy) == ["10", "20", "30"]
+    with pytest.raises(zero_jax.CheckpointError, match="has a checkpoint 30 already"):
+        checkpoints.save(step, state, at=30)
+
+
+def test_a_save_that_fails_keeps_the_abandoned_one(copy, trained_state, monkeypatch):
+    from zero_jax.checkpoint import orbax_store
+
+    step, state = trained_state
+    checkpoints = Checkpoints(copy)
+    checkpoints.restore(step, BATCH, at=20)
+
+    def fails(folder):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(orbax_store, "sync_tree", fails)
+        with pytest.raises(zero_jax.CheckpointError, match="30 could not be written .*No space left"):
+            checkpoints.save(step, state, at=30, data="new", wait=True)
+    assert names(copy) == ["10", "20", "30"] and Checkpoints(copy).latest() == 20
+    assert Checkpoints(copy, read_only=True).restore(step, BATCH, at=30).data == 30
+
+
+@pytest.mark.parametrize("keep_last, numbers, kept", [(1, (5, 1), [1]), (2, (5, 6, 1, 2), [1, 2]), (3, (9, 3), [3])])
+def test_the_newest_save_wins(tmp_path, trained_state, keep_last, numbers, kept):
+    step, state = trained_state
+    for number in numbers:
+        Checkpoints(tmp_path, keep_last=keep_last).save(step, state, at=number, wait=True)
+        assert Checkpoints(tmp_path).latest() == number
+    assert Checkpoints(tmp_path).steps() == kept
+
+
+def test_fallback_follows_the_branch_and_abandoned_ones_come_last(copy, trained_state):
+    step, state = trained_state
+    checkpoints = Checkpoints(copy)
+    checkpoints.restore(step, BATCH, at=10)
+    checkpoints.save(step, state, at=15, data="new", wait=True)
+    for number, expected in ((15, 10), (10, 30), (30, 20)):
+        (copy / f"{number}/manifest/data.json").write_text("")
+        found = Checkpoints(copy, read_only=True).restore(step, BATCH, fallback=True)
+        assert found.step == expected
+        assert f"{copy / str(number)}/manifest/data.json is damaged" in " ".join(found.damaged)
+
+
+def test_reading_alone_abandons_nothing(copy, trained_state):
+    step, state = trained_state
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    Checkpoints(copy).load_params(step, BATCH, at=10)
+    reader = Checkpoints(copy, read_only=True)
+    assert reader.restore(step, BATCH, at=10).data == 10 and reader.latest() == 30
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+    with pytest.raises(ValueError, match="read_only=True"):
+        reader.save(step, state, at=40)
+    # The control: without it the same call rolls back.
+    Checkpoints(copy).restore(step, BATCH, at=10)
+    assert Checkpoints(copy).latest() == 10
+
+
+def replaced_place(path, text):
+    """Damages or deletes (None) the file of a checkpoint's place."""
+    (path / PLACE).unlink() if text is None else (path / PLACE).write_text(text)
+
+
+def without_place(path):
+    """A checkpoint as earlier versions wrote it."""
+    replaced_place(path, None)
+    manifest = json.loads((path / "manifest/data.json").read_text())
+    del manifest["order"]
+    (path / "manifest/data.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"sha256": 1}', "\0", None])
+def test_the_manifest_has_the_place_too(copy, trained_state, text):
+    step, state = trained_state
+    checkpoints = Checkpoints(copy)
+    checkpoints.restore(step, BATCH, at=20)
+    checkpoints.save(step, state, at=25, wait=True)
+    for number in (10, 20, 25):
+        replaced_place(copy / str(number), text)
+    assert Checkpoints(copy).latest() == 25
+    # The control: where both are damaged, the number decides, and what is damaged is tried and reported.
+    (copy / "20/manifest/data.json").write_text("")
+    (copy / "25/manifest/data.json").write_text("")
+    found = Checkpoints(copy, read_only=True).restore(step, BATCH, fallback=True)
+    assert found.step == 10 and len(found.damaged) == 2
+
+
+def test_checkpoints_of_earlier_versions(copy, trained_state):
+    step, state = trained_state
+    for number in (10, 20, 30):
+        without_place(copy / str(number))
+    assert Checkpoints(copy).latest() == 30 and Checkpoints(copy).restore(step, BATCH).data == 30
+    assert not (copy / "30" / PLACE).exists()
+    Checkpoints(copy).restore(step, BATCH, at=20)
+    assert Checkpoints(copy).latest() == 20
+    Checkpoints(copy).save(step, state, at=25, wait=True)
+    assert Checkpoints(copy).latest() == 25 and Checkpoints(copy).steps() == [10, 20, 25]
+
+
+def test_a_place_whose_bits_changed_is_none():
+    place = Place(3, 0, (10, 20)).to_json()
+    assert parse_place(json.loads(json.dumps(place))) == Place(3, 0, (10, 20))
+    assert parse_place(place | {"saved": 9}) is None and parse_place(None) is None and parse_place([1]) is None
+
+
+def test_histories():
+    history = History({10: Place(1, 0, ()), 20: Place(2, 4, (10,)), 30: Place(3, 0, (10, 20))})
+    assert (history.head, history.branch(20), history.abandoned()) == (20, [20, 10], [30])
+    assert history.candidates(None) == [20, 10, 30] and history.candidates(30) == [30, 20, 10]
+    assert history.candidates(10) == [10] and history.candidates(15) == []
+    assert history.new_place(25) == Place(5, 0, (10, 20)) and history.restored_place(10) == Place(1, 5, ())
+    assert History({}).head is None and History({}).candidates(None) == [] and History({}).new_place(1).saved == 1
+    # The control: by numbers alone 30 would be the latest.
+    assert max((10, 20, 30)) != history.head

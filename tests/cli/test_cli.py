@@ -1,0 +1,188 @@
+"""The command line as a user meets it: help, and each kind of bad input with one message and status 2."""
+
+import ast
+import dataclasses
+import platform
+import subprocess
+import sys
+from importlib import metadata
+
+import numpy as np
+import pytest
+from support.command_line import ROOT, message, run, run_process
+
+from zero_jax.cli.main import version_text
+from zero_jax.cli.plan_config import PlanConfig
+from zero_jax.cli.renamed import current_args, current_options
+from zero_jax.cli.train_config import TrainConfig
+
+BAD_INPUT = {
+    "no command": ([], "Missing subcommand"),
+    "unknown command": (["trian"], "Unrecognized options: trian"),
+    "unknown option": (["train", "--stagee", "3"], "Unrecognized options: --stagee"),
+    "stage 4": (["train", "--stage", "4"], "invalid choice '4' for argument '--stage'"),
+    "stage three": (["train", "--stage", "three"], "invalid choice 'three' for argument '--stage'"),
+    "precision": (["train", "--precision", "fp8"], "Expected one of ('fp32', 'bf16', 'fp16', 'bf16-stochastic')"),
+    "microbatches": (["train", "--accumulate", "3"], "16 does not divide over 8 devices and 3 microbatches"),
+    "reduced once": (["train", "--reduce", "once"], "reduce=once without accumulate"),
+    "planned microbatches": (["plan", "--accumulate", "2"], "batch_per_device=1 does not divide into 2 microbatches"),
+    "devices 0": (["train", "--devices", "0"], "devices=0: give at least 1"),
+    "steps": (["train", "--steps", "0"], "steps=0: give at least 1"),
+    "keep": (["train", "--max-to-keep", "0"], "max_to_keep=0: give at least 1"),
+    "save": (["train", "--save-every", "-1"], "save_every=-1 is not within 0 to inf"),
+    "rate": (["train", "--learning-rate", "-1"], "learning_rate=-1.0 is not within"),
+    "module": (["train", "--model", "gtp2:bytes"], "no module 'gtp2'. Did you mean 'gpt2'? There are: gpt2, "),
+    "relative": (["train", "--model", ".gpt2:bytes"], "names no module: write MODULE:PRESET"),
+    "remat": (["train", "--remat", "half"], "invalid choice 'half' for argument '--remat'"),
+    "remat of a config without it": (["plan", "--model", "resnet:tiny", "--remat", "yes"], "has no field 'remat'"),
+    "package": (["train", "--model", "nowhere.gpt2:bytes"], "no module 'nowhere.gpt2'"),
+    "preset": (["train", "--model", "gpt2:byte"], "Did you mean 'bytes'? There are: tiny, bytes, 124m"),
+    "no preset": (["train", "--model", "gpt2"], "name a preset, as in gpt2:PRESET. There are: tiny"),
+    "not a model": (["train", "--model", "json:tiny"], "json lacks PRESETS"),
+    "file": (["train", "--data", "no/such.txt"], "no/such.txt: no such file"),
+    "batch": (["train", "--batch-size", "12"], "batch_size=12 does not divide over 8 devices"),
+    "batch, told devices": (["train", "--batch-size", "4", "--devices", "3"], "batch_size=4 does not divide over 3"),
+    "replica": (["train", "--replica", "3"], "replica=3 does not divide the 8 devices"),
+    "tensor": (["train", "--tensor", "3"], "tensor=3 does not divide the 8 devices"),
+    "tensor without rules": (["train", "--model", "resnet:resnet50", "--tensor", "2"], "has no tensor_rules"),
+    "context": (["train", "--context", "8", "--seq-len", "60"], "seq_len=60 does not divide over context=8"),
+    "planned tensor": (["plan", "--target", "h100:8", "--tensor", "3"], "tensor, context, replica 3, 1, 1 is of"),
+    "length": (["train", "--model", "gpt2:tiny", "--seq-len", "65"], "longer than max_length=64"),
+    "out": (["train", "--out", f"{__file__}/run"], "cannot be written"),
+    "start": (["train", "--init-from", "no/such.safetensors"], "no/such.safetensors cannot be read (No such file"),
+    "start of another kind": (["train", "--init-from", __file__], "is not a safetensors file"),
+    "launch what": (["launch", "--processes", "2"], "no command to run. Give one after --"),
+    "launched command": (["launch", "--", "plan"], "plan does not run as several processes; train does"),
+    "launched option": (["launch", "--", "train", "--stage", "4"], "invalid choice '4' for argument '--stage'"),
+    "launched mistake": (["launch", "--", "train", "--batch-size", "12"], "does not divide over 8 devices"),
+    "launched devices": (["launch", "--", "train", "--devices", "16"], "devices=16 does not fit 2 processes with 4"),
+    "processes": (["launch", "--processes", "0", "--", "train"], "processes=0: give at least 1"),
+    "samples": (["train", "--samples", "-1"], "samples=-1 is not within"),
+    "exported from": (["export", "--checkpoint", "nowhere", "--out", "x.safetensors"], "checkpoint=nowhere: no such"),
+    "exported to": (["export", "--checkpoint", ".", "--out", "x.bin"], "out=x.bin does not end in .safetensors"),
+    "hang": (["train", "--hang-exit"], "hang_exit without hang_after"),
+    "target": (["plan", "--target", "h10:8"], "unknown target 'h10:8', nearest is 'h100:8'"),
+    "slice": (["plan", "--target", "v5p:8x8"], "is not written as v5p:XxYxZ"),
+    "GPUs of a host": (["plan", "--target", "h100:64"], "a host has at most 8 GPUs"),
+    "target file": (["plan", "--target", "./no-chip.toml:8"], "target file ./no-chip.toml cannot be read"),
+    "mesh": (["plan", "--mesh", "4", "4"], "mesh=(4, 4) is of 16 devices, and h100:8 has 8"),
+    "batch per device": (["plan", "--batch-per-device", "0"], "batch_per_device=0: give at least 1"),
+    "planned model": (["plan", "--model", "gpt2:15b"], "has no preset '15b'"),
+    "planned length": (["plan", "--model", "gpt2:tiny", "--seq-len", "65"], "longer than max_length=64"),
+    "png": (["plan", "--png", "stages.pdf"], "does not end in .png"),
+    "png folder": (["plan", "--png", f"{__file__}/stages.png"], "cannot be written"),
+    "no layers": (["plan", "--model", "resnet:tiny", "--search", "layers"], "has no field 'num_layers'"),
+    "inspected batch": (["inspect", "--batch-size", "12"], "batch_size=12 does not divide over 8 devices"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_has_one_message_and_status_2(name):
+    args, expected = BAD_INPUT[name]
+    done = run(*args)
+    assert done.returncode == 2, done.stderr
+    assert expected in message(done)
+    assert "Traceback" not in done.stderr and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 or done.stderr.count("──╮") == 1
+
+
+def test_a_process_exits_with_the_status():
+    """What is called in this process below, as the shell sees it."""
+    done = run_process("train", "--stage", "4")
+    assert done == run("train", "--stage", "4") and done.returncode == 2
+
+
+@pytest.mark.parametrize(
+    "write, expected",
+    [
+        (lambda path: path.write_text("too short"), "The data has 9 tokens"),
+        (lambda path: path.write_text(""), "the file is empty"),
+    ],
+)
+def test_data_without_a_run_in_it(tmp_path, write, expected):
+    write(tmp_path / "text.txt")
+    done = run("train", "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"))
+    assert (done.returncode, done.stdout) == (2, "") and expected in message(done)
+
+
+def test_ids_beyond_the_models_vocabulary(tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(10_000, dtype=np.uint16))
+    done = run("train", "--data", str(tmp_path / "ids.npy"), "--out", str(tmp_path / "out"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "token ids reach 0..9999 but vocab_size=256" in message(done)
+
+
+def test_a_module_in_the_users_folder_enters_by_the_same_door(tmp_path):
+    (tmp_path / "mine.py").write_text("PRESETS = {'small': None, 'large': None}\nbuild = print\n")
+    done = run_process("train", "--model", "mine:smal", cwd=tmp_path)
+    assert done.returncode == 2 and "Did you mean 'small'? There are: small, large." in message(done)
+
+
+def test_an_error_in_the_users_module_is_shown_as_it_is(tmp_path):
+    (tmp_path / "mine.py").write_text("import nowhere\n")
+    done = run_process("train", "--model", "mine:small", cwd=tmp_path)
+    assert done.returncode == 1 and "ModuleNotFoundError: No module named 'nowhere'" in done.stderr
+
+
+def test_help_and_what_is_refused_early_import_no_jax():
+    program = (
+        "import sys\nfrom zero_jax.cli import main as cli\n"
+        "for args in (['--help'], ['--version'], ['train', '--help'], ['train', '--stage', '4'],\n"
+        "             ['train', '--data', 'nowhere']):\n"
+        "    try:\n        cli.main(args)\n    except SystemExit:\n        pass\n"
+        "assert 'jax' not in sys.modules and 'flax' not in sys.modules\n")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--learning-rate" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_every_field_says_what_it_is():
+    source = ast.parse((ROOT / "zero_jax/cli/train_config.py").read_text())
+    config = next(node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "TrainConfig")
+    for field, text in zip(config.body, config.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign):
+            assert isinstance(text, ast.Expr), f"{ast.unparse(field)} has no docstring"
+
+
+def test_old_options_are_taken_with_one_line_each():
+    done = run("train", "--length", "65", "--clip=2", "--keep", "3", "--skip", "1", "--recompute", "full",
+               "--model", "models.gpt2:tiny")
+    *warnings, error = done.stderr.splitlines()
+    assert done.returncode == 2 and error.startswith("error: seq_len=65 is longer than max_length=64 of gpt2:tiny")
+    assert [line.removeprefix("warning: ").split(";")[0] for line in warnings] == [
+        "--length is now --seq-len", "--clip is now --grad-clip-norm", "--keep is now --max-to-keep",
+        "--skip is now --max-bad-steps", "--recompute is now --remat",
+        "--model models.gpt2:tiny is now --model gpt2:tiny"]
+
+
+@pytest.mark.parametrize(("old", "new"), [("True", "yes"), ("False", "no"), ("None", "model")])
+def test_old_values_of_remat(old, new):
+    assert current_args(["plan", "--remat", old])[0] == ["plan", "--remat", new]
+    assert current_args(["plan", f"--remat={old}"])[0] == ["plan", f"--remat={new}"]
+    with pytest.warns(DeprecationWarning, match="PlanConfig.remat is now one of model, no, yes"):
+        assert PlanConfig(remat={"True": True, "False": False, "None": None}[old]).remat == new
+
+
+def test_old_fields_are_taken_with_a_warning():
+    with pytest.warns(DeprecationWarning, match=r"TrainConfig\(length=...\) is now seq_len="):
+        config = TrainConfig(length=64)  # pyright: ignore[reportCallIssue]
+    assert config == TrainConfig(seq_len=64)
+    with pytest.warns(DeprecationWarning, match="TrainConfig.clip is now .grad_clip_norm"):
+        assert config.clip == config.grad_clip_norm  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.warns(DeprecationWarning, match="keep"):
+        assert dataclasses.replace(config, keep=5).max_to_keep == 5
+
+
+def test_a_run_that_version_0_1_saved_has_its_options_by_their_new_names():
+    assert current_options({"model": "models.gpt2:tiny", "length": 16, "clip": "inf", "seed": 0}) == {
+        "model": "gpt2:tiny", "seq_len": 16, "grad_clip_norm": "inf", "seed": 0}
+    assert current_options({"model": "models.mine:tiny"}) == {"model": "models.mine:tiny"}
+
+
+def test_the_versions_are_told_without_importing_any_of_them():
+    done = run("--version")
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout == version_text() + "\n"
+    for package in ("zero-jax", "jax", "jaxlib"):
+        assert metadata.version(package) in done.stdout
+    assert platform.python_version() in done.stdout

@@ -1,0 +1,186 @@
+"""`train --resume`: a run that is killed goes on as if nothing had been, and another run is not mistaken for it."""
+
+import dataclasses
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from support import command_line
+
+from zero_jax.cli.loop import MetricsLog
+from zero_jax.cli.resume import FIXED, fixed
+from zero_jax.cli.train import train
+from zero_jax.cli.train_config import InspectConfig, TrainConfig
+
+ROOT = Path(__file__).parents[2]
+TINY = TrainConfig(model="gpt2:tiny", batch_size=8, seq_len=32, max_bytes=200_000, eval_every=8, steps=12, samples=0,
+                   save_every=4)
+ARGS = ["train", "--model", "gpt2:tiny", "--batch-size", "8", "--seq-len", "32", "--max-bytes", "200000",
+        "--eval-every", "8", "--steps", "12", "--save-every", "4", "--samples", "0"]
+COMMAND = [sys.executable, "-W", "error", "-m", "zero_jax", *ARGS]
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path, name: str = "loss") -> dict[int, float]:
+    """By step; of a step that was taken twice the later one."""
+    return {row["step"]: row[name] for row in lines(folder) if name in row}
+
+
+def run(out: Path, *args: str) -> command_line.Finished:
+    """In this process."""
+    return command_line.run(*ARGS, "--out", str(out), *args)
+
+
+def run_process(out: Path, *args: str) -> command_line.Finished:
+    return command_line.run_process(*ARGS, "--out", str(out), *args)
+
+
+def killed(out: Path, *args: str, rows: int) -> None:
+    """Starts a run and kills it, without a chance to do anything, when it has saved and its log has so many steps."""
+    with subprocess.Popen([*COMMAND, "--out", str(out), *args], cwd=ROOT, stdout=subprocess.DEVNULL,
+                          stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 240
+        while not (out / "checkpoints/4").exists() or len(losses_so_far(out)) < rows:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+
+
+def losses_so_far(out: Path) -> list[str]:
+    return [line for line in (out / "train.jsonl").read_text().splitlines() if '"loss"' in line]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run of 12 steps that nothing interrupted."""
+    out = tmp_path_factory.mktemp("whole")
+    train(dataclasses.replace(TINY, out=out), console=Console(quiet=True))
+    return out
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """The folder of a run that was killed after it had saved, in the middle of a line of its log."""
+    out = tmp_path_factory.mktemp("interrupted")
+    killed(out, rows=7)
+    assert (out / "checkpoints/4").is_dir() and len(losses(out)) < 12
+    with (out / "train.jsonl").open("a") as log:
+        log.write('{"step": 9, "lo')
+    return out
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, interrupted, whole):
+    out = shutil.copytree(interrupted, tmp_path / "run")
+    done = run(out, "--resume")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "Resumed after step 4 of 12" in done.stdout or "Resumed after step 8 of 12" in done.stdout
+    assert losses(out) == losses(whole) and len(losses(whole)) == 12
+    assert losses(out, "validation_loss") == losses(whole, "validation_loss")
+    heads = [row["resumed_after"] for row in lines(out) if "config" in row]
+    assert heads[0] == 0 and heads[1] in (4, 8) and len(heads) == 2
+    assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [8, 12]
+    # The control: from the checkpoint with other batches, the losses are others.
+    assert losses(whole)[9] != losses(whole)[10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    ("--precision", "bf16", "--stage", "2", "--ema", "0.9"),
+    ("--optimizer", "adafactor", "--stage", "1", "--accumulate", "2", "--devices", "4"),
+    ("--precision", "fp16", "--max-bad-steps", "2", "--model", "gpt2_nnx:tiny")])
+def test_runs_of_all_kinds_go_on(tmp_path, options):
+    assert run_process(tmp_path / "whole", *options).returncode == 0
+    killed(tmp_path / "killed", *options, rows=6)
+    assert run_process(tmp_path / "killed", *options, "--resume").returncode == 0
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_on_other_devices_at_another_stage(tmp_path, interrupted, whole):
+    out = shutil.copytree(interrupted, tmp_path / "run")
+    done = run_process(out, "--resume", "--stage", "1", "--devices", "2")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "which was saved at stage 3 on 8 devices" in done.stdout
+    found, expected = losses(out), losses(whole)
+    assert found.keys() == expected.keys()
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("option, values, message", [
+    ("--learning-rate", "0.1", "learning_rate=0.003 saved but learning_rate=0.1 given"),
+    ("--steps", "20", "steps=12 saved but steps=20 given"),
+])
+def test_another_run_is_refused(whole, option, values, message):
+    before = (whole / "train.jsonl").read_bytes()
+    done = run(whole, "--resume", option, values)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert message in done.stderr and "belongs to another run" in done.stderr
+    assert (whole / "train.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"batch_size": 16}, {"data": ("models",)},
+                                    {"grad_clip_norm": float("inf")},
+                                    {"model": "gpt2_nnx:tiny"}, {"ema": 0.5}, {"max_bytes": 199_999}])
+def test_every_option_that_matters_is_compared(whole, change):
+    name = next(iter(change))
+    with pytest.raises(ValueError, match=rf"belongs to another run: {name}=.* saved but {name}=.* given\. Give"):
+        train(dataclasses.replace(TINY, out=whole, resume=True, **change), console=Console(quiet=True))
+
+
+def test_what_may_change_and_what_may_not_are_all_options():
+    free = {"stage", "devices", "replica", "tensor", "context", "sequence_parallel", "partition_activations",
+            "remat", "accumulate", "reduce", "max_bad_steps", "eval_every", "save_every", "max_to_keep", "resume",
+            "out", "samples", "distributed", "heartbeat", "hang_after", "hang_exit"}
+    assert {*FIXED, *free} == {field.name for field in dataclasses.fields(TrainConfig)} and not free & {*FIXED}
+    assert json.loads(json.dumps(fixed(TINY), allow_nan=False)) == fixed(TINY)
+
+
+def test_a_new_run_does_not_touch_the_checkpoints_of_another(whole):
+    done = run(whole)
+    assert done.returncode == 2
+    assert "has checkpoints of an earlier run, up to step 12: --resume continues" in done.stderr
+    assert dataclasses.replace(TINY, out=whole, resume=True).check()
+    assert InspectConfig(**{**vars(TINY), "out": whole}).check()
+
+
+def test_there_may_be_nothing_to_go_on_from(tmp_path):
+    config = dataclasses.replace(TINY, out=tmp_path, resume=True, steps=2, save_every=0)
+    assert train(config, console=Console(quiet=True)).steps == 2
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_a_finished_run_has_nothing_left_to_do(whole, tmp_path):
+    before = losses(whole)
+    summary = train(dataclasses.replace(TINY, out=whole, resume=True), console=Console(quiet=True))
+    assert summary.steps == 12 and losses(whole) == before
+
+
+def test_the_log_goes_on(tmp_path):
+    history = MetricsLog(tmp_path / "train.jsonl")
+    for step in (1, 2, 3):
+        history.write(step=step, loss=float(step))
+    history.write(step=2, validation_loss=9.0)
+    history.close()
+    with (tmp_path / "train.jsonl").open("a") as log:
+        log.write('{"step": 4')
+    again = MetricsLog(tmp_path / "train.jsonl", after=2)
+    assert again.train == [(1, 1.0), (2, 2.0)] and again.validation == [(2, 9.0)]
+    again.write(step=3, loss=3.5)
+    again.close()
+    assert losses(tmp_path) == {1: 1.0, 2: 2.0, 3: 3.5}
+    MetricsLog(tmp_path / "train.jsonl").close()
+    assert (tmp_path / "train.jsonl").read_text() == ""
+
+

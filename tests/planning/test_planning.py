@@ -1,0 +1,53 @@
+"""The commands `plan` and `inspect`, as a user runs them."""
+
+import json
+
+import pytest
+from support.command_line import message, run, run_process
+
+from zero_jax.cli.main import DOES_NOT_FIT
+from zero_jax.xla import devices as xla_devices
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    if extra := xla_devices.missing_compiler("h100:8"):
+        pytest.skip(f"needs {extra}")
+
+
+def test_plan_as_json(monkeypatch):
+    """And not a word of the devices that are not here, which JAX would look for."""
+    monkeypatch.delenv("JAX_PLATFORMS")
+    done = run_process("plan", "--model", "gpt2:tiny", "--target", "h100:2x4", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)["plan"]
+    assert found["fits"] and found["devices"] == 8 and found["batch_size"] == 8
+    assert not found["communication"]["violations"]
+    assert {row["name"] for row in found["memory"]} >= {"master", "momentum", "variance", "activations"}
+    assert {link["link"] for link in found["links"]} == {"network"}  # two hosts
+    assert found["timing"]["bound"] in found["timing"]["spent"]
+
+
+def test_a_plan_that_does_not_fit_says_what_would_help():
+    done = run("plan", "--model", "gpt2:1.5b", "--target", "v5e:2x2", "--stage", "0")
+    assert done.returncode == DOES_NOT_FIT
+    assert "Does not fit" in done.stdout and "stage 3" in done.stdout and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_volta_is_told_to_be_compiled_as_something_else(tmp_path):
+    png = tmp_path / "figures" / "stages.png"
+    done = run("plan", "--model", "gpt2:tiny", "--target", "v100-32gb:1x1", "--png", str(png))
+    assert done.returncode == 0, done.stderr
+    assert "Note: compiled as Ampere" in done.stdout
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_inspect_reports_on_the_step_that_train_runs():
+    options = ("--model", "gpt2:tiny", "--seq-len", "64", "--batch-size", "8")
+    done = run("inspect", *options)
+    assert done.returncode == 0, done.stderr
+    for words in ("State by module", "Communication by purpose", "gradients summed and scattered", "activations"):
+        assert words in done.stdout
+    refused = run("inspect", *options, "--devices", "3")
+    assert refused.returncode == 2 and "does not divide over 3 devices" in message(refused)

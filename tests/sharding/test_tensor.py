@@ -1,0 +1,257 @@
+"""Tensor, sequence and context parallelism, partitioned checkpoints, secondary shards: the numbers of one device."""
+
+import functools
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from support.oracle import slow
+from support.trained_losses import BATCH, CONFIG, FLAVOURS, LENGTH, VOCAB, batches, losses
+
+import zero_jax
+from models import gpt2
+from zero_jax.sharding.tensor_rules import TensorRule, tensor_specs
+from zero_jax.transforms.activation_partitioning import Activations
+from zero_jax.transforms.remat import has_checkpoints
+
+RULES = gpt2.tensor_rules(CONFIG)
+
+
+@functools.cache
+def oracle(flavour, scan=True):
+    return losses(flavour, 0, zero_jax.make_mesh(1), config_of(scan))
+
+
+@functools.cache
+def config_of(scan=True, remat=True):
+    return gpt2.Config(2, 32, 4, vocab_size=VOCAB, max_length=LENGTH, remat=remat, scan_layers=scan)
+
+
+def difference(found, flavour, scan=True):
+    expected = oracle(flavour, scan)
+    return float(np.max(np.abs(found - expected) / expected))
+
+
+ROWS = list(itertools.product(FLAVOURS, range(4), (2, 4), (False, True, "cpu"), (False, True)))
+FAST = {("linen", 0, 2, False, True), ("linen", 1, 4, True, False), ("nnx", 2, 2, "cpu", True),
+        ("nnx", 3, 4, True, True), ("linen", 3, 2, False, False)}
+
+
+@pytest.mark.parametrize("flavour, stage, tensor, partition, sequence", [
+    row if row in FAST else slow(*row) for row in ROWS])
+def test_numbers_of_one_device(flavour, stage, tensor, partition, sequence):
+    found = losses(flavour, stage, zero_jax.make_mesh(tensor=tensor), tensor_rules=RULES, sequence_parallel=sequence,
+                   partition_activations=partition)
+    assert difference(found, flavour) <= 1e-6
+
+
+@pytest.mark.parametrize("broken, options", [
+    ("fetch", {"partition_activations": True}), ("gathered", {"sequence_parallel": True})])
+def test_the_comparison_sees_a_wrong_activation(broken, options, monkeypatch):
+    right = getattr(Activations, broken)
+
+    def wrong(self, leaf):
+        leaf = right(self, leaf)
+        return leaf * 1.001 if self.is_activation(leaf) else leaf
+
+    monkeypatch.setattr(Activations, broken, wrong)
+    found = losses("linen", 3, zero_jax.make_mesh(tensor=2), tensor_rules=RULES, **options)
+    assert difference(found, "linen") > 1e-6
+
+
+MESHES = {
+    "context": ({"context": 2}, {}),
+    "context and tensor": ({"context": 2, "tensor": 2}, {"tensor_rules": RULES, "sequence_parallel": True}),
+    "hybrid and tensor": ({"replica": 2, "tensor": 2}, {"tensor_rules": RULES}),
+    "secondary": ({"data": (2, 4)}, {"hpz_axes": "data_1"}),
+    "secondary and tensor": ({"data": (2, 2), "tensor": 2}, {"tensor_rules": RULES, "hpz_axes": ("data_1",)}),
+    "reduced once": ({"tensor": 2}, {"tensor_rules": RULES, "accumulate": 2, "reduce": "once"}),
+    "every microbatch": ({"tensor": 2}, {"tensor_rules": RULES, "accumulate": 2, "sequence_parallel": True}),
+    "on the host without tensor": ({}, {"partition_activations": "cpu"}),
+}
+
+
+@pytest.mark.parametrize("name, flavour", [
+    row if row in {("context and tensor", "linen"), ("secondary", "nnx")} else slow(*row)
+    for row in itertools.product(MESHES, FLAVOURS)])
+def test_other_meshes(name, flavour):
+    sizes, options = MESHES[name]
+    assert difference(losses(flavour, 3, zero_jax.make_mesh(**sizes), **options), flavour) <= 1e-6
+
+
+REMAT = {"full": "full", "dots": "dots", "names": ("none of these",), "sqrt": zero_jax.Remat(every="sqrt"),
+         "both": zero_jax.Remat(every=2), "policy": jax.checkpoint_policies.everything_saveable}
+
+
+@pytest.mark.parametrize("flavour, stage, scan, remat", [
+    row if row in {("linen", 3, True, "full"), ("nnx", 0, True, "sqrt")} else slow(*row)
+    for row in itertools.product(FLAVOURS, (0, 3), (True, False), REMAT)])
+def test_what_blocks_keep_changes_no_number(flavour, stage, scan, remat):
+    found = losses(flavour, stage, zero_jax.make_mesh(), config_of(scan, remat=False), remat=REMAT[remat])
+    assert difference(found, flavour, scan) <= 1e-6
+
+
+@pytest.mark.parametrize("sizes, flavour", [
+    ({}, "linen"), slow({}, "nnx"), *(slow(sizes, flavour) for sizes in ({"tensor": 4}, {"context": 2, "tensor": 2})
+                                      for flavour in FLAVOURS)])
+def test_loss_in_chunks(sizes, flavour):
+    mesh = zero_jax.make_mesh(**sizes)
+    options = {"tensor_rules": RULES} if "tensor" in sizes else {}
+    found = losses(flavour, 3, mesh, loss=zero_jax.chunked_next_token_loss(mesh, 4), **options)
+    assert difference(found, flavour) <= 1e-6
+
+
+def test_loss_in_chunks_is_weighted():
+    mesh = zero_jax.make_mesh(tensor=2)
+    batch = batches(1)[0] | {"weights": np.tile(np.arange(LENGTH) % 3, (BATCH, 1)).astype(np.float32)}
+    found = []
+    for loss in (None, zero_jax.chunked_next_token_loss(mesh, 2)):
+        step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 1, mesh=mesh, tensor_rules=RULES, loss=loss)
+        _, metrics = step(step.init(jax.random.key(0), batch), batch)
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    np.testing.assert_allclose(*found, rtol=1e-6)
+    assert abs(found[0][0] - oracle("linen")[0]) > 1e-4  # without weights it is another
+
+
+def test_state_falls_by_both_degrees():
+    sizes = {"stage": 3, "mesh": zero_jax.make_mesh(tensor=4), "tensor_rules": RULES}
+    layout = zero_jax.make_zero_train_step(gpt2.build(CONFIG), **sizes).layout(batches()[0])
+    split = [row for row in layout.placements() if "tensor" in str(row.spec)]
+    assert all(row.device_bytes * 8 == row.bytes for row in split)
+    assert {row.name.split("/", 1)[1] for row in split if row.name.startswith("params")} == {
+        "wte/embedding", *(f"blocks/{name}" for name in (
+            "qkv/kernel", "qkv/bias", "proj/kernel", "up/kernel", "up/bias", "down/kernel"))}
+    others = [row for row in layout.placements() if row not in split and row.bytes > 8]
+    assert all(row.device_bytes * 2 == row.bytes for row in others) and not layout.replicated()
+    assert layout.num_shards == 2 and layout.tensor_size == 4
+
+
+class Annotated(nn.Module):
+    """A Linen model that says itself how it is split."""
+
+    spec: tuple = (None, "tensor")
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        x = nn.Dense(16, kernel_init=nn.with_partitioning(init, self.spec), name="up")(x)
+        return nn.Dense(8, kernel_init=nn.with_partitioning(init, ("tensor", "embed")), name="down")(nn.relu(x))
+
+
+def annotated_nnx(rngs):
+    init, eager = nnx.initializers.lecun_normal(), {"eager_sharding": False}
+
+    class Model(nnx.Module):
+        def __init__(self):
+            metadata = {"kernel_metadata": {"out_sharding": (None, "tensor"), **eager}}
+            self.up = nnx.Linear(8, 16, kernel_init=init, rngs=rngs, **metadata)
+            self.down = nnx.Linear(16, 8, rngs=rngs, kernel_metadata={"out_sharding": ("tensor", None), **eager})
+
+        def __call__(self, x):
+            return self.down(nnx.relu(self.up(x)))
+
+    return Model()
+
+
+def squares(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["x"]) ** 2)
+
+
+@pytest.mark.parametrize("model", [Annotated(), annotated_nnx], ids=["linen", "nnx"])
+def test_metadata_are_rules(model):
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}
+    found = []
+    for mesh in (zero_jax.make_mesh(1), zero_jax.make_mesh(tensor=4)):
+        step = zero_jax.make_zero_train_step(model, 3, mesh=mesh, loss=squares)
+        specs = {row.name: row.spec for row in step.layout(batch).placements()}
+        _, metrics = step(step.init(jax.random.key(0), batch), batch)
+        found.append(float(metrics["loss"]))
+    assert specs["params/up/kernel"][1] == "tensor" and specs["params/down/kernel"][0] in ("tensor", ("tensor", "data"))
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+def tree(**shapes):
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+def test_rules_take_the_last_dims_and_the_first_that_matches():
+    mesh = zero_jax.make_mesh(tensor=2)
+    params = tree(up=(3, 4, 8), down=(3, 8, 4), scale=(4,))
+    specs = tensor_specs(params, mesh, [("up", P(None, "tensor")), TensorRule("up|down", P("tensor", None), units=4)])
+    assert specs == {"up": P(None, None, "tensor"), "down": P(None, "tensor", None)}
+
+
+@pytest.mark.parametrize("rules, metadata, message", [
+    ([("upp", P(None, "tensor"))], {}, "'upp' matches no parameter. There are: down, up"),
+    ([("up", P(None, "data"))], {}, "one entry for each of its last dims, None or 'tensor'"),
+    ([("up", P("tensor", "tensor"))], {}, "at most once"),
+    ([("up", P(None, None, None, "tensor"))], {}, r"of parameter up of shape \(4, 6\)"),
+    ([("up", P(None, "tensor"))], {}, r"up of shape \(4, 6\): dim 1 of 6 does not divide over the 4 devices"),
+    ([("down", P(None, "tensor"), 6)], {}, "6 units .heads., which do not divide over the 4 devices"),
+    ([("down", P("tensor", None))], {"down": (None, "tensor")}, "down of shape .* by the model's own metadata"),
+    ([], {"up": ("tensor",)}, "one entry for each dim"),
+    ([], {}, "no parameter is split over it: give tensor_rules"),
+])
+def test_rules_that_are_refused(rules, metadata, message):
+    with pytest.raises(ValueError, match=message):
+        tensor_specs(tree(down=(8, 8), up=(4, 6)), zero_jax.make_mesh(tensor=4), rules, metadata)
+
+
+@pytest.mark.parametrize("sizes, options, message", [
+    ({}, {"sequence_parallel": True}, "sequence_parallel: the mesh .* has no axis 'tensor'"),
+    ({}, {"partition_activations": True}, "partition_activations: the mesh .* has no axis 'tensor'"),
+    ({}, {"partition_activations": "disk"}, "partition_activations='disk': give True"),
+    ({}, {"tensor_rules": RULES}, "tensor_rules: the mesh .* has no axis 'tensor'"),
+    ({"tensor": 8}, {"tensor_rules": RULES}, "made of 4 units"),
+    ({"tensor": 2}, {}, "no parameter is split over it"),
+    ({}, {"hpz_axes": "node"}, "hpz_axes=.'node'.*give some of the axes"),
+    ({"data": (2, 4)}, {"hpz_axes": "data_1", "stage": 2}, "at stage 2: give"),
+    ({}, {"remat": "half"}, "remat='half': give one of 'full', 'dots'"),
+    ({}, {"remat": zero_jax.Remat(every="sqrt")}, "the model checkpoints its blocks itself"),
+    ({}, {"combine_bytes": 2**20}, "combine_bytes=1048576: XLA has no option on 'cpu'"),
+    ({"context": 2}, {"accumulate": 2, "reduce": "once"}, "reduce=\"once\" with an axis 'context'"),
+    ({"context": 8}, {"length": 12}, "must divide over the 8 devices of the axis 'context'"),
+    ({"tensor": 4}, {"tensor_rules": RULES, "sequence_parallel": True, "length": 14}, "sequence divides over its 4"),
+])
+def test_settings_that_are_refused(sizes, options, message):
+    options = {"stage": 3, "length": LENGTH, **options}
+    length, batch = options.pop("length"), batches()[0]
+    with pytest.raises(ValueError, match=message):
+        step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), mesh=zero_jax.make_mesh(**sizes), **options)
+        step.lower({name: leaf[:, :length] for name, leaf in batch.items()})
+
+
+@pytest.mark.parametrize("options, config, message", [
+    ({"remat": zero_jax.Remat(every=3)}, config_of(remat=False), "has 2 blocks, which do not divide by it"),
+    ({"partition_activations": "cpu"}, config_of(remat=False), "nothing is checkpointed"),
+])
+def test_blocks_that_do_not_fit(options, config, message):
+    with pytest.raises(ValueError, match=message):
+        zero_jax.make_zero_train_step(gpt2.build(config), 3, **options).lower(batches()[0])
+
+
+def test_a_model_without_blocks_is_told():
+    with pytest.raises(ValueError, match="no blocks were found"):
+        zero_jax.make_zero_train_step(Annotated(), 3, loss=squares, remat="full").lower({"x": np.zeros((8, 8))})
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_remat_of_a_block(flavour):
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return zero_jax.remat(nn.Dense)(8)(x)
+
+    def made(rngs):
+        return zero_jax.remat(nnx.Linear)(8, 8, rngs=rngs)
+
+    step = zero_jax.make_zero_train_step({"linen": Linen(), "nnx": made}[flavour], 0, loss=squares)
+    batch = {"x": np.ones((8, 8), np.float32)}
+    assert has_checkpoints(jax.make_jaxpr(step.evaluator())(step.abstract_state(batch), batch).jaxpr)
+    with pytest.raises(ValueError, match="give a Linen class"):
+        zero_jax.remat(nn.Dense(8))

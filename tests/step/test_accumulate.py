@@ -1,0 +1,172 @@
+"""Microbatches: the numbers of the large batch, and in the compiled step the reductions and the memory promised."""
+
+import functools
+import itertools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.oracle import loss_difference, param_difference, slow, train
+from support.programs import program
+from support.workloads import Mlp, NnxMlp, classify, token_batches, vector_batches
+
+import zero_jax
+from models import gpt2, gpt2_nnx
+from zero_jax.step import contract
+from zero_jax.tree import named_leaves
+
+GPT2 = gpt2.Config(2, 32, 2, vocab_size=64, max_length=16)
+FLAVOURS = {"linen": gpt2.build, "nnx": gpt2_nnx.build}
+SGD = optax.sgd(0.3, momentum=0.9)
+
+
+def padded(batches):
+    """Batches whose first examples are nearly all padding, so that microbatches differ in their valid tokens."""
+    rng = np.random.default_rng(3)
+    return [{**batch, "weights": (rng.random(batch["inputs"].shape) < np.linspace(
+        0.1, 1.0, len(batch["inputs"]))[:, None]).astype(np.float32)} for batch in batches]
+
+
+BATCHES = padded(token_batches(3, size=32))
+
+
+@functools.cache
+def one_device(flavour):
+    return train(FLAVOURS[flavour](GPT2), 0, 1, batches=BATCHES, optimizer=SGD)
+
+
+@pytest.mark.parametrize("reduce", ["every", "once"])
+@pytest.mark.parametrize("flavour, stage", [
+    slow("linen", 0), slow("linen", 1), ("linen", 3), slow("nnx", 2), slow("nnx", 3)])
+def test_microbatches_are_the_large_batch(flavour, stage, reduce):
+    one = one_device(flavour)
+    many = train(FLAVOURS[flavour](GPT2), stage, 8, batches=BATCHES, optimizer=SGD, accumulate=4, reduce=reduce)
+    assert loss_difference(many, one) < 1e-6
+    assert param_difference(many, one) < 3e-6
+
+
+@pytest.mark.slow
+def test_microbatches_on_one_device_and_on_a_factored_hybrid_mesh():
+    one = one_device("linen")
+    for mesh, options in ((zero_jax.make_mesh(1), {}), (zero_jax.make_mesh((2, 2), replica=2), {"reduce": "once"}),
+                          (zero_jax.make_mesh((2, 2), replica=2), {})):
+        step = zero_jax.make_zero_train_step(
+            gpt2.build(GPT2), 3, mesh=mesh, optimizer=SGD, accumulate=4, **options)
+        state = step.init(jax.random.key(0), BATCHES[0])
+        for batch in BATCHES:
+            state, _ = step(state, batch)
+        for name, leaf in named_leaves(state.params):
+            np.testing.assert_allclose(leaf, one.params[name], atol=3e-6)
+
+
+@pytest.mark.parametrize("reduce", [slow("every"), "once"])
+def test_a_mean_of_means_is_caught(reduce):
+    """Negative control: microbatches that do not weigh by their valid tokens have other numbers."""
+
+    def unweighted(model, batch):
+        return zero_jax.next_token_loss(model, batch)[0]
+
+    many = train(gpt2.build(GPT2), 3, 8, batches=BATCHES, optimizer=SGD, accumulate=4, reduce=reduce, loss=unweighted)
+    assert loss_difference(many, one_device("linen")) > 1e-3
+
+
+@pytest.mark.slow
+def test_an_empty_microbatch_counts_nothing():
+    empty = [{**batch, "weights": np.where(np.arange(32)[:, None] < 16, 0, batch["weights"]).astype(np.float32)}
+             for batch in BATCHES]
+    one = train(gpt2.build(GPT2), 0, 1, batches=empty, optimizer=SGD)
+    many = train(gpt2.build(GPT2), 3, 8, batches=empty, optimizer=SGD, accumulate=4, reduce="once")
+    assert loss_difference(many, one) < 1e-6
+
+
+@pytest.mark.parametrize("flavour, reduce", [
+    ("linen", "once"), ("nnx", "every"), slow("linen", "every"), slow("nnx", "once")])
+def test_statistics_and_dropout(flavour, reduce):
+    """Statistics are those of microbatches, finite and the same on all devices, and steps learn."""
+    batches = vector_batches(1) * 20
+    model = {"linen": Mlp(rate=0.3), "nnx": lambda rngs: NnxMlp(0.3, rngs=rngs)}[flavour]
+    many = train(model, 3, 8, batches=batches, loss=classify, optimizer=optax.adam(3e-3), accumulate=2, reduce=reduce)
+    assert many.losses[-1] < 0.9 * many.losses[0]
+    for name, leaf in named_leaves(many.state.variables):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            chex.assert_tree_all_finite(leaf)
+            assert all(np.array_equal(shard.data, leaf) for shard in leaf.addressable_shards), name
+
+
+class Masks(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return self.param("scale", nn.initializers.ones, ()) * nn.Dropout(0.5, deterministic=False)(x)
+
+
+def test_devices_drop_different_units():
+    """Where each device's rows are a microbatch of their own: else the variance over devices would be 0."""
+
+    def loss(model, batch):
+        kept = (model(batch["x"]) != 0).astype(jnp.float32).mean()
+        return kept, {"square": kept**2}
+
+    step = zero_jax.make_zero_train_step(
+        Masks(), 3, loss=loss, mesh=zero_jax.make_mesh(8), accumulate=2, reduce="once", optimizer=optax.sgd(0.0))
+    batch = {"x": np.ones((16, 16), np.float32)}
+    _, metrics = step(step.init(jax.random.key(0), batch), batch)
+    assert metrics["square"] - metrics["loss"] ** 2 > 1e-4
+
+
+@pytest.mark.parametrize("target, stage, reduce", [
+    row if row in {("h100", 2, "every"), ("h100", 3, "once")} else slow(*row)
+    for row in itertools.product(("h100", "v5e"), (2, 3), ("every", "once"))])
+def test_reductions_are_counted(target, stage, reduce):
+    """In units of psi elements of bf16 on a ring."""
+    found = program(f"{target} stage {stage}, reduced {reduce}")
+    unit = found.num_params * 2 * (1 - 1 / 8)
+    gather, summed, _ = found.verify().results
+    assert abs(gather.communication_bytes / unit / {2: 1, 3: 2 * 8}[stage] - 1) < 0.01
+    assert abs(summed.communication_bytes / unit / {"every": 8, "once": 1}[reduce] - 1) < 0.04
+
+
+def test_a_reduction_too_many_is_told():
+    """Negative control: what `every` sends breaks the promise of `once`."""
+    every, once = (program(f"h100 stage 2, reduced {reduce}") for reduce in ("every", "once"))
+    with pytest.raises(zero_jax.ContractError, match="bytes of gradients are reduced"):
+        contract.verify(every.text, once.contract)
+
+
+def test_the_memory_of_both():
+    """`every` adds a shard of an fp32 accumulator to one microbatch's step; `once` a whole one and a whole gradient."""
+    every, once = (program(f"h100 stage 2, reduced {reduce}") for reduce in ("every", "once"))
+    psi, (less, more) = every.num_params, (each.memory.temp_size_in_bytes for each in (every, once))
+    assert 4 * psi < more - less + 4 * psi / 8 < 6.5 * psi
+    assert less < 4 * psi
+
+
+def test_an_embedding_is_reduced_in_the_loop():
+    """XLA:TPU would move the sum out of the loop, and libtpu 0.0.48 adds it up wrongly (openxla/xla issue 49143)."""
+    rows = [c for c in program("v5e stage 2, reduced every").collectives if any("wte" in name for name in c.serves)
+            and c.kind in ("reduce-scatter", "all-reduce") and c.payload_bytes >= 2**20]
+    assert rows and all(c.in_loop and c.count % 8 == 0 for c in rows)
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"accumulate": 0}, "accumulate=0"), ({"accumulate": True}, "accumulate=True"),
+    ({"accumulate": 2, "reduce": "twice"}, "reduce='twice'"), ({"reduce": "once"}, "without accumulate")])
+def test_what_cannot_be_is_refused(options, told):
+    with pytest.raises(ValueError, match=told):
+        zero_jax.make_zero_train_step(gpt2.build(GPT2), 3, **options)
+
+
+def test_a_batch_that_does_not_divide_into_microbatches():
+    step = zero_jax.make_zero_train_step(gpt2.build(GPT2), 3, mesh=zero_jax.make_mesh(8), accumulate=3)
+    with pytest.raises(ValueError, match="32 does not divide into 3 microbatches over the 8 devices.*multiple of 24"):
+        step.lower(BATCHES[0])
+
+
+def test_evaluation_takes_a_batch_of_any_size():
+    step = zero_jax.make_zero_train_step(gpt2.build(GPT2), 3, mesh=zero_jax.make_mesh(8), accumulate=4)
+    small = jax.tree.map(lambda leaf: leaf[:8], BATCHES[0])
+    state = step.init(jax.random.key(0), small)
+    assert np.isfinite(step.evaluator(lambda model, batch: zero_jax.next_token_loss(model, batch)[0])(state, small))

@@ -1,0 +1,1 @@
+"""What tests share: the single-device oracle, saved states, pairwise rows."""

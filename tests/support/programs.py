@@ -1,0 +1,315 @@
+"""The matrix: train steps compiled for targets, each once per test run, whichever worker asks first.
+
+Compiling a step is 4 to 10 CPU seconds, and many claims are made of one program: what it sends and in which dtype,
+where in the schedule, whom it serves, what it holds, and that its contract is kept. A test names a row of `PROGRAMS`;
+the first one that does compiles it under a lock and leaves its text and its numbers in a folder that all workers
+share. With ZERO_JAX_TEST_PROGRAMS set to a folder they stay there for the next run with the same sources.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import os
+import pickle
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import zero_jax
+from models import gpt2, gpt2_nnx, resnet
+from support.targets import mesh_of
+from support.workloads import FLAVOURS, classify_images
+from zero_jax.step.compiled import CompiledStep
+from zero_jax.tree import named_leaves
+from zero_jax.xla.devices import compiled_for
+
+ROOT = Path(__file__).parents[2]
+EMITTERS = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters=false" in os.environ["XLA_FLAGS"] else {}
+"""Programs of simulated devices are compiled as users compile them: what tests/conftest.py leaves out adds a loop."""
+
+FOLDER = "ZERO_JAX_TEST_PROGRAMS"
+"""The variable that names the folder; tests/conftest.py sets it for the length of a run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program(CompiledStep):
+    """A compiled step whose layout is left out, so that it can be stored: `PROGRAMS[name].make()` gives it.
+
+    Attributes:
+        contract: of the step as the library makes it, also where the program is a negative control.
+        sizes: elements of each parameter, by name.
+        state_bytes: of the state, per device.
+    """
+
+    sizes: dict[str, int]
+    state_bytes: int
+
+    @property
+    def num_params(self) -> int:
+        return sum(self.sizes.values())
+
+    def sent(self, *kinds: str, in_loop: bool | None = None) -> float:
+        """Bytes that each device sends in collectives of these kinds, or of all; `in_loop`: in loops, or outside."""
+        return sum(each.communication_bytes * each.count for each in self.collectives
+                   if (not kinds or each.kind in kinds) and in_loop in (None, each.in_loop))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A step to compile: the arguments of `make_zero_train_step`, and what changes the program.
+
+    Attributes:
+        target: "cpu", or a target topology.
+        stage: ZeRO's.
+        model: a Flax model; default: `SMALL`, in Linen.
+        sizes: of the mesh, as `make_mesh` takes them.
+        batch: examples on each device, and their length.
+        global_batch: examples in all, where that is no multiple of the devices.
+        change: what makes the program a negative control.
+        options: the rest.
+    """
+
+    target: str
+    stage: int
+    model: Any = None
+    sizes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    batch: tuple[int, int] = (1, 32)
+    global_batch: int | None = None
+    change: Callable[[Any, Any], contextlib.AbstractContextManager[None]] | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def make(self) -> tuple[Any, Any]:
+        """(step, abstract batch); nothing is traced or compiled."""
+        mesh = mesh_of(self.target, **self.sizes)
+        model = Replicated(mesh) if self.model is Replicated else self.model or LINEN
+        options = {"precision": "bf16", "optimizer": ADAMW} | self.options
+        step = zero_jax.make_zero_train_step(model, self.stage, mesh=mesh, **options)
+        rows, length = self.global_batch or self.batch[0] * mesh.size, self.batch[1]
+        if options.get("loss") is classify_images:
+            return step, {"images": jax.ShapeDtypeStruct((rows, 16, 16, 3), jnp.float32),
+                          "labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
+        return step, {name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name in ("inputs", "targets")}
+
+    def compile(self) -> Program:
+        step, batch = self.make()
+        layout, promised = step.layout(batch), step.contract(batch)
+        with self.change(step, batch) if self.change else contextlib.nullcontext():
+            options = step._compiler_options | (EMITTERS if self.target == "cpu" else {})
+            compiled = compiled_for(step.lower(batch), step.mesh.devices.flat[0], options)
+        memory = compiled.memory_analysis()
+        numbers = {name: getattr(memory, name) for name in dir(memory) if name.endswith("_in_bytes")}
+        sizes = {name: leaf.size for name, leaf in named_leaves(layout.state.params)}
+        return Program(compiled.as_text(), types.SimpleNamespace(**numbers), None, promised, sizes, layout.device_bytes)
+
+
+# What makes a negative control of a step.
+
+
+@contextlib.contextmanager
+def annotated(step: Any, batch: Any) -> Iterator[None]:
+    """The same layout and nothing but jit: parameters are divided by annotation alone."""
+    layout = step.layout(batch)
+    step._layout = dataclasses.replace(layout, uses=jax.tree.map(lambda _: None, layout.state.params))
+    yield
+
+
+@contextlib.contextmanager
+def kept(step: Any, batch: Any) -> Iterator[None]:
+    """Parameters are gathered where they are used, and stay whole for the backward pass."""
+    layout = step.layout(batch)
+    step._layout = dataclasses.replace(layout, stage=dataclasses.replace(layout.stage, shards_params=False))
+    yield
+
+
+@contextlib.contextmanager
+def partitioned(step: Any, batch: Any) -> Iterator[None]:
+    """Gradients are summed as the partitioner does it, and not by an explicit reduce-scatter of the devices' parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_jax.step.gradients.scatter_partial_gradients", lambda jaxpr, **_: jaxpr)
+        yield
+
+
+@contextlib.contextmanager
+def in_each_round(step: Any, batch: Any) -> Iterator[None]:
+    """What the rounds of a loop share is gathered and reduced in each of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_jax.step.gradients.communicate_once_per_loop", lambda jaxpr, **_: jaxpr)
+        yield
+
+
+class Replicated(nn.Module):
+    """Whose activations every device is told to hold whole."""
+
+    mesh: jax.sharding.Mesh
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(2048, 256)(tokens)
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P()))
+        return nn.Dense(2048)(x + nn.Dense(256)(nn.gelu(nn.Dense(1024)(x))))
+
+
+class Recurrent(nn.Module):
+    """Whose weights are read at each of the tokens."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        return nn.Dense(2048)(nn.RNN(nn.LSTMCell(256))(nn.Embed(2048, 256)(tokens)))
+
+
+ADAMW = optax.adamw(1e-3)
+SMALL = gpt2.Config(2, 256, 4, vocab_size=2048, max_length=32)
+UNROLLED = dataclasses.replace(SMALL, scan_layers=False)
+REMAT = dataclasses.replace(SMALL, remat=True)
+UNEVEN = gpt2.Config(2, 500, 10, vocab_size=2047, max_length=64)  # no dim of its matrices divides by 8
+MERGED = dataclasses.replace(gpt2.PRESETS["1.5b"], num_layers=2, vocab_size=512, max_length=64)
+DEEP = gpt2.Config(4, 512, 8, vocab_size=512, max_length=16)
+LINEN, NNX = gpt2.build(SMALL), gpt2_nnx.build(SMALL)
+REDUCE_FP32 = {"precision": zero_jax.Precision(params="float32", compute="bfloat16", reduce="float32")}
+FP32 = {"precision": "fp32"}
+H100, V5E, V5P = "h100:8", "v5e:2x4", "v5p:2x2x2"
+
+
+def gpt2_row(target, stage, flavour="linen", config=SMALL, **changes) -> Row:
+    return Row(target, stage, FLAVOURS[flavour](config), **changes)
+
+
+def deep(layers, flavour="linen", remat=False, **changes) -> Row:
+    """Of 16 tokens on each device: next to no activations."""
+    config = dataclasses.replace(DEEP, num_layers=layers, remat=remat)
+    return gpt2_row(H100, 3, flavour, config, **({"batch": (1, 16)} | changes))
+
+
+def active(layers, **changes) -> gpt2.Config:
+    """Whose memory peaks in the backward pass, with activations and gathered weights."""
+    return gpt2.Config(layers, 256, 8, vocab_size=512, max_length=64, **changes)
+
+
+def accumulated(target, stage, reduce) -> Row:
+    return Row(target, stage, batch=(8, 32), options={"accumulate": 8, "reduce": reduce})
+
+
+PROGRAMS: dict[str, Row] = {
+    # Eight H100s: the stages and what negates them.
+    **{f"h100 stage {stage}": Row(H100, stage) for stage in range(4)},
+    "h100 stage 3, annotated": Row(H100, 3, change=annotated),
+    "h100 stage 3, kept": Row(H100, 3, change=kept),
+    "h100 stage 3, padded after the sum": Row(H100, 3, gpt2.build(UNEVEN), change=partitioned),
+    "h100 stage 3, activations everywhere": Row(H100, 3, Replicated, batch=(1, 64)),
+    "h100 stage 3, read in a loop": Row(H100, 3, Recurrent(), batch=(1, 16), change=in_each_round),
+    # Ways to write the model.
+    **{f"h100 stage 3, {flavour}{'' if scanned else ' unrolled'}{' remat' if remat else ''}":
+       gpt2_row(H100, 3, flavour, dataclasses.replace(SMALL, scan_layers=scanned, remat=remat))
+       for flavour in FLAVOURS for scanned in (True, False) for remat in (False, True)
+       if (flavour, scanned, remat) != ("linen", True, False)},
+    **{f"h100 stage {stage}, frozen kernels": Row(H100, stage, options={"frozen": ("blocks/.*kernel",)})
+       for stage in (2, 3)},
+    "h100 stage 2, nnx": Row(H100, 2, NNX),
+    # Precisions.
+    "h100 stage 0, reduce fp32": Row(H100, 0, options=REDUCE_FP32),
+    "h100 stage 2, reduce fp32": Row(H100, 2, options=REDUCE_FP32),
+    "h100 stage 3, reduce fp32": gpt2_row(
+        H100, 3, config=dataclasses.replace(REMAT, scan_layers=False), options=REDUCE_FP32),
+    "h100 stage 1, fp32": Row(H100, 1, options=FP32),
+    "h100 stage 3, fp32": Row(H100, 3, options=FP32),
+    **{f"h100 stage 3, {precision}": Row(H100, 3, NNX, options={"precision": precision, "optimizer": None})
+       for precision in ("fp16", "bf16-stochastic")},
+    # Meshes and shapes.
+    "h100 stage 3, factored hybrid": Row(H100, 3, sizes={"data": (2, 2), "replica": 2}),
+    "h100 stage 1, uneven": Row("h100:4", 1, gpt2.build(UNEVEN), {"data": 3}),
+    "h100 stage 1, merged": Row("h100:16x8", 1, gpt2.build(MERGED)),  # whose weights XLA:GPU could not tile as slices
+    "h100 stage 3, uneven": Row(H100, 3, gpt2_nnx.build(UNEVEN)),
+    # TPUs.
+    **{f"v5e stage {stage}": Row(V5E, stage) for stage in (1, 2, 3)},
+    "v5e stage 2, reduce fp32": Row(V5E, 2, options=REDUCE_FP32),
+    "v5e stage 3, reduce fp32": Row(V5E, 3, options=REDUCE_FP32),
+    "v5e stage 2, fp32": Row(V5E, 2, options=FP32),
+    "v5e stage 3, fp32": Row(V5E, 3, NNX, options=FP32 | {"optimizer": None}),
+    "v5e stage 3, bf16-stochastic": Row(V5E, 3, NNX, options={"precision": "bf16-stochastic", "optimizer": None}),
+    "v5e stage 3, nnx unrolled": Row(V5E, 3, gpt2_nnx.build(UNROLLED)),
+    "v5e stage 3, uneven": Row(V5E, 3, gpt2.build(UNEVEN)),
+    "v5e stage 3, conv": Row(V5E, 3, resnet.build(resnet.Config((1, 1), width=16, num_classes=8)),
+                             options={"loss": classify_images}),
+    "v5p stage 1, reduce fp32": Row(V5P, 1, options=REDUCE_FP32),
+    "v5p stage 3": gpt2_row(V5P, 3, config=REMAT),
+    "v5p stage 3, hybrid": Row(V5P, 3, NNX, {"data": 4, "replica": 2}),
+    "v5p stage 3, annotated": Row(V5P, 3, change=annotated),
+    "v5p stage 3, flat slice": Row(V5P, 3, sizes={"data": 8}),
+    "v5p stage 3, activations everywhere": Row(V5P, 3, Replicated, batch=(1, 64)),
+    "v5p stage 3, read in a loop": Row(V5P, 3, Recurrent(), batch=(1, 16), change=in_each_round),
+    # Simulated devices.
+    "cpu stage 0, nnx": Row("cpu", 0, NNX),
+    "cpu stage 2, nnx unrolled": Row("cpu", 2, gpt2_nnx.build(UNROLLED)),
+    "cpu stage 3": Row("cpu", 3),
+    "cpu stage 3, factored": Row("cpu", 3, sizes={"data": (2, 4)}),
+    "cpu stage 3, hybrid fp32": Row("cpu", 3, sizes={"data": (2, 2), "replica": 2}, options=FP32),
+    "cpu stage 3, uneven": Row("cpu", 3, gpt2.build(dataclasses.replace(UNEVEN, remat=True))),
+    "cpu stage 3, read in a loop": Row("cpu", 3, Recurrent(), batch=(1, 16), change=in_each_round),
+    # Depth: what grows with it.
+    **{f"h100 stage 3, {layers} layers": deep(layers) for layers in (4, 12)},
+    **{f"h100 stage 3, {layers} layers {flavour}{' remat' if remat else ''}": deep(layers, flavour, remat)
+       for layers in (24, 48) for flavour in FLAVOURS for remat in (False, True)},
+    **{f"h100 stage 3, {layers} layers, kept": deep(layers, change=kept) for layers in (12, 24, 48)},
+    "h100 stage 3, 24 layers, annotated": deep(24, remat=True, change=annotated),
+    # Activations: what they are at the peak.
+    "h100 stage 3, 8 layers of 64 tokens": gpt2_row(H100, 3, config=active(8), batch=(1, 64)),
+    "cpu stage 3, 4 layers of 64 tokens": gpt2_row("cpu", 3, config=active(4), batch=(1, 64)),
+    "cpu stage 3, 4 layers of 2 x 64 tokens": gpt2_row("cpu", 3, config=active(4), batch=(2, 64)),
+    "cpu stage 3, 4 layers of 64 tokens remat": gpt2_row("cpu", 3, config=active(4, remat=True), batch=(1, 64)),
+    # Microbatches.
+    **{f"{name} stage {stage}, reduced {reduce}": accumulated(target, stage, reduce)
+       for name, target in (("h100", H100), ("v5e", V5E)) for stage in (2, 3) for reduce in ("every", "once")},
+}
+
+
+@functools.cache
+def program(name: str) -> Program:
+    """The row of `PROGRAMS` as compiled, in this run by one worker only."""
+    return compiled_once(name, PROGRAMS[name])
+
+
+def compiled_once(name: str, row: Row) -> Program:
+    """`row` as compiled; what has the same `name` must be the same row. Skips the test where there is no compiler."""
+    mesh_of(row.target)
+    path = folder() / f"{hashlib.sha256(f'{name} {fingerprint()}'.encode()).hexdigest()[:16]}.pickle"
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+        if path.exists():
+            return pickle.loads(path.read_bytes())
+        compiled = row.compile()
+        path.write_bytes(pickle.dumps(compiled))
+        return compiled
+
+
+@functools.cache
+def folder() -> Path:
+    path = Path(os.environ.get(FOLDER) or tempfile.mkdtemp())
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@functools.cache
+def fingerprint() -> str:
+    """Of everything that a program depends on: the sources and the compilers."""
+    sources = sorted([*(ROOT / "zero_jax").rglob("*.py"), *(ROOT / "zero_jax").rglob("*.toml"),
+                      *(ROOT / "models").rglob("*.py"), Path(__file__)])
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(str(source.relative_to(ROOT)).encode() + source.read_bytes())
+    for package in ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            digest.update(f"{package}={importlib.metadata.version(package)}".encode())
+    return digest.hexdigest() + os.environ.get("XLA_FLAGS", "")

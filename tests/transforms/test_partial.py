@@ -1,0 +1,264 @@
+"""Gradients scattered as sums of the devices' parts: which are, and with what numbers."""
+
+import functools
+import itertools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.oracle import ADAMW, Trained, loss_difference, param_difference, slow, train
+from support.workloads import FLAVOURS, MLPS, classify, token_batches, vector_batches
+
+import zero_jax
+from models import gpt2
+from zero_jax.sharding import reduce_scatter as scatter
+from zero_jax.transforms import scatter_calls
+from zero_jax.tree import named_leaves
+from zero_jax.xla import devices as xla_devices
+from zero_jax.xla import hlo
+from zero_jax.xla.devices import compiler_options
+
+MESHES = {"factored": {"data": (2, 4)}, "factored hybrid": {"data": (2, 2), "replica": 2}}
+CONFIG = gpt2.Config(2, 32, 2, vocab_size=64, max_length=16)
+
+
+class Conv(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x.reshape(x.shape[0], 4, 4, 1)
+        x = nn.gelu(nn.Conv(16, (3, 3), strides=2)(x))
+        x = nn.gelu(nn.Conv(32, (1, 1))(nn.Conv(16, (3, 3), feature_group_count=16)(x)))
+        return nn.Dense(8)(x.reshape(x.shape[0], -1))
+
+
+class Sequence(nn.Module):
+    """The weights of an LSTM are read in a loop over time, and scattered in each of its rounds."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(nn.RNN(nn.LSTMCell(32))(x.reshape(x.shape[0], 4, 4))[:, -1])
+
+
+class TimeMajor(nn.Module):
+    """Its first contracted dim is time, and as long as the batch."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = jnp.tile(x[None], (x.shape[0], 1, 1)) * jnp.linspace(0, 1, x.shape[0])[:, None, None]
+        return nn.Dense(8)(nn.gelu(nn.Dense(64)(x))).mean(0)
+
+
+VECTOR_MODELS = {"conv": Conv(), "lstm": Sequence(), "time major": TimeMajor(), **MLPS}
+
+
+def run(name, stage, mesh) -> Trained:
+    if name in FLAVOURS:
+        model, batches, options = FLAVOURS[name](CONFIG), token_batches(), {"optimizer": ADAMW}
+    else:
+        model, batches = VECTOR_MODELS[name], vector_batches()
+        options = {"optimizer": optax.sgd(0.1, momentum=0.9), "loss": classify}
+    if not mesh:
+        return train(model, 0, 1, batches=batches, precision="fp32", **options)
+    step = zero_jax.make_zero_train_step(model, stage, mesh=zero_jax.make_mesh(**mesh), precision="fp32", **options)
+    state, losses, norms = step.init(jax.random.key(0), batches[0]), [], []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+        norms.append(metrics["grad_norm"])
+    params = {name: np.asarray(leaf) for name, leaf in named_leaves(step.params(state))}
+    return Trained(np.array(losses, np.float64), np.array(norms, np.float64), params, {}, state=state, step=step)
+
+
+one_device = functools.cache(lambda name: run(name, 0, None))
+KEYS_BIAS = (("qkv/bias", lambda leaf: leaf.reshape(*leaf.shape[:-1], 2, 3, -1)[..., [0, 2], :]),)
+
+
+@pytest.mark.parametrize(("name", "mesh", "stage"), [
+    row if row[2] == 3 and (row[0] == "linen") == (row[1] == "factored hybrid") else slow(*row)
+    for row in itertools.product([*FLAVOURS, *VECTOR_MODELS], MESHES, (1, 3))])
+def test_numbers_are_those_of_one_device(name, mesh, stage):
+    many, one = run(name, stage, MESHES[mesh]), one_device(name)
+    assert loss_difference(many, one) < 1e-6
+    assert param_difference(many, one, KEYS_BIAS) < 1e-5
+
+
+def test_a_sum_that_leaves_out_an_axis_is_told(monkeypatch):
+    """Negative control: what the comparison sees if the replicas' parts are not added."""
+    monkeypatch.setattr(jax.lax, "psum", lambda value, axes: value)
+    assert loss_difference(run("conv", 3, MESHES["factored hybrid"]), one_device("conv")) > 1e-3
+
+
+def scattered(model, stage, mesh, batch, **options):
+    """The share of the gradients' bytes that explicit reduce-scatters carry; only `psum_scatter` makes them on CPU."""
+    step = zero_jax.make_zero_train_step(model, stage, mesh=zero_jax.make_mesh(**mesh), precision="fp32", **options)
+    found = [c for c in hlo.collectives(step.lower(batch).compile().as_text()) if c.kind == "reduce-scatter"]
+    size = sum(leaf.size * 4 for leaf in jax.tree.leaves(step.layout(batch).state.params))
+    return sum(c.payload_bytes * c.count for c in found) / size, found
+
+
+@functools.cache
+def scattered_of_gpt2(flavour, stage):
+    return scattered(FLAVOURS[flavour](CONFIG), stage, {"data": (2, 4)}, token_batches()[0])
+
+
+@pytest.mark.parametrize("flavour, stage", [
+    row if row in {("linen", 3), ("nnx", 1)} else slow(*row) for row in itertools.product(FLAVOURS, (1, 2, 3))])
+def test_every_matrix_is_scattered_once(flavour, stage):
+    share, found = scattered_of_gpt2(flavour, stage)
+    # The tied embedding once; not the positions.
+    matrices = (12 * CONFIG.num_layers * CONFIG.width**2 + 64 * 32) / CONFIG.num_params
+    assert {c.group_size for c in found} == {8}
+    assert matrices <= share < matrices + 0.03
+
+
+def test_a_flat_mesh_is_left_to_the_partitioner():
+    share, _ = scattered(FLAVOURS["linen"](CONFIG), 3, {"data": 8}, token_batches()[0])
+    assert share == 0
+
+
+def test_two_readings_are_scattered_once(monkeypatch):
+    """And negative control: without the merge the embedding is scattered for each of its two readings."""
+    merged, _ = scattered_of_gpt2("linen", 3)
+    monkeypatch.setattr("zero_jax.step.gradients.merge_scatters", lambda jaxpr, **_: jaxpr)
+    twice, _ = scattered(FLAVOURS["linen"](CONFIG), 3, {"data": (2, 4)}, token_batches()[0])
+    assert twice - merged == pytest.approx(64 * 32 / CONFIG.num_params, rel=1e-6)
+
+
+def test_what_is_no_product_is_left_to_the_partitioner():
+    class Scale(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, use_bias=False)(x * self.param("scale", nn.initializers.ones, (16,))[None])
+
+    share, found = scattered(Scale(), 3, {"data": (2, 4)}, vector_batches()[0], loss=classify)
+    assert {c.shapes[0][1][-1] for c in found} == {8} and share == 16 * 8 / (16 * 8 + 16)
+
+
+def test_inlined_calls_compute_the_same():
+    @jax.jit
+    def inner(x, y):
+        return x @ y, y
+
+    def fun(x, y):
+        first, second = inner(x, y)
+        return jax.jit(lambda v: v * 2)(first) + second.sum()
+
+    x, y = jnp.ones((3, 4)), jnp.arange(8.0).reshape(4, 2)
+    closed = jax.make_jaxpr(fun)(x, y)
+    call = next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "jit")
+    eqns = [new for eqn in closed.jaxpr.eqns for new in (scatter_calls.inlined(eqn) if eqn is call else [eqn])]
+    inlined = closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
+    np.testing.assert_array_equal(jax.extend.core.jaxpr_as_fun(inlined)(x, y)[0], fun(x, y))
+
+
+KERNELS = {  # how a TPU sends each: as it is, as tiles, flat and padded, summed and cut; over another axis first
+    "as it is": ((1, 1, 64, 2048), P(None, None, None, ("x", "y"))),
+    "as it is, one dim before": ((3, 3, 2048, 8), P(None, None, ("x", "y"), None)),
+    "columns, more rows": ((65, 4096), P(None, ("x", "y"))),
+    "rows as columns": ((4096, 24), P(("x", "y"), None)),
+    "tiles": ((128, 256), P(("x", "y"), None)),
+    "flat": ((3, 3, 64, 96), P(None, None, "x", "y")),
+    "flat, one dim": ((3, 3, 160, 40), P(None, None, ("x", "y"), None)),
+    "cut": ((3, 5, 8), P(None, None, ("x", "y"))),
+    "other axis first": ((3, 32, 64), P(None, "x", "y")),
+}
+
+
+def reduced(shape, spec):
+    """Whole numbers of each of 8 simulated devices, reduced as a TPU does, and their sum."""
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    parts = np.random.default_rng(0).integers(-99, 99, (8, *shape)).astype(np.float32)
+    summed = jax.shard_map(lambda part: scatter.reduce_parts(part[0], mesh, spec), mesh=mesh, in_specs=P(("x", "y")),
+                           out_specs=spec, check_vma=False)
+    return np.asarray(jax.jit(summed)(parts)), parts.sum(0)
+
+
+@pytest.fixture
+def torus(monkeypatch):
+    monkeypatch.setattr(scatter, "is_tpu", lambda mesh: True)
+    monkeypatch.setattr(scatter, "MAX_UNPADDED_ROWS", 64)
+    monkeypatch.setattr(scatter, "tile_block", lambda mesh, axis: {"x": 4096, "y": 2048}[axis])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_a_tpu_scatters_is_the_sum(name, torus):
+    np.testing.assert_array_equal(*reduced(*KERNELS[name]))
+
+
+def test_small_arrays_are_scattered_first_over_the_axis_whose_tiles_they_fill(torus):
+    mesh, splits = jax.sharding.AbstractMesh((2, 4), ("x", "y")), [(1, ("y",)), (2, ("x",))]
+    assert scatter._scatter_order(2**24, mesh, splits) == ((2, "x"), (1, "y"))  # as the mesh has them
+    assert scatter._scatter_order(3 * 32 * 64, mesh, splits) == ((1, "y"), (2, "x"))
+    assert scatter._scatter_order(3 * 32 * 64, mesh, [(1, ("x", "y"))]) == ((1, "x"), (1, "y"))
+
+
+def test_parts_in_another_order_are_told(torus, monkeypatch):
+    """Negative control: axes of one dim that are not scattered major first leave other parts on the devices."""
+    in_order = scatter._scatter_order
+    monkeypatch.setattr(scatter, "_scatter_order", lambda *args: in_order(*args)[::-1])
+    for name in ("as it is", "tiles", "flat, one dim", "cut"):
+        assert not np.array_equal(*reduced(*KERNELS[name]))
+
+
+def wire(target, shape, spec, product=False):
+    """What the devices send to sum and scatter a gradient in bfloat16, over what a ring of them sends.
+
+    Of a product XLA chooses how it lies; else it lies as it comes.
+    """
+    if extra := xla_devices.missing_compiler(target):
+        pytest.skip(f"needs {extra}")
+    mesh = zero_jax.make_mesh(devices=xla_devices.target_devices(target))
+    sizes = [(mesh.size, 256, shape[0]), (mesh.size, 256, shape[1])] if product else [(mesh.size, *shape), ()]
+
+    def part(left, right):
+        value = left[0].T @ right[0] if product else left[0] * right
+        return scatter.reduce_parts(value.astype(jnp.bfloat16), mesh, spec)
+
+    splits = [P(mesh.axis_names) if size else P() for size in sizes]
+    summed = jax.shard_map(part, mesh=mesh, in_specs=tuple(splits), out_specs=spec, check_vma=False)
+    args = (jax.ShapeDtypeStruct(size, jnp.float32, sharding=NamedSharding(mesh, split))
+            for size, split in zip(sizes, splits, strict=True))
+    compiled = jax.jit(summed).lower(*args).compile(compiler_options=compiler_options(mesh.devices.flat[0]))
+    return sum(c.communication_bytes * c.count for c in hlo.collectives(compiled.as_text())) / (
+        2 * math.prod(shape) * (1 - 1 / mesh.size))
+
+
+BOTH, APART = P(None, None, ("data_0", "data_1"), None), P(None, None, "data_0", "data_1")
+WIRE = [  # kernels of a ResNet-50 in its layouts, and what they may cost
+    ("v5p:2x2x2", (1, 1, 1024, 2048), APART, 1.001),
+    ("v5p:2x2x2", (1, 1, 1024, 256), BOTH, 1.001),
+    ("v5p:2x2x2", (3, 3, 128, 128), BOTH, 1.001),
+    ("v5p:4x4x8", (2048, 1000), P("data_0", "data_1"), 1.03),  # padded
+    ("v5p:4x4x8", (1, 1, 1024, 256), APART, 1.001),
+    ("v5p:8x8x16", (3, 3, 256, 256), APART, 1.07),
+    ("v5e:16x16", (1, 1, 2048, 512), APART, 1.001),
+    ("v5e:16x16", (1, 1, 512, 256), BOTH, 1.07),  # part of it is smaller than tiles
+    ("v5e:16x16", (1, 1, 256, 64), BOTH, 2.001),  # all of it is; padded, XLA (jax 0.10) does not compile it
+    ("v5p:2x2x2", (50257, 4096), P(None, ("data_0", "data_1")), 1.005),  # an embedding, whose rows fill no tiles
+]
+
+
+@pytest.mark.parametrize(("target", "shape", "spec", "most"), WIRE)
+def test_wire_of_kernels_of_convolutions(target, shape, spec, most):
+    assert 0.999 < wire(target, shape, spec) < most
+
+
+ROWS = "v5e:16x16", (4096, 4096), P("data_0", "data_1"), True
+
+
+def test_rows_of_a_product_are_not_padded():
+    assert 0.999 < wire(*ROWS) < 1.02
+
+
+def test_kernels_that_are_scattered_as_they_are_send_more(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(scatter, "_scatter_tiles", lambda value, axis, ways, dim, block: jax.lax.psum_scatter(
+        value, axis, scatter_dimension=dim, tiled=True))
+    assert wire(*WIRE[4][:3]) > 1.5 and wire(*WIRE[6][:3]) > 1.5
+    assert wire(*WIRE[9][:3]) > 1.5 and wire(*ROWS) > 1.1

@@ -1,0 +1,6 @@
+"""Checkpoints of a run: save at any step, restore on any device count and stage. The only Orbax imports.
+
+Reading order: `checkpoint` (the public class), `logical_state` (a state by name and logical shape, with `owned_stack`),
+`manifest`, `integrity` and `checksum` (detecting damage), `history` and `retention` (which is the latest, which stay),
+`run_lock` (one run at a time), `durable_files`, `orbax_store`.
+"""

@@ -1,0 +1,292 @@
+"""Checkpoints of a run: saved at any stage on any mesh, restored bit for bit at any other, or refused."""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import jax
+
+from zero_jax.checkpoint import orbax_store as storage
+from zero_jax.checkpoint.integrity import read_arrays, read_manifest, verify
+from zero_jax.checkpoint.logical_state import logical_state_of
+from zero_jax.checkpoint.manifest import (
+    PARAMS,
+    CheckpointError,
+    DamagedCheckpointError,
+    Manifest,
+    check_fit,
+    check_json,
+    check_names,
+)
+from zero_jax.checkpoint.retention import LOG, Folder
+from zero_jax.distributed.agreement import all_or_none
+from zero_jax.state import ZeroState
+from zero_jax.step.step import ZeroTrainStep
+from zero_jax.tree import merge
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_PACKAGES = ("zero-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What `Checkpoints.restore` returns: the state for the step, and what was saved with it.
+
+    step: the checkpoint's number. data, config: as passed to `save`. run: stage and mesh of the run that saved it.
+    damaged: what was wrong with the later checkpoints that `fallback` skipped.
+    """
+
+    state: ZeroState
+    step: int
+    data: Any
+    config: Any
+    run: Mapping[str, Any]
+    damaged: tuple[str, ...]
+
+
+def _one_at_a_time(method: Method) -> Method:
+    """Makes threads that call the methods of one object wait for each other."""
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        with self._threads:
+            return method(self, *args, **options)
+
+    return cast(Method, call)
+
+
+class Checkpoints:
+    """The checkpoints in a folder. In a run of several processes all of them call every method.
+
+    One run at a time saves to a folder: `save` and `lock` put a file <folder>.lock beside it, until `close`. A thread
+    that calls a method waits until those of other threads have returned.
+    """
+
+    def __init__(self, path: str | Path, *, keep_last: int | None = 3, keep_every: int | None = None,
+                 read_only: bool = False):
+        """Nothing is read or written yet.
+
+        Args:
+          path: a folder for nothing else, local or what Orbax can reach, as gs://bucket/folder.
+          keep_last: how many of the intact checkpoints that were saved last stay when a newer one is complete; None:
+            all of them. Those that `restore` has abandoned stay in addition, until as many have been saved since.
+          keep_every: checkpoints whose number is a multiple of this are never removed; None: none are.
+          read_only: nothing is written, so that `restore` does not roll back, and `save` raises ValueError.
+
+        Raises ValueError for numbers below 1.
+        """
+        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r}: give an integer of at least 1, or None.")
+        self._folder = Folder(path, keep_last, keep_every)
+        self._read_only = read_only
+        self._threads = threading.RLock()
+        self._saving: tuple[int, Any] | None = None
+
+    @_one_at_a_time
+    def lock(self) -> str:
+        """Claims the folder before the first save, so that a second run is refused before it trains.
+
+        Where the process that has it is dead, the folder is taken over, which the returned message says (`save` logs
+        it); of a process on another host that is found out in 20 seconds. Raises CheckpointError with host, process
+        and time where it is alive.
+        """
+        return self._folder.lock()
+
+    @_one_at_a_time
+    def save(self, step: ZeroTrainStep, state: ZeroState, *, at: int | None = None, data: Any = None,
+             config: Any = None, only_params: bool = False, wait: bool = False) -> int:
+        """Saves `state`, which may be donated as soon as this returns: the files are written asynchronously.
+
+        A checkpoint appears when it is complete. Only then are older ones removed, by the next call of `save`, `wait`
+        or `close`, which also raises an error of the writing.
+
+        Args:
+          step: the step that `state` belongs to.
+          state: every leaf is saved but the gathered compute parameters, which `restore` recomputes.
+          at: the checkpoint's number. Default: the number of steps that `state` has taken.
+          data: position in the data, as `Batches.state()`; plain JSON.
+          config: the configuration of the run; plain JSON.
+          only_params: save parameters, frozen ones and variables only, for `load_params`.
+          wait: return when the checkpoint is complete.
+
+        Returns: the checkpoint's number. Raises CheckpointError if a checkpoint of that number exists that is not
+        abandoned, and if the one before this, or with `wait` this one, could not be written.
+        """
+        if self._read_only:
+            raise ValueError(f"read_only=True and saves to {self._folder.path}: leave read_only out.")
+        all_or_none(self.wait)
+        logical = logical_state_of(step.layout())
+        kind = "params" if only_params else "state"
+        names = [name for name in logical.names if not only_params or name.split("/")[0] in PARAMS]
+        check_names(names, "This state")
+        number = int(state.step) if at is None else at
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**53:
+            raise ValueError(f"at={at!r} is not a checkpoint number: give an integer from 0 on.")
+        check_json(data=data, config=config)
+        arrays, digests = logical.from_step(state, names)
+        leaves = {name: dataclasses.replace(leaf, digest=digests[name])
+                  for name, leaf in logical.leaves(names).items()}
+        manifest = Manifest(number, kind, leaves, _run(step), data, config, _versions())
+        try:
+            if message := self._folder.lock():
+                LOG.warning(message)
+            place = self._folder.prepare(number)
+            self._saving = number, storage.write(self._folder.at(number), arrays, manifest.to_json(), place)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise self._folder.unwritten(number, error) from error
+        if wait:
+            self.wait()
+        return number
+
+    @_one_at_a_time
+    def restore(self, step: ZeroTrainStep, batch: Any, *, at: int | None = None, fallback: bool = False,
+                cast: bool = False, accept: Callable[[Manifest], None] | None = None) -> Restored:
+        """The state of a checkpoint in the layout of `step`, whatever stage and mesh it was saved at.
+
+        The manifest is compared with the step before any array is read, and every leaf's digest is verified afterwards.
+        To restore an earlier one than the latest is to roll back: it becomes the latest, also for later runs, and what
+        does not lead up to it is abandoned. To abandon nothing, use `Checkpoints(path, read_only=True)`.
+
+        Args:
+          step: gives the layout; its model, optimizer and options must be those of the run that saved.
+          batch: any batch for it, arrays or `jax.ShapeDtypeStruct`s.
+          at: the checkpoint's number. Default: the latest.
+          fallback: where a checkpoint is damaged, log it and restore the one that was saved before it.
+          cast: convert floating leaves that were saved in another dtype.
+          accept: called with the manifest first of all; it raises an error if this is not the expected checkpoint.
+
+        Raises CheckpointError where there is no checkpoint or it does not fit the step, with the leaf and both values;
+        DamagedCheckpointError where a leaf or file is not as it was saved.
+        """
+        logical = logical_state_of(step.layout(batch))
+
+        def attempt(path: Any, manifest: Manifest) -> ZeroState:
+            if accept is not None:
+                accept(manifest)
+            wanted = logical.leaves(logical.names)
+            check_fit(manifest, wanted, str(path), cast=cast)
+            saved = {name: manifest.leaves[name] for name in wanted}
+            state, digests = logical.to_step(read_arrays(path, logical.abstract(saved)), saved)
+            verify(path, saved, digests)
+            return state
+
+        number, manifest, state, damaged = self._first_good(at, fallback, attempt)
+        if not self._read_only:
+            self._folder.note_restored(number)
+        return Restored(state, number, manifest.data, manifest.config, manifest.run, damaged)
+
+    @_one_at_a_time
+    def load_params(self, step: ZeroTrainStep, batch: Any, *, at: int | None = None, fallback: bool = False,
+                    cast: bool = False) -> tuple[Any, Any]:
+        """(parameters, variables) of a checkpoint of either kind, in logical shapes and sharded; nothing else is read.
+
+        For a Linen model `model.apply({"params": parameters, **variables}, ...)`. Arguments and errors as `restore`.
+        """
+        logical = logical_state_of(step.layout(batch))
+        names = [name for name in logical.names if name.split("/")[0] in PARAMS]
+
+        def attempt(path: Any, manifest: Manifest) -> dict[str, Any]:
+            wanted = logical.leaves(names)
+            known = {name: leaf for name, leaf in manifest.leaves.items() if name.split("/")[0] in PARAMS}
+            check_fit(dataclasses.replace(manifest, leaves=known), wanted, str(path), cast=cast)
+            saved = {name: manifest.leaves[name] for name in names}
+            arrays, digests = logical.to_arrays(read_arrays(path, logical.abstract(saved)), saved)
+            verify(path, saved, digests)
+            return arrays
+
+        _, _, arrays, _ = self._first_good(at, fallback, attempt)
+        params, frozen, variables = (logical.tree(arrays, kind) for kind in PARAMS)
+        return merge(params, frozen), variables
+
+    def steps(self) -> list[int]:
+        """The numbers of the complete checkpoints that are not known to be damaged, ascending."""
+        return self._folder.steps()
+
+    def latest(self) -> int | None:
+        """The one of `steps()` that was saved or restored last; None if there is none."""
+        return self._folder.latest()
+
+    def manifest(self, at: int | None = None) -> Manifest:
+        """The manifest of the checkpoint `at` (default: the latest); no array is read. Raises CheckpointError."""
+        number = self._folder.candidates(at)[0]
+        return all_or_none(lambda: read_manifest(self._folder.at(number)))
+
+    @_one_at_a_time
+    def wait(self) -> None:
+        """Waits for the checkpoint that is being written, if any, and then removes those that need not stay.
+
+        Raises CheckpointError if it could not be written; the ones before it are unchanged.
+        """
+        if self._saving is None:
+            return
+        (number, response), self._saving = self._saving, None
+        try:
+            response.result()
+        except Exception as error:
+            raise self._folder.unwritten(number, error) from error
+        self._folder.complete(number)
+
+    @_one_at_a_time
+    def close(self) -> None:
+        """`wait`, and gives the folder back: call it at the end, or use the object in a `with` statement."""
+        try:
+            self.wait()
+        finally:
+            self._folder.unlock()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def _first_good(self, at: int | None, fallback: bool, attempt: Any) -> tuple[int, Manifest, Any, tuple[str, ...]]:
+        """(number, manifest, result of `attempt(path, manifest)`, messages of the damaged ones that were skipped)."""
+        all_or_none(self.wait)
+        folder, messages = self._folder, []
+        candidates = folder.candidates(at)
+        for number in candidates:
+            def one(number: int = number) -> tuple[Manifest, Any]:
+                manifest = read_manifest(folder.at(number))
+                return manifest, attempt(folder.at(number), manifest)
+
+            try:
+                manifest, result = all_or_none(one)
+            except DamagedCheckpointError as error:
+                folder.damaged[number] = str(error)
+                if not fallback:
+                    raise
+                LOG.warning("%s The checkpoint before it is tried.", error)
+                messages.append(str(error))
+            else:
+                if at is None:
+                    messages += folder.emptied(number)
+                if messages:
+                    LOG.warning("Checkpoint %d of %s is restored instead of %d.", number, folder.path, candidates[0])
+                return number, manifest, result, tuple(messages)
+        raise DamagedCheckpointError(f"No checkpoint of {folder.path} is intact: {' '.join(messages)}")
+
+
+def _run(step: ZeroTrainStep) -> dict[str, Any]:
+    mesh = step.mesh
+    return {"stage": step.stage.number, "mesh": dict(mesh.shape), "devices": mesh.size,
+            "platform": mesh.devices.flat[0].platform, "processes": jax.process_count()}
+
+
+def _versions() -> dict[str, str]:
+    def known(names: Iterable[str]) -> Iterable[tuple[str, str]]:
+        for name in names:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                yield name, metadata.version(name)
+
+    return dict(known(_PACKAGES))

@@ -1,0 +1,119 @@
+"""The order in which the checkpoints of a folder were saved and restored, and which descends from which.
+
+Numbers do not tell: a run that rolls back saves smaller ones again. Each checkpoint has its place in the history in its
+manifest, and in a file that a restore rewrites. The last one saved or restored is the head. The head and the
+checkpoints that it descends from are its branch; all others are abandoned.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+PLACE, FORMAT = "order.json", "zero_jax order"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The place of a checkpoint in the history of its folder, whose saves and restores are counted from 1.
+
+    saved: the count of its save. restored: that of the last restore that rolled back to it; 0 where there is none.
+    after: the numbers of the checkpoints that it descends from, which may be removed since.
+    """
+
+    saved: int
+    restored: int
+    after: tuple[int, ...]
+
+    @property
+    def last(self) -> int:
+        """The count of its save or its last restore, whichever is later."""
+        return max(self.saved, self.restored)
+
+    def to_json(self) -> dict[str, Any]:
+        """This as a dict that `json` can write, with a checksum."""
+        body = {"format": FORMAT, **dataclasses.asdict(self), "after": list(self.after)}
+        return body | {"sha256": _checksum(body)}
+
+
+EARLIEST = Place(0, 0, ())
+
+
+def parse_place(body: Any) -> Place | None:
+    """The place of which `body` is the JSON; None where it is damaged."""
+    try:
+        body = dict(body)
+        if body.pop("sha256") == _checksum(body) and body.pop("format") == FORMAT:
+            return Place(int(body["saved"]), int(body["restored"]), tuple(map(int, body["after"])))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    return None
+
+
+class History:
+    """The checkpoints of a folder by number, each with its place.
+
+    None stands for a place that is damaged: the checkpoint counts as saved right after the one with the next lower
+    number, so that a restore comes by it and reports it. Those of earlier versions of zero_jax have the place
+    `EARLIEST`: they count as saved before all others, in the order of their numbers. Both descend from all with lower
+    numbers.
+    """
+
+    def __init__(self, places: Mapping[int, Place | None]):
+        self._places: dict[int, Place] = {}
+        saved = 0
+        for number in sorted(places):
+            place = places[number] or Place(saved, 0, tuple(self._places))
+            self._places[number] = place if place.saved else dataclasses.replace(place, after=tuple(self._places))
+            saved = place.saved
+
+    @property
+    def head(self) -> int | None:
+        """The last one that was saved or restored; None where there is none."""
+        return max(self._places, key=lambda number: (self._places[number].last, number), default=None)
+
+    def branch(self, number: int | None) -> list[int]:
+        """`number` and what it descends from, newest first; empty for None."""
+        if number is None:
+            return []
+        return [number, *sorted((each for each in self._places[number].after if each in self._places), reverse=True)]
+
+    def abandoned(self) -> list[int]:
+        """All that is not of the head's branch, newest first."""
+        branch = self.branch(self.head)
+        return [number for number in self._newest_first() if number not in branch]
+
+    def candidates(self, at: int | None) -> list[int]:
+        """What to restore, in this order: `at` (default: the head), what that descends from, and all other ones.
+
+        With `at` only lower numbers; empty where there is no such checkpoint.
+        """
+        start = self.head if at is None else at
+        if start is None or start not in self._places:
+            return []
+        branch = self.branch(start)
+        return branch + [number for number in self._newest_first()
+                         if number not in branch and (at is None or number < at)]
+
+    def saved(self, number: int) -> int:
+        """The count of the save of a checkpoint."""
+        return self._places[number].saved
+
+    def new_place(self, number: int) -> Place:
+        """The place of a checkpoint `number` that is saved now. It descends from no higher numbers."""
+        return Place(self._count() + 1, 0, tuple(each for each in reversed(self.branch(self.head)) if each < number))
+
+    def restored_place(self, number: int) -> Place:
+        """The place of a checkpoint that is restored now."""
+        return dataclasses.replace(self._places[number], restored=self._count() + 1)
+
+    def _count(self) -> int:
+        return max((place.last for place in self._places.values()), default=0)
+
+    def _newest_first(self) -> list[int]:
+        return sorted(self._places, key=lambda number: (self._places[number].saved, number), reverse=True)
+
+
+def _checksum(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

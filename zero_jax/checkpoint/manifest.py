@@ -1,0 +1,206 @@
+"""The manifest of a checkpoint: its leaves and metadata, as JSON with its own checksum.
+
+It is read, and compared with what the step expects, before any array is read.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+FORMAT, VERSION = "zero_jax checkpoint", 1
+
+PARAMS = ("params", "frozen", "variables")
+"""The parts of a state that inference needs: all that a checkpoint of kind "params" contains."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be saved or restored: the message says which, why, and what to do."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not as it was saved. `restore(..., fallback=True)` restores the last intact one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of a checkpoint, in its logical shape. digest: 16 hexadecimal digits; empty where none was computed."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The contents of a checkpoint.
+
+    step: its number. kind: "state", or "params": parameters, frozen ones and variables only. leaves: by name. run:
+    stage and mesh of the run that saved it. data, config: as passed to `save`, plain JSON. versions: of packages.
+    """
+
+    step: int
+    kind: str
+    leaves: Mapping[str, Leaf]
+    run: Mapping[str, Any]
+    data: Any
+    config: Any
+    versions: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """This as a dict that `json` can write, with the checksum over all of it."""
+        body = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        return {"sha256": _checksum(body), "manifest": body}
+
+
+def parse(text: str | bytes, where: str) -> Manifest:
+    """The manifest in `text`, the contents of the file `where`.
+
+    Raises DamagedCheckpointError for what no version of zero_jax wrote, CheckpointError for what another version did.
+    """
+    try:
+        outer = json.loads(text)
+        body, checksum = outer["manifest"], outer["sha256"]
+        intact = checksum == _checksum(body)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{where} is damaged: it is no manifest ({error}).") from error
+    if not isinstance(body, dict):
+        raise DamagedCheckpointError(f"{where} is damaged: it is no manifest but {str(body)[:50]!r}.")
+    if not intact:
+        raise DamagedCheckpointError(f"{where} is damaged: its checksum is {checksum} and not {_checksum(body)}.")
+    _check_types(body, where, format=str, version=int)
+    if body["format"] != FORMAT or body["version"] != VERSION:
+        raise CheckpointError(
+            f"{where} has format={body['format']!r} version={body['version']!r}, and this zero_jax reads "
+            f"{FORMAT!r} version {VERSION}: restore it with the zero_jax that saved it, {body.get('versions')}.")
+    _check_types(body, where, step=int, kind=str, leaves=dict, run=dict, versions=dict)
+    if lacking := {"data", "config"} - body.keys():
+        raise DamagedCheckpointError(f"{where} lacks what a manifest has: {', '.join(sorted(lacking))}.")
+    leaves = {}
+    for name, leaf in body["leaves"].items():
+        try:
+            check_name(name, where)
+        except CheckpointError as error:
+            raise DamagedCheckpointError(str(error)) from error
+        _check_types(leaf, f"{where}: leaf {name}", shape=list, dtype=str, digest=str)
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in leaf["shape"]):
+            raise DamagedCheckpointError(f"{where}: leaf {name} has shape={leaf['shape']}, which is none.")
+        if not re.fullmatch("[0-9a-f]{16}", leaf["digest"]):
+            raise DamagedCheckpointError(f"{where}: leaf {name} has digest={leaf['digest']!r}, which is none.")
+        leaves[name] = Leaf(tuple(leaf["shape"]), leaf["dtype"], leaf["digest"])
+    rest = {key: body[key] for key in ("step", "kind", "run", "data", "config", "versions")}
+    return Manifest(**rest, leaves=leaves)
+
+
+def _check_types(value: Any, where: str, **types: type) -> None:
+    """Raises DamagedCheckpointError unless `value` is a dict that has the given keys with values of the given types."""
+    if not isinstance(value, dict):
+        raise DamagedCheckpointError(f"{where} is damaged: {str(value)[:50]!r} is no dict.")
+    for key, kind in types.items():
+        if key not in value:
+            raise DamagedCheckpointError(f"{where} lacks what a manifest has: {key}.")
+        if not isinstance(value[key], kind) or isinstance(value[key], bool):
+            raise DamagedCheckpointError(
+                f"{where} is damaged: {key} is {str(value[key])[:50]!r} and no {kind.__name__}.")
+
+
+def check_name(name: str, where: str) -> None:
+    """Raises CheckpointError for the name of a leaf that could point outside of its folder or is not printable."""
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts) or not name.isprintable() or "\\" in name or ":" in parts[0]:
+        raise CheckpointError(
+            f"{where}: {name!r} is no name of a leaf: give names of printable characters, without backslashes and "
+            "without empty parts, '.' and '..' between slashes.")
+
+
+def check_names(names: Iterable[str], where: str) -> None:
+    """Raises CheckpointError for bad names, for two leaves of one name, and for a name that begins another's path."""
+    seen: set[str] = set()
+    for name in names:
+        check_name(name, where)
+        if name in seen:
+            raise CheckpointError(f"{where}: two leaves are called {name}: give one of them another name.")
+        seen.add(name)
+    for name in seen:
+        parts = name.split("/")
+        for end in range(1, len(parts)):
+            if (above := "/".join(parts[:end])) in seen:
+                raise CheckpointError(f"{where}: {above} is a leaf, and {name} is below it: rename one of them.")
+
+
+def check_json(**values: Any) -> None:
+    """Raises ValueError for a value that would not be the same after it was written as JSON and read."""
+    for name, value in values.items():
+        try:
+            same = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError, RecursionError):
+            same = False
+        if not same:
+            raise ValueError(f"{name}={value!r} is not plain JSON: give dicts with text as keys, lists, text, numbers.")
+
+
+def check_fit(manifest: Manifest, wanted: Mapping[str, Leaf], where: str, *, cast: bool) -> None:
+    """Raises CheckpointError unless the checkpoint has exactly the `wanted` leaves, each with its shape and dtype.
+
+    cast: floating dtypes may differ.
+    """
+    saved = {name: leaf for name, leaf in manifest.leaves.items() if manifest.kind == "state" or name in wanted}
+    if manifest.kind != "state" and (lacking := [name for name in wanted if _kind(name) not in PARAMS]):
+        raise CheckpointError(
+            f"{where} was saved with only_params=True and holds no {_kind(lacking[0])}: read it with load_params, and "
+            "begin a new state from those parameters.")
+    faults = []
+    missing, extra = [name for name in wanted if name not in saved], [name for name in saved if name not in wanted]
+    for name in missing:
+        near = _nearest(name, wanted[name], extra, saved)
+        faults.append((name, f"{name} ({wanted[name]}) is not in the checkpoint" + (
+            f"; it has {near} ({saved[near]}), which this step lacks: was it renamed?" if near else "")))
+    for name in extra:
+        faults.append((name, f"{name} ({saved[name]}) is in the checkpoint and not in this step"))
+    for name, leaf in wanted.items():
+        other = saved.get(name)
+        if other is not None and other.shape != leaf.shape:
+            faults.append((name, f"{name} is {other} in the checkpoint and {leaf} in this step"))
+        elif other is not None and other.dtype != leaf.dtype and not (cast and _floating(other) and _floating(leaf)):
+            faults.append((name, f"{name} is {other} in the checkpoint and {leaf} in this step"
+                           + ("" if not (_floating(other) and _floating(leaf)) else "; cast=True would convert it")))
+    if faults:
+        listed = "; ".join(text for _, text in faults[:3])
+        more = f"; and {len(faults) - 3} more leaves" if len(faults) > 3 else ""
+        raise CheckpointError(f"{where} does not fit this step: {listed}{more}. {_advice(name for name, _ in faults)}")
+
+
+def _kind(name: str) -> str:
+    return name.split("/")[0]
+
+
+def _floating(leaf: Leaf) -> bool:
+    return leaf.dtype in ("float16", "bfloat16", "float32", "float64")
+
+
+def _nearest(name: str, leaf: Leaf, others: list[str], saved: Mapping[str, Leaf]) -> str:
+    """The name among `others` of a leaf of the same shape and dtype and of the same kind that is most like `name`."""
+    alike = [other for other in others if saved[other].shape == leaf.shape and _kind(other) == _kind(name)]
+    return next(iter(difflib.get_close_matches(name, alike, n=1, cutoff=0.5)), "")
+
+
+def _advice(names: Iterable[str]) -> str:
+    """What to do, by the kinds of the leaves that differ."""
+    kinds = {_kind(name) for name in names}
+    if kinds & {"params", "frozen"}:
+        return "The model is another one, or its precision or frozen=: build the step with those that saved it."
+    if "opt_state" in kinds:
+        return "The optimizer is another one: give the one that saved it, or start a new state with load_params."
+    if kinds <= {"ema", "guard"}:
+        return f"Build the step with the {' and '.join(sorted(kinds))} (or precision) that saved it."
+    return "Build the step as it was when this was saved."
+
+
+def _checksum(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

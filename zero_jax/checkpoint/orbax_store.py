@@ -1,0 +1,298 @@
+"""The only module that uses Orbax, and through it local and remote file systems.
+
+A checkpoint is the folder `<root>/<step>` with `state`, the arrays, and `manifest`, JSON. Orbax writes both into
+`<root>/<step>.zero_jax-tmp`, a name that no other program gives; a thread syncs that and renames it. Where a file
+system cannot rename, Orbax writes a commit file at the end.
+"""
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+import traceback
+import urllib.parse
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import tensorstore
+from etils import epath
+from orbax.checkpoint.experimental import v1 as ocp
+
+from zero_jax.checkpoint.durable_files import new_file, rename, sync_tree
+from zero_jax.checkpoint.history import EARLIEST, PLACE, Place, parse_place
+from zero_jax.checkpoint.manifest import FORMAT
+
+ARRAYS, MANIFEST, SIZES = "state", "manifest", "sizes.json"
+_COMMITTED, _TEMPORARY, _REMOVED, _INDEX = "commit_success.txt", ".zero_jax-tmp", ".zero_jax-tmp-removed", "_METADATA"
+
+
+def folder(path: Any) -> epath.Path:
+    """`path`, a string or a path, local or remote (gs://...), as Orbax takes it."""
+    path = epath.Path(path)
+    return path if "://" in str(path) else path.expanduser().absolute()
+
+
+def is_remote(path: Any) -> bool:
+    """Whether `path` is in an object store, where nothing is synced or renamed."""
+    return "://" in str(path)
+
+
+def committed(root: epath.Path) -> list[int]:
+    """The steps whose checkpoints are complete, ascending."""
+    return [number for number in present(root) if is_committed(root / str(number))]
+
+
+def is_committed(path: epath.Path) -> bool:
+    """Whether the file that says that a checkpoint is complete exists."""
+    return commit_path(path).exists()
+
+
+def present(root: epath.Path) -> list[int]:
+    """The steps whose checkpoints are complete or have lost the file that says so, ascending."""
+    if not root.is_dir():
+        return []
+    return sorted(int(each.name) for each in root.iterdir() if re.fullmatch(r"0|[1-9]\d{0,17}", each.name)
+                  and is_ours(each) and (is_committed(each) or not is_remote(root)))
+
+
+def is_ours(path: epath.Path) -> bool:
+    """Whether a folder has a manifest of ours or, where that is damaged, another file that only our saves write.
+
+    Nothing else is listed or removed: folders may have numbers for names because another program saves there.
+    """
+    if parse_place(_json(path / PLACE)) is not None:  # the smallest file first: folders are listed often
+        return True
+    if isinstance(recorded := _json(path / SIZES), dict) and f"{MANIFEST}/{manifest_path(path).name}" in recorded:
+        return True
+    manifest = _json(manifest_path(path))
+    body = manifest.get("manifest") if isinstance(manifest, dict) else None
+    return isinstance(body, dict) and body.get("format") == FORMAT
+
+
+def is_free(path: epath.Path) -> bool:
+    """Whether there is nothing at `path`, or an empty folder."""
+    return not path.exists() or path.is_dir() and not any(path.iterdir())
+
+
+def unfinished(root: epath.Path) -> list[epath.Path]:
+    """Folders of unfinished saves and removals of ours, of a save in progress, too.
+
+    Earlier versions of zero_jax staged under a name of Orbax: of those only what has a manifest of ours is listed.
+    """
+    if not root.is_dir():
+        return []
+    return [each for each in root.iterdir() if re.fullmatch(rf"\d+{_TEMPORARY}.*", each.name)
+            or re.fullmatch(r"\d+\.orbax-checkpoint-tmp.*", each.name) and is_ours(each)
+            or is_remote(root) and each.name.isdigit() and is_ours(each) and not is_committed(each)]
+
+
+def remove(path: epath.Path) -> None:
+    """Deletes a checkpoint: whenever it is interrupted, what is left is no checkpoint."""
+    if not is_remote(path):
+        removed = f"{path}{_REMOVED}"
+        rename(path, removed)
+        shutil.rmtree(removed)
+        return
+    commit_path(path).unlink(missing_ok=True)
+    if (path / ARRAYS).exists():
+        (path / ARRAYS).rmtree()
+    path.rmtree()
+
+
+def write(path: epath.Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any], place: Any) -> Any:
+    """Starts to save; `.result()` of the return value waits for the end. The arrays may be donated meanwhile.
+
+    place: the contents of the checkpoint's file `PLACE`, which the manifest gets, too. A checkpoint that is at `path`
+    is replaced.
+    """
+    logging.getLogger("absl").addFilter(_is_not_raised_too)
+    staged = path if is_remote(path) else path.parent / f"{path.name}{_TEMPORARY}"
+    with _context():
+        response = ocp.save_checkpointables_async(staged, {ARRAYS: dict(arrays), MANIFEST: manifest | {"order": place}})
+    if jax.process_index() != 0:
+        return response
+    return _Save(response, lambda: _publish(staged, path, place))
+
+
+class _Save:
+    """A save in progress: once Orbax has written, on every process, `publish` is called in a thread."""
+
+    def __init__(self, response: Any, publish: Callable[[], None]):
+        self._response, self._publish, self._error = response, publish, None
+        self._thread = threading.Thread(target=self._run, name="zero_jax checkpoint")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._response.result()
+            self._publish()
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> None:
+        """Waits until the checkpoint is complete; raises what went wrong."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _publish(staged: epath.Path, path: epath.Path, place: Any) -> None:
+    """Makes the folder `staged` the checkpoint at `path`, when all of its files are on the disk."""
+    if is_remote(path):
+        (path / PLACE).write_text(json.dumps(place))
+        (path / SIZES).write_text(json.dumps(sizes(path)))
+        return
+    for name, value in ((PLACE, place), (SIZES, sizes(staged))):
+        with new_file(staged / name) as file:
+            json.dump(value, file)
+    sync_tree(staged)
+    replaced = f"{path}{_REMOVED}"
+    if os.path.isdir(path) and os.listdir(path):
+        os.rename(path, replaced)
+    rename(staged, path)
+    if os.path.isdir(replaced):
+        shutil.rmtree(replaced)
+
+
+def place_of(path: epath.Path) -> Place | None:
+    """The place of a checkpoint in the history of its folder; None where both copies of it are damaged."""
+    if place := parse_place(_json(path / PLACE)):
+        return place
+    manifest = _json(manifest_path(path))
+    if isinstance(manifest, dict) and "order" not in manifest and not (path / PLACE).exists():
+        return EARLIEST
+    return parse_place(manifest.get("order") if isinstance(manifest, dict) else None)
+
+
+def _json(path: epath.Path) -> Any:
+    """The contents of a file of JSON; None where it cannot be read or is none."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def commit_path(path: epath.Path) -> epath.Path:
+    """The file whose existence says that a checkpoint is complete."""
+    return path / _COMMITTED
+
+
+def manifest_path(path: epath.Path) -> epath.Path:
+    """The file of a checkpoint's manifest."""
+    return path / MANIFEST / "data.json"
+
+
+def read(path: epath.Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """The arrays named in `abstract`, each with its sharding; raises whatever Orbax does where one is missing."""
+    with _context():
+        arrays = ocp.load_checkpointables(path, {ARRAYS: dict(abstract)})[ARRAYS]
+    for name, leaf in abstract.items():  # for what its metadata lack, Orbax returns the abstract array
+        array = arrays.get(name)
+        if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+            raise ValueError(f'"{name}/" is not there as {leaf.dtype} {leaf.shape} by file "{path / ARRAYS / _INDEX}"')
+    return {name: arrays[name] for name in abstract}
+
+
+def broken_index(path: epath.Path) -> epath.Path | None:
+    """A metadata file of a checkpoint's arrays that is not JSON; None where all are, or are missing."""
+    per_process = path / ARRAYS / "array_metadatas"
+    files = [path / "_CHECKPOINT_METADATA", path / ARRAYS / _INDEX, path / ARRAYS / "_sharding"]
+    for file in files + (sorted(per_process.iterdir()) if per_process.is_dir() else []):
+        try:
+            json.loads(file.read_bytes())
+        except ValueError:
+            return file
+        except OSError:
+            continue
+    return None
+
+
+def files_of(path: epath.Path, name: str) -> list[str]:
+    """The files below `path` with the elements of the array `name`; empty where their index cannot be read."""
+    files, prefix = set(), f"{name}/".encode()
+    try:
+        arrays = str(path / ARRAYS) + "/"
+        base = tensorstore.KvStore.open(arrays if "://" in arrays else {"driver": "file", "path": arrays}).result()
+        root = tensorstore.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
+        nodes = [(root, b"")]
+        while nodes:
+            location, before = nodes.pop()
+            for entry in tensorstore.ocdbt.dump(base, location).result()["entries"]:
+                key = before + entry.get("subtree_common_prefix", entry["key"])
+                if "location" in entry and (key.startswith(prefix) or prefix.startswith(key)):
+                    nodes.append((entry["location"], key))
+                elif key.startswith(prefix) and not key.endswith(b"/zarr.json"):
+                    # A small value is stored in the node itself. A location is kind:folder:file:offset:size.
+                    _, *file, _, _ = entry.get("indirect_value", location).split(":")
+                    files.add(f"{ARRAYS}/{urllib.parse.unquote(''.join(file))}")
+    except Exception:  # a damaged index raises anything at all
+        return []
+    return sorted(files)
+
+
+def _is_not_raised_too(record: logging.LogRecord) -> bool:
+    """False for the tracebacks that Orbax's threads log of what `.result()` raises."""
+    return "_SignalingThread.run() raised an exception" not in record.getMessage()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppresses what Orbax's other concurrent reads print when one of them fails and its error is raised."""
+    before = sys.unraisablehook
+    log = logging.getLogger("asyncio")
+
+    def hook(unraisable: Any) -> None:
+        if not re.search("Event loop is closed|was never awaited", str(unraisable.exc_value)):
+            before(unraisable)
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "never retrieved" not in record.getMessage()
+
+    sys.unraisablehook = hook
+    log.addFilter(keep)
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:  # the coroutines of the reads live as long as the frames of the error
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*was never awaited", RuntimeWarning)
+            time.sleep(0.1)  # the other reads end in threads of their own
+            gc.collect()
+        raise
+    finally:
+        log.removeFilter(keep)
+        sys.unraisablehook = before
+
+
+def sizes(path: epath.Path) -> dict[str, int]:
+    """Bytes of each file of a checkpoint, by its relative path, without those that are not part of it."""
+    bytes_by_file, waiting = {}, [path]
+    while waiting:
+        for each in waiting.pop().iterdir():
+            if each.is_dir():
+                waiting.append(each)
+            elif each.name not in (SIZES, PLACE, f"{PLACE}.tmp"):
+                bytes_by_file[str(each.relative_to(path))] = each.stat().length
+    return dict(sorted(bytes_by_file.items()))
+
+
+def _context() -> ocp.Context:
+    context = ocp.Context()
+    # What cannot be written then raises at once, not after a timeout of threads that wait for a folder.
+    context.asynchronous.create_directories_asynchronously = False
+    context.pytree.loading.partial_load = True  # `check_fit` has compared the trees
+    registry = ocp.handlers.local_registry()
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name=MANIFEST)
+    context.checkpointables.registry = registry
+    return context

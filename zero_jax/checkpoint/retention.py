@@ -1,0 +1,213 @@
+"""A folder of checkpoints: which it has, which are intact, and which to remove when a newer one is complete."""
+
+import contextlib
+import json
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from zero_jax.checkpoint import orbax_store as storage
+from zero_jax.checkpoint.durable_files import make_folder, replace_json
+from zero_jax.checkpoint.history import PLACE, History
+from zero_jax.checkpoint.integrity import changed_files, read_manifest
+from zero_jax.checkpoint.manifest import CheckpointError, DamagedCheckpointError
+from zero_jax.checkpoint.run_lock import RunLock
+from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, is_first
+
+LOG = logging.getLogger("zero_jax")
+
+
+class Folder:
+    """The checkpoints at a path. `damaged`: what is wrong with those known to be damaged, by number.
+
+    A damaged checkpoint does not count as one of the last. It is removed when enough newer ones are intact, or when a
+    new checkpoint of its number replaces it. One that a restore to an earlier one has abandoned is removed when as many
+    have been saved since, or when a new checkpoint of its number replaces it.
+    """
+
+    def __init__(self, path: Any, keep_last: int | None, keep_every: int | None):
+        if not str(path):
+            raise ValueError("The path of checkpoints is empty: give a folder.")
+        self.path = storage.folder(path)
+        self.damaged: dict[int, str] = {}
+        self._lock = None if storage.is_remote(self.path) else RunLock(self.path)
+        if self._lock is not None:
+            weakref.finalize(self, self._lock.release)
+        self._keep_last, self._keep_every = keep_last, keep_every
+
+    def at(self, number: int) -> Any:
+        """The path of a checkpoint."""
+        return self.path / str(number)
+
+    def lock(self) -> str:
+        """Claims the folder for this run; raises CheckpointError while another has it. Object stores have no locks.
+
+        Returns a message where the folder is taken over from a dead process; on process 0.
+        """
+        return all_or_none(lambda: self._lock.acquire() if self._lock is not None and is_first() else "")
+
+    def unlock(self) -> None:
+        """Gives the folder back."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def steps(self) -> list[int]:
+        """The numbers of the complete checkpoints that are not known to be damaged, ascending."""
+        committed = self._from_first(lambda: storage.committed(self.path))
+        return [number for number in committed if number not in self.damaged]
+
+    def latest(self) -> int | None:
+        """The last of `steps()` that was saved or restored; None where there is none."""
+        steps = self.steps()
+        return next((number for number in self._candidates(None) if number in steps), None)
+
+    def candidates(self, at: int | None) -> list[int]:
+        """The checkpoint `at`, or the latest one for None, and then those to fall back to, in this order.
+
+        Raises CheckpointError where there is none.
+        """
+        candidates = [number for number in self._candidates(at) if number not in self.damaged]
+        if not candidates or at is not None and candidates[0] != at:
+            steps = self.steps()
+            known = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
+            broken = f"; damaged: {', '.join(map(str, self.damaged))}" if self.damaged else ""
+            raise CheckpointError(
+                f"{self.path} has no checkpoint{'' if at is None else f' {at}'}: {known}{broken}. Give the folder that "
+                "Checkpoints.save wrote to, and a number of those.")
+        return candidates
+
+    def emptied(self, number: int) -> list[str]:
+        """A message for each empty folder with a higher number: it may have been a checkpoint."""
+        def empty() -> list[int]:
+            folders = [each for each in self.path.iterdir() if each.name.isdecimal() and each.is_dir()]
+            return [int(each.name) for each in folders if int(each.name) > number and storage.is_free(each)]
+
+        return [f"{self.at(each)} is empty: if it was a checkpoint, that is lost." for each in self._from_first(empty)]
+
+    def _candidates(self, at: int | None) -> list[int]:
+        return self._from_first(lambda: self._history().candidates(at))
+
+    def _from_first(self, numbers: Callable[[], list[int]]) -> list[int]:
+        """The `numbers()` of process 0 on every process."""
+        try:
+            return broadcast_from_first(all_or_none(lambda: numbers() if is_first() else []))
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read ({error}): allow it, or name another folder.") from error
+
+    def _history(self) -> History:
+        return History({number: storage.place_of(self.at(number)) for number in storage.present(self.path)})
+
+    def prepare(self, number: int) -> dict[str, Any] | None:
+        """Removes what unfinished saves left. Returns the place of the checkpoint that is about to be saved; process 0.
+
+        Raises CheckpointError if there is an intact one of that number which is not abandoned.
+        """
+        def clear() -> dict[str, Any]:
+            if not storage.is_remote(self.path):
+                make_folder(self.path)
+            self.clear_unfinished()
+            history = self._history()
+            if number in storage.present(self.path):
+                if number in history.abandoned():
+                    LOG.warning("The new checkpoint %d replaces one of %s that was abandoned.", number, self.path)
+                elif self._is_intact(number):
+                    raise CheckpointError(
+                        f"{self.path} has a checkpoint {number} already: save to another folder, or remove it first.")
+                else:
+                    LOG.warning("%s The new checkpoint %d replaces it.", self.damaged[number], number)
+                if storage.is_remote(self.path):
+                    storage.remove(self.at(number))
+            elif not storage.is_free(self.at(number)):
+                raise CheckpointError(
+                    f"{self.at(number)} is no checkpoint of zero_jax and stays as it is: save to another folder.")
+            return history.new_place(number).to_json()
+
+        return all_or_none(lambda: clear() if is_first() else None)
+
+    def note_restored(self, number: int) -> None:
+        """Makes the checkpoint `number` the latest one, which it may not be because others were saved later."""
+        if not is_first():
+            return
+        try:
+            history = self._history()
+            if history.head == number:
+                return
+            if self._lock is not None and (message := self._lock.acquire()):
+                LOG.warning(message)
+            place, path = history.restored_place(number).to_json(), self.at(number) / PLACE
+            if storage.is_remote(path):
+                path.write_text(json.dumps(place))
+            else:
+                replace_json(path, place)
+            LOG.warning("Checkpoint %d of %s is restored: %s are abandoned.", number, self.path,
+                        ", ".join(map(str, self._history().abandoned())))
+        except (OSError, CheckpointError) as error:
+            LOG.warning("That checkpoint %d of %s is restored cannot be noted there (%s): a later start restores the "
+                        "one that was saved last.", number, self.path, error)
+
+    def clear_unfinished(self) -> None:
+        """Removes what interrupted saves and removals left. None may be in progress."""
+        for _ in range(10):
+            leftovers = storage.unfinished(self.path)
+            if not leftovers:
+                return
+            with contextlib.suppress(OSError):  # threads of a failed save may still write, and recreate the folder
+                for path in leftovers:
+                    path.rmtree()
+            time.sleep(0.1)
+        for path in storage.unfinished(self.path):
+            path.rmtree()
+
+    def complete(self, number: int) -> None:
+        """Called once the checkpoint `number` is complete: removes the older ones that need not stay."""
+        self.damaged.pop(number, None)
+        if is_first():
+            self._remove_old()
+
+    def unwritten(self, number: int, error: Exception) -> CheckpointError:
+        """The error for a checkpoint that could not be written; what was written of it is removed."""
+        left = ""
+        with contextlib.suppress(OSError):
+            if is_first():
+                self.clear_unfinished()
+            left = ", ".join(map(str, storage.committed(self.path)))
+        message = " ".join(str(error).split())[:500] or type(error).__name__
+        return CheckpointError(
+            f"Checkpoint {number} could not be written to {self.path} ({message}): free space, allow writing, or "
+            f"choose another folder. Checkpoints before it are unchanged: {left or 'none'}.")
+
+    def _remove_old(self) -> None:
+        for number in self._need_not_stay(self._keep_last) if self._keep_last else []:
+            if not (self._keep_every and number % self._keep_every == 0):
+                try:
+                    storage.remove(self.at(number))
+                except OSError as error:
+                    LOG.warning("%s need not stay and cannot be removed (%s).", self.at(number), error)
+
+    def _need_not_stay(self, keep_last: int) -> list[int]:
+        """Of the head's branch those before the last `keep_last`, and the abandoned ones, if enough are newer."""
+        history, last, old = self._history(), [], []
+        for number in history.branch(history.head):
+            if len(last) < keep_last:
+                last += [number] * self._is_intact(number)
+            else:
+                old.append(number)
+        if abandoned := history.abandoned():
+            newer = sum(history.saved(number) > history.saved(abandoned[0]) for number in last)
+            if newer >= min(keep_last, max(1, sum(map(self._is_intact, abandoned)))):
+                old += abandoned
+        return old
+
+    def _is_intact(self, number: int) -> bool:
+        """Whether its manifest and the sizes of its files are as they were saved; the arrays are not read."""
+        if number not in self.damaged:
+            try:
+                read_manifest(self.at(number))
+                if changed := changed_files(self.at(number)):
+                    raise DamagedCheckpointError(f"{self.at(number)} is damaged: {changed}.")
+            except CheckpointError as error:
+                self.damaged[number] = str(error)
+                LOG.warning("%s", error)
+        return number not in self.damaged

@@ -1,0 +1,30 @@
+"""The environment of a run: folders, earlier checkpoints, accelerators. Nothing here imports JAX."""
+
+import glob
+import os
+from pathlib import Path
+
+
+def check_folder(name: str, path: Path) -> None:
+    """Raises ValueError unless the folder `path`, the value of the option `name`, can be written or created."""
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{name}={path} cannot be written: {existing} is not a writable folder.")
+
+
+def simulates() -> bool:
+    """Whether to simulate devices: JAX_PLATFORMS is cpu, or is unset and no accelerator has a device file."""
+    platforms = os.environ.get("JAX_PLATFORMS")
+    if platforms:
+        return platforms == "cpu"
+    files = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
+    return not any(glob.glob(pattern) for pattern in files)
+
+
+def check_no_checkpoints(folder: Path) -> None:
+    """Raises ValueError if `folder` has checkpoints: a new run must not mix its own with them."""
+    steps = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    if steps:
+        raise ValueError(
+            f"{folder} has checkpoints of an earlier run, up to step {max(steps)}: --resume continues from there; for "
+            "a new run give another out, or remove that folder.")

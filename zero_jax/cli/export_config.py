@@ -1,0 +1,51 @@
+"""The configuration of `export`. Nothing here imports JAX, so that bad input is refused at once."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from zero_jax.interop.safetensors_file import check_target
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """Write the parameters of a checkpoint as safetensors, for inference or for another library."""
+
+    checkpoint: Path
+    """Folder of the run's checkpoints, as runs/train/checkpoints."""
+
+    out: Path
+    """The file, *.safetensors; above --max-file-bytes several files and an index."""
+
+    at: int | None = None
+    """The checkpoint's number. None: the latest."""
+
+    dtype: Literal["fp32", "bf16", "stored"] = "fp32"
+    """Dtype of floating tensors; stored: as the checkpoint has them."""
+
+    names: Literal["own", "huggingface"] = "own"
+    """Names of the tensors: ours, as blocks/qkv/kernel, or Hugging Face's, where the model's module defines them."""
+
+    ema: bool = False
+    """Export the moving average in place of the parameters."""
+
+    model: str | None = None
+    """MODULE:PRESET of the run. None: as the checkpoint says, if that is one of ours: importing a module runs it, and a
+    checkpoint may come from anywhere."""
+
+    max_file_bytes: int = 5 << 30
+    """Largest size of the tensors in one file, in bytes."""
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint", "out"):
+            object.__setattr__(self, name, Path(getattr(self, name)).expanduser())
+        if self.max_file_bytes < 1:
+            raise ValueError(f"max_file_bytes={self.max_file_bytes}: give at least 1.")
+        if self.at is not None and self.at < 0:
+            raise ValueError(f"at={self.at}: give the number of a checkpoint, from 0 on.")
+
+    def check(self) -> None:
+        """Raises ValueError for what is wrong and can be known before JAX is imported."""
+        if not self.checkpoint.is_dir():
+            raise ValueError(f"checkpoint={self.checkpoint}: no such folder.")
+        check_target(self.out)

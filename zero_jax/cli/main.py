@@ -1,0 +1,140 @@
+"""The command line, derived from the configs. Bad input is refused before JAX is imported, where that is possible."""
+
+import dataclasses
+import os
+import platform
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from zero_jax.cli.export_config import ExportConfig
+from zero_jax.cli.model_lookup import current_name
+from zero_jax.cli.plan_config import PlanConfig
+from zero_jax.cli.renamed import current_args
+from zero_jax.cli.train_config import InspectConfig, TrainConfig
+from zero_jax.distributed.launch import PREEMPTED, LaunchConfig, end_with_launcher, launch
+
+INTERRUPTED, HUNG_UP = 130, 129
+"""Exit status after Ctrl-C and SIGHUP, as shells have it."""
+DOES_NOT_FIT = 3
+"""Exit status of a plan that does not fit, which is an answer and not an error."""
+
+_PLAN_ENVIRONMENT = {
+    "TF_CPP_MIN_LOG_LEVEL": "3",  # XLA logs an error for a program that does not fit; the report says so
+    # No device is used, so that none is searched for and none missing is warned of.
+    "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command of `args` (default: those of the process) and returns its exit status.
+
+    0, or 1 for a run that failed, 2 for bad input (one message on standard error), 3 for a plan that does not fit,
+    75 for a run that saved and ended on SIGTERM, 129 for one that did on SIGHUP, 130 for one that did on Ctrl-C; 130
+    after a second or another Ctrl-C, too, 124 for a run that hung (--hang-exit).
+    """
+    args, renamed = current_args(sys.argv[1:] if args is None else args)
+    for line in renamed:
+        _warn(line)
+    try:
+        if args == ["--version"]:
+            print(version_text())
+            return 0
+        if args[:1] == ["launch"]:
+            return _launch(args)
+        return _run(_parse(args))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
+
+
+def version_text() -> str:
+    """The versions of zero_jax, JAX, jaxlib and Python in a line; nothing of them is imported."""
+    def version(package: str) -> str:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return "not installed"
+
+    versions = ", ".join(f"{package} {version(package)}" for package in ("jax", "jaxlib"))
+    return f"zero_jax {version('zero-jax')} ({versions}, Python {platform.python_version()})"
+
+
+def _warn(line: str) -> None:
+    """One line, whatever Python's filters do with warnings."""
+    print(f"warning: {line}", file=sys.stderr)
+
+
+def _launch(args: list[str]) -> int:
+    """`launch [options] -- command`: what the command would refuse is refused before any process starts."""
+    end = args.index("--") if "--" in args else len(args)
+    config, command = _parse(args[:end]), args[end + 1:]
+    assert isinstance(config, LaunchConfig)
+    if not command:
+        raise ValueError("launch: no command to run. Give one after --, as in: launch --processes 2 -- train.")
+    inner = _parse(command)
+    if not isinstance(inner, TrainConfig) or isinstance(inner, InspectConfig):
+        raise ValueError(f"launch: {command[0]} does not run as several processes; train does.")
+    if inner.distributed:
+        raise ValueError("distributed: leave it out: launch gives each process its number and the coordinator.")
+    devices = inner.devices or config.processes * config.devices_per_process
+    if devices % config.processes or devices > config.processes * config.devices_per_process:
+        raise ValueError(f"devices={devices} does not fit {config.processes} processes with "
+                         f"{config.devices_per_process} devices each: give a multiple of the former, at most all.")
+    inner.check_devices(devices)
+    dataclasses.replace(inner, devices=devices).check()
+    return launch(command, processes=config.processes, devices_per_process=config.devices_per_process)
+
+
+def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | ExportConfig | LaunchConfig:
+    try:
+        import tyro
+    except ImportError as error:
+        raise ValueError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
+    commands = {"train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
+                "launch": LaunchConfig}
+    program = "zero-jax" if Path(sys.argv[0]).name.startswith("zero-jax") else "python -m zero_jax"
+    config = tyro.extras.subcommand_cli_from_dict(
+        commands, prog=program, args=args,
+        description="ZeRO for JAX: any Flax model at any stage; matches single-device training. --version: versions.")
+    if isinstance(config, LaunchConfig) or config.model is None:
+        return config
+    name = current_name(config.model)
+    if name != config.model:
+        _warn(f"--model {config.model} is now --model {name}; the next release looks for `models` among your packages.")
+    return dataclasses.replace(config, model=name)
+
+
+def _run(config: TrainConfig | PlanConfig | ExportConfig | LaunchConfig) -> int:
+    assert not isinstance(config, LaunchConfig)
+    end_with_launcher()
+    if isinstance(config, PlanConfig):  # before JAX is imported
+        for name, value in _PLAN_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+    config.check()
+    if isinstance(config, ExportConfig):
+        from zero_jax.cli.export_command import export_command
+
+        print(*export_command(config), sep="\n")
+        return 0
+    if isinstance(config, TrainConfig) and not isinstance(config, InspectConfig):
+        from zero_jax.cli.train import train  # imports JAX
+
+        summary = train(config)
+        if summary.interrupted:
+            return INTERRUPTED
+        return HUNG_UP if summary.signal == signal.SIGHUP else PREEMPTED if summary.preempted else 0
+    from zero_jax.cli.plan_command import inspect_command, plan_command
+
+    if isinstance(config, PlanConfig):
+        return 0 if plan_command(config) else DOES_NOT_FIT
+    inspect_command(config)
+    return 0

@@ -1,0 +1,186 @@
+"""Which model MODULE:PRESET names: one of ours by its short name, or one of the user's own modules. No JAX.
+
+Our models are `zero_jax.models`, and a wheel contains them there. A checkout has them at its top, as `models/`, from
+where they are loaded under that same name: `models` in `sys.modules` stays the user's.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+OURS = "zero_jax.models"
+"""The package of our models, wherever it is loaded from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelChoice:
+    """A preset of a module of models: `build(config)` makes the Flax model.
+
+    names: the module's `huggingface`, which gives the fields of `Names` for a config; None where it has none.
+    rules: `tensor_rules(config)` of the module, how tensor parallelism splits its parameters; None if it has none.
+    """
+
+    name: str
+    config: Any
+    build: Callable[[Any], Any]
+    names: Callable[[Any], Mapping[str, Any]] | None = None
+    rules: Callable[[Any], Any] | None = None
+
+    def tensor_rules(self, tensor: int) -> tuple[Any, ...]:
+        """The rules for an axis of size `tensor`; none for 1. Raises ValueError where the module has none."""
+        if tensor == 1:
+            return ()
+        if self.rules is None:
+            raise ValueError(f"tensor={tensor}: {self.name.partition(':')[0]} has no tensor_rules(config), which say "
+                             "how parameters are split: write them, or leave tensor out.")
+        return tuple(self.rules(self.config))
+
+    def tensor_names(self) -> Mapping[str, Any] | None:
+        """The fields of `Names` for published checkpoints of this model; None where its module gives none."""
+        return None if self.names is None else self.names(self.config)
+
+    def check_field(self, field: str) -> None:
+        """Raises ValueError where the config lacks a field that an option changes."""
+        if not hasattr(self.config, field):
+            raise ValueError(f"{self.name} has no field {field!r} in its config, which this option changes.")
+
+    def with_change(self, field: str, value: Any) -> "ModelChoice":
+        """With another value in its config. Raises ValueError where the config lacks that field."""
+        self.check_field(field)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, **{field: value}))
+
+    def check(self, *, seq_len: int, vocab_size: int | None) -> None:
+        """Raises ValueError for sequences or token ids beyond the limits of the model's config."""
+        longest, known = getattr(self.config, "max_length", None), getattr(self.config, "vocab_size", None)
+        if longest is not None and seq_len > longest:
+            raise ValueError(f"seq_len={seq_len} is longer than max_length={longest} of {self.name}.")
+        if known is not None and vocab_size is not None and vocab_size > known:
+            raise ValueError(f"The data's vocabulary of {vocab_size} is larger than vocab_size={known} of {self.name}.")
+
+
+def find_model(name: str) -> ModelChoice:
+    """The model that MODULE:PRESET names.
+
+    A short name (gpt2:124m) is always ours. Any other module is resolved by Python, the current folder included;
+    it needs `PRESETS` (configs by name) and `build(config)`. Raises ValueError where there is no such module or preset,
+    with the nearest that there is; an error inside the module is raised as it is.
+    """
+    if (new := current_name(name)) != name:
+        warnings.warn(f"model={name!r} is now {new!r}: the next release looks for `models` among your own packages.",
+                      DeprecationWarning, 2)
+    module_name, _, preset = new.partition(":")
+    if not module_name or module_name.startswith("."):
+        raise ValueError(f"model={name!r} names no module: write MODULE:PRESET, as gpt2:124m.")
+    if (short := short_name(module_name)) is not None:
+        module_name, module = short, _import_ours(short)
+    elif _exists(module_name):
+        module = importlib.import_module(module_name)
+    else:
+        raise ValueError(f"model={name!r}: there is no module {module_name!r}" + nearest(
+            module_name, [*our_models(), *_modules_beside(module_name)]))
+    presets, build = getattr(module, "PRESETS", None), getattr(module, "build", None)
+    if not isinstance(presets, Mapping) or not callable(build):
+        raise ValueError(f"model={name!r}: {module_name} lacks PRESETS (configs by name) or build(config) (a Flax "
+                         "model)" + nearest(module_name, _modules_beside(module_name)))
+    if preset not in presets:
+        wrong = f"{module_name} has no preset {preset!r}" if preset else f"name a preset, as in {module_name}:PRESET"
+        raise ValueError(f"model={name!r}: {wrong}" + nearest(preset, list(presets)))
+    return ModelChoice(f"{module_name}:{preset}", presets[preset], build, getattr(module, "huggingface", None),
+                       getattr(module, "tensor_rules", None))
+
+
+def current_name(name: str) -> str:
+    """`name`, with models.gpt2:tiny of version 0.1 as gpt2:tiny unless the user has a module models.gpt2 of their own.
+
+    From here on the current folder is searched for modules, too.
+    """
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    new, module = saved_name(name), name.partition(":")[0]
+    if new == name or not module.startswith("models."):
+        return name
+    if not _exists(module):
+        return new
+    spec, folder = importlib.util.find_spec(module), _folder_of_ours()
+    assert spec is not None and folder is not None
+    return new if folder in Path(spec.origin or "/").resolve().parents else name
+
+
+def our_models() -> list[str]:
+    """The short names of our modules of models, in order; nothing of them is imported."""
+    folder = _folder_of_ours()
+    names = [] if folder is None else [module.name for module in pkgutil.iter_modules([str(folder)])]
+    return [name for name in names if not name.endswith("_names")]
+
+
+def short_name(module: str) -> str | None:
+    """The short name of a module of ours that is written as gpt2 or zero_jax.models.gpt2; None for any other."""
+    name = module.removeprefix(f"{OURS}.")
+    return name if name in our_models() else None
+
+
+def saved_name(model: str) -> str:
+    """MODULE:PRESET of a saved run as it is written now: models.gpt2:tiny, of version 0.1, as gpt2:tiny."""
+    module, colon, preset = model.partition(":")
+    short = short_name(module.removeprefix("models."))
+    return model if short is None else short + colon + preset
+
+
+
+
+def _folder_of_ours() -> Path | None:
+    """Where our models are: in the installed package, or at the top of the checkout; None where somebody removed them.
+
+    That the top is our checkout, and not a project that has a copy of zero_jax, is read from its pyproject.toml.
+    """
+    package = Path(__file__).resolve().parents[1]
+    if (package / "models").is_dir():
+        return package / "models"
+    project = package.parent / "pyproject.toml"
+    if (package.parent / "models").is_dir() and project.is_file() and 'name = "zero-jax"' in project.read_text():
+        return package.parent / "models"
+    return None
+
+
+def _import_ours(short: str) -> ModuleType:
+    """Our module of that short name, as `zero_jax.models.<short>`, which its relative imports need."""
+    if OURS not in sys.modules:
+        folder = _folder_of_ours()
+        assert folder is not None
+        spec = importlib.util.spec_from_file_location(
+            OURS, folder / "__init__.py", submodule_search_locations=[str(folder)])
+        assert spec is not None and spec.loader is not None
+        sys.modules[OURS] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[OURS])
+    return importlib.import_module(f"{OURS}.{short}")
+
+
+def _exists(module: str) -> bool:
+    try:
+        return bool(module) and importlib.util.find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):  # its package is not there; a name such as "a..b"
+        return False
+
+
+def _modules_beside(module: str) -> list[str]:
+    """Names of modules in the same package; none where there is no such package."""
+    package = module.rpartition(".")[0]
+    spec = importlib.util.find_spec(package) if _exists(package) else None
+    folders = spec.submodule_search_locations if spec else None
+    return [f"{package}.{beside.name}" for beside in pkgutil.iter_modules(folders)] if folders else []
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """The end of a message about `word`, which is none of `known`: the one that it may have meant, and all."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    hint = f". Did you mean {close[0]!r}?" if close else "."
+    return hint + (f" There are: {', '.join(known)}." if known else "")

@@ -1,0 +1,122 @@
+"""The commands `plan` and `inspect`: a report on a compiled step, for a target topology or for live devices."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from zero_jax.cli.model_lookup import ModelChoice
+from zero_jax.cli.plan_config import PlanConfig
+from zero_jax.cli.plan_report import draw_stages, finite, plan_json, plan_tables, search_table, verdict
+from zero_jax.cli.report import make_console, state_table
+from zero_jax.cli.train import devices_of, residual_options, step_of
+from zero_jax.cli.train_config import InspectConfig
+from zero_jax.optim.presets import OPTIMIZERS
+from zero_jax.planning.memory import Transformer
+from zero_jax.planning.plan import Plan, examine, plan
+from zero_jax.planning.search import SearchResult, deepest, search
+from zero_jax.stages import STAGES
+from zero_jax.xla.targets import Target
+
+
+def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
+    """Compiles and prints the plan of `config`; returns whether the step fits.
+
+    Raises ValueError for an invalid target, mesh, model or batch.
+    """
+    console = console or make_console()
+    target, choice = config.check()
+    progress = Console(stderr=True, highlight=False)
+    length = config.seq_len or choice.config.max_length
+    optimizer = OPTIMIZERS[config.optimizer](learning_rate=1e-3, weight_decay=0.1)
+    options = {"precision": config.precision, "mesh": config.mesh or -1, "optimizer": optimizer,
+               "accumulate": config.accumulate, "reduce": config.reduce, "tensor": config.tensor,
+               "context": config.context, "replica": config.replica, **residual_options(config, choice)}
+
+    def batch(per_device: int) -> Any:
+        shape = (per_device * config.groups, length)
+        return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}
+
+    def report_trial(name: str, trial: Plan) -> None:
+        progress.print(f"{name}: {verdict(trial).splitlines()[0]} ({trial.compile_seconds:.0f} s)", soft_wrap=True)
+
+    result: SearchResult | None = None
+    if config.search == "layers":
+        result = deepest(lambda layers: _model(choice, num_layers=layers), config.stage, target,
+                         batch(config.batch_per_device), on_plan=report_trial, **options)
+    elif config.search == "fit":
+        result = search(_models(choice, config), target, batch, on_plan=report_trial, **options)
+    chosen = result.plan if result else None
+    if result is None:
+        with progress.status(f"Compiling {config.model} for {config.target} ..."):
+            chosen = plan(
+                _model(choice), config.stage, target, batch(config.batch_per_device), **options,
+                transformer=_transformer(
+                    choice.config, None if config.remat in ("model", "yes", "no") else True, config.batch_per_device,
+                    length, config))
+    if config.json:
+        print(json.dumps(finite({
+            "model": config.model, "plan": chosen and plan_json(chosen),
+            "search": result and {"model": result.model, "size": result.size, "tried": [
+                {"stage": each.stage, "batch_size": each.batch_size, "needed_bytes": each.needed_bytes,
+                 "fits": each.fits} for each in result.tried]}})))
+    else:
+        if result:
+            console.print(search_table(result))
+        if chosen:
+            console.print(plan_tables(chosen))
+    if config.png is not None:
+        _draw(config, choice, target, batch(config.batch_per_device), options, None if result else chosen)
+    return chosen is not None and chosen.fits
+
+
+def inspect_command(config: InspectConfig, *, console: Console | None = None) -> None:
+    """The report of `plan` for the step that `train` would run with the same options, on the live devices.
+
+    Raises ValueError as `train` does.
+    """
+    console = console or make_console()
+    choice = config.check()
+    devices = devices_of(config)
+    step = step_of(config, choice, devices)
+    shape = (config.batch_size, config.seq_len)
+    chosen = examine(
+        step, {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")},
+        transformer=_transformer(choice.config, None, config.batch_size // len(devices), config.seq_len))
+    console.print(state_table(chosen.layout))
+    console.print(plan_tables(chosen))
+
+
+def _transformer(sizes: Any, remat: bool | None, batch: int, length: int, config: PlanConfig | None = None
+                 ) -> Transformer | None:
+    """The fields of a model's config that the activation formula needs; None if it is not a transformer's."""
+    if not all(hasattr(sizes, name) for name in ("num_layers", "width", "num_heads")):
+        return None
+    recomputed = getattr(sizes, "remat", False) if remat is None else remat
+    return Transformer(sizes.num_layers, sizes.width, sizes.num_heads, batch, length, remat=recomputed,
+                       split=config.tensor if config and config.partition_activations != "no" else 1,
+                       host=config is not None and config.partition_activations == "cpu")
+
+
+def _model(choice: ModelChoice, **changes: Any) -> Any:
+    return choice.build(dataclasses.replace(choice.config, **changes))
+
+
+def _models(choice: ModelChoice, config: PlanConfig) -> dict[str, Any]:
+    """Without and with remat of the model's own, where its config has the field and the user left the choice open."""
+    if config.remat != "model" or not hasattr(choice.config, "remat"):
+        return {config.model: _model(choice)}
+    return {f"{config.model}, {name}": _model(choice, remat=remat)
+            for name, remat in (("nothing recomputed", False), ("blocks recomputed", True))}
+
+
+def _draw(config: PlanConfig, choice: ModelChoice, target: Target, batch: Any, options: Any,
+          chosen: Plan | None) -> None:
+    plans = [chosen if chosen is not None and chosen.stage == stage else
+             plan(_model(choice), stage, target, batch, **options) for stage in range(len(STAGES))]
+    assert config.png is not None
+    config.png.parent.mkdir(parents=True, exist_ok=True)
+    draw_stages(config.png, plans, f"{config.model} on {config.target}, {config.batch_per_device} per device")

@@ -1,0 +1,59 @@
+"""Continues a run from its last intact checkpoint, if it is the same run."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from zero_jax.checkpoint.checkpoint import Checkpoints, Restored
+from zero_jax.checkpoint.manifest import CheckpointError
+from zero_jax.cli.renamed import current_options
+from zero_jax.cli.train_config import TrainConfig
+from zero_jax.data.batches import Batches
+from zero_jax.step.step import ZeroTrainStep
+
+FIXED = ("model", "data", "max_bytes", "precision", "optimizer", "batch_size", "ema", "seq_len",
+         "steps", "learning_rate", "warmup", "weight_decay", "grad_clip_norm", "seed", "init_from")
+"""The options that determine the losses of a run. Stage, mesh, devices, and what is printed and saved may change."""
+
+
+def fixed(config: TrainConfig) -> dict[str, Any]:
+    """The options of a run that must not change when it is resumed, as plain JSON."""
+    def plain(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        if isinstance(value, Path):
+            return str(value)
+        return list(value) if isinstance(value, tuple) else value
+
+    return current_options({name: plain(getattr(config, name)) for name in FIXED})
+
+
+def resumed(config: TrainConfig, checkpoints: Checkpoints, step: ZeroTrainStep, batches: Batches, console: Console
+            ) -> Restored | None:
+    """The last intact checkpoint in the layout of `step`, with `batches` at its position; None where there is none.
+
+    Raises ValueError where the checkpoint belongs to another run, with each option that differs and both values.
+    """
+    if not checkpoints.steps():
+        console.print(f"{config.checkpoints} has no checkpoint yet: the run starts from the beginning.", soft_wrap=True)
+        return None
+    asked = fixed(config)
+
+    def check(saved: Any) -> None:
+        saved = current_options(saved) if isinstance(saved, dict) else {}
+        wrong = [f"{name}={saved.get(name)!r} saved but {name}={asked[name]!r} given"
+                 for name in FIXED if saved.get(name) != asked[name]]
+        if wrong:
+            raise CheckpointError(
+                f"{config.checkpoints} belongs to another run: {'; '.join(wrong)}. Give the options of that run, or "
+                "another out for a new one.")
+
+    restored = checkpoints.restore(step, batches[0], fallback=True, accept=lambda manifest: check(manifest.config))
+    batches.restore(restored.data)
+    for message in restored.damaged:
+        console.print(message, soft_wrap=True)
+    console.print(f"Resumed after step {restored.step} of {config.steps}, which was saved at stage "
+                  f"{restored.run['stage']} on {restored.run['devices']} devices.", soft_wrap=True)
+    return restored

@@ -1,0 +1,247 @@
+"""The configuration of training. Nothing here imports JAX, so that bad input is refused at once."""
+
+import dataclasses
+import glob
+import math
+import os
+from pathlib import Path
+from typing import Literal, get_args
+
+from zero_jax.cli.environment import check_folder, check_no_checkpoints, simulates
+from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
+from zero_jax.cli.renamed import takes_old_names
+from zero_jax.distributed.launch import COORDINATOR
+from zero_jax.interop.safetensors_file import find_tensors
+
+SIMULATED_DEVICES = 8
+"""CPU devices to simulate where there is no accelerator."""
+
+BYTES = 256
+"""Vocabulary size of text, which is read as bytes."""
+
+PrecisionName = Literal["fp32", "bf16", "fp16", "bf16-stochastic"]
+
+Reduce = Literal["every", "once"]
+
+RematName = Literal["model", "no", "yes", "full", "dots", "sqrt"]
+
+Optimizer = Literal[
+    "adamw", "adamw-bf16-momentum", "adafactor", "lion", "lion-bf16-momentum", "sgd-momentum", "lamb"]
+
+
+@takes_old_names
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Train a language model at a ZeRO stage."""
+
+    stage: Literal[0, 1, 2, 3] = 3
+    """What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+
+    model: str = "gpt2:bytes"
+    """MODULE:PRESET. One of ours (gpt2, gpt2_nnx, resnet), or any module on the path or in this folder that has PRESETS
+    and build(config)."""
+
+    data: tuple[str, ...] = ("python",)
+    """Text files, folders and globs, read as bytes; or one token file (.bin, .npy); or "python", its own library."""
+
+    max_bytes: int | None = None
+    """Read no more text than this, in bytes. None: all."""
+
+    devices: int | None = None
+    """How many to use, over all processes. None: all accelerators, or 8 simulated CPU devices where there are none."""
+
+    distributed: bool = False
+    """This is one of several processes, and JAX finds the others: under Slurm, Open MPI, Kubernetes, or on a TPU pod.
+    `launch`, or ZERO_JAX_COORDINATOR, _NUM_PROCESSES and _PROCESS_ID in the environment, need no option."""
+
+    heartbeat: int = 100
+    """Seconds without a heartbeat of another process after which it counts as failed, and this one ends."""
+
+    replica: int = 1
+    """Hybrid sharding: the number of device groups, each of which stores a complete set of shards."""
+
+    tensor: int = 1
+    """Devices over which the model's tensor_rules split it (tensor parallelism); they share their sequences."""
+
+    context: int = 1
+    """Devices over which each sequence is split."""
+
+    sequence_parallel: bool = False
+    """Split activations between tensor-parallel products along the sequence."""
+
+    partition_activations: Literal["no", "yes", "cpu"] = "no"
+    """Split checkpointed activations over the tensor axis (P_a); cpu: also offload them to host memory."""
+
+    remat: RematName = "model"
+    """Activation checkpointing. model: as the preset does it; no, yes: the model's own, off or on; full, dots, sqrt:
+    from outside, saving each block's input, also its products, or the input of every sqrt-th block."""
+
+    precision: PrecisionName = "fp32"
+    """Of computation and communication. bf16 and fp16 store fp32 master weights, fp16 scales its loss; bf16-stochastic
+    stores all state in bf16 and rounds updates stochastically. For accelerators: half the communication, faster
+    arithmetic."""
+
+    optimizer: Optimizer = "adamw"
+    """AdamW's state is 8 bytes per parameter, that of the others less."""
+
+    batch_size: int = 16
+    """Sequences per step, over all devices and microbatches, which it must divide over."""
+
+    accumulate: int = 1
+    """Microbatches of a step, one after another: only one's activations are in memory at a time."""
+
+    reduce: Reduce = "every"
+    """Reduce-scatter every microbatch's gradient and sum the shards, or sum on each device and reduce once."""
+
+    ema: float | None = None
+    """Decay of a moving average of the parameters, which validation then uses. None: no average."""
+
+    max_bad_steps: int = 0
+    """Consecutive steps that may be skipped because their loss or gradient is not finite; one more ends the run."""
+
+    seq_len: int = 128
+    """Tokens per sequence, at most the model's max_length."""
+
+    steps: int = 700
+    """Optimizer steps."""
+
+    learning_rate: float = 3e-3
+    """Peak of the schedule: linear warmup, then a cosine down to a tenth."""
+
+    warmup: float = 0.1
+    """Fraction of the steps that warm up, since early gradients are large."""
+
+    weight_decay: float = 0.1
+    """Decoupled, per unit of learning rate."""
+
+    grad_clip_norm: float = 1.0
+    """Largest global norm of the gradient. inf: no clipping."""
+
+    seed: int = 0
+    """Of initialisation, batch order and generated text."""
+
+    samples: int = 2
+    """Continuations of held-out text to print at the end."""
+
+    hang_after: float | None = None
+    """Seconds after which an unfinished step makes each process print the stacks of its threads. None: never."""
+
+    hang_exit: bool = False
+    """Also end that process, with status 124."""
+
+    eval_every: int = 100
+    """Steps between validations, each on the same held-out batches, at most 16."""
+
+    init_from: Path | None = None
+    """Start from the parameters in a safetensors file (or an index of such files, or a folder with one), by the names
+    of zero_jax or of Hugging Face. None: random initialisation."""
+
+    save_every: int = 200
+    """Steps between checkpoints; the last step is saved, too. 0: nothing is saved."""
+
+    max_to_keep: int = 2
+    """The number of newest checkpoints to keep."""
+
+    resume: bool = False
+    """Continue from the last intact checkpoint in out, if there is one, with the losses of an uninterrupted run."""
+
+    out: Path = Path("runs/train")
+    """Folder for train.jsonl and loss.png, which a later run in the same folder overwrites, and for checkpoints, which
+    it does not."""
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage={self.stage!r} is not a ZeRO stage: give 0, 1, 2 or 3.")
+        for name, kind in (("precision", PrecisionName), ("optimizer", Optimizer), ("reduce", Reduce),
+                           ("remat", RematName)):
+            if (value := getattr(self, name)) not in get_args(kind):
+                raise ValueError(f"{name}={value!r} is unknown{nearest(value, [*get_args(kind)])}")
+        if self.reduce == "once" and self.accumulate == 1:
+            raise ValueError("reduce=once without accumulate: the gradient of one batch is reduced once already.")
+        for name in ("accumulate", "devices", "replica", "tensor", "context",
+                     "batch_size", "seq_len", "steps", "eval_every", "max_bytes", "max_to_keep"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: give at least 1.")
+        for name, low, high in (("learning_rate", 0, 10), ("warmup", 0, 1), ("weight_decay", 0, 10),
+                                ("grad_clip_norm", 1e-9, math.inf), ("seed", 0, 2**32 - 1),
+                                ("max_bad_steps", 0, 2**31 - 1),
+                                ("save_every", 0, math.inf), ("heartbeat", 1, 86400), ("hang_after", 0.01, 86400),
+                                ("samples", 0, 64), ("ema", 0, 1 - 1e-9)):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name}={value} is not within {low} to {high}.")
+        if self.hang_exit and self.hang_after is None:
+            raise ValueError("hang_exit without hang_after: say after how many seconds.")
+        if not self.data:
+            raise ValueError('data is empty: name files, or "python".')
+        object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
+        object.__setattr__(self, "out", Path(self.out))
+        if self.devices is not None:
+            self.check_devices(self.devices)
+
+    def check(self) -> "ModelChoice":
+        """The model; raises ValueError for what is wrong and can be known before any device is used.
+
+        Missing data, an output folder that cannot be written, a batch that does not divide over the devices where their
+        number is known, and only then, since it imports the model's module, a model that does not exist or whose limits
+        `seq_len` or bytes exceed.
+        """
+        self._check_files()
+        self._check_checkpoints()
+        if self.init_from is not None:
+            find_tensors(self.init_from)
+        if self.devices is None and simulates() and not (self.distributed or COORDINATOR in os.environ):
+            self.check_devices(SIMULATED_DEVICES)
+        choice = with_remat(find_model(self.model), self.remat)
+        choice.check(seq_len=self.seq_len, vocab_size=None if self.token_file else BYTES)
+        choice.tensor_rules(self.tensor)
+        return choice
+
+    def check_devices(self, devices: int) -> None:
+        """Raises ValueError unless the batch, with its microbatches, and the mesh's axes divide over `devices`."""
+        axes = {name: getattr(self, name) for name in ("replica", "tensor", "context") if getattr(self, name) > 1}
+        if devices % math.prod(axes.values()):
+            raise ValueError(", ".join(f"{name}={size}" for name, size in axes.items())
+                             + f" does not divide the {devices} devices.")
+        parts = devices // (self.tensor * self.context) * self.accumulate
+        if self.batch_size % parts:
+            near = max(parts, round(self.batch_size / parts) * parts)
+            many = f" and {self.accumulate} microbatches" * (self.accumulate > 1)
+            raise ValueError(f"batch_size={self.batch_size} does not divide over {parts // self.accumulate} "
+                             f"devices{many}: give a multiple, say {near}.")
+        if self.seq_len % self.context:
+            raise ValueError(f"seq_len={self.seq_len} does not divide over context={self.context} devices.")
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self.out / "checkpoints"
+
+    @property
+    def token_file(self) -> bool:
+        """Whether the data are ids of some tokenizer, and not text read as bytes."""
+        return Path(self.data[0]).suffix in (".bin", ".npy")
+
+    def _check_files(self) -> None:
+        for name in self.data:
+            path = Path(name).expanduser()
+            if self.data != ("python",) and not path.exists() and not glob.glob(str(path), recursive=True):
+                raise ValueError(f"data: {name}: no such file, folder or glob match.")
+        check_folder("out", self.out)
+
+    def _check_checkpoints(self) -> None:
+        if not self.resume:
+            check_no_checkpoints(self.checkpoints)
+
+
+class InspectConfig(TrainConfig):
+    """Report on the step that `train` would run with the same options: compiled layout, memory and communication."""
+
+    def _check_checkpoints(self) -> None:
+        pass  # it writes none
+
+
+def with_remat(choice: ModelChoice, remat: str) -> ModelChoice:
+    """`choice` with its own remat switched by `yes` or `no`; any other value is for `make_zero_train_step`."""
+    return choice.with_change("remat", remat == "yes") if remat in ("yes", "no") else choice

@@ -1,0 +1,1 @@
+"""Text and tokens as global batches: `corpus` (text), `token_file` (tokens on disk), `batches`."""

@@ -1,0 +1,220 @@
+"""A 1-D token array as global batches, in an order that depends on the position and the seed only.
+
+Batch k is a pure function of (tokens, seed, k), so a run is resumed by a number, without replaying. NumPy and not
+grain: grain would replace the six lines of `_order` and `_windows`, but it shards by process, whereas here the sharding
+of the batch decides which rows a process reads. There is no prefetching thread: a jitted step returns before it is
+done, so the next batch is read meanwhile unless the loop waits for the metrics of every step.
+"""
+
+import functools
+import operator
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+_FINGERPRINT_BLOCKS, _BLOCK_TOKENS = 16, 256  # few: each block is one seek in a mapped file
+
+
+class Batches:
+    """An endless iterator of {"inputs": int32 (batch, length), "targets": int32 (batch, length)}.
+
+    The inputs of window w are tokens[w * length : (w + 1) * length]; its targets are the same shifted by one. Windows
+    do not overlap, `num_windows` = (num_tokens - 1) // length; an incomplete last window is left out. Each epoch is a
+    new permutation of all windows, cut into `batches_per_epoch` = num_windows // batch_size batches; the remainder is
+    dropped (other windows every epoch). So an epoch has every window at most once, and exactly once where batch_size
+    divides num_windows. The order is the same on every platform and NumPy version.
+
+    Without a `sharding` batches are NumPy arrays. With one they are global `jax.Array`s of that sharding, for example
+    `NamedSharding(mesh, P("data"))`: each process reads only the rows of its own devices, each row once even where
+    several devices store it, and all processes must build the same `Batches` and take the same positions.
+
+    >>> batches = Batches(np.arange(13, dtype=np.uint8), batch_size=2, length=3, seed=0)
+    >>> batches.num_windows, batches.batches_per_epoch, batches[0]["inputs"].shape
+    (4, 2, (2, 3))
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        *,
+        batch_size: int,
+        length: int,
+        seed: int = 0,
+        sharding: jax.sharding.Sharding | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+          tokens: (num_tokens,) of any integer dtype; a `np.memmap` stays one.
+          batch_size: sequences in a batch, over all processes.
+          length: tokens in a sequence.
+          seed: of the permutations; not negative.
+          sharding: of both arrays, whose shape is (batch_size, length); see above.
+          vocab_size: where given, every row that is read must be within 0..vocab_size - 1
+            (XLA clamps or drops an id outside, in silence).
+
+        Raises ValueError for tokens of another rank or dtype, too few tokens for one batch, and
+        a batch_size that does not divide over the sharding.
+        """
+        if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            kind = f"{tokens.dtype} {tokens.shape}" if hasattr(tokens, "shape") else type(tokens)
+            raise ValueError(
+                f"tokens: {kind} is not a 1-D numpy array of integers; read them with"
+                " zero_jax.data.corpus.load, or give np.asarray(ids).ravel()"
+            )
+        self.tokens = tokens
+        self.batch_size = _count("batch_size", batch_size, least=1)
+        self.length = _count("length", length, least=1)
+        self.seed = _count("seed", seed, least=0)
+        self.sharding = sharding
+        self.vocab_size = vocab_size
+        self.num_windows = max(0, len(tokens) - 1) // self.length
+        self.batches_per_epoch = self.num_windows // self.batch_size
+        self._position = 0
+        self._epoch, self._permutation = -1, np.empty(0, np.int64)  # of the epoch last asked for
+        if self.num_windows < self.batch_size:
+            needed = self.batch_size * self.length + 1
+            raise ValueError(
+                f"{len(tokens)} tokens hold {self.num_windows} windows of length={self.length},"
+                f" fewer than batch_size={self.batch_size} which needs {needed} tokens; use a"
+                " smaller batch_size or length, or more text"
+            )
+        if sharding is not None:
+            try:
+                sharding.shard_shape((self.batch_size, self.length))
+            except ValueError as error:
+                raise ValueError(
+                    f"a batch of shape ({self.batch_size}, {self.length}) does not divide over"
+                    f" {sharding}: change batch_size to a multiple of the devices on its axes"
+                    f" ({error})"
+                ) from error
+
+    @property
+    def position(self) -> int:
+        """The number of the next batch, which is how many were returned since the start."""
+        return self._position
+
+    def seek(self, position: int) -> None:
+        """Continues with batch `position`."""
+        self._position = _count("position", position, least=0)
+
+    def state(self) -> dict[str, int]:
+        """The position, and the values for which it is valid: plain JSON.
+
+        "fingerprint" is the CRC-32 of 16 evenly spaced blocks of 256 tokens: the standard library of another Python,
+        cut to the same size, has the same num_tokens and other text.
+        """
+        return {"position": self._position, **self._identity()}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Continues where `state` was taken; raises ValueError where the batches are not the same.
+
+        To change batch_size on purpose: `seek(windows read so far // batch_size)`.
+        """
+        now = self._identity()
+        missing = sorted({"position", *now} - set(state))
+        if missing:
+            raise ValueError(f"state lacks {missing}; give what Batches.state() returned")
+        wrong = [f"{k}={state[k]} saved but {k}={now[k]} now" for k in now if state[k] != now[k]]
+        if wrong:
+            raise ValueError(
+                f"the saved position belongs to other batches: {'; '.join(wrong)}. Build Batches"
+                " from the same tokens with the saved values, or start elsewhere with seek()"
+            )
+        self.seek(state["position"])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Itself: batches from `position` on, without end."""
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        """The batch at `position`, which is incremented."""
+        batch = self[self._position]
+        self._position += 1
+        return batch
+
+    def once(self) -> Iterator[dict[str, Any]]:
+        """The batches of the first epoch, always the same, without changing `position`: for validation."""
+        return (self[k] for k in range(self.batches_per_epoch))
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        """Batch number `position` (from 0, without end), without changing `self.position`."""
+        windows = self._windows(_count("position", position, least=0))
+        if self.sharding is None:
+            rows = self._read(windows)
+            return {"inputs": rows[:, :-1].copy(), "targets": rows[:, 1:].copy()}
+        read: dict[tuple[int, int], np.ndarray] = {}
+
+        def shard(index: Any, shift: int) -> np.ndarray:
+            start, stop, _ = index[0].indices(self.batch_size)
+            if (start, stop) not in read:  # replicas, and inputs and targets, are read once
+                read[start, stop] = self._read(windows[start:stop])
+            return read[start, stop][:, shift : shift + self.length][:, index[1]]
+
+        def array(shift: int, sharding: jax.sharding.Sharding) -> jax.Array:
+            shape = (self.batch_size, self.length)
+            callback = functools.partial(shard, shift=shift)
+            return jax.make_array_from_callback(shape, sharding, callback, dtype=np.int32)
+
+        return {"inputs": array(0, self.sharding), "targets": array(1, self.sharding)}
+
+    def _windows(self, position: int) -> np.ndarray:
+        """Numbers of the windows of one batch: int64 (batch_size,)."""
+        epoch, k = divmod(position, self.batches_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._permutation = epoch, _order(self.num_windows, self.seed, epoch)
+        return self._permutation[k * self.batch_size : (k + 1) * self.batch_size]
+
+    def _read(self, windows: np.ndarray) -> np.ndarray:
+        """Inputs and the last target of each window: int32 (len(windows), length + 1)."""
+        starts = windows * self.length
+        rows = np.stack([self.tokens[i : i + self.length + 1] for i in starts])
+        low, high = int(rows.min()), int(rows.max())
+        limit = 2**31 if self.vocab_size is None else self.vocab_size
+        if low < 0 or high >= limit:
+            raise ValueError(
+                f"windows at tokens {starts.tolist()[:8]}... hold ids {low}..{high}, but"
+                f" 0..{limit - 1} are allowed (vocab_size={self.vocab_size}); give the vocab_size"
+                " of the tokenizer that wrote them, or their true dtype"
+            )
+        return rows.astype(np.int32)
+
+    def _identity(self) -> dict[str, int]:
+        num_tokens, fingerprint = len(self.tokens), 0
+        last = max(0, num_tokens - _BLOCK_TOKENS)
+        for i in range(_FINGERPRINT_BLOCKS):
+            start = i * last // (_FINGERPRINT_BLOCKS - 1)
+            block = self.tokens[start : start + _BLOCK_TOKENS].astype("<i8")
+            fingerprint = zlib.crc32(block.tobytes(), fingerprint)
+        return {
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "length": self.length,
+            "num_tokens": num_tokens,
+            "fingerprint": fingerprint,
+        }
+
+
+def _order(num_windows: int, seed: int, epoch: int) -> np.ndarray:
+    """Permutation of range(num_windows) for one epoch: int64 (num_windows,).
+
+    Raw random words are sorted, since NumPy guarantees their stream, unlike that of `Generator.permutation` (NEP 19).
+    0.1 s per million windows, once per epoch.
+    """
+    words = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(num_windows)
+    return np.argsort(words, kind="stable")
+
+
+def _count(name: str, value: int, *, least: int) -> int:
+    """`value` as an int, which must be whole and no less than `least`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r} is not a whole number; give an int") from None
+    if number < least:
+        raise ValueError(f"{name}={number} must be at least {least}")
+    return number

@@ -1,0 +1,211 @@
+"""The corpus: text or a token file as one 1-D array of token ids, and its held-out split.
+
+Text is read as bytes, one token per byte, so that the vocabulary is 256 and no tokenizer is needed. Everything here is
+NumPy, and the same on every process that reads the same files; `batches` cuts the array into batches.
+"""
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from zero_jax.data.token_file import open_tokens, sample
+
+BYTE_VOCAB_SIZE = 256
+
+_SKIPPED_DIRS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+def encode(text: str) -> np.ndarray:
+    """Bytes of `text` in UTF-8: uint8 (num_bytes,), read-only.
+
+    >>> encode("ZeRO").tolist()
+    [90, 101, 82, 79]
+    """
+    return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+
+def decode(tokens: Sequence[int] | np.ndarray) -> str:
+    """Text of byte tokens (num_bytes,); a byte that is not valid UTF-8 becomes U+FFFD.
+
+    Raises ValueError for a token outside 0..255, which is no byte.
+
+    >>> decode(encode("ZeRO"))
+    'ZeRO'
+    """
+    tokens = np.asarray(tokens)
+    if tokens.size and not (0 <= tokens.min() and tokens.max() < BYTE_VOCAB_SIZE):
+        raise ValueError(
+            f"decode: tokens span {tokens.min()}..{tokens.max()} but a byte is 0..255; these ids"
+            " come from another tokenizer, decode them with that one"
+        )
+    return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+def load(
+    source: str | os.PathLike | Sequence[str | os.PathLike] = "python",
+    *,
+    max_bytes: int | None = None,
+    dtype: str | None = None,
+    vocab_size: int | None = None,
+) -> np.ndarray:
+    """Tokens (num_tokens,) of `source`, whose name selects the reader.
+
+    "python" is `python_source`, one name ending in .bin or .npy is `open_tokens` (the only one to use `dtype` and
+    `vocab_size`), anything else is `read_text` (a text file named python is "./python"). `max_bytes` limits the first
+    and the last.
+    """
+    names = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    token_files = [name for name in names if Path(name).suffix in (".bin", ".npy")]
+    if token_files:
+        if len(names) > 1:
+            raise ValueError(
+                f"{os.fspath(token_files[0])} is a token file and comes with {len(names) - 1} other"
+                " names; give exactly one token file, or text files only"
+            )
+        return open_tokens(names[0], dtype=dtype, vocab_size=vocab_size)
+    return python_source(max_bytes) if names == ["python"] else read_text(names, max_bytes)
+
+
+def python_source(max_bytes: int | None = None) -> np.ndarray:
+    """The standard library of the running Python as UTF-8 bytes: uint8 (about 12M,).
+
+    Every *.py file but those of tests, of installed packages and of the build (`_sysconfigdata*` differs between
+    machines). The bytes depend on the Python version: processes of one run must have the same one.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if not _SKIPPED_DIRS & set(name.parts) and not path.name.startswith("_sysconfigdata"):
+            files.append((name.as_posix(), path))
+    if not files:
+        raise ValueError(f"no Python source in {root} (a zipped library?); name text files instead")
+    return _concatenate(files, max_bytes)
+
+
+def read_text(
+    names: str | os.PathLike | Iterable[str | os.PathLike], max_bytes: int | None = None
+) -> np.ndarray:
+    """Bytes of files, directories and globs ("docs/**/*.md"): uint8 (num_bytes,), in memory.
+
+    A directory stands for all files below it that are neither hidden nor binary (a zero byte in the first 8 KiB); a
+    file that is named, or matched by a glob, is always read. A file that several names match is read once, an empty one
+    below a directory or glob is left out. Raises ValueError for a name that matches nothing, an empty or unreadable
+    file that was named, and for no text at all.
+    """
+    names = [names] if isinstance(names, (str, os.PathLike)) else list(names)
+    files, resolved = [], set()
+    for name in names:
+        for label, path in _expand(os.fspath(name)):
+            # Read twice, a file could be in the training and in the held-out part.
+            if path.resolve() not in resolved and path.stat().st_size:
+                resolved.add(path.resolve())
+                files.append((label, path))
+    if not files:
+        raise ValueError(f"no text files in {names}; name a file, a directory or a glob with text")
+    return _concatenate(files, max_bytes)
+
+
+def split(
+    tokens: np.ndarray, *, length: int, holdout: float = 0.05
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts (num_tokens,) into (training part, held-out part): views, nothing is copied or read.
+
+    The held-out part is the last block: the fewest complete sequences of `length` (plus the last target) that make up
+    the fraction `holdout`, and at least one. No token is in both parts, so no training window or target overlaps the
+    held-out part. Text files are in shuffled order already. Raises ValueError where either part would be shorter than
+    one sequence.
+    """
+    if not 0 < holdout < 1:
+        raise ValueError(f"holdout={holdout}: it is a fraction, between 0 and 1 (0.05 is usual)")
+    if length < 1:
+        raise ValueError(f"length={length}: a sequence has at least 1 token")
+    sequences = max(1, -(-int(holdout * len(tokens)) // length))
+    held_out = sequences * length + 1
+    if len(tokens) - held_out < length + 1:
+        raise ValueError(
+            f"{len(tokens)} tokens are too short: {held_out} held out for validation leave"
+            f" {max(0, len(tokens) - held_out)} to train on and one sequence of length={length}"
+            f" needs {length + 1}; use more text, a shorter length or a smaller holdout"
+        )
+    return tokens[:-held_out], tokens[-held_out:]
+
+
+def bigram_loss(
+    train_tokens: np.ndarray, eval_tokens: np.ndarray, *, vocab_size: int = BYTE_VOCAB_SIZE
+) -> float:
+    """Cross entropy in nats per token of a bigram model fitted on one part, evaluated on the other.
+
+    p(b | a) = (count(a, b) + 1) / (count(a) + vocab_size). A language model above it has learned no more than pairs of
+    tokens. Of each part at most 4.2M tokens are used (those that `open_tokens` checks): 0.1 s and 100 MB whatever their
+    size. Raises ValueError for vocab_size > 4096 (the table has its square), ids outside, and fewer than 2 tokens.
+    """
+    if not 1 <= vocab_size <= 4096:
+        raise ValueError(
+            f"bigram_loss: vocab_size={vocab_size}, but its table of counts has"
+            " vocab_size squared entries; use it for 1..4096, bytes above all"
+        )
+    counts = []
+    for name, part in (("train_tokens", train_tokens), ("eval_tokens", eval_tokens)):
+        ids = sample(part)
+        if len(ids) < 2 or ids.min() < 0 or ids.max() >= vocab_size:
+            raise ValueError(
+                f"bigram_loss: {name} needs at least 2 tokens, all of them within"
+                f" 0..{vocab_size - 1}; give byte tokens or the right vocab_size"
+            )
+        ids = ids.astype(np.int32)  # 4096 squared fits
+        pairs = np.bincount(ids[:-1] * vocab_size + ids[1:], minlength=vocab_size**2)
+        counts.append(pairs.reshape(vocab_size, vocab_size))
+    fitted, tried = counts
+    log_p = np.log(fitted + 1.0) - np.log(fitted.sum(axis=1, keepdims=True) + vocab_size)
+    return float(-(tried * log_p).sum() / tried.sum())
+
+
+def _expand(name: str) -> list[tuple[str, Path]]:
+    """The files that one name stands for, each with a label that does not depend on its absolute path."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        below = [(p.relative_to(path), p) for p in sorted(path.rglob("*")) if p.is_file()]
+        below = [(label, p) for label, p in below if not any(x[0] == "." for x in label.parts)]
+        return [(label.as_posix(), p) for label, p in below if b"\0" not in _read(p, 8192)]
+    if path.is_file():  # unlike a pipe or a device, which would block
+        if not path.stat().st_size:
+            raise ValueError(f"{name}: the file is empty; leave it out or give one with text")
+        return [(path.name, path)]
+    matches = [p for p in map(Path, sorted(glob.glob(str(path), recursive=True))) if p.is_file()]
+    if not matches:
+        raise ValueError(f"{name}: no such file, directory or glob match; check the spelling")
+    return [(p.name, p) for p in matches]
+
+
+def _concatenate(files: list[tuple[str, Path]], max_bytes: int | None) -> np.ndarray:
+    """Bytes of all (label, file) with a newline between, in the order of a hash of the labels.
+
+    The hash shuffles (a split is not alphabetical) without a random generator: the order is the same on every platform,
+    and does not change when files are added.
+    """
+    if max_bytes is not None and max_bytes < 1:
+        raise ValueError(f"max_bytes={max_bytes}: at least 1 is needed, or None for no limit")
+    parts, size = [], 0
+    for _, path in sorted(files, key=lambda file: hashlib.sha256(file[0].encode()).digest()):
+        parts.append(_read(path, None))
+        size += len(parts[-1]) + 1
+        if max_bytes is not None and size > max_bytes:
+            break
+    return np.frombuffer(b"\n".join(parts), np.uint8)[:max_bytes]
+
+
+def _read(path: Path, size: int | None) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(size)
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be read as bytes ({error.strerror}); change its permissions or leave it"
+            " out"
+        ) from error

@@ -1,0 +1,45 @@
+"""Agreement between the processes of a run; with one process nothing is sent."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+T = TypeVar("T")
+
+
+def is_first() -> bool:
+    """Whether this is process 0, which does what only one process may do."""
+    return jax.process_index() == 0
+
+
+def broadcast_from_first(numbers: Sequence[int]) -> list[int]:
+    """The `numbers` of process 0, on every process."""
+    if jax.process_count() == 1:
+        return list(numbers)
+    (count,) = multihost_utils.broadcast_one_to_all(np.array([len(numbers)], np.int32))
+    mine = np.zeros((int(count), 2), np.uint32)
+    if not mine.size:
+        return []
+    if is_first():
+        mine[:] = [(number >> 32, number & 0xFFFFFFFF) for number in numbers]
+    return [(int(high) << 32) + int(low) for high, low in multihost_utils.broadcast_one_to_all(mine)]
+
+
+def all_or_none(do: Callable[[], T]) -> T:
+    """The result of `do()`. Raises on every process if it raises on any, so that none continues alone."""
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = do()
+    except Exception as raised:
+        error = raised
+    if jax.process_count() > 1:
+        failed = np.flatnonzero(multihost_utils.process_allgather(np.array(error is not None)))
+        if error is None and failed.size:
+            raise RuntimeError(f"Process {failed[0]} failed: see its output.")
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]

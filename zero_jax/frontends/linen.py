@@ -1,0 +1,173 @@
+"""Linen modules: parameters in boxes that open where the module asks for them."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import errors, struct
+from flax.core import meta, unfreeze
+
+from zero_jax.frontends.axis_names import BoundAxes
+from zero_jax.frontends.gather_cache import GatherCache
+from zero_jax.frontends.trace_access import gathered_up_front, smallest_plain, trace_reads
+from zero_jax.sharding.param_access import ParamAccess
+from zero_jax.tree import map_named, named_leaves, path_name
+
+
+@struct.dataclass
+class Stored(meta.AxisMetadata[Any]):
+    """A parameter in its storage layout; `self.param` unboxes it, in the bodies of lifted loops too."""
+
+    value: Any
+    use: Any = struct.field(pytree_node=False)
+    cache: GatherCache = struct.field(pytree_node=False)
+
+    def unbox(self) -> Any:
+        """The parameter as the module reads it."""
+        return self.cache(self.use, self.value)
+
+    def __jax_array__(self) -> jax.Array:
+        """The parameter, where a module meets the box itself, as in `self.variables["params"]`."""
+        return self.unbox()
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the parameter, as `.T`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.unbox(), name)
+
+    def replace_boxed(self, val: Any) -> "Stored":
+        """The same box around another value."""
+        return dataclasses.replace(self, value=val)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "Stored":
+        """The box on the way out of a lifted loop."""
+        return dataclasses.replace(self, use=self.use.add_dim(index))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Stored":
+        """The box on the way into a lifted loop over dim `index`."""
+        return dataclasses.replace(self, use=self.use.drop_dim(index))
+
+
+def _of_parameter(name: str) -> Callable[..., Any]:
+    def method(self: Stored, *args: Any) -> Any:
+        return getattr(self.unbox(), name)(*args)
+
+    return method
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "matmul", "pow")
+for _name in ("getitem", "neg", "len", "iter", *_BINARY, *(f"r{name}" for name in _BINARY)):
+    setattr(Stored, f"__{_name}__", _of_parameter(f"__{_name}__"))
+
+
+class Linen:
+    """A Linen module as pure functions of `params` (a dict tree), `variables` (its other collections) and a key."""
+
+    def __init__(self, module: nn.Module, streams: Sequence[str]):
+        self._module = module
+        self._streams = tuple(streams)
+        self._transient: tuple[str, ...] = ()
+        self._reads: dict[str, ParamAccess] = {}
+        self._axes = BoundAxes()
+        self.metadata: dict[str, tuple[Any, ...]] = {}
+
+    given: Any = ()
+    set_by_gradient: tuple[str, ...] = ("_overwrite_with_gradient",)  # FP8 scales, as in Flax's `TrainState`
+
+    def init(self, fun: Callable[..., Any], rng: jax.Array, batch: Any, given: Any) -> tuple[Any, Any]:
+        """(params, variables), by running `fun(bound module, batch)`; traceable."""
+        keys = {"params": jax.random.fold_in(rng, 0), **self._keys(jax.random.fold_in(rng, 1))}
+        with _missing_streams_explained(self._streams):
+            collections = unfreeze(self._axes(lambda: nn.init(fun, self._module)(keys, batch)))
+        boxes = jax.tree.leaves_with_path(collections.get("params", {}), is_leaf=_is_partitioned)
+        self.metadata = {path_name(path): box.names for path, box in boxes if _is_partitioned(box)}
+        collections = {name: meta.unbox(tree) for name, tree in collections.items()}
+        params = collections.pop("params", {})
+        return params, {name: tree for name, tree in collections.items() if name not in self._transient}
+
+    def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
+            *, train: bool = True) -> tuple[Any, Any, dict[str, Any]]:
+        """(`fun(bound module, batch)`, new variables, none: Linen's parameters are not written); read through `uses`.
+
+        None in place of a use, or of all of them, means as it is.
+        """
+        return *self._run(fun, params, variables, rng, batch, uses, self._reads), {}
+
+    def _run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
+             reads: Mapping[str, ParamAccess]) -> tuple[Any, Any]:
+        cache = GatherCache()
+
+        def box(name: str, value: Any, use: Any) -> Any:
+            if use is None:
+                return value
+            return cache(use, value) if gathered_up_front(reads.get(name), use) else Stored(value, use, cache)
+
+        boxed = params if uses is None else map_named(box, params, uses)
+        keys = {} if rng is None else self._keys(rng)
+        mutable = [*variables, *self._transient]
+        with _missing_streams_explained(self._streams):
+            apply = nn.apply(fun, self._module, mutable=mutable)
+            out, new = self._axes(lambda: apply({"params": boxed, **variables}, batch, rngs=keys))
+        new = {name: meta.unbox(tree) for name, tree in unfreeze(new).items()}
+        return out, {name: new.get(name, variables[name]) for name in variables}
+
+    def reads(self, fun: Callable[..., Any], params: Any, variables: Any,
+              rng: Any, batch: Any) -> dict[str, ParamAccess]:
+        """How `fun` reads each parameter. Every argument is abstract.
+
+        It also settles which collections start empty at every step: those that a run would grow (`sow`).
+        """
+        self._transient = self._grown(fun, params, variables, rng, batch)
+        variables = {name: tree for name, tree in variables.items() if name not in self._transient}
+        traced: dict[frozenset[str], tuple[dict[str, ParamAccess], frozenset[str]]] = {}
+
+        def works(on_entry: frozenset[str]) -> bool:
+            reads = {name: ParamAccess(on_entry=True) for name in on_entry}
+
+            def run(uses: Any, params: Any, variables: Any, rng: Any, batch: Any) -> Any:
+                return self._run(fun, params, variables, rng, batch, uses, reads), {}
+
+            try:
+                traced[on_entry] = trace_reads(run, (params, variables, rng, batch), on_entry)
+            except Exception:  # whatever a module does with a box that it did not expect
+                return False
+            return True
+
+        names = [name for name, _ in named_leaves(params)]
+        on_entry = smallest_plain(works, names)
+        while on_entry in traced or works(on_entry):
+            self._reads, more = traced[on_entry]
+            if not more:
+                return self._reads
+            on_entry |= more
+        raise ValueError(f"The parameters of {type(self._module).__name__} cannot be read through boxes.")
+
+    def _grown(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any) -> tuple[str, ...]:
+        _, new = jax.eval_shape(lambda p, v, r, b: self._run(fun, p, v, r, b, None, {}), params, variables, rng, batch)
+        return tuple(name for name in variables if jax.tree.structure(new[name]) != jax.tree.structure(variables[name]))
+
+    def _keys(self, rng: jax.Array) -> dict[str, jax.Array]:
+        return {name: jax.random.fold_in(rng, i) for i, name in enumerate(self._streams)}
+
+
+def _is_partitioned(leaf: Any) -> bool:
+    return isinstance(leaf, meta.Partitioned)
+
+
+class _missing_streams_explained:
+    """Names the argument to change where a module asks for an RNG stream that it was not given."""
+
+    def __init__(self, streams: tuple[str, ...]):
+        self._streams = streams
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if isinstance(error, errors.InvalidRngError):
+            raise ValueError(
+                f"{error} The step gives the RNG streams {self._streams}: name the others in "
+                "make_zero_train_step(..., rng_streams=(...)).") from error

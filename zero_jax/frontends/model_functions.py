@@ -1,0 +1,82 @@
+"""A Linen or NNX model as pure functions: below this module there is one path for both."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import flax.linen as nn
+from flax import nnx
+
+from zero_jax.frontends.linen import Linen
+from zero_jax.frontends.nnx import Nnx
+from zero_jax.sharding.param_access import ParamAccess
+from zero_jax.transforms.remat import Remat
+
+
+class ModelFunctions(Protocol):
+    """A model as pure functions. `fun(model, batch)` is the user's; `model` is a bound Linen or a merged NNX module."""
+
+    given: Any
+    """Arrays that `init` takes as its last argument: the values of a module that was given constructed."""
+    metadata: dict[str, tuple[Any, ...]]
+    """Flax's partitioning metadata: for parameters that have some, a name for each dim. Known once `init` is traced."""
+
+    set_by_gradient: tuple[str, ...]
+    """Collections of variables whose next value is their gradient, whatever the loss is multiplied by."""
+
+    def init(self, fun: Callable[..., Any], rng: Any, batch: Any, given: Any) -> tuple[Any, Any]:
+        """(params, variables), traceable."""
+        ...
+
+    def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
+            *, train: bool = True) -> tuple[Any, Any, dict[str, Any]]:
+        """(`fun(model, batch)`, new variables, the parameters that it overwrote, by name, in their true shapes).
+
+        Every parameter is read through its leaf of `uses`.
+        """
+        ...
+
+    def reads(self, fun: Callable[..., Any], params: Any, variables: Any,
+              rng: Any, batch: Any) -> dict[str, ParamAccess]:
+        """How `fun` reads each parameter, by its name."""
+        ...
+
+
+def to_model_functions(model: Any, streams: Sequence[str]) -> ModelFunctions:
+    """`model`, a Linen module, an NNX module or a function of `rngs` that makes one, as pure functions.
+
+    Raises ValueError for anything else.
+    """
+    if not isinstance(model, (nn.Module, nnx.Module)) and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # an object around a module and its parameters, as Hugging Face's Flax models are
+    if isinstance(model, nn.Module):
+        return Linen(model if model.scope is None else model.unbind()[0], streams)
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise ValueError(f"model={model.__name__} is a Linen class: give an instance, {model.__name__}(...).")
+    if isinstance(model, nnx.Module) or callable(model):
+        return Nnx(model)
+    raise ValueError(
+        f"model={model!r} is a {type(model).__name__}, not a Flax module: give a flax.linen.Module, a flax.nnx.Module, "
+        "or a function of rngs that makes an nnx.Module.")
+
+
+def reseeded(model: ModelFunctions, variables: Any, rng: Any) -> Any:
+    """`variables` with the random streams that an NNX module owns derived from `rng`; traceable."""
+    return model.with_streams(variables, rng) if isinstance(model, Nnx) else variables
+
+
+def remat(block: Any, policy: Any = "full", **options: Any) -> Any:
+    """`block` checkpointed: a drop-in for `flax.linen.remat` and `flax.nnx.remat`.
+
+    block: a Linen class, an NNX class (its `__call__` is checkpointed), or a function of NNX modules. policy: as
+    `Remat.policy`. options: of the one or the other. Raises ValueError for anything else.
+    """
+    saveable = Remat(policy).saveable
+    if isinstance(block, type) and issubclass(block, nn.Module):
+        return nn.remat(block, policy=saveable, **options)
+    if isinstance(block, type) and issubclass(block, nnx.Module):
+        call: Any = nnx.remat(block.__call__, policy=saveable, **options)
+        return type(block.__name__, (block,), {"__call__": call, "__module__": block.__module__})
+    if callable(block) and not isinstance(block, (nn.Module, nnx.Module)):
+        return nnx.remat(block, policy=saveable, **options)
+    raise ValueError(f"remat({block!r}): give a Linen class, an NNX class or a function of NNX modules, and not a "
+                     "module that is made already.")

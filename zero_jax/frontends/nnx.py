@@ -1,0 +1,220 @@
+"""NNX modules: parameters whose `on_get_value` hook gathers them where the module reads them."""
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, traverse_util
+
+from zero_jax.frontends.axis_names import BoundAxes
+from zero_jax.frontends.gather_cache import GatherCache
+from zero_jax.frontends.trace_access import gathered_up_front, trace_reads
+from zero_jax.sharding.param_access import ParamAccess
+
+
+@dataclasses.dataclass(frozen=True)
+class OnRead:
+    """A Variable hook. A loop's body sees a slice of a stacked variable: the leading dims are gone."""
+
+    use: Any
+    ndim: int
+    cache: GatherCache
+
+    def __call__(self, variable: Any, value: Any) -> Any:
+        """`value`, read through the use that fits its rank; what Flax prints in its place is no array."""
+        if not isinstance(value, (jax.Array, np.ndarray)):
+            return value
+        use = self.use
+        for _ in range(self.ndim - jnp.ndim(value)):
+            use = use.drop_dim(0)
+        return self.cache(use, value)
+
+
+class Nnx:
+    """An NNX module as pure functions of `params` (a dict tree), `variables` (all that is no `nnx.Param`).
+
+    `model`: a module, whose values become the initial state, or a function of `rngs: nnx.Rngs` that makes
+    one, so that the state is initialised sharded.
+    """
+
+    set_by_gradient: tuple[str, ...] = ()
+
+    def __init__(self, model: Any):
+        self._model = model
+        if isinstance(model, nnx.Module):
+            self._graphdef, self._params, self._variables = nnx.split(model, nnx.Param, ...)
+        else:
+            self._graphdef, self._params, self._variables = _abstract_split(model)
+        self.metadata = {_name(path): tuple(names) for path, variable in _flat(self._params)
+                         if (names := variable.get_metadata("out_sharding", None))}
+        self.given: Any = ()
+        self._reads: dict[str, ParamAccess] = {}
+        self._axes = BoundAxes()
+        if isinstance(model, nnx.Module):
+            self._refuse_abstract()
+            self.given = (_values(self._params), _values(self._variables))
+
+    def init(self, fun: Callable[..., Any], rng: jax.Array, batch: Any, given: Any) -> tuple[Any, Any]:
+        """(params, variables); traceable. A module keeps its own values, and `rng` reseeds its random streams."""
+        if not isinstance(self._model, nnx.Module):
+            _, params, variables = nnx.split(_construct(self._model, rng), nnx.Param, ...)
+            return _values(params), _values(variables)
+        params, variables = given
+        return params, self.with_streams(variables, rng)
+
+    def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
+            *, train: bool = True) -> tuple[Any, Any, dict[str, Any]]:
+        """(`fun(module, batch)`, new variables, overwritten parameters); each is read through its leaf of `uses`."""
+        out, new, final = self._run(fun, params, variables, batch, uses, self._reads, train=train)
+        return out, new, {name: final[name] for name, read in self._reads.items() if read.written and name in final}
+
+    def with_streams(self, variables: Any, rng: jax.Array) -> Any:
+        """`variables` with the key of every random stream derived from `rng`."""
+        return _values(_reseeded(_with_values(self._variables, _replaced, variables), rng))
+
+    def _run(self, fun: Callable[..., Any], params: Any, variables: Any, batch: Any, uses: Any,
+             reads: Mapping[str, ParamAccess], *, train: bool = True) -> tuple[Any, Any, dict[str, Any]]:
+        return self._axes(lambda: self._run_bound(fun, params, variables, batch, uses, reads, train=train))
+
+    def _run_bound(self, fun: Callable[..., Any], params: Any, variables: Any, batch: Any, uses: Any,
+                   reads: Mapping[str, ParamAccess], *, train: bool) -> tuple[Any, Any, dict[str, Any]]:
+        cache = GatherCache()
+
+        def stored(path: tuple[Any, ...], variable: Any, value: Any, use: Any) -> Any:
+            if gathered_up_front(reads.get(_name(path)), use):
+                return variable.replace(cache(use, value))
+            if use is None:
+                return variable.replace(value)
+            own = variable.get_metadata("on_get_value", ())
+            hooks = (OnRead(use, value.ndim, cache), *(own if isinstance(own, tuple) else (own,)))
+            return variable.replace(value, on_get_value=hooks, **_true_sizes(use, reads.get(_name(path))))
+
+        model = nnx.merge(self._graphdef, _with_values(self._params, stored, params, uses),
+                          _with_values(self._variables, _replaced, variables))
+        if not train:
+            model.eval()
+        out = fun(model, batch)
+        new = dict(nnx.to_flat_state(nnx.state(model)))
+        final = {_name(path): _value(new[path]) for path, _ in _flat(self._params) if path in new}
+        return out, traverse_util.unflatten_dict({path: _value(new[path]) for path, _ in _flat(self._variables)}), final
+
+    def reads(self, fun: Callable[..., Any], params: Any, variables: Any,
+              rng: Any, batch: Any) -> dict[str, ParamAccess]:
+        """How `fun` reads each parameter. Every argument is abstract."""
+        on_entry: frozenset[str] = frozenset()
+        more = on_entry
+        while True:
+            on_entry |= more
+            reads = {name: ParamAccess(on_entry=True) for name in on_entry}
+
+            def run(uses: Any, params: Any, variables: Any, batch: Any) -> Any:
+                out, new, final = self._run(fun, params, variables, batch, uses, reads)  # noqa: B023 (called at once)
+                return (out, new), final
+
+            self._reads, more = trace_reads(run, (params, variables, batch), on_entry)
+            if not more:
+                return self._reads
+
+    def _refuse_abstract(self) -> None:
+        for path, variable in [*_flat(self._params), *_flat(self._variables)]:
+            if isinstance(_value(variable), jax.ShapeDtypeStruct):
+                raise ValueError(
+                    f"{type(self._model).__name__}: {_name(path)} is abstract, so the model has no values "
+                    "to start from. Give a constructed module, or a function of rngs that constructs one.")
+
+
+def _construct(factory: Callable[..., Any], key: jax.Array) -> Any:
+    rngs = nnx.Rngs(key)
+    target: Any = factory
+    while isinstance(target, functools.partial):
+        target = target.func
+    # A module's class has the signature of its metaclass, which takes anything.
+    signature = inspect.signature(target.__init__ if isinstance(target, type) else target)
+    module = factory(rngs=rngs) if "rngs" in signature.parameters else factory(rngs)
+    return _with_arrays_as_data(module)
+
+
+def _with_arrays_as_data(module: Any) -> Any:
+    """`module`, in which every array is data: Flax takes an array that is being traced for a static attribute."""
+    for _, node in nnx.iter_graph(module) if isinstance(module, nnx.Module) else ():
+        if isinstance(node, nnx.Module):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, jax.Array):
+                    setattr(node, name, nnx.data(value))
+    return module
+
+
+def _abstract_split(factory: Callable[..., Any]) -> tuple[Any, Any, Any]:
+    """The graph, the parameters and the other values of what `factory` makes; the latter two abstract.
+
+    It is split where it is made: `nnx.eval_shape` would put plain arrays among the graph's static attributes.
+    """
+    graphs = []
+
+    def make() -> tuple[Any, Any]:
+        module = _construct(factory, jax.random.key(0))
+        if not isinstance(module, nnx.Module):
+            what = "an array" if isinstance(module, jax.Array) else type(module).__name__
+            raise ValueError(f"model={factory!r} made {what}, which is no Flax module.")
+        graphdef, params, variables = nnx.split(module, nnx.Param, ...)
+        graphs.append(graphdef)
+        return params, variables
+
+    params, variables = jax.eval_shape(make)
+    return graphs[0], params, variables
+
+
+def _flat(state: Any) -> list[tuple[Any, Any]]:
+    return list(nnx.to_flat_state(state))
+
+
+def _value(variable: Any) -> Any:
+    return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
+
+
+def _true_sizes(use: Any, read: ParamAccess | None) -> dict[str, int]:
+    """`ndim` and `size` of a parameter that is stored in another shape: Flax looks for attributes in metadata first.
+
+    None of one that loops run over, since its slices have others.
+    """
+    stored_shape = getattr(use, "stored_shape", None)
+    if read is None or read.stacked or stored_shape is None or stored_shape.is_identity:
+        return {}
+    return {"ndim": len(stored_shape.shape), "size": math.prod(stored_shape.shape)}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "/".join(map(str, path))
+
+
+def _values(state: Any) -> dict[str, Any]:
+    return traverse_util.unflatten_dict({path: _value(variable) for path, variable in _flat(state)})
+
+
+def _replaced(path: tuple[Any, ...], variable: Any, value: Any) -> Any:
+    return variable.replace(value) if isinstance(variable, nnx.Variable) else value
+
+
+def _with_values(state: Any, put: Callable[..., Any], *trees: Any) -> Any:
+    """`state` with `put(path, variable, *leaves)` for each variable; leaves are from dict trees (None: no tree)."""
+    flat = [{} if tree is None else traverse_util.flatten_dict(tree) for tree in trees]
+    return nnx.from_flat_state(
+        [(path, put(path, variable, *(leaves.get(path) for leaves in flat))) for path, variable in _flat(state)])
+
+
+def _reseeded(state: Any, rng: jax.Array) -> Any:
+    """`state` with the key of every random stream derived from `rng` and the stream's path."""
+    flat = []
+    for i, (path, variable) in enumerate(_flat(state)):
+        if isinstance(variable, nnx.RngKey):
+            shape = _value(variable).shape
+            key = jax.random.fold_in(rng, i)
+            variable = variable.replace(jax.random.split(key, shape) if shape else key)
+        flat.append((path, variable))
+    return nnx.from_flat_state(flat)

@@ -1,0 +1,101 @@
+"""What a traced model does with its parameters beside reading them where the library can intercept it.
+
+Reads are marked in the jaxpr (`mark_read`). What reaches a parameter without such a mark (an NNX `variable.T`, the
+leaves of a state, a slice) works on the array as it is stored, which may be padded; what is written is another array.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, inner_jaxprs, is_literal, primitive_of
+from zero_jax.jaxpr.primitives import COND, NAME, SCAN, Scan, checkpoint_names
+
+_MARK = "zero_access "
+_SUMMABLE = ("integer_pow", "square", "mul", "abs", "reduce_sum", "reduce_max")
+_Alias = tuple[str, bool]
+"""The parameter that a variable is, and whether it is as it is stored (else as it was read)."""
+
+
+def mark_read(name: str, value: jax.Array) -> jax.Array:
+    """`value`, which the model reads as the parameter `name`."""
+    return checkpoint_name(value, _MARK + name)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamFlow:
+    """Names of parameters.
+
+    bypassed: used past their reads, or read after they were overwritten. summed: used past their reads, but only by
+    powers and sums, which need no gather (a penalty of all parameters, say). written: overwritten.
+    """
+
+    bypassed: frozenset[str]
+    summed: frozenset[str]
+    written: frozenset[str]
+
+
+def param_flow(jaxpr: Jaxpr, names: Sequence[str], final: Sequence[str]) -> ParamFlow:
+    """Of a jaxpr whose first inputs are the parameters `names`; its last outputs are those of `final` afterwards."""
+    walk = _Walk()
+    outs = walk(jaxpr, {var: (name, True) for var, name in zip(jaxpr.invars, names, strict=False)})
+    ends = outs[len(outs) - len(final):]
+    written = {name for name, out in zip(final, ends, strict=True) if out is None or out[0] != name}
+    bypassed = walk.bypassed | written
+    return ParamFlow(frozenset(bypassed), frozenset(walk.summed - bypassed), frozenset(written))
+
+
+class _Walk:
+    """Follows parameters through a jaxpr and those inside it, and collects how they are used."""
+
+    def __init__(self) -> None:
+        self.bypassed: set[str] = set()
+        self.summed: set[str] = set()
+
+    def __call__(self, jaxpr: Jaxpr, aliases: Mapping[Any, _Alias]) -> list[_Alias | None]:
+        """What each output is, from what the inputs are."""
+        known = dict(aliases)
+
+        def alias(atom: Any) -> _Alias | None:
+            return None if is_literal(atom) else known.get(atom)
+
+        for eqn in jaxpr.eqns:
+            taken = [alias(atom) for atom in eqn.invars]
+            marks = checkpoint_names(eqn) if primitive_of(eqn) == NAME else ()
+            if marks and marks[0].startswith(_MARK):
+                name = marks[0].removeprefix(_MARK)
+                if taken[0] is None or taken[0][0] != name:
+                    self.bypassed.add(name)
+                outs: list[_Alias | None] = [(name, False)]
+            elif inner_jaxprs(eqn):
+                outs = self._through(eqn, taken)
+            else:
+                uses = self.summed if primitive_of(eqn) in _SUMMABLE else self.bypassed
+                uses.update(name for name, stored in filter(None, taken) if stored)
+                outs = [None] * len(eqn.outvars)
+            known.update((var, out) for var, out in zip(eqn.outvars, outs, strict=True) if out is not None)
+        return [alias(atom) for atom in jaxpr.outvars]
+
+    def _through(self, eqn: JaxprEqn, taken: list[_Alias | None]) -> list[_Alias | None]:
+        """The outputs of a loop, branch or call."""
+        inners = inner_jaxprs(eqn)
+        carried = range(0)
+        if primitive_of(eqn) == COND:
+            taken = taken[1:]
+        elif primitive_of(eqn) == SCAN:
+            scan = Scan.of(eqn)
+            carried = range(scan.num_consts, scan.num_consts + scan.num_carry)
+        elif any(len(inner.invars) != len(taken) for inner in inners):  # a `while`, say, with inputs of two jaxprs
+            carried = range(len(taken))
+        self.bypassed.update(entry[0] for i, entry in enumerate(taken) if i in carried and entry and entry[1])
+        taken = [None if i in carried else entry for i, entry in enumerate(taken)]
+        results = [self(inner, {var: entry for var, entry in zip(inner.invars, taken, strict=False) if entry})
+                   for inner in inners]
+        fitting = [result for result in results if len(result) == len(eqn.outvars)]
+        if not fitting:
+            return [None] * len(eqn.outvars)
+        return [first if all(first == other for other in others) else None
+                for first, *others in zip(*fitting, strict=True)]

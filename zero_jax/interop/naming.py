@@ -1,0 +1,107 @@
+"""Rules that map the names of a model's parameters to those of tensors in a file. No JAX."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from zero_jax.interop.safetensors_file import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How a file stores the parameters whose name matches a pattern.
+
+    leaf: pattern of the full name, as "blocks/qkv/kernel". tensor: the name in the file, in which "{group}" stands for
+    what the pattern's group of that name matched. If one such group matched nothing, the leaf is stacked: index i of
+    its first dim is the tensor with i in that place. columns: for each index of the last dim the index in the file;
+    None: the same. transpose: the file stores a matrix as (out, in), and ours is (in, out); columns then index the
+    file's first dim.
+    """
+
+    leaf: str
+    tensor: str
+    columns: Sequence[int] | None = None
+    transpose: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """All rules of a model; the first that matches a name is used.
+
+    rules: `Rule`s or tuples of their fields. ignored: patterns of full names of tensors that are not parameters. tied:
+    optional tensors, each of which must equal another one. prefix: optional before the names in a file that is read,
+    and written before them.
+    """
+
+    rules: Sequence[Any]
+    ignored: Sequence[str] = ()
+    tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", tuple(r if isinstance(r, Rule) else Rule(*r) for r in self.rules))
+
+    def written(self, tensor: str) -> str:
+        """The name of a tensor in a written file: with the prefix."""
+        return self.prefix + tensor
+
+    def parts(self, leaf: str, shape: tuple[int, ...]) -> "Parts":
+        """The tensors of the leaf of that name and logical shape. Raises ValueError if no rule matches."""
+        for rule in self.rules:
+            if (match := re.fullmatch(rule.leaf, leaf)) is None:
+                continue
+            groups = match.groupdict()
+            open_ = [name for name, value in groups.items() if value is None and f"{{{name}}}" in rule.tensor]
+            if len(open_) > 1 or open_ and not shape:
+                raise ValueError(f"{leaf} of shape {shape} matches the rule {rule.leaf!r} without {', '.join(open_)}: "
+                                 "only one group may be open, and the first dim stands for it.")
+            if rule.columns is not None and (len(shape) == 0 or sorted(rule.columns) != [*range(shape[-1])]):
+                raise ValueError(f"{leaf} has shape {shape}, and the rule {rule.leaf!r} orders {len(rule.columns)} "
+                                 "columns: give each index of the last dim once.")
+            layers = [{open_[0]: i} for i in range(shape[0])] if open_ else [{}]
+            names = tuple(rule.tensor.format(**(groups | layer)) for layer in layers)
+            return Parts(leaf, shape, names, bool(open_), rule)
+        raise ValueError(f"No rule matches the parameter {leaf} of shape {shape}: these names are not for this model.")
+
+
+OWN = Names([(r"(?P<name>.+)", "{name}")])
+"""Each parameter by our name, as `blocks/qkv/kernel`; other variables as `variables/batch_stats/mean`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """One leaf as tensors of a file: `names`, one per index of the first dim where it is `stacked`."""
+
+    leaf: str
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    stacked: bool
+    rule: Rule
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of each tensor in the file."""
+        shape = self.shape[1:] if self.stacked else self.shape
+        return shape[::-1] if self.rule.transpose else shape
+
+    def read(self, tensors: Mapping[str, Tensor], index: tuple[slice, ...]) -> np.ndarray:
+        """The slice `index` of the leaf (slices with start and stop); nothing else is read."""
+        if self.stacked:
+            return np.stack([self._read(tensors[name], index[1:]) for name in self.names[index[0]]])
+        return self._read(tensors[self.names[0]], index)
+
+    def _read(self, tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
+        inside: tuple[Any, ...] = index
+        if self.rule.columns is not None:
+            inside = (*index[:-1], np.asarray(self.rule.columns)[index[-1]])
+        return tensor.read(inside[::-1]).T if self.rule.transpose else tensor.read(inside)
+
+    def split(self, value: np.ndarray) -> list[np.ndarray]:
+        """The tensors of a whole leaf."""
+        if self.rule.columns is not None:
+            value = value[..., np.argsort(self.rule.columns)]
+        layers = list(value) if self.stacked else [value]
+        return [layer.T for layer in layers] if self.rule.transpose else layers

@@ -1,0 +1,232 @@
+"""A model's parameters from and to safetensors files, sharded on the way in, gathered leaf by leaf on the way out."""
+
+import dataclasses
+import functools
+import gc
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zero_jax.distributed.agreement import all_or_none, is_first
+from zero_jax.distributed.initialize import on_host
+from zero_jax.interop.naming import OWN, Names, Parts
+from zero_jax.interop.safetensors_file import DTYPES, Piece, Tensor, check_target, find_tensors, write_tensors
+from zero_jax.interop.shard_reader import stored_part
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.stored_shape import StoredShape, identity_shape
+from zero_jax.state import ZeroState
+from zero_jax.step.init import with_new_params
+from zero_jax.tree import named_leaves
+
+VARIABLES = "variables/"
+"""Prefix of the names of variables that are not parameters, such as batch statistics."""
+
+MAX_FILE_BYTES = 5 << 30
+"""Of tensors in one exported file; more are written as several files with an index."""
+
+
+def import_params(path: Path | str, step: Any, state: ZeroState, batch: Any, *, names: Names = OWN) -> ZeroState:
+    """`state` with the parameters of a file and a freshly initialised optimizer state for them; donates `state`.
+
+    Each device's shard is read separately, so that host memory never exceeds one shard.
+
+    Args:
+      path: a safetensors file, an index of such files, or a folder with one.
+      step: the `ZeroTrainStep` of `state`.
+      state: as `step.init` returned it, before its first step.
+      batch: as the step takes it, or abstract.
+      names: rules that map the names of the model to those of the file.
+
+    Returns: a state with the shardings of `step.layout(batch)`; floating dtypes are converted to those of the state.
+    Raises ValueError for a tensor that is missing, unexpected, or of another shape or kind of dtype, before anything is
+    read and with `state` unchanged.
+    """
+    layout = step.layout(batch)
+    parts = _parts({name: (shape.shape, like.dtype) for (name, shape), (_, like) in zip(
+        model_leaves(layout.stored_shapes), model_leaves(layout.state), strict=True)}, names)
+
+    def checked_tensors() -> dict[str, Tensor]:
+        tensors = _unprefixed(path, find_tensors(Path(path)), names)
+        _check(path, parts, layout, tensors, names)
+        return tensors
+
+    tensors = all_or_none(checked_tensors)
+    leaves = []
+    for (name, leaf), (_, shape), (_, like) in zip(
+            model_leaves(state), model_leaves(layout.stored_shapes), model_leaves(layout.state), strict=True):
+        if name in parts:
+            leaf.delete()
+            leaf = _read_leaf(path, shape, like, parts[name], tensors)
+        leaves.append(leaf)
+    params, frozen, variables = jax.tree.unflatten(jax.tree.structure(_trees(state)), leaves)
+    return with_new_params(
+        state, params, optimizer=step.optimizer, layout=layout, frozen=frozen, variables=variables)
+
+
+def export_params(path: Path | str, state: ZeroState, layout: Layout, *, names: Names = OWN, dtype: Any = None,
+                  ema: bool = False, max_file_bytes: int = MAX_FILE_BYTES) -> list[Path]:
+    """Writes the parameters of `state`, gathered and in their logical shapes, as safetensors; returns the paths.
+
+    Leaves are gathered one at a time, so that host memory never exceeds the largest. Every process must call this; the
+    first one writes, and the others return an empty list.
+
+    Args:
+      path: of the file, `*.safetensors`; see `safetensors_file.write_tensors` for more than one.
+      state: of any stage; it is not donated.
+      layout: of its step.
+      names: rules that map the names of the model to those of the file. Variables other than parameters are written
+        where a rule matches; PRNG keys never are.
+      dtype: of floating tensors, as "float32" or "bfloat16"; None: as they are stored.
+      ema: write the moving average in place of the parameters.
+      max_file_bytes: of tensors in one file.
+
+    Raises ValueError for a path that cannot be written, a dtype that the format lacks, two leaves of one name, and
+    `ema` of a state without one.
+    """
+    if ema and state.ema is None:
+        raise ValueError("ema=True: this state has no moving average. Make the step with ema=..., or export the "
+                         "parameters.")
+    chosen = dataclasses.replace(state, params=state.ema) if ema else state
+    leaves = {name: (leaf, shape) for (name, leaf), (_, shape) in zip(
+        model_leaves(chosen), model_leaves(layout.stored_shapes), strict=True)}
+    return _export(Path(path), leaves, names, dtype, max_file_bytes)
+
+
+def export_tree(path: Path | str, params: Any, variables: Any = None, *, names: Names = OWN, dtype: Any = None,
+                max_file_bytes: int = MAX_FILE_BYTES) -> list[Path]:
+    """`export_params` for trees of parameters and variables in logical shapes, as `Checkpoints.load_params` returns."""
+    leaves = [*named_leaves(params), *((VARIABLES + name, leaf) for name, leaf in named_leaves(variables))]
+    return _export(Path(path), {name: (leaf, identity_shape(leaf.shape)) for name, leaf in leaves}, names, dtype,
+                   max_file_bytes)
+
+
+def _export(path: Path, leaves: Mapping[str, tuple[jax.Array, StoredShape]], names: Names, dtype: Any,
+            max_file_bytes: int) -> list[Path]:
+    """Writes `leaves`, each the stored array with its `StoredShape`; see `export_params`."""
+    dtype = None if dtype is None else np.dtype(dtype)
+    if dtype is not None and (dtype not in DTYPES.values() or not jnp.issubdtype(dtype, jnp.floating)):
+        raise ValueError(f"dtype={dtype} is not a floating dtype of the format: give float32 or bfloat16.")
+    parts = _parts({name: (shape.shape, leaf.dtype) for name, (leaf, shape) in leaves.items()}, names)
+    all_or_none(lambda: check_target(path) if is_first() else None)
+    gathered: dict[str, list[np.ndarray]] = {}  # the tensors of one leaf
+
+    def tensor(name: str, number: int, kind: np.dtype) -> np.ndarray:
+        if name not in gathered:
+            gathered.clear()
+            gc.collect(1)  # the array that was fetched before may be part of a reference cycle, a young one
+            leaf, shape = leaves[name]
+            gathered[name] = parts[name].split(shape.load(on_host(leaf)))
+        return gathered[name][number].astype(kind, copy=False)
+
+    pieces = []
+    for name, each in parts.items():
+        stored = np.dtype(leaves[name][0].dtype)
+        kind = dtype if dtype is not None and jnp.issubdtype(stored, jnp.floating) else stored
+        pieces += [Piece(names.written(of), kind, each.tensor_shape, functools.partial(tensor, name, number, kind))
+                   for number, of in enumerate(each.names)]
+    if is_first():
+        return write_tensors(path, pieces, max_file_bytes=max_file_bytes, metadata={"format": "pt"})
+    for piece in pieces:
+        piece.value()  # gathering is a collective: every process takes part
+    return []
+
+
+def _trees(state: ZeroState) -> tuple[Any, Any, Any]:
+    return state.params, state.frozen, state.variables
+
+
+def model_leaves(state: ZeroState) -> list[tuple[str, Any]]:
+    """(name, leaf) of parameters, frozen parameters and variables, which together are the model."""
+    params, frozen, variables = map(named_leaves, _trees(state))
+    return [*params, *frozen, *((VARIABLES + name, leaf) for name, leaf in variables)]
+
+
+def _parts(leaves: Mapping[str, tuple[tuple[int, ...], Any]], names: Names) -> dict[str, Parts]:
+    """The tensors of each leaf (logical shape, dtype), without PRNG keys and variables that no rule matches."""
+    parts_of: dict[str, Parts] = {}
+    for name, (shape, dtype) in leaves.items():
+        fits = not name.startswith(VARIABLES) or any(re.fullmatch(rule.leaf, name) for rule in names.rules)
+        if fits and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            parts_of[name] = names.parts(name, shape)
+    owners: dict[str, str] = {}
+    for name, parts in parts_of.items():
+        for tensor in parts.names:
+            if owners.setdefault(tensor, name) != name:
+                raise ValueError(f"The rules give {owners[tensor]} and {name} the same tensor {tensor!r}.")
+    return parts_of
+
+
+def _unprefixed(path: Path | str, tensors: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
+    """`tensors` by their names without the prefix; ignored ones are left out."""
+    by_name: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        short = name.removeprefix(names.prefix)
+        if short in by_name:
+            raise ValueError(f"{path} has both {by_name[short].name!r} and {name!r}.")
+        if not any(re.fullmatch(pattern, short) for pattern in names.ignored):
+            by_name[short] = tensor
+    return by_name
+
+
+def _check(path: Path | str, parts: Mapping[str, Parts], layout: Layout, tensors: Mapping[str, Tensor], names: Names
+           ) -> None:
+    """Raises ValueError unless `tensors` are those of the model, each with its shape and kind of dtype."""
+    dtypes = {name: np.dtype(like.dtype) for name, like in model_leaves(layout.state) if name in parts}
+    wanted = {tensor: (name, each) for name, each in parts.items() for tensor in each.names}
+    missing, extra = sorted(wanted.keys() - tensors), sorted(tensors.keys() - wanted - names.tied.keys())
+    if missing or extra:
+        what = [f"{how} {len(some)} ({', '.join(some[:4])}{', ...' * (len(some) > 4)})"
+                for how, some in (("lacks", missing), ("has in addition", extra)) if some]
+        raise ValueError(f"{path} {' and '.join(what)} of the {len(wanted)} tensors that the model has: give the "
+                         "file of a model of this kind and depth, or names=... that fit it.")
+    for tensor, (name, each) in wanted.items():
+        in_file = tensors[tensor]
+        if in_file.shape != each.tensor_shape:
+            raise ValueError(f"{path}: tensor {in_file.name!r} has shape {in_file.shape}, and {name} of the model "
+                             f"takes {each.tensor_shape}: give the file of a model of these sizes.")
+        floating = [jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
+                    for dtype in (in_file.dtype, dtypes[name])]
+        if in_file.dtype != dtypes[name] and not all(floating):
+            raise ValueError(f"{path}: tensor {in_file.name!r} has dtype {in_file.dtype}, and {name} of the model has "
+                             f"{dtypes[name]}: only float64, float32, float16 and bfloat16 are converted.")
+    for copy, original in names.tied.items():
+        if copy in tensors and not _equal(tensors[copy], tensors[original]):
+            raise ValueError(f"{path}: tensor {tensors[copy].name!r} differs from {tensors[original].name!r}, and this "
+                             "model has one parameter for both.")
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are bitwise equal, read 1024 rows at a time."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    rows = range(0, one.shape[0], 1024) if one.shape else [0]
+    blocks = [(slice(row, row + 1024),) if one.shape else () for row in rows]
+    return all(one.read(block).tobytes() == other.read(block).tobytes() for block in blocks)
+
+
+def _read_leaf(path: Path | str, shape: StoredShape, like: jax.ShapeDtypeStruct, parts: Parts,
+               tensors: Mapping[str, Tensor]) -> jax.Array:
+    """The stored array of a leaf, read shard by shard; a shard that several devices store is read once."""
+    read: dict[Any, np.ndarray] = {}
+
+    def logical_part(index: tuple[slice, ...]) -> np.ndarray:
+        value = parts.read(tensors, index)
+        with np.errstate(over="ignore"):
+            converted = value.astype(like.dtype, copy=False)
+        if value.dtype != like.dtype and np.isinf(converted).any() and not np.isinf(value).any():
+            raise ValueError(f"{path}: {parts.names[0]!r} holds {float(np.abs(value).max()):g}, beyond the range of "
+                             f"{like.dtype}: choose another precision.")
+        return converted
+
+    def part(index: Any) -> np.ndarray:
+        spans = tuple(way.indices(size)[:2] for way, size in zip(index, like.shape, strict=True))
+        if spans not in read:
+            read[spans] = stored_part(shape, spans, like.dtype, logical_part)
+        return read[spans]
+
+    return jax.make_array_from_callback(like.shape, like.sharding, part)

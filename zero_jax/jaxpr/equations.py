@@ -1,0 +1,116 @@
+"""Tracing functions, and building, evaluating and nesting equations, whatever their primitives are."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, get_opaque_trace_state
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """The jaxpr of `fun(*args)`; `args` are pytrees of arrays or of `jax.ShapeDtypeStruct`s."""
+    return jax.make_jaxpr(fun)(*args)
+
+
+def trace_with_shape(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
+    """As `trace`, and what `fun` returns as a pytree of `jax.ShapeDtypeStruct`s."""
+    return jax.make_jaxpr(fun, return_shape=True)(*args)
+
+
+def trace_flat(fun: Callable[..., Any], leaves: Sequence[Any], treedef: Any) -> tuple[ClosedJaxpr, Any]:
+    """The jaxpr of `fun` on the flattened arguments `leaves`, and the treedef of what it returns."""
+    closed, out_shape = trace_with_shape(lambda *flat: fun(*jax.tree.unflatten(treedef, flat)), *leaves)
+    return closed, jax.tree.structure(out_shape)
+
+
+def jaxpr_to_fun(jaxpr: Any) -> Callable[..., list[Any]]:
+    """A jaxpr, closed or without constants, as a function of flat arguments."""
+    return core.jaxpr_as_fun(closed_jaxpr(jaxpr))
+
+
+def current_trace() -> Any:
+    """The trace in which this is called: equal to another result if and only if values may pass between the two."""
+    return get_opaque_trace_state(convention="flax")
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand is a constant that is written into the equation."""
+    return isinstance(atom, Literal)
+
+
+def variables(atoms: Iterable[Any]) -> list[Var]:
+    """Those of `atoms` that are variables."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def value_of(atom: Any, env: Mapping[Any, Any]) -> Any:
+    """The value of an operand: a literal's own, a variable's from `env`."""
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def variable_like(atom: Any, dtype: Any = None) -> Any:
+    """A new variable of the type of `atom`, or of that with another (strong) dtype."""
+    return Var(atom.aval if dtype is None else atom.aval.update(dtype=jax.numpy.dtype(dtype), weak_type=False))
+
+
+def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
+    """A variable or literal as an abstract array."""
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type)
+
+
+def primitive_of(eqn: JaxprEqn) -> str:
+    """The name of the primitive of an equation, as "dot_general"."""
+    return eqn.primitive.name
+
+
+def scope_of(eqn: JaxprEqn) -> str:
+    """The `jax.named_scope`s in which an equation was traced, joined by slashes."""
+    return str(eqn.source_info.name_stack)
+
+
+def producers(jaxpr: Jaxpr) -> dict[Any, JaxprEqn]:
+    """Variable -> the equation of `jaxpr` that computes it."""
+    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+
+def all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations of `jaxpr` and of every jaxpr within, in program order."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from all_eqns(inner)
+
+
+def bind_eqn(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> Sequence[Any]:
+    """The results of `eqn` on the values `args`."""
+    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params({**eqn.params, **params}))
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def run_eqns(eqns: Iterable[JaxprEqn], env: dict[Any, Any],
+             bind: Callable[[JaxprEqn, list[Any]], Sequence[Any]] = bind_eqn) -> None:
+    """Evaluates `eqns` with `bind`, reading operands from `env` (variable -> value) and writing results into it."""
+    for eqn in eqns:
+        env.update(zip(eqn.outvars, bind(eqn, [value_of(atom, env) for atom in eqn.invars]), strict=True))
+
+
+def eqn_of(fun: Callable[..., Any], invars: Sequence[Any], outvars: Sequence[Any]) -> JaxprEqn:
+    """The equation `outvars = fun(*invars)`; `fun` must trace to exactly one."""
+    (eqn,) = trace(fun, *map(shape_of, invars)).jaxpr.eqns
+    return eqn.replace(invars=list(invars), outvars=list(outvars))
+
+
+def replace_eqn(eqn: JaxprEqn, fun: Callable[..., Any]) -> JaxprEqn:
+    """A jitted call of `fun`, which computes what `eqn` does, in the place of `eqn`."""
+    return eqn_of(jax.jit(fun), eqn.invars, eqn.outvars)
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs in the parameters of `eqn`: bodies, branches, what a call evaluates."""
+    return list(core.jaxprs_in_params(eqn.params))
+
+
+def closed_jaxpr(jaxpr: Any) -> ClosedJaxpr:
+    """`jaxpr` if it is closed, else with no constants."""
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())

@@ -1,0 +1,220 @@
+"""The primitives that zero_jax knows, and their parameters under names that do not change with JAX."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import primitives
+from jax.lax import GatherScatterMode
+
+from zero_jax.jaxpr.equations import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    bind_eqn,
+    closed_jaxpr,
+    eqn_of,
+    shape_of,
+    trace,
+)
+
+SCAN, COND, JIT = primitives.scan_p.name, primitives.cond_p.name, primitives.jit_p.name
+REMAT, CUSTOM_VJP = primitives.remat_p.name, primitives.custom_vjp_call_p.name
+NAME, CONVERT, DOT, CONV = "name", "convert_element_type", "dot_general", "conv_general_dilated"
+GATHER_ROWS, SCATTER_ADD, SHARD_MAP, CONSTRAINT = "gather", "scatter-add", "shard_map", "sharding_constraint"
+"""Names of primitives, as `primitive_of` returns them."""
+
+CALLS = (JIT, REMAT, CUSTOM_VJP, "custom_jvp_call", "closed_call")
+"""Primitives that evaluate `call_jaxpr` of their operands, and nothing else."""
+
+
+def name_eqn(name: str, taken: Any, given: Any) -> JaxprEqn:
+    """The equation `given = checkpoint_name(taken, name)`."""
+    return eqn_of(lambda value: checkpoint_name(value, name), [taken], [given])
+
+
+def call_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:
+    """What one of `CALLS` evaluates, or the body of a scan or of a shard_map."""
+    return closed_jaxpr(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
+
+
+def with_call_jaxpr(eqn: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
+    """A jit or scan with `jaxpr` in the place of its own, whose constants it keeps."""
+    return eqn.replace(params={**eqn.params, "jaxpr": eqn.params["jaxpr"].replace(jaxpr=jaxpr)})
+
+
+def with_body(eqn: JaxprEqn, fun: Callable[..., Any]) -> JaxprEqn:
+    """A scan whose body is the function `fun` of the body's flat arguments."""
+    avals = map(shape_of, call_jaxpr(eqn).jaxpr.invars)
+    return eqn.replace(params={**eqn.params, "jaxpr": trace(fun, *avals)})
+
+
+def branches(eqn: JaxprEqn) -> Sequence[ClosedJaxpr]:
+    """The branches of a cond or switch, by the value of its first operand."""
+    return eqn.params["branches"]
+
+
+def jit_name(eqn: JaxprEqn) -> str | None:
+    """The name of the function that a jit calls; None for other equations."""
+    return eqn.params["name"] if eqn.primitive.name == JIT else None
+
+
+def out_shardings(jit: JaxprEqn) -> tuple[Any, ...]:
+    """The shardings that a jit was given for its results."""
+    return tuple(jit.params["out_shardings"])
+
+
+def in_specs(shard_map: JaxprEqn) -> tuple[Any, ...]:
+    """The specs of the operands of a shard_map."""
+    return tuple(shard_map.params["in_specs"])
+
+
+def checkpoint_names(eqn: JaxprEqn) -> tuple[str, ...]:
+    """What `jax.ad_checkpoint.checkpoint_name` calls the result, or values directly within a custom_vjp_call."""
+    return policy_names(eqn.primitive, eqn.params)
+
+
+def policy_names(primitive: Any, params: Mapping[str, Any]) -> tuple[str, ...]:
+    """As `checkpoint_names`, of what a checkpoint policy is called with: `policy(primitive, *avals, **params)`."""
+    if primitive.name == NAME:
+        return (params["name"],)
+    if primitive.name == CUSTOM_VJP:
+        return tuple(eqn.params["name"] for eqn in params["call_jaxpr"].jaxpr.eqns if eqn.primitive.name == NAME)
+    return ()
+
+
+def policy_dtypes(avals: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """The dtype of the result of what a checkpoint policy is called with, if its parameters say it, else its operands'.
+
+    Of `policy(primitive, *avals, **params)`.
+    """
+    of_result = params.get("new_dtype") or params.get("preferred_element_type")
+    dtypes = [of_result] if of_result is not None else [getattr(aval, "dtype", None) for aval in avals]
+    return [dtype for dtype in dtypes if dtype is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """The parameters of a scan. Its operands are constants, then the carry, then arrays that are scanned over."""
+
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: int
+
+    @classmethod
+    def of(cls, eqn: JaxprEqn) -> "Scan":
+        """Of a scan equation. The operands are counted by shape, since JAX 0.12 renamed num_consts and num_carry."""
+        body = call_jaxpr(eqn).jaxpr
+        carried = sum(shape_of(outer).ndim == shape_of(inner).ndim
+                      for outer, inner in zip(eqn.outvars, body.outvars, strict=True))
+        scanned = sum(shape_of(outer).ndim > shape_of(inner).ndim
+                      for outer, inner in zip(eqn.invars, body.invars, strict=True))
+        params = eqn.params
+        return cls(len(eqn.invars) - scanned - carried, carried, params["length"], params["reverse"], params["unroll"])
+
+
+def num_rounds(eqn: JaxprEqn) -> int:
+    """How often `eqn` evaluates its inner jaxprs: the length of a scan, else 1 (a while loop's is unknown)."""
+    return eqn.params["length"] if eqn.primitive.name == SCAN else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """The parameters of a `jax.checkpoint`. differentiated: it is what backward computes again."""
+
+    policy: Any
+    prevent_cse: Any
+    differentiated: bool
+
+    @classmethod
+    def of(cls, eqn: JaxprEqn) -> "Checkpoint":
+        """Of a checkpoint equation."""
+        return cls(*(eqn.params[field.name] for field in dataclasses.fields(cls)))
+
+
+def with_policy(remat: JaxprEqn, policy: Any) -> JaxprEqn:
+    """A checkpoint with another policy."""
+    return remat.replace(params={**remat.params, "policy": policy})
+
+
+class DotDims(NamedTuple):
+    """Dims of a dot_general, each a pair for its two operands: summed over, and common to both and kept."""
+
+    contracted: tuple[tuple[int, ...], tuple[int, ...]]
+    batched: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def dot_dims(dot: JaxprEqn) -> DotDims:
+    """The dims of a dot_general."""
+    return DotDims(*dot.params["dimension_numbers"])
+
+
+class ConvDims(NamedTuple):
+    """Dims of a convolution: (batch, features, space...) and (out features, in features, space...); its groups."""
+
+    lhs: tuple[int, ...]
+    kernel: tuple[int, ...]
+    groups: int
+
+
+def conv_dims(conv: JaxprEqn) -> ConvDims:
+    """The dims of a conv_general_dilated."""
+    lhs, kernel, _ = conv.params["dimension_numbers"]
+    return ConvDims(lhs, kernel, conv.params["feature_group_count"] * conv.params["batch_group_count"])
+
+
+def with_product_dtype(product: JaxprEqn, dtype: Any, out: Var) -> JaxprEqn:
+    """A dot_general or convolution that sums in `dtype`, into the variable `out`."""
+    return product.replace(outvars=[out], params={**product.params, "preferred_element_type": jax.numpy.dtype(dtype)})
+
+
+def permutation(transpose: JaxprEqn) -> tuple[int, ...]:
+    """For each dim of the result of a transpose, that of its operand."""
+    return tuple(transpose.params["permutation"])
+
+
+def reduced_axes(reduction: JaxprEqn) -> tuple[int, ...]:
+    """The dims that a reduce_sum or its like reduces."""
+    return tuple(reduction.params["axes"])
+
+
+def reduce_all(reduction: JaxprEqn, value: Any) -> Sequence[Any]:
+    """The result of `reduction` over every dim of `value`."""
+    return bind_eqn(reduction, [value], axes=tuple(range(value.ndim)))
+
+
+class ScatterDims(NamedTuple):
+    """window: dims of the updates that are slices; rows: dims of the operand that indices count.
+
+    clips: whether an index that is out of bounds is moved to the nearest row.
+    """
+
+    window: tuple[int, ...]
+    rows: tuple[int, ...]
+    clips: bool
+
+
+def scatter_dims(scatter: JaxprEqn) -> ScatterDims:
+    """The dims of a scatter-add of (operand, indices, updates)."""
+    numbers = scatter.params["dimension_numbers"]
+    return ScatterDims(numbers.update_window_dims, numbers.scatter_dims_to_operand_dims,
+                       scatter.params["mode"] == GatherScatterMode.CLIP)
+
+
+def scatter_dropping(scatter: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+    """The result of a scatter-add on `args`, with updates dropped whose index is out of bounds."""
+    return bind_eqn(scatter, args, mode=GatherScatterMode.FILL_OR_DROP)
+
+
+def scatter_add_like(scatter: JaxprEqn, invars: Sequence[Any], out: Var) -> JaxprEqn:
+    """A scatter-add as `scatter` in the dtype of `invars`: traced again, since its addition is a jaxpr of one dtype."""
+    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    params = {name: scatter.params[name] for name in names}
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in invars]
+    (eqn,) = trace(lambda *args: jax.lax.scatter_add(*args, **params), *shapes).jaxpr.eqns
+    return eqn.replace(invars=list(invars), outvars=[out])

@@ -1,0 +1,1 @@
+"""Optimizers on sharded states: which can run, optimizers of whole matrices, presets by name."""

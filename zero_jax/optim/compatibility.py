@@ -1,0 +1,76 @@
+"""Whether an optimizer can run in a train step: the arguments of its update, and a state of constant shapes."""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zero_jax.tree import named_leaves
+
+_ADVICE = (
+    (("value_fn", "grad_fn", "obj_fn"),
+     "It evaluates the loss again within its update, and a step has one gradient for each batch: leave that out, as "
+     "do optax.lbfgs(linesearch=None), optax.contrib.sam(opaque_mode=False) and a hessian_diagonal_fn of gradients"),
+    (("per_example", "batch dimension"),
+     "A step gives one gradient of the whole batch, and not one for each example: bound its norm with "
+     "optax.clip_by_global_norm and add noise with optax.add_noise, or reduce per-example gradients in the loss"),
+    (("required keyword", "required positional"),
+     "Compute what it lacks within a transform of your own around it, and pass it on to its update"),
+)
+
+
+def takes_value(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """`optimizer` with an update that takes any extra keyword, `value` among them, and drops unknown ones.
+
+    The signature decides, since some of optax's transforms claim to take any extra argument and do not (`contrib.sam`).
+    """
+    parameters = inspect.signature(optimizer.update).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return optimizer
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return optimizer.update(updates, state, params, **{name: extra[name] for name in extra if name in parameters})
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def check_optimizer(optimizer: optax.GradientTransformationExtraArgs, params: Any) -> None:
+    """Raises ValueError unless `optimizer` runs on what a step has, and its updates and state keep their shapes.
+
+    params: a pytree of `jax.ShapeDtypeStruct`s, as stored.
+    """
+    value = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        before = jax.eval_shape(optimizer.init, params)
+        updates, after = jax.eval_shape(
+            lambda grads, state, params, value: optimizer.update(grads, state, params, value=value),
+            params, before, params, value)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        if not (advice := _advice(message)):
+            raise  # an error of the optimizer's own
+        raise ValueError(
+            "The optimizer cannot run on what a train step gives its update, which is the gradients, its state, the "
+            f"parameters and value=loss. It says: {message} {advice}.") from error
+    if difference := _difference(params, updates):
+        raise ValueError(f"The optimizer's updates of parameters change shape: {difference}. {_advice('per_example')}.")
+    if difference := _difference(before, after):
+        raise ValueError(
+            f"The optimizer's state changes in its first step: {difference}. Each step would be compiled again, with "
+            "other shardings: let its init make what its update returns.")
+
+
+def _advice(message: str) -> str:
+    return next((advice for words, advice in _ADVICE if any(word in message for word in words)), "")
+
+
+def _difference(old: Any, new: Any) -> str:
+    """The first leaf whose name, shape or dtype is another in `new`; empty if there is none."""
+    old_types, new_types = (
+        {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named_leaves(tree)} for tree in (old, new))
+    for name in {**old_types, **new_types}:
+        if old_types.get(name) != new_types.get(name):
+            return f"{name} is {old_types.get(name, 'absent')} before and {new_types.get(name, 'absent')} after"
+    return ""

@@ -1,0 +1,183 @@
+"""A step compiled for a target topology: whether it fits, what uses the memory, traffic by link, predicted step time.
+
+The step is the real one, compiled by the target's own compiler; no device is needed.
+"""
+
+import collections
+import dataclasses
+import itertools
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.jaxpr.equations import trace
+from zero_jax.planning.flops import traced_flops
+from zero_jax.planning.memory import MemoryReport, Transformer, memory_report
+from zero_jax.planning.timing import Timing, predict
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.mesh import make_mesh
+from zero_jax.stages import STAGES
+from zero_jax.step.contract_report import Report
+from zero_jax.step.make import make_zero_train_step
+from zero_jax.step.step import ZeroTrainStep
+from zero_jax.xla import devices as xla_devices
+from zero_jax.xla.targets import Target, target_of
+
+RESERVED = {"cuda": 2**30}
+"""Bytes of a device that no program gets, by platform: the CUDA context and NCCL's buffers. libtpu's limit has them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A step on a target, as compiled; sizes in bytes per device.
+
+    Attributes:
+        target: the target topology; None for live devices.
+        stage: ZeRO's.
+        batch_size: examples of the global batch.
+        mesh: sizes of the mesh's axes.
+        layout: how each leaf of the state is stored.
+        memory_bytes: what a program may use; None if unknown (live CPU devices).
+        needed_bytes: what this one needs: state, batch and temporaries.
+        host_bytes: of host memory.
+        refused: what XLA said if it would not compile the step; then what follows is None.
+        memory: memory by purpose: by formula, as stored and as compiled.
+        communication: what the program sends, checked against the stage's contract.
+        links: bytes that each device sends per step, by link and mesh axes.
+        timing: the predicted step time; None for live devices.
+        compile_seconds: that tracing and compiling took here.
+    """
+
+    target: Target | None
+    stage: int
+    batch_size: int
+    mesh: Mapping[str, int]
+    layout: Layout = dataclasses.field(repr=False)
+    memory_bytes: int | None
+    needed_bytes: int
+    host_bytes: int
+    refused: str
+    memory: MemoryReport | None = dataclasses.field(repr=False)
+    communication: Report | None = dataclasses.field(repr=False)
+    links: Mapping[tuple[str, tuple[str, ...]], float]
+    timing: Timing | None
+    compile_seconds: float
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return self.layout.mesh.size
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits into the device's memory, and what it offloads into the host's."""
+        host = self.target is None or self.host_bytes <= self.target.chip.host_memory_bytes
+        return not self.refused and host and (self.memory_bytes is None or self.needed_bytes <= self.memory_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left of a device's memory; negative by what is missing."""
+        return (self.memory_bytes or self.needed_bytes) - self.needed_bytes
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to change if it does not fit, with what each change gives; nothing if it fits."""
+        if self.fits:
+            return ()
+        state, params = self.layout.device_bytes, self.layout.num_params / self.layout.tensor_size
+        shards, low = self.layout.num_shards, self.layout.state.weights is not None or self.stage == 3
+        temporaries, advice = self.needed_bytes - state, []
+        for row in STAGES[self.stage + 1:]:
+            advice.append(f"stage {row.number}: {row.state_bytes(params, shards, low_precision=low) / 1e9:,.1f} GB of "
+                          f"state instead of {state / 1e9:,.1f} GB")
+        names = {row.name for row in self.layout.replicated()}
+        uneven = [row for row in self.layout.placements() if row.padding or row.name in names]
+        num_shards = shards * self.layout.tensor_size
+        if (wasted := sum(row.device_bytes - row.bytes / num_shards for row in uneven)) > 0.1 * state:
+            advice.append(f"a mesh of several axes, such as {shards // 4} x 4: {wasted / 1e9:,.1f} GB are padding or "
+                          f"copies of {len(uneven)} leaves whose dims do not divide by {shards}, and may by its axes")
+        per_device = self.batch_size / self.num_devices
+        if per_device > 1:
+            advice.append(f"a smaller batch: {temporaries / 1e9:,.1f} GB of temporaries are for {per_device:g} "
+                          "examples on each device")
+        advice.append("recompute blocks in the backward pass (remat) if the model does not")
+        if self.stage:
+            advice.append(f"more devices: {state / 1e9:,.1f} GB of state over {shards} shards")
+        return tuple(advice)
+
+
+def plan(model: Any, stage: int, target: str | Target, batch: Any, *, mesh: int | Sequence[int] = -1, tensor: int = 1,
+         context: int = 1, replica: int = 1, transformer: Transformer | None = None, **options: Any) -> Plan:
+    """What a train step of `model` would do on `target`; nothing runs, and no accelerator is needed.
+
+    Args:
+        model: a Flax model, as for `make_zero_train_step`.
+        stage: ZeRO's, 0 to 3.
+        target: `h100:16x8`, `v5p:8x8x16`, ... (`zero_jax.xla.targets.known_targets()`), or a file: `./mychip.toml:4x8`.
+        batch: the global batch, as arrays or `jax.ShapeDtypeStruct`s.
+        mesh: sizes of ZeRO's axes, as `make_mesh(data=...)`; default: all devices, factored along a TPU's torus.
+        tensor: size of the axis of tensor parallelism.
+        context: size of the axis over which sequences are split.
+        replica: size of the axis across which shards are replicated.
+        transformer: the model as the paper's formula of activations takes it; None leaves that out.
+        **options: of `make_zero_train_step`: optimizer, loss, precision, accumulate and so on.
+
+    Raises ValueError for a target that is unknown or whose compiler is not installed, a mesh that does not match it, a
+    batch that does not divide. A step that does not fit is an answer and no error: see `Plan.fits`.
+    """
+    target = target_of(target) if isinstance(target, str) else target
+    devices = xla_devices.target_devices(target)
+    device_mesh = make_mesh(mesh if isinstance(mesh, int) else tuple(mesh), tensor=tensor, context=context,
+                            replica=replica, devices=devices)
+    if device_mesh.size != target.num_devices:
+        raise ValueError(f"mesh={mesh!r} is of {device_mesh.size} devices, and target {target.text!r} has "
+                         f"{target.num_devices}: their product must be that.")
+    return examine(make_zero_train_step(model, stage, mesh=device_mesh, **options), batch, target, transformer)
+
+
+def examine(step: ZeroTrainStep, batch: Any, target: Target | None = None,
+            transformer: Transformer | None = None) -> Plan:
+    """The plan of an existing step, on the target topology `target` or on live devices (None)."""
+    began = time.perf_counter()
+    layout, leaf = step.layout(batch), jax.tree.leaves(batch)[0]
+    known = None if target is None else target.chip.memory_bytes - RESERVED.get(target.chip.platform, 0)
+
+    def make_plan(needed: int, host: int = 0, refused: str = "", **compiled_fields: Any) -> Plan:
+        return Plan(target=target, stage=step.stage.number, batch_size=leaf.shape[0], mesh=dict(step.mesh.shape),
+                    layout=layout, memory_bytes=known, needed_bytes=needed, host_bytes=host, refused=refused,
+                    compile_seconds=time.perf_counter() - began,
+                    **({"memory": None, "communication": None, "links": {}, "timing": None} | compiled_fields))
+
+    if known is not None and layout.device_bytes > known:  # no compiler needed to see that
+        return make_plan(layout.device_bytes, refused="not compiled: the state alone does not fit")
+    try:
+        compiled = step.compiled_step(batch)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return make_plan(refused_bytes(str(error)), refused=str(error).splitlines()[0])
+    timing, links = None, collections.defaultdict[Any, float](float)
+    if target is not None:
+        coords = [xla_devices.coords(device) for device in step.mesh.devices.flat]
+        tokens = leaf.size if leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer) else leaf.shape[0]
+        forward = traced_flops(trace(step.evaluator(), step.abstract_state(batch), step.abstract_batch(batch)))
+        timing = predict(compiled.schedule, target, coords, tokens=tokens, model_flops=3 * forward)
+        for collective in itertools.chain.from_iterable(each.collectives for each in compiled.report.results):
+            link = target.link([coords[device] for device in collective.group]).name
+            links[link, collective.axes(step.mesh.shape)] += collective.communication_bytes * collective.count
+    return make_plan(compiled.device_bytes, host=compiled.host_bytes, communication=compiled.report, timing=timing,
+                     links=dict(links), memory=memory_report(layout, compiled, activations=transformer))
+
+
+def refused_bytes(message: str) -> int:
+    """Bytes that a program needs, from the message with which XLA:TPU refuses it; 0 if it does not say.
+
+    >>> refused_bytes("the total memory required for HLO temporaries (770.27G) exceeds available HBM (15.75G)")
+    827071114772
+    """
+    match = re.search(r"total memory required[^(]*\(([\d.]+)([KMGT]?)\)", message)
+    return round(float(match[1]) * 1024 ** " KMGT".index(match[2] or " ")) if match else 0

@@ -1,0 +1,120 @@
+"""What fits a target: the smallest stage, the largest batch, the least rematerialisation, the deepest model."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zero_jax.planning.plan import Plan, plan
+from zero_jax.stages import STAGES
+from zero_jax.xla.targets import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchResult:
+    """The best plan that fits, and every plan that was compiled for the search.
+
+    model: key of the model in what was searched; size: what was searched for, such as examples per device or layers.
+    """
+
+    model: str
+    size: int
+    plan: Plan | None
+    tried: tuple[Plan, ...]
+
+
+def search(
+    models: Mapping[str, Any], target: Target, batch: Callable[[int], Any], *,
+    stages: Sequence[int] = range(len(STAGES)), largest_batch: int = 1024,
+    on_plan: Callable[[str, Plan], None] = lambda name, plan: None, **options: Any
+) -> SearchResult:
+    """The smallest stage that fits, with it the largest batch per device, and for that the least rematerialisation.
+
+    Args:
+      models: models by name, from the least to the most rematerialisation.
+      target: the target topology.
+      batch: from examples per device to the global batch, abstract.
+      stages: those to try, in order.
+      largest_batch: the most examples per device to try.
+      on_plan: called with the model's name and each plan.
+      **options: of `plan`.
+
+    `SearchResult.plan` is None if nothing fits.
+    """
+    tried: list[Plan] = []
+
+    def measure(name: str, stage: int, size: int) -> Plan:
+        compiled = plan(models[name], stage, target, batch(size), **options)
+        tried.append(compiled)
+        on_plan(name, compiled)
+        return compiled
+
+    most = list(models)[-1]
+    for stage in stages:
+        best: dict[int, Plan] = {}
+
+        def fits(size: int, stage: int = stage, best: dict[int, Plan] = best) -> float:
+            best[size] = measure(most, stage, size)
+            return _share(best[size])
+
+        size = largest(fits, largest_batch)
+        if not size:
+            continue
+        for name in list(models)[:-1]:
+            if (less := measure(name, stage, size)).fits:
+                return SearchResult(name, size, less, tuple(tried))
+        return SearchResult(most, size, best[size], tuple(tried))
+    return SearchResult(most, 0, None, tuple(tried))
+
+
+def deepest(
+    build: Callable[[int], Any], stage: int, target: Target, batch: Any, *, most_layers: int = 100_000,
+    on_plan: Callable[[str, Plan], None] = lambda name, plan: None, **options: Any
+) -> SearchResult:
+    """The most layers that fit at `stage`: `build(num_layers)` makes the model, whose memory grows with them."""
+    plans: dict[int, Plan] = {}
+
+    def share(layers: int) -> float:
+        plans[layers] = plan(build(layers), stage, target, batch, **options)
+        on_plan(f"{layers} layers", plans[layers])
+        return _share(plans[layers])
+
+    layers = largest(share, most_layers)
+    return SearchResult(f"{layers} layers", layers, plans.get(layers), tuple(plans.values()))
+
+
+def largest(share: Callable[[int], float], limit: int) -> int:
+    """The largest n from 1 to `limit` with `share(n)` at most 1, for a share that grows with n; 0 if there is none.
+
+    The secant method where the share grows about linearly, else bisection; each n is tried once. An infinite share
+    means that n is too large by an unknown factor.
+    """
+    known: dict[int, float] = {}
+    low, high, widths = 0, limit + 1, []  # the largest that fits, the smallest that does not
+    while high - low > 1:
+        widths.append(high - low)
+        n = _guess({size: value for size, value in known.items() if math.isfinite(value)}, low, high)
+        if high in known and len(widths) > 3 and widths[-1] > widths[-4] / 2:
+            n = (low + high) // 2
+        known[n] = share(n)
+        low, high = (n, high) if known[n] <= 1 else (low, n)
+    return low
+
+
+def _guess(known: Mapping[int, float], low: int, high: int) -> int:
+    if len(known) < 2:
+        return min(2 * low if low else 1, high - 1)
+    (a, at_a), (b, at_b) = sorted(known.items(), key=lambda item: abs(item[1] - 1))[:2]
+    slope = (at_b - at_a) / (b - a)
+    guess = int(a + (1 - at_a) / slope) if slope > 0 else 2 * low
+    return min(max(guess, low + 1), high - 1)
+
+
+def _share(plan: Plan) -> float:
+    """The share of the device's memory that a plan needs; above 1 also where the host's memory is too small."""
+    if plan.target is None or plan.memory_bytes is None:
+        return 0.0
+    if plan.refused and not plan.refused.startswith("RESOURCE_EXHAUSTED"):
+        return math.inf  # not compiled: its temporaries are unknown
+    share = plan.needed_bytes / plan.memory_bytes
+    return max(share, 1.001) if not plan.fits else share

@@ -1,0 +1,183 @@
+"""Step time of a scheduled program on a target topology: what runs when on one device, and what it waits for.
+
+Two engines: one computes, the other sends. Work takes the longer of its FLOPs over the chip's rate and its bytes over
+the HBM's bandwidth. A collective takes a latency and its bytes over the bandwidth of the links that it crosses; it
+starts once those links are free, and overlaps with work until its `Done` waits for it.
+
+Not modelled: kernel launches, tiles that a matrix product does not fill, contention on links beyond what `Target.link`
+counts, traffic to the host, and devices that differ.
+"""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from zero_jax.xla.events import Done, Event, Loop, Start, Work, totals
+from zero_jax.xla.targets import Target
+
+# Seconds to start a collective, and for each hop of its ring. GPU: NCCL's own model (src/graph/tuning.cc, ring, LL:
+# small messages; large ones hide it). TPU: about 1 us a hop (the JAX scaling book, part 2).
+START_SECONDS = {"cuda": 6.6e-6, "tpu": 1e-6}
+HOP_SECONDS = {"nvlink": 0.6e-6, "network": 2.7e-6, "ici": 1e-6, "die": 1e-6}
+_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}  # times around the ring; others go one hop
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """The share of the chip's figures that a program reaches. The defaults are typical of large arrays, and not fitted.
+
+    Attributes:
+        matmul: of the peak FLOP/s: cuBLAS on large bf16 products has 0.7 to 0.8 on H100, A100 and V100.
+        hbm: of the HBM's bandwidth: a copy has 0.85 to 0.9.
+        links: of the links' bandwidth: nccl-tests report 0.8 of NVLink (all-reduce, DGX-2 and DGX H100).
+        ring: bytes/s of the network for a group that crosses hosts, at most; inf: the bandwidth of `Target.link`.
+    """
+
+    matmul: float = 0.75
+    hbm: float = 0.85
+    links: float = 0.8
+    ring: float = math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """A predicted step. Seconds are of one device; `spent` sums to `seconds`.
+
+    Attributes:
+        seconds: the step.
+        compute_seconds: its FLOPs alone, at the reached rates.
+        hbm_seconds: its HBM traffic alone.
+        communication_seconds: its collectives alone, by link: nvlink, network, die, or ici with its axes: "ici xy".
+        spent: the step by what bounds it: compute, memory (work bound by HBM), and links (waiting for them).
+        tokens_per_second: of all devices.
+        mfu: model FLOPs utilisation: the model's FLOPs over the peak's.
+        hfu: hardware FLOPs utilisation: those of the program, with recomputation, over the peak's.
+    """
+
+    seconds: float
+    compute_seconds: float
+    hbm_seconds: float
+    communication_seconds: Mapping[str, float]
+    spent: Mapping[str, float]
+    tokens_per_second: float
+    mfu: float
+    hfu: float
+
+    @property
+    def exposed_seconds(self) -> dict[str, float]:
+        """Time spent waiting for collectives, by link."""
+        return {link: self.spent[link] for link in self.communication_seconds}
+
+    @property
+    def bound(self) -> str:
+        """What bounds most of the step: "compute", "memory", or a link's name."""
+        return max(self.spent, key=lambda name: self.spent[name])
+
+
+def predict(
+    events: Iterable[Event], target: Target, coords: Sequence[tuple[int, ...]], *, tokens: float, model_flops: float,
+    rates: Rates | None = None
+) -> Timing:
+    """Predicted time of one run of `events` on every device of `coords`.
+
+    Two iterations of a loop are simulated; the others take the time of the second.
+
+    Args:
+        events: of the step, from `zero_jax.xla.schedule.schedule(text)`.
+        target: the target topology.
+        coords: of each partition: `[xla_devices.coords(d) for d in mesh.devices.flat]`.
+        tokens: of a step, on all devices.
+        model_flops: of a step, on all devices, without recomputation.
+        rates: default: `Rates()`.
+    """
+    events, peak = tuple(events), target.chip.peak_flops["bf16"]
+    device = _Device(target, coords, rates or Rates())
+    device.run(events)
+    clock, seconds = device.clock, device.clock["now"]
+    links, spent = ({key[1]: value for key, value in clock.items() if key[0] == kind} for kind in ("link", "spent"))
+    each = 1 / seconds if seconds else 0.0
+    return Timing(
+        seconds=seconds, compute_seconds=clock["flops"], hbm_seconds=clock["bytes"], communication_seconds=links,
+        spent=dict.fromkeys(("compute", "memory", *links), 0.0) | spent, tokens_per_second=tokens * each,
+        mfu=model_flops * each / len(coords) / peak, hfu=sum(totals(events).flops.values()) * each / peak)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Route:
+    """How a group's collectives are sent: the link that reports them, the links that they occupy, and their rates."""
+
+    name: str
+    lanes: tuple[str, ...]
+    bandwidth: float
+    once_around: float  # seconds of latency
+    hop: float
+
+
+class _Device:
+    """One device's engines. All mutable state is in `clock`, so that a loop can be extrapolated as a whole."""
+
+    def __init__(self, target: Target, coords: Sequence[tuple[int, ...]], rates: Rates):
+        self.target, self.coords, self.rates = target, coords, rates
+        self.clock: defaultdict[Any, float] = defaultdict(float)
+        self.routes: dict[tuple[int, ...], _Route] = {}
+
+    def run(self, events: Iterable[Event]) -> None:
+        kinds: dict[type, Callable[[Any], None]] = {
+            Work: self.work, Start: self.start, Done: self.wait, Loop: self.loop}
+        for event in events:
+            kinds[type(event)](event)
+
+    def work(self, work: Work) -> None:
+        chip, clock, peak = self.target.chip, self.clock, self.target.chip.peak_flops
+        named = (("f8" if dtype.startswith("f8") else dtype, flops) for dtype, flops in work.flops.items())
+        compute = sum(flops / (peak.get(dtype, peak["f32"]) * self.rates.matmul) for dtype, flops in named)
+        memory = work.hbm_bytes / (chip.memory_bandwidth * self.rates.hbm)
+        clock["flops"] += compute
+        clock["bytes"] += memory
+        clock["spent", "memory" if memory > compute else "compute"] += max(compute, memory)
+        clock["now"] += max(compute, memory)
+
+    def start(self, event: Start) -> None:
+        collective = event.collective
+        if not collective.communication_bytes:
+            return
+        if collective.group not in self.routes:
+            self.routes[collective.group] = self.route([self.coords[each] for each in collective.group])
+        route, clock = self.routes[collective.group], self.clock
+        around = _PASSES.get(collective.kind, 0) * route.once_around
+        latency = START_SECONDS[self.target.chip.platform] + (around or route.hop)
+        seconds = latency + collective.communication_bytes / route.bandwidth
+        end = seconds + max(clock["now"], *(clock["free", lane] for lane in route.lanes))
+        clock["link", route.name] += seconds
+        clock["end", id(collective)] = end
+        for lane in route.lanes:
+            clock["free", lane] = end
+
+    def wait(self, event: Done) -> None:
+        clock, key = self.clock, ("end", id(event.collective))
+        if key in clock and clock[key] > clock["now"]:
+            clock["spent", self.routes[event.collective.group].name] += clock[key] - clock["now"]
+            clock["now"] = clock[key]
+
+    def loop(self, loop: Loop) -> None:
+        for _ in range(min(2, loop.trips)):
+            before = dict(self.clock)
+            self.run(loop.body)
+        for key, value in self.clock.items() if loop.trips > 2 else ():
+            self.clock[key] = value + (loop.trips - 2) * (value - before.get(key, 0.0))
+
+    def route(self, group: Sequence[tuple[int, ...]]) -> _Route:
+        """The route of `group`. A lane carries one collective at a time: an axis of the torus, NVLink, the network."""
+        link, reached = self.target.link(group), self.rates.links
+        if self.target.chip.gpu:
+            crossed = len({host // self.target.chip.gpu.nvlink_hosts for host, _ in group}) - 1
+            around = crossed * HOP_SECONDS["network"] + (len(group) - 1 - crossed) * HOP_SECONDS["nvlink"]
+            bandwidth = min(link.bandwidth, self.rates.ring) if crossed else link.bandwidth
+            return _Route(link.name, (link.name,), bandwidth * reached, around, HOP_SECONDS[link.name])
+        sizes = [len(set(along)) for along in zip(*(coord[:-1] for coord in group), strict=True)]
+        axes = "".join(axis for axis, size in zip("xyz", sizes, strict=False) if size > 1)
+        lanes = tuple(f"{link.name} {axis}" for axis in axes) or (link.name,)
+        around, name = (sum(sizes) - len(sizes)) * HOP_SECONDS[link.name], f"{link.name} {axes}".rstrip()
+        return _Route(name, lanes, link.bandwidth * reached, around, HOP_SECONDS[link.name])

@@ -1,0 +1,78 @@
+"""The compute copy of the weights at stages 0 to 2: gathered from the master weights, in the compute dtype."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.sharding.gather import GATHER_SCOPE, compute_spec, gather, gather_sequence, names_of
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.mesh import is_tpu
+from zero_jax.tree import leaf_bytes, map_named
+
+MAX_GATHER_BYTES = 2**30
+"""Bytes of a leaf that are gathered at a time: what XLA gathers along a minor dim is in a transposed buffer first."""
+
+
+def gather_compute_params(params: Any, layout: Layout, donated: Any = None) -> Any:
+    """The compute weights from the master weights `params`, which are sharded as gradients; None if there is no copy.
+
+    Each shard is cast before it is gathered, so that the compute dtype is sent. A stack of layers of more than
+    `MAX_GATHER_BYTES` bytes per device is gathered some layers at a time into the donated previous copy `donated`, so
+    that no buffer grows with depth (the paper's C_B).
+    """
+    if layout.state.weights is None:
+        return None
+
+    def copy(name: str, param: jax.Array, shard: Any, like: Any, stored_shape: Any, donated: Any = None) -> jax.Array:
+        param, layers = param.astype(like.dtype), stored_shape.identity_dim(layout.reads[name].stacked)
+        if layers is None or compute_spec(shard.spec) == shard.spec:  # nothing to slice, or nothing to gather
+            return gather(param, layout.mesh, shard.spec)
+        rounds = _rounds(like.shape[layers], leaf_bytes(like.sharding.shard_shape(like.shape), like.dtype))
+        if rounds == 1:
+            return gather(param, layout.mesh, shard.spec)
+        donated = jnp.zeros(like.shape, like.dtype) if donated is None else donated
+        return _gather_rounds(param, donated, layout.mesh, shard.spec, layers, rounds)
+
+    return map_named(copy, params, layout.gradients, layout.state.weights, layout.stored_shapes.params,
+                     *[] if donated is None else [donated])
+
+
+def _rounds(layers: int, size: int) -> int:
+    """The number of equal rounds in which `layers` layers of `size` bytes in total are gathered."""
+    return next((rounds for rounds in range(1, layers)
+                 if layers % rounds == 0 and size <= rounds * MAX_GATHER_BYTES), layers)
+
+
+def _gather_rounds(param: jax.Array, donated: jax.Array, mesh: Mesh, spec: P, dim: int, rounds: int) -> jax.Array:
+    """`param`, sharded by `spec`, gathered into `donated` in `rounds` slices of `dim`.
+
+    A `shard_map`, and on a GPU one row of the result per round: otherwise XLA gives the result the memory layout of
+    what it gathers and transposes it at the end, which takes as much memory again. On a TPU rows would need a copy, for
+    its tiles, and are not needed.
+    """
+    rows = not is_tpu(mesh)
+
+    def fill(param: jax.Array, donated: jax.Array) -> jax.Array:
+        size = param.shape[dim] // rounds
+
+        def step(index: jax.Array, result: jax.Array) -> jax.Array:
+            part = jax.lax.dynamic_slice_in_dim(param, index * size, size, dim)
+            with jax.named_scope(GATHER_SCOPE):
+                for before, after in itertools.pairwise(gather_sequence(spec, mesh)):
+                    axes = tuple(axis for axis in names_of(before) if axis not in names_of(after))
+                    split = next(at for at, entry in enumerate(before) if axes[0] in names_of(P(entry)))
+                    part = jax.lax.all_gather(part, axes, axis=split, tiled=True)
+            if rows:
+                return jax.lax.dynamic_update_slice_in_dim(result, part.reshape(1, -1), index, 0)
+            return jax.lax.dynamic_update_slice_in_dim(result, part, index * size, dim)
+
+        result = donated.reshape(rounds, -1) if rows else donated
+        return jax.lax.fori_loop(0, rounds, step, result).reshape(donated.shape)
+
+    gathered = compute_spec(spec)
+    return jax.shard_map(fill, mesh=mesh, in_specs=(spec, gathered), out_specs=gathered, check_vma=False)(
+        param, donated)

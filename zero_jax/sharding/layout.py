@@ -1,0 +1,194 @@
+"""The storage layout of a train step's state as data: for every leaf its stored shape, sharding and bytes."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.param_access import ParamAccess
+from zero_jax.sharding.partition import choose_spec, parts_of
+from zero_jax.sharding.stored_shape import StoredShape
+from zero_jax.stages import Stage
+from zero_jax.state import ZeroState
+from zero_jax.tree import leaf_bytes, merge, named_leaves
+from zero_jax.typing import Pytree, Shape, Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """One leaf of the state: what it is, how it is stored, and what it costs each device.
+
+    Attributes:
+        name: its path in the state, such as `params/blocks/attention/kernel`.
+        shape: of the leaf itself.
+        stored: its shape with dims merged or padded, which `spec` divides.
+        dtype: as NumPy names it.
+        spec: how it is sharded.
+        bytes: of the leaf itself, over all devices that hold one copy together.
+        padding: bytes of padding, over those devices.
+        device_bytes: on each device, padding included.
+        note: why it is padded or replicated; empty where it is neither.
+    """
+
+    name: str
+    shape: Shape
+    stored: Shape
+    dtype: str
+    spec: Spec
+    bytes: int
+    padding: int
+    device_bytes: int
+    note: str
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the leaf with its padding."""
+        return self.bytes + self.padding
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The storage layout of a train step's state: pure data, made by `make_layout`.
+
+    Attributes:
+        axes: the mesh and the roles of its axes.
+        stage: the row of the stage table.
+        state: a `ZeroState` of `jax.ShapeDtypeStruct`s as they are stored, each with its sharding.
+        stored_shapes: a `StoredShape` for each leaf of `state`, which knows the true shape.
+        gradients: a `NamedSharding` for each trainable parameter's gradient as the optimizer takes it.
+        uses: for each parameter how the model reads it, a `gather.ParamUse`, or None (as it is stored).
+        reads: by the name of a parameter, how the model accesses it, from its trace.
+    """
+
+    axes: MeshAxes
+    stage: Stage
+    state: ZeroState
+    stored_shapes: ZeroState
+    gradients: Pytree
+    uses: Pytree
+    reads: Mapping[str, ParamAccess]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self.axes.mesh
+
+    @property
+    def num_shards(self) -> int:
+        """N: over how many devices ZeRO shards each leaf."""
+        return self.axes.zero_size
+
+    @property
+    def tensor_size(self) -> int:
+        """Over how many devices tensor parallelism splits the model."""
+        return self.axes.tensor_size
+
+    @property
+    def num_params(self) -> int:
+        """Elements of all trainable parameters, without padding."""
+        return sum(math.prod(stored_shape.shape) for stored_shape in jax.tree.leaves(self.stored_shapes.params))
+
+    @property
+    def shardings(self) -> ZeroState:
+        """The state's tree of `NamedSharding`s."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.state)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of state on each device."""
+        return sum(placement.device_bytes for placement in self.placements())
+
+    def placements(self) -> list[Placement]:
+        """Every leaf of the state, in tree order."""
+        rows = []
+        for (name, leaf), stored_shape in zip(named_leaves(self.state), jax.tree.leaves(self.stored_shapes),
+                                              strict=True):
+            shard, size = leaf.sharding.shard_shape(leaf.shape), leaf_bytes(stored_shape.shape, leaf.dtype)
+            rows.append(Placement(
+                name, stored_shape.shape, leaf.shape, str(leaf.dtype), leaf.sharding.spec, size,
+                leaf_bytes(leaf.shape, leaf.dtype) - size, leaf_bytes(shard, leaf.dtype),
+                self._note(name, leaf, stored_shape)))
+        return rows
+
+    def replicated(self) -> list[Placement]:
+        """The leaves that this stage should shard over the ZeRO axes but cannot; scalars are not counted."""
+        return [placement for placement in self.placements() if placement.note.startswith("replicated")]
+
+    def shards(self, name: str) -> bool:
+        """Whether the stage shards what the state's leaf `name` is one of (`params`, `opt_state`, ...)."""
+        stage = self.stage
+        return {
+            "params": stage.shards_params or self.state.weights is not None and stage.shards_optimizer,
+            "opt_state": stage.shards_optimizer, "ema": stage.shards_optimizer,
+            "frozen": stage.shards_params, "variables": stage.shards_params}.get(name.split("/")[0], False)
+
+    def describe(self) -> str:
+        """The layout as text: a line for each leaf, then what is replicated, gathered up front, and unused."""
+        rows, device_bytes = self.placements(), self.device_bytes
+        total, padding = sum(row.bytes for row in rows), sum(row.padding for row in rows)
+        lines = [
+            f"stage {self.stage.number} ({self.stage.name}) on {self.axes.sizes}: {total:,} bytes of state, "
+            f"{device_bytes:,} on each device"
+            + (f"; {padding:,} bytes of padding, {padding / total:.3%}" if padding else "")]
+        for row in rows:
+            shape = " x ".join(map(str, row.shape)) or "scalar"
+            lines.append(f"  {row.name}: {row.dtype} {shape}, {row.spec}: {row.device_bytes:,} of {row.bytes:,} bytes"
+                         + (f" [{row.note}]" if row.note else ""))
+        replicated = self.replicated()
+        lines.append(
+            "replicated (could not be sharded): "
+            + (", ".join(f"{row.name} ({row.bytes:,} bytes)" for row in replicated) or "none"))
+        shapes = dict(named_leaves(merge(self.stored_shapes.params, self.stored_shapes.frozen)))
+        up_front = [name for name, access in self.reads.items()
+                    if access.on_entry or access.on_entry_if_padded and not shapes[name].is_identity]
+        lines.append("gathered up front: " + (", ".join(up_front) or "none"))
+        unused = [name for name, access in self.reads.items() if not access.count]
+        lines.append("unused parameters: " + (", ".join(unused) or "none"))
+        return "\n".join(lines)
+
+    def _note(self, name: str, leaf: jax.ShapeDtypeStruct, stored_shape: StoredShape) -> str:
+        if not stored_shape.is_identity:
+            return _padding_note(stored_shape)
+        if not self.shards(name) or math.prod(leaf.shape) <= 1:
+            return ""
+        sharding: NamedSharding = leaf.sharding  # type: ignore[assignment]
+        parts = parts_of(sharding.spec, self.axes.zero_sizes)
+        if parts == self.num_shards:
+            return ""
+        if name.split("/")[0] == "variables":
+            return "replicated: no parameter"
+        copies = f" {self.num_shards // parts} times" if parts > 1 else ""
+        return (f"replicated{copies}: no dims of {leaf.shape} that no loop runs over divide by {self.num_shards}, and "
+                "padding them would not pay off")
+
+    def load(self, state: ZeroState) -> ZeroState:
+        """`state` in its true shapes, each leaf in as many parts as its dims allow; `store` is the inverse."""
+        return jax.tree.map(self._load, self.stored_shapes, state)
+
+    def _load(self, stored_shape: StoredShape, leaf: jax.Array) -> jax.Array:
+        if stored_shape.is_identity:
+            return leaf
+        spec = choose_spec(stored_shape.shape, self.axes.zero_sizes)
+        return jax.jit(stored_shape.load, out_shardings=NamedSharding(self.mesh, spec))(leaf)
+
+    def store(self, state: ZeroState) -> ZeroState:
+        """`state`, of true shapes, as a step takes it."""
+        def put(stored_shape: StoredShape, like: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
+            return jax.jit(stored_shape.store, out_shardings=like.sharding)(leaf)
+
+        return jax.tree.map(put, self.stored_shapes, self.state, state)
+
+
+def _padding_note(stored_shape: StoredShape) -> str:
+    """Which dims of a leaf are merged and padded, and the share of padding."""
+    parts = []
+    for dim, (group, size) in enumerate(zip(stored_shape.dims, stored_shape.stored, strict=True)):
+        if len(group) != 1:
+            parts.append(" x ".join(map(str, group)) + " merged")
+        if math.prod(group) != size:
+            parts.append(f"dim {dim} padded: {math.prod(group)} to {size}")
+    share = f", {stored_shape.padding / math.prod(stored_shape.shape):.2%}" if stored_shape.padding else ""
+    return ", ".join(parts) + share

@@ -1,0 +1,127 @@
+"""Makes a layout: a pure function of shapes, stage, precision and mesh."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.precision import Precision
+from zero_jax.sharding.gather import ParamUse, compute_spec
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.param_access import ParamAccess
+from zero_jax.sharding.partition import Split
+from zero_jax.sharding.partition_state import partition_state
+from zero_jax.sharding.stored_shape import StoredShape, identity_shape
+from zero_jax.stages import Stage
+from zero_jax.state import ZeroState
+from zero_jax.tree import map_named, merge, named_leaves
+from zero_jax.typing import AxisNames, Pytree, Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutPolicy:
+    """What decides a layout beside shapes and mesh.
+
+    Attributes:
+        stage: what is sharded.
+        precision: in which dtype the model reads parameters, and gradients are reduced.
+        reduce_at_use: whether backward reduces a gradient where the parameter is read; False: the sum of the
+            microbatches is reduced after the last of them.
+        hpz_axes: ZeRO axes among which backward gathers what forward gathered over the others (ZeRO++'s hpZ).
+    """
+
+    stage: Stage
+    precision: Precision = Precision()
+    reduce_at_use: bool = True
+    hpz_axes: AxisNames = ()
+
+
+def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
+                optimizer: optax.GradientTransformationExtraArgs, reads: Mapping[str, ParamAccess],
+                tensor_specs: Mapping[str, Spec] | None = None) -> Layout:
+    """The layout in which `state` is stored.
+
+    Args:
+      state: `jax.ShapeDtypeStruct`s of true shapes, parameters in the dtype in which they are stored. `weights` and
+        `opt_state` are not read: they follow from the parameters. `ema`: any tree, or None for no average.
+      axes: the mesh.
+      policy: stage, precision and so on.
+      optimizer: whose state is stored too.
+      reads: how the model reads each parameter, by name.
+      tensor_specs: specs of the parameters that tensor parallelism splits, by name.
+    """
+    mesh, stage, precision, tensor_specs = axes.mesh, policy.stage, policy.precision, tensor_specs or {}
+    # The hpZ axes are the major ones: what the others gather is then one block of each of theirs.
+    sizes = {name: axes.size(name) for name in sorted(axes.zero, key=lambda name: name not in policy.hpz_axes)}
+    splits = {name: Split(tuple(spec).index(axes.tensor), axes.tensor_size) for name, spec in tensor_specs.items()}
+
+    def put(leaf: jax.ShapeDtypeStruct, spec: Spec, stored_shape: StoredShape) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(stored_shape.stored, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    def replicated(tree: Pytree) -> Pytree:
+        return jax.tree.map(lambda leaf: put(leaf, P(), identity_shape(leaf.shape)), tree)
+
+    def identity_shapes(tree: Pytree) -> Pytree:
+        return jax.tree.map(lambda leaf: identity_shape(leaf.shape), tree)
+
+    def map_specs(fun: Callable[[Spec], Any], specs: Pytree) -> Pytree:
+        return jax.tree.map(fun, specs, is_leaf=lambda leaf: isinstance(leaf, P))
+
+    def as_read(name: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return leaf.update(dtype=precision.read_dtype(name, leaf.dtype))
+
+    # First, the parameters and the optimizer's state.
+    params = state.params
+    param_shapes, sharded_specs, opt_shapes, opt_specs = partition_state(
+        params, optimizer, sizes if stage.shards_optimizer else {}, reads, tiled=axes.is_tpu, splits=splits)
+    has_weights = not stage.shards_params and any(
+        leaf.dtype != as_read(name, leaf).dtype for name, leaf in named_leaves(params))
+    unsharded_specs = map_specs(compute_spec, sharded_specs)
+    shards_master = stage.shards_params or has_weights and stage.shards_optimizer
+    param_specs = sharded_specs if shards_master else unsharded_specs
+    weights = jax.tree.map(put, map_named(as_read, params), unsharded_specs, param_shapes) if has_weights else None
+
+    # Second, the frozen parameters: an optimizer of nothing, since all that is done with them is to read them.
+    frozen = map_named(as_read, state.frozen or {})
+    frozen_shapes, frozen_specs, _, _ = partition_state(
+        frozen, optax.with_extra_args_support(optax.identity()), sizes if stage.shards_params else {}, reads,
+        tiled=axes.is_tpu, splits=splits)
+
+    # Third, how the model reads either.
+    def use(name: str, leaf: jax.ShapeDtypeStruct, stored: Spec, reduced: Spec,
+            stored_shape: StoredShape) -> ParamUse | None:
+        dtype, reduce = precision.read_dtype(name, leaf.dtype), precision.reduce_dtype(name, leaf.dtype)
+        if not stage.shards_optimizer and reduce == dtype and name not in tensor_specs:
+            return None  # the partitioner all-reduces by itself
+        return ParamUse(mesh, stored if stage.shards_params else compute_spec(stored),
+                        reduced if policy.reduce_at_use else None, dtype, reduce, stored_shape,
+                        policy.hpz_axes if stage.shards_params else ())
+
+    def use_frozen(name: str, leaf: jax.ShapeDtypeStruct, stored: Spec, stored_shape: StoredShape) -> ParamUse | None:
+        if not stage.shards_params and name not in tensor_specs:
+            return None
+        return ParamUse(mesh, stored, None, leaf.dtype, leaf.dtype, stored_shape, policy.hpz_axes)
+
+    has_ema = state.ema is not None
+    return Layout(
+        axes=axes, stage=stage, reads=reads,
+        state=ZeroState(
+            step=replicated(state.step), params=jax.tree.map(put, params, param_specs, param_shapes), weights=weights,
+            frozen=jax.tree.map(put, frozen, frozen_specs, frozen_shapes),
+            opt_state=jax.tree.map(put, jax.eval_shape(optimizer.init, params), opt_specs, opt_shapes),
+            variables=replicated(state.variables),
+            ema=jax.tree.map(put, params, sharded_specs, param_shapes) if has_ema else None,
+            guard=replicated(state.guard), rng=replicated(state.rng)),
+        stored_shapes=ZeroState(
+            step=identity_shapes(state.step), params=param_shapes, weights=param_shapes if has_weights else None,
+            frozen=frozen_shapes, opt_state=opt_shapes, variables=identity_shapes(state.variables),
+            ema=param_shapes if has_ema else None, guard=identity_shapes(state.guard),
+            rng=identity_shapes(state.rng)),
+        gradients=map_specs(lambda spec: NamedSharding(mesh, spec), sharded_specs),
+        uses=merge(map_named(use, params, param_specs, sharded_specs, param_shapes),
+                   map_named(use_frozen, frozen, frozen_specs, frozen_shapes)))

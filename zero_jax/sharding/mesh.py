@@ -1,0 +1,139 @@
+"""The device mesh: making one, the names of its axes, and what depends on its devices."""
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+DATA = "data"
+REPLICA = "replica"
+TENSOR = "tensor"
+CONTEXT = "context"
+
+
+def simulate_local(num_devices: int) -> None:
+    """As `simulate_devices`, without a look at what JAX has started with: before `jax.distributed` no look is allowed.
+
+    Threads twice as many: with one for each device, a batched `eigh` on all of them at once deadlocks
+    (jaxlib 0.10.2: each waits in `ParallelBatchMap` for parts that no thread is left to take).
+    """
+    os.environ.setdefault("NPROC", str(2 * num_devices))  # which XLA reads for the size of a CPU client's pool
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def simulate_devices(num_devices: int) -> None:
+    """Makes this process see `num_devices` simulated CPU devices. Call it before anything runs on JAX.
+
+    Raises ValueError if JAX has already started with another number of devices.
+    """
+    if num_devices < 1:
+        raise ValueError(f"simulate_devices({num_devices}): give at least 1 device.")
+    try:
+        simulate_local(num_devices)
+    except RuntimeError:
+        pass  # JAX has started: what counts is what it started with
+    if jax.device_count() != num_devices or jax.default_backend() != "cpu":
+        raise ValueError(
+            f"simulate_devices({num_devices}): JAX has already started with {jax.device_count()} "
+            f"{jax.default_backend()} device(s), and their number cannot change any more. Call simulate_devices "
+            "before anything else runs on JAX, in a fresh process, with XLA_FLAGS free of "
+            "--xla_force_host_platform_device_count.")
+
+
+def make_mesh(
+    data: int | Sequence[int] = -1, *, replica: int = 1, context: int = 1, tensor: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """A mesh for ZeRO over live devices or those of a target topology.
+
+    Args:
+      data: size of the axis `data`, over which ZeRO shards; -1 takes all devices that the others leave, and on a
+        whole TPU slice factors it along the torus. A sequence factors it into axes `data_0`, `data_1`, ... (major
+        first): parameters are then gathered over one axis after another, and gradients scattered so.
+      replica: size of the axis `replica`, across which the shards are replicated (hybrid sharding).
+      context: size of the axis `context`, over which the sequence is split; ZeRO shards over it, too.
+      tensor: size of the axis `tensor`, over which rules split parameters (tensor parallelism); neighbours in a node.
+      devices: default: all live devices.
+
+    Returns: a `Mesh` with Auto axes, so that models without sharding annotations run under it. Devices are
+    in the order that suits their interconnect. Raises ValueError where the sizes do not fit the devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    factors = [data] if isinstance(data, int) else list(data)
+    others = {REPLICA: replica, CONTEXT: context, TENSOR: tensor}
+    if not factors or any(size < 1 for size in factors) and factors != [-1] or min(others.values()) < 1:
+        raise ValueError(
+            f"make_mesh(data={data!r}, replica={replica}, context={context}, tensor={tensor}): sizes must be positive; "
+            "data=-1 takes the rest.")
+    others = {name: size for name, size in others.items() if size > 1}
+    if factors == [-1]:
+        if len(devices) % math.prod(others.values()):
+            raise ValueError(f"make_mesh: {len(devices)} devices do not divide by {others}.")
+        factors = [len(devices) // math.prod(others.values())] if others else list(_torus(devices))
+    names = [DATA] if isinstance(data, int) and len(factors) == 1 else [f"{DATA}_{i}" for i in range(len(factors))]
+    for name, size in others.items():
+        at = 0 if name == REPLICA else len(names)
+        factors.insert(at, size)
+        names.insert(at, name)
+    needed = math.prod(factors)
+    if needed > len(devices):
+        raise ValueError(
+            f"make_mesh: {dict(zip(names, factors, strict=True))} needs {needed} devices and there are {len(devices)}. "
+            f"On a CPU, call zero_jax.simulate_devices({needed}) before anything runs on JAX.")
+    if needed < len(devices):
+        return Mesh(np.array(devices[:needed]).reshape(factors), names)
+    return Mesh(mesh_utils.create_device_mesh(factors, devices, allow_split_physical_axes=True), names)
+
+
+def _torus(devices: Sequence[jax.Device]) -> tuple[int, ...]:
+    """Sizes along the axes of a TPU slice, the first two of three as one; else the number of devices.
+
+    XLA:TPU has reduce-scatters along a line or a small plane, and none over a 3-D slice or a large plane.
+    """
+    if devices[0].platform != "tpu":
+        return (len(devices),)
+    *plane, depth = (len(set(along)) for along in zip(*(device.coords for device in devices), strict=True))
+    chips = math.prod(plane) * depth
+    if len(devices) % chips or chips <= 8 and depth == 1:
+        return (len(devices),)
+    sizes = plane if depth == 1 else [math.prod(plane), depth]
+    sizes[-1] *= len(devices) // chips  # a chip may be two devices
+    return tuple(size for size in sizes if size > 1) or (1,)
+
+
+def sharding_of_rank(sharding: Any, ndim: int) -> Any:
+    """The sharding of a batch for a leaf of so many dims: without a sequence, over the batch's axes alone."""
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= ndim:
+        return sharding
+    return NamedSharding(sharding.mesh, P(*sharding.spec[:ndim]))
+
+
+def is_tpu(mesh: Mesh) -> bool:
+    """Whether its devices are TPUs: collectives run along one mesh axis after another, and arrays are tiled."""
+    return mesh.devices.flat[0].platform == "tpu"
+
+
+def fills_tiles(part: int) -> bool:
+    """Whether a TPU scatters a dim of which each chip keeps `part` unpadded, on whichever side of its tiles it is.
+
+    Tiles hold 8 x 128 values, and XLA chooses which dim is along which side. Measured: other parts are padded, by up
+    to a third, or all-reduced, depending on what is around them.
+    """
+    return part % 256 == 0
+
+
+def tile_block(mesh: Mesh, axis: str) -> int:
+    """How many values, or a multiple of them, a TPU scatters to each chip over `axis` without padding of its own.
+
+    A tile of bfloat16 is 16 x 128 values. Over a plane of a torus each part travels as two halves.
+    """
+    line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)[:, 0]
+    dims = sum(len(set(along)) > 1 for along in zip(*(device.coords for device in line), strict=True))
+    return 2048 if dims <= 1 else 4096

@@ -1,0 +1,138 @@
+"""The axes of a mesh by role: which of them ZeRO shards over, which replicate, and which split model or sequence."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.sharding.mesh import CONTEXT, DATA, REPLICA, TENSOR, is_tpu
+from zero_jax.typing import AxisNames
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshAxes:
+    """A mesh and the role of each of its axes; made by `MeshAxes.of`, and the one place where degrees are computed.
+
+    There is one field for each role, which holds names of mesh axes; a role whose axis the mesh lacks has size 1. A
+    further role (pipeline stages, experts) is a further field here, with its `_size` and `_enabled`.
+
+    Attributes:
+        mesh: the devices.
+        zero: the axes over which ZeRO shards, major first; with sequences split over `context`, it is one of them.
+        replica: the axis across which the shards are replicated (hybrid sharding).
+        context: the axis over which the sequence is split (context parallelism).
+        tensor: the axis over which rules split parameters (tensor parallelism).
+    """
+
+    mesh: Mesh
+    zero: AxisNames
+    replica: str = REPLICA
+    context: str = CONTEXT
+    tensor: str = TENSOR
+
+    @classmethod
+    def of(cls, mesh: Mesh, axis: str | Sequence[str] | None = None) -> "MeshAxes":
+        """The roles of the axes of `mesh`.
+
+        axis: those that ZeRO shards over, major first; None takes `data`, or `data_0`, `data_1`, ..., and `context`.
+        Raises ValueError if `mesh` lacks one of them, or has an axis without a role.
+        """
+        if not isinstance(mesh, Mesh):
+            raise ValueError(f"mesh={mesh!r} is not a jax.sharding.Mesh: make one with zero_jax.make_mesh().")
+        sizes = dict(mesh.shape)
+        if axis is None:
+            zero = tuple(name for name in mesh.axis_names if name in (DATA, CONTEXT) or name.startswith(DATA + "_"))
+        else:
+            zero = (axis,) if isinstance(axis, str) else tuple(axis)
+        missing = [name for name in zero if name not in sizes]
+        if missing or not zero:
+            raise ValueError(
+                f"The mesh has axes {sizes} and no axis {', '.join(map(repr, missing)) or repr(DATA)} for ZeRO to "
+                "shard over: name its axis with axis=..., or build the mesh with zero_jax.make_mesh().")
+        known = {*zero, REPLICA, TENSOR}
+        if unknown := [name for name in mesh.axis_names if name not in known and sizes[name] > 1]:
+            raise ValueError(
+                f"The mesh has axes {sizes}, and {', '.join(map(repr, unknown))} has no role: ZeRO shards over "
+                f"{zero}, replicates across {REPLICA!r} and splits by rules over {TENSOR!r}. Rename it, or include it "
+                "in axis=....")
+        if TENSOR in zero:
+            raise ValueError(
+                f"axis={zero}: rules split parameters over {TENSOR!r}, and ZeRO cannot shard over it as well.")
+        return cls(mesh, zero)
+
+    def size(self, *names: str) -> int:
+        """Devices along these axes together; an axis that the mesh lacks counts 1."""
+        return math.prod(self.mesh.shape.get(name, 1) for name in names)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis of the mesh, in its order."""
+        return dict(self.mesh.shape)
+
+    @property
+    def zero_sizes(self) -> dict[str, int]:
+        """The size of each axis that ZeRO shards over, major first."""
+        return {name: self.mesh.shape[name] for name in self.zero}
+
+    @property
+    def zero_size(self) -> int:
+        """N of the paper: over how many devices ZeRO shards each leaf."""
+        return self.size(*self.zero)
+
+    @property
+    def replica_size(self) -> int:
+        """How many copies of the shards there are."""
+        return 1 if self.replica in self.zero else self.size(self.replica)
+
+    @property
+    def context_size(self) -> int:
+        """Over how many devices the sequence is split."""
+        return self.size(self.context) if self.context in self.zero else 1
+
+    @property
+    def tensor_size(self) -> int:
+        """Over how many devices tensor parallelism splits the model."""
+        return self.size(self.tensor)
+
+    @property
+    def context_enabled(self) -> bool:
+        """Whether the sequence is split."""
+        return self.context_size > 1
+
+    @property
+    def tensor_enabled(self) -> bool:
+        """Whether rules split parameters."""
+        return self.tensor_size > 1
+
+    @property
+    def batch(self) -> AxisNames:
+        """The axes over which the examples of a batch are split: the replicas, then ZeRO's but for `context`."""
+        replicas = (self.replica,) if self.replica in self.mesh.axis_names and self.replica not in self.zero else ()
+        return replicas + tuple(name for name in self.zero if name != self.context)
+
+    @property
+    def batch_shards(self) -> int:
+        """Over how many devices the examples of a batch are split."""
+        return self.size(*self.batch)
+
+    @property
+    def batch_spec(self) -> P:
+        """The spec of a leaf of the batch: (examples, sequence, ...)."""
+        return P(self.batch, self.context) if self.context in self.zero else P(self.batch)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """The sharding of a leaf of the batch that has a sequence."""
+        return NamedSharding(self.mesh, self.batch_spec)
+
+    @property
+    def platform(self) -> str:
+        """As JAX names it: "cpu", "gpu", "cuda", "tpu"."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
+    def is_tpu(self) -> bool:
+        """Whether the devices are TPUs: collectives run along one mesh axis after another, and arrays have tiles."""
+        return is_tpu(self.mesh)

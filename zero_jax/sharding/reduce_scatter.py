@@ -1,0 +1,98 @@
+"""Reduce-scatter of the devices' values, over one mesh axis after another, in full tiles on a TPU."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.sharding.mesh import TENSOR, fills_tiles, is_tpu, tile_block
+
+MAX_UNPADDED_ROWS = 2**14
+"""With more rows than this, a TPU all-reduces instead of scattering columns unless the rows are a multiple of four
+tiles: XLA finds no size for the pieces. With more rows XLA (jax 0.10) also fails to compile some flatter arrays."""
+
+
+def reduce_parts(value: jax.Array, mesh: Any, spec: P) -> jax.Array:
+    """The sum of the devices' `value`s, sharded by `spec`: each device returns its shard. For `jax.shard_map`."""
+    splits = [(dim, (entry,) if isinstance(entry, str) else entry) for dim, entry in enumerate(spec) if entry]
+    splits = [(dim, tuple(axis for axis in axes if axis != TENSOR)) for dim, axes in splits]
+    rest = tuple(axis for axis in mesh.axis_names if axis != TENSOR and all(axis not in axes for _, axes in splits))
+    if is_tpu(mesh):
+        for dim, axis in _scatter_order(value.size, mesh, splits):
+            value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis))
+    else:
+        for dim, axes in splits:
+            for together in _mesh_ordered_runs(axes, mesh):
+                value = jax.lax.psum_scatter(value, together, scatter_dimension=dim, tiled=True)
+    return jax.lax.psum(value, rest) if rest else value
+
+
+def _mesh_ordered_runs(axes: Sequence[str], mesh: Any) -> list[tuple[str, ...]]:
+    """`axes` in runs that follow the order of the mesh: one `psum_scatter` for each, the major run first."""
+    runs: list[tuple[str, ...]] = []
+    for axis in axes:
+        follows = runs and mesh.axis_names.index(runs[-1][-1]) < mesh.axis_names.index(axis)
+        runs = [*runs[:-1], (*runs[-1], axis)] if follows else [*runs, (axis,)]
+    return runs
+
+
+def _scatter_order(size: int, mesh: Any, splits: Sequence[tuple[int, Sequence[str]]]) -> tuple[tuple[int, str], ...]:
+    """The order of (dim, axis) in which an array of `size` values is scattered.
+
+    The order of the mesh axes, or another one where that saves a tenth of the bytes: the shards of a small array fill
+    the tiles of a short axis and not of a long one. Axes that split the same dim stay major first.
+    """
+    steps = sorted(((dim, axis) for dim, axes in splits for axis in axes), key=lambda s: mesh.axis_names.index(s[1]))
+
+    def sent(order: Sequence[tuple[int, str]]) -> float:
+        total, part = 0, size
+        for _, axis in order:
+            part //= mesh.shape[axis]
+            total += (mesh.shape[axis] - 1) * min(part + -part % tile_block(mesh, axis), 2 * part)
+        return round(total / size, 1)
+
+    return tuple(steps) if len(steps) > len(splits) else min(itertools.permutations(steps), key=sent)
+
+
+def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block: int) -> jax.Array:
+    """The sum of `value` over `axis`, of which each of `num_shards` chips keeps its part of `dim`.
+
+    Shards that do not fill tiles are sent as blocks of `block` values, which do: in memory order where they consist of
+    full tiles, else flat and padded. Where half of the bytes or more would be padding, the array is all-reduced and
+    sliced: that sends no more, and XLA (jax 0.10) fails to compile some such scatters.
+    """
+    shape = (*value.shape[:dim], value.shape[dim] // num_shards, *value.shape[dim + 1:])
+    part = math.prod(shape)
+    if fills_tiles(shape[dim]):
+        # At most one dim before and one after: dims of size 1, as in the kernel of a 1 x 1 convolution, change the
+        # memory layout of the array, and XLA all-reduces it.
+        merged = [math.prod(shape[:dim]), value.shape[dim], math.prod(shape[dim + 1:])]
+        flat, at = value.reshape([size for size in merged if size > 1]), int(merged[0] > 1)
+        if flat.ndim == 2:
+            columns = _scatter_columns(flat if at else flat.T, axis)
+            return (columns if at else columns.T).reshape(shape)
+        return jax.lax.psum_scatter(flat, axis, scatter_dimension=at, tiled=True).reshape(shape)
+    if value.ndim == 2 and dim == 0 and shape[0] % 8 == shape[1] % 128 == part % block == 0:
+        tiles = value.reshape(num_shards, shape[0] // 8, 8, shape[1] // 128, 128).swapaxes(2, 3)
+        return jax.lax.psum_scatter(tiles, axis, scatter_dimension=0).swapaxes(1, 2).reshape(shape)
+    parts = jnp.moveaxis(value.reshape(*shape[:dim], num_shards, *shape[dim:]), dim, 0).reshape(num_shards, -1)
+    if part + -part % block >= 2 * part:
+        return jax.lax.psum(parts, axis)[jax.lax.axis_index(axis)].reshape(shape)
+    blocks = jnp.pad(parts, ((0, 0), (0, -part % block))).reshape(-1, 16, 128)
+    return jax.lax.psum_scatter(blocks, axis, scatter_dimension=0, tiled=True).reshape(-1)[:part].reshape(shape)
+
+
+def _scatter_columns(value: jax.Array, axis: str) -> jax.Array:
+    """The sum of `value`, of which each chip keeps some columns.
+
+    Rows are scattered by this, too, transposed: XLA would pad the shards of a product's rows by up to a tenth.
+    """
+    rows = value.shape[0]
+    padding = -rows % 64 if rows > MAX_UNPADDED_ROWS else 0
+    padded = jnp.pad(value, ((0, padding), (0, 0))) if padding else value
+    summed = jax.lax.psum_scatter(padded, axis, scatter_dimension=1, tiled=True)
+    return summed[:rows] if padding else summed

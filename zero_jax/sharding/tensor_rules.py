@@ -1,0 +1,93 @@
+"""Tensor parallelism: which dims of which parameters are split over the mesh axis `tensor`, by rules or by metadata.
+
+A parameter is gathered over ZeRO's axes alone and used as the rules split it; XLA partitions the matrix products to
+match (Megatron-LM, arXiv 1909.08053: a column-parallel kernel, a row-parallel one, then one all-reduce).
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.sharding.mesh import TENSOR
+from zero_jax.tree import named_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorRule:
+    """Parameters in whose name `re.search` finds `pattern` are split as `spec` says.
+
+    spec: an entry for each of the parameter's last dims, None or "tensor"; dims before those, over which a loop runs,
+    are not split. units: number of indivisible parts (attention heads), a multiple of the size of the axis.
+    """
+
+    pattern: str
+    spec: P | tuple[str | None, ...]
+    units: int | None = None
+
+
+def tensor_specs(params: Any, mesh: Mesh, rules: Sequence[TensorRule | tuple[Any, ...]] = (),
+                 metadata: Mapping[str, Sequence[Any]] | None = None) -> dict[str, P]:
+    """The spec of each parameter that is split over `tensor`, with an entry for each dim; empty without that axis.
+
+    The first rule that matches counts. metadata: Flax's partitioning metadata by parameter, names of mesh axes of which
+    only `tensor` is used. Raises ValueError for a rule that matches nothing, a spec that does not fit its parameter or
+    contradicts the metadata, dims and units that the axis does not divide, and an axis `tensor` over which nothing is
+    split.
+    """
+    rules = [rule if isinstance(rule, TensorRule) else TensorRule(*rule) for rule in rules]
+    num_shards, leaves = mesh.shape.get(TENSOR, 1), named_leaves(params)
+    for rule in rules:
+        if not any(re.search(rule.pattern, name) for name, _ in leaves):
+            raise ValueError(f"tensor_rules: {rule.pattern!r} matches no parameter. There are: "
+                             f"{', '.join(name for name, _ in leaves)}.")
+        if rule.units is not None and rule.units % num_shards:
+            raise ValueError(f"tensor_rules: {rule.pattern!r} is made of {rule.units} units (heads), which do not "
+                             f"divide over the {num_shards} devices of the axis {TENSOR!r} of the mesh "
+                             f"{dict(mesh.shape)}: give a size of that axis which divides {rule.units}.")
+    specs: dict[str, P] = {}
+    for name, leaf in leaves:
+        rule = next((rule for rule in rules if re.search(rule.pattern, name)), None)
+        from_metadata = _metadata_spec(name, leaf, (metadata or {}).get(name))
+        spec = from_metadata if rule is None else _rule_spec(name, leaf, rule)
+        if rule is not None and from_metadata is not None and from_metadata != spec:
+            raise ValueError(f"Parameter {name} of shape {leaf.shape} is {from_metadata} by the model's own metadata, "
+                             f"and {spec} by the rule {rule.pattern!r} of tensor_rules: make them agree, or drop one.")
+        if spec is None or TENSOR not in spec:
+            continue
+        for dim, entry in enumerate(spec):
+            if entry == TENSOR and leaf.shape[dim] % num_shards:
+                raise ValueError(
+                    f"Parameter {name} of shape {leaf.shape}: dim {dim} of {leaf.shape[dim]} does not divide over the "
+                    f"{num_shards} devices of the axis {TENSOR!r} of the mesh {dict(mesh.shape)}. Give a size of that "
+                    "axis which divides it, or a model whose dim does (a vocabulary is padded to a multiple of "
+                    f"{num_shards}).")
+        specs[name] = spec
+    if num_shards > 1 and not specs:
+        raise ValueError(f"The mesh {dict(mesh.shape)} has an axis {TENSOR!r}, and no parameter is split over it: give "
+                         "tensor_rules=[(\"up/kernel\", P(None, \"tensor\")), ...], or partitioning metadata in the "
+                         "model, or a mesh without that axis.")
+    return specs if num_shards > 1 else {}
+
+
+def _rule_spec(name: str, leaf: Any, rule: TensorRule) -> P:
+    """The rule's spec with an entry for each dim of `leaf`."""
+    spec = rule.spec
+    if set(spec) - {None, TENSOR} or sum(entry == TENSOR for entry in spec) > 1 or len(spec) > len(leaf.shape):
+        raise ValueError(
+            f"tensor_rules: {rule.pattern!r} asks for {spec} of parameter {name} of shape {leaf.shape}: give one entry "
+            f"for each of its last dims, None or {TENSOR!r}, the latter at most once.")
+    return P(*[None] * (len(leaf.shape) - len(spec)), *spec)
+
+
+def _metadata_spec(name: str, leaf: Any, names: Sequence[Any] | None) -> P | None:
+    """The spec of a parameter by its partitioning metadata; None where they do not name this axis."""
+    if names is None or TENSOR not in names:
+        return None
+    if len(names) != len(leaf.shape):
+        raise ValueError(f"Parameter {name} of shape {leaf.shape} has partitioning metadata {tuple(names)}: one entry "
+                         "for each dim is needed.")
+    return P(*[TENSOR if entry == TENSOR else None for entry in names])

@@ -1,0 +1,155 @@
+"""Gradient accumulation: one step's gradient from a loop over microbatches.
+
+A compiled loop cannot carry a sum over devices that is yet to be reduced: the partitioner reduces it in every round.
+Either that is wanted, and the loop carries shards of the sum (`reduce="every"`, the memory of ZeRO-2). Or each device's
+rows are a microbatch of their own, mapped over a leading dim that is sharded over the devices: the loop carries each
+device's own sum, as large as all parameters, which is reduced once (`reduce="once"`, the communication of one batch).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import with_sharding_constraint as constrain
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.sharding.batch import Accumulation
+from zero_jax.sharding.gather import compute_spec
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.reduce_scatter import reduce_parts
+from zero_jax.step.gradients import ForwardInputs, ForwardOutput, GradientFunction
+from zero_jax.step.metrics import combine
+from zero_jax.tree import map_named, named_leaves, with_dtypes_of
+from zero_jax.typing import Batch, DType, Gradients, Params, Pytree, Scalar
+
+
+def accumulate_gradients(
+    gradient: GradientFunction, accumulation: Accumulation, layout: Layout, weights: Params, inputs: ForwardInputs,
+    batch: Batch, scale: Scalar
+) -> tuple[ForwardOutput, Gradients]:
+    """The output and gradient of a whole batch as the weighted mean over its microbatches.
+
+    Gradients are summed in float32, or what is wider, and sharded as `layout.gradients`.
+    """
+    run = _reduce_once if accumulation.once else _reduce_every
+    return run(gradient, accumulation.microbatches, layout, weights, inputs, batch, scale)
+
+
+def _reduce_every(
+    gradient: GradientFunction, num_microbatches: int, layout: Layout, weights: Params, inputs: ForwardInputs,
+    batch: Batch, scale: Scalar
+) -> tuple[ForwardOutput, Gradients]:
+    def body(carry: Any, xs: Any) -> Any:
+        grad_sum, variables = carry
+        index, microbatch = xs
+        round_inputs = inputs._replace(variables=variables, rng=jax.random.fold_in(inputs.rng, index))
+        output, grads = gradient(weights, round_inputs, microbatch, scale)
+        # Else XLA:TPU moves sums over devices out of the loop, which then carries whole gradients; libtpu 0.0.48 adds
+        # an embedding's rows wrongly when it does (openxla/xla issue 49143).
+        grads = jax.lax.optimization_barrier(grads)
+        grad_sum = jax.tree.map(
+            lambda total, grad, sharding: constrain(total + output.weight * grad.astype(total.dtype), sharding),
+            grad_sum, grads, layout.gradients)
+        return (grad_sum, with_dtypes_of(output.variables, variables)), output._replace(variables=None)
+
+    zeros = jax.tree.map(lambda leaf, sharding: constrain(jnp.zeros(leaf.shape, _sum_dtype(leaf)), sharding),
+                         weights, layout.gradients)
+    microbatches = jax.tree.map(lambda leaf: _split(leaf, num_microbatches, layout, by_device=False), batch)
+    (grad_sum, variables), outputs = jax.lax.scan(
+        body, (zeros, inputs.variables), (jnp.arange(num_microbatches), microbatches))
+    output, weight = _weighted_mean(outputs)
+    return output._replace(variables=variables), jax.tree.map(lambda total: total / weight, grad_sum)
+
+
+def _reduce_once(
+    gradient: GradientFunction, num_microbatches: int, layout: Layout, weights: Params, inputs: ForwardInputs,
+    batch: Batch, scale: Scalar
+) -> tuple[ForwardOutput, Gradients]:
+    mesh, axes, num_devices = layout.mesh, layout.axes.batch, layout.axes.batch_shards
+
+    def by_device(sharding: NamedSharding) -> NamedSharding:
+        """Of an array with a leading dim of the devices, each of which has a whole gradient."""
+        return NamedSharding(mesh, P(axes, *compute_spec(sharding.spec)))
+
+    def device_key(device: Any) -> jax.Array:
+        return jax.random.fold_in(inputs.rng, device)
+
+    in_axes = None, ForwardInputs._make((None, 0, 0)), 0, None
+    gradient_of_each = jax.vmap(gradient, in_axes=in_axes, spmd_axis_name=axes)
+    device_keys = jax.vmap(device_key)(jnp.arange(num_devices))
+
+    def body(carry: Any, xs: Any) -> Any:
+        grad_sum, variables = carry
+        index, microbatch = xs
+        keys = jax.vmap(jax.random.fold_in, (0, None))(device_keys, index)
+        output, grads = gradient_of_each(weights, ForwardInputs(inputs.frozen, variables, keys), microbatch, scale)
+        grad_sum = jax.tree.map(lambda total, grad, sharding: constrain(
+            total + jnp.reshape(output.weight, (-1, *[1] * (grad.ndim - 1))) * grad.astype(total.dtype),
+            by_device(sharding)), grad_sum, grads, layout.gradients)
+        return (grad_sum, with_dtypes_of(output.variables, variables)), output._replace(variables=None)
+
+    def zeros(leaf: Any, sharding: NamedSharding) -> Any:
+        return constrain(jnp.zeros((num_devices, *leaf.shape), _sum_dtype(leaf)), by_device(sharding))
+
+    microbatches = jax.tree.map(lambda leaf: _split(leaf, num_microbatches, layout, by_device=True), batch)
+    device_variables = jax.tree.map(lambda leaf: _copy_to_devices(leaf, num_devices), inputs.variables)
+    carry = jax.tree.map(zeros, weights, layout.gradients), device_variables
+    (grad_sum, variables), outputs = jax.lax.scan(body, carry, (jnp.arange(num_microbatches), microbatches))
+    output, weight = _weighted_mean(outputs)
+
+    def reduce(name: str, total: Any, like: Any, sharding: NamedSharding) -> Any:
+        dtype = uses[name].reduce if name in uses else like.dtype
+        reduce_scatter = jax.shard_map(
+            lambda part: reduce_parts((part[0] / weight).astype(dtype), mesh, sharding.spec), mesh=mesh,
+            in_specs=P(axes, *compute_spec(sharding.spec)), out_specs=sharding.spec, check_vma=False)
+        return reduce_scatter(total).astype(total.dtype)
+
+    uses = dict(named_leaves(layout.uses))  # no entry where a parameter is read as it is stored
+    grads = map_named(reduce, grad_sum, weights, layout.gradients)
+    return output._replace(variables=jax.tree.map(_join_devices, variables, inputs.variables)), grads
+
+
+def _split(leaf: jax.Array, num_microbatches: int, layout: Layout, *, by_device: bool) -> jax.Array:
+    """A leaf of the batch as (microbatches, rows, ...), or (microbatches, devices, rows, ...).
+
+    Each microbatch takes rows of every device.
+    """
+    axes = layout.axes
+    parts = leaf.reshape(axes.batch_shards, num_microbatches, -1, *leaf.shape[1:]).swapaxes(0, 1)
+    if not by_device:
+        parts = parts.reshape(num_microbatches, -1, *leaf.shape[1:])
+    return constrain(parts, NamedSharding(axes.mesh, P(None, axes.batch)))
+
+
+def _weighted_mean(outputs: ForwardOutput) -> tuple[ForwardOutput, Scalar]:
+    """The outputs of all microbatches as one, metrics as declared, and the sum of their weights; 1 where that is 0."""
+    weights = jnp.broadcast_to(outputs.weight, outputs.loss.shape)
+    total = jnp.sum(weights)
+    divisor = jnp.where(total == 0, 1, total)
+    loss = jnp.sum(outputs.loss * weights) / divisor
+    return ForwardOutput(loss, combine(outputs.metrics, weights, divisor), total, None), divisor
+
+
+def _sum_dtype(leaf: Any) -> DType:
+    return jnp.promote_types(leaf.dtype, jnp.float32)
+
+
+def _copy_to_devices(leaf: Any, num_devices: int) -> Pytree:
+    """A variable for each device. Random streams must differ, or devices drop the same units."""
+    copies = jnp.broadcast_to(leaf, (num_devices, *leaf.shape))
+    if not _is_key(leaf):
+        return copies
+    flat = jax.vmap(lambda keys, i: jax.vmap(lambda key: jax.random.fold_in(key, i))(keys.reshape(-1)))
+    return flat(copies, jnp.arange(num_devices)).reshape(copies.shape)
+
+
+def _join_devices(leaf: Any, before: Any) -> Any:
+    """The devices' variables as one: means of statistics, the first of counters, random streams as they were."""
+    if _is_key(before):
+        return before
+    return leaf.mean(0).astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf[0]
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

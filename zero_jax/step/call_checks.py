@@ -1,0 +1,216 @@
+"""What a user may hand to a step, checked before anything compiles: one clear ValueError for each mistake."""
+
+import ast
+import contextlib
+import functools
+import inspect
+import linecache
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from zero_jax.sharding.layout import Layout
+from zero_jax.state import ZeroState
+from zero_jax.step.losses import next_token_loss
+from zero_jax.tree import named_leaves
+from zero_jax.typing import Batch, Loss, Pytree
+
+
+def check_loss(loss: Any) -> None:
+    """Raises ValueError for what cannot be called as `loss(model, batch)`."""
+    if not callable(loss):
+        raise ValueError(f"loss={loss!r} is a {type(loss).__name__}: give a function loss(model, batch).")
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ValueError(f"The loss takes {signature}, and it is called as loss(model, batch): bind its other "
+                         "arguments with functools.partial, and let the batch hold what changes.") from error
+
+
+@contextlib.contextmanager
+def loss_errors_explained(loss: Loss, batch: Batch) -> Iterator[None]:
+    """Around the first trace of a loss: says what to do where it takes parameters, or a key that no batch has."""
+    try:
+        yield
+    except Exception as error:
+        if message := _missing_key(error, batch) or _called_with_params(error, loss):
+            raise ValueError(message) from error
+        raise
+
+
+def _missing_key(error: Exception, batch: Batch) -> str | None:
+    """What to say of a KeyError that is of the batch; None where another dict raised it."""
+    if not isinstance(error, KeyError) or not isinstance(batch, Mapping) or error.__traceback__ is None:
+        return None
+    innermost = error.__traceback__
+    while innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    frame = innermost.tb_frame
+    line, end_line, start, end = list(frame.f_code.co_positions())[innermost.tb_lasti // 2]
+    if line is None or line != end_line:
+        return None
+    try:  # the source of the expression that raised, as batch["inputs"]
+        subscript = ast.parse(linecache.getline(frame.f_code.co_filename, line)[start:end], mode="eval").body
+    except SyntaxError:
+        return None
+    subscripted = subscript.value if isinstance(subscript, ast.Subscript) else None
+    value = frame.f_locals.get(subscripted.id) if isinstance(subscripted, ast.Name) else None
+    if not isinstance(value, Mapping) or value.keys() != batch.keys():
+        return None
+    return (f"{frame.f_code.co_name} reads batch[{error.args[0]!r}], and the batch has "
+            f"{', '.join(map(repr, batch))}: name its leaves so, or give a loss=... that reads these.")
+
+
+def _called_with_params(error: Exception, loss: Loss) -> str | None:
+    """What to say of an error of `loss(params, batch)`: it subscripts a module, or hands it to `apply`."""
+    target: Any = loss
+    while isinstance(target, functools.partial):
+        target = target.func
+    first = next(iter(getattr(getattr(target, "__code__", None), "co_varnames", ())), "")
+    unlikely = type(error).__module__ == "builtins" and not isinstance(error, (TypeError, AttributeError))
+    named = re.search("param|variables|weights", first) and not unlikely
+    subscripted = isinstance(error, TypeError) and re.search("is not (subscriptable|iterable)", str(error))
+    if not (named or subscripted and _raised_in(error, target)
+            or type(error).__name__ == "ApplyScopeInvalidVariablesTypeError"):
+        return None
+    return (f"The loss is called as loss(model, batch) with a model that has its parameters, and not as loss(params, "
+            f"batch): write model(batch[...]) for model.apply({{\"params\": params}}, batch[...]). {_name_of(target)} "
+            f"raised {type(error).__name__}: {error}")
+
+
+def _raised_in(error: Exception, function: Any) -> bool:
+    """Whether the innermost frame of `error` is one of `function`, or of Flax where it was called from there."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return getattr(function, "__code__", None) in codes[-3:]
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+def is_traced(state: ZeroState, batch: Batch) -> bool:
+    """Whether a call is part of a trace, as of the user's own `jit` or `scan`."""
+    return isinstance(state.step, Tracer) or any(
+        isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch))
+
+
+def check_is_state(state: Any) -> None:
+    """Raises ValueError for anything but a `ZeroState`, and for one that was donated.
+
+    A leaf of each field is looked at: 8 microseconds, where all of 156 leaves would take 85. XLA on CPU ends the
+    process (SIGSEGV) where it runs on a buffer that was donated.
+    """
+    if not isinstance(state, ZeroState):
+        raise ValueError(f"state is a {type(state).__name__}: give the ZeroState that step.init or the last step "
+                         "returned.")
+    for field in (state.step, state.params, state.weights, state.opt_state, state.ema, state.rng):
+        leaf = _first_leaf(field)
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            raise ValueError(
+                "This state was donated to an earlier call, which reused its memory: go on from the state that call "
+                "returned, as in state, metrics = step(state, batch). To keep one, copy it first: "
+                "jax.tree.map(jnp.copy, state).")
+
+
+def _first_leaf(tree: Pytree) -> Any:
+    """A leaf of nested dicts and tuples; None of an empty tree. `jax.tree.leaves` would visit all of them."""
+    if isinstance(tree, (dict, tuple, list)):
+        children = tree.values() if isinstance(tree, dict) else tree
+        return next((leaf for child in children if (leaf := _first_leaf(child)) is not None), None)
+    return tree
+
+
+def check_state(state: ZeroState, layout: Layout) -> None:
+    """Raises ValueError where `state`, of arrays or tracers, is not stored as `layout` says; names the first leaf."""
+    wanted, given = dict(named_leaves(layout.state)), dict(named_leaves(state))
+    what = f"This state is not of this step (stage {layout.stage.number} on {layout.axes.sizes})"
+    todo = ("Give a state of this step.init; step.with_params takes another's parameters, and zero_jax.Checkpoints "
+            "restores at any stage and mesh.")
+    if missing := [name for name in wanted if name not in given]:
+        raise ValueError(f"{what}: it lacks {_some(missing)}. {todo}")
+    if extra := [name for name in given if name not in wanted]:
+        raise ValueError(f"{what}: it has {_some(extra)} in addition. {todo}")
+    for name, like in wanted.items():
+        leaf = given[name]
+        if np.shape(leaf) != like.shape or _dtype(leaf) != like.dtype:
+            raise ValueError(f"{what}: {name} is {_dtype(leaf)} {np.shape(leaf)}, and is stored as "
+                             f"{like.dtype} {like.shape} here. {todo}")
+        committed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and getattr(leaf, "committed", True)
+        if committed and not leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim):
+            raise ValueError(f"{what}: {name} is sharded as {leaf.sharding}, and as {like.sharding} here. {todo}")
+
+
+def check_same_batch(batch: Batch, first: Batch | None) -> None:
+    """Raises ValueError where keys or dtypes are not those of the first batch, of `jax.ShapeDtypeStruct`s; None: none.
+
+    Other sizes are another program of the same step, which compiles once each.
+    """
+    if first is None:
+        return
+    wanted, given = dict(named_leaves(first)), dict(named_leaves(batch))
+    missing, extra = [name for name in wanted if name not in given], [name for name in given if name not in wanted]
+    if missing or extra:
+        what = [f"{how} {_some(names)}" for how, names in (("lacks", missing), ("has in addition", extra)) if names]
+        raise ValueError(f"This batch {' and '.join(what)}, beside the first batch of this step: give all leaves in "
+                         "every batch (weights of ones, say), or make another step of the same model.")
+    for name, like in wanted.items():
+        if _dtype(given[name]) != like.dtype:
+            raise ValueError(f"batch[{name!r}] is {_dtype(given[name])}, and was {like.dtype} in the first "
+                             "batch of this step: convert it, or make another step of the same model.")
+
+
+def check_values(batch: Batch, loss: Loss) -> None:
+    """Raises ValueError for integers in NumPy leaves that JAX would change, or the default loss misread.
+
+    JAX cuts 64-bit integers to their last 32 bits without a word. Arrays that are on devices are not looked at: that
+    would wait for them.
+    """
+    def is_checked(leaf: Any) -> bool:
+        return isinstance(leaf, np.ndarray) and leaf.size > 0 and leaf.dtype.kind in "iu"
+
+    if not any(map(is_checked, jax.tree.leaves(batch))):
+        return
+    for name, leaf in named_leaves(batch):
+        if not is_checked(leaf):
+            continue
+        kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if kept != leaf.dtype:
+            limits = np.iinfo(kept)
+            if leaf.max() > limits.max or leaf.min() < limits.min:
+                raise ValueError(f"batch[{name!r}] holds integers from {leaf.min()} to {leaf.max()}, and JAX keeps 32 "
+                                 f"bits of {leaf.dtype}: give indices below 2**{limits.bits - (limits.min < 0)}, or "
+                                 "set jax_enable_x64.")
+        if loss is next_token_loss and name in ("inputs", "targets") and leaf.min() < 0:
+            raise ValueError(f"batch[{name!r}] holds {leaf.min()}, and a negative id counts from the end of the "
+                             "vocabulary: give 0 and a 0 in batch[\"weights\"] for what is no token.")
+
+
+def check_gradients(gradients: Pytree, layout: Layout) -> None:
+    """Raises ValueError unless `gradients` has a leaf for each trainable parameter, of its stored shape."""
+    wanted, given = dict(named_leaves(layout.state.params)), dict(named_leaves(gradients))
+    wrong = sorted(wanted.keys() ^ given.keys()) or [
+        name for name, like in wanted.items() if np.shape(given[name]) != like.shape]
+    if wrong:
+        raise ValueError(f"gradients differ from the parameters as they are stored in {_some(wrong)}: give a tree as "
+                         "step.gradients returns it.")
+
+
+def _dtype(leaf: Any) -> Any:
+    """The dtype that JAX gives `leaf`; keys have one that `result_type` does not know."""
+    return leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)
+
+

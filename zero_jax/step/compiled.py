@@ -1,0 +1,84 @@
+"""A compiled step as data: its text, memory, layout and contract, compiled once, parsed once, and handed down."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from zero_jax.sharding.layout import Layout
+from zero_jax.step.contract import check, verify
+from zero_jax.step.contract_memory import gathered_at_once, gathered_limit
+from zero_jax.step.contract_report import Contract, Report
+from zero_jax.xla import events
+from zero_jax.xla.collective import Collective
+from zero_jax.xla.events import Event
+from zero_jax.xla.parser import Module, parse
+from zero_jax.xla.schedule import schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """What XLA made of a step; `ZeroTrainStep.compiled_step(batch)` makes one.
+
+    What is read from the text is read when it is first asked for, and kept.
+
+    Attributes:
+        text: the scheduled HLO module.
+        memory: `jax.stages.Compiled.memory_analysis()`; None where the backend tells none.
+        layout: of the state that the step takes and returns.
+        contract: what the step may send.
+    """
+
+    text: str = dataclasses.field(repr=False)
+    memory: Any = dataclasses.field(repr=False)
+    layout: Layout = dataclasses.field(repr=False)
+    contract: Contract = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def module(self) -> Module:
+        """The parsed text."""
+        return parse(self.text)
+
+    @functools.cached_property
+    def schedule(self) -> tuple[Event, ...]:
+        """What runs, in order: work, starts and ends of collectives, loops."""
+        return schedule(self.module)
+
+    @functools.cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective that one step runs, in the order of the schedule."""
+        return tuple(events.collectives(self.schedule))
+
+    @functools.cached_property
+    def report(self) -> Report:
+        """The collectives, the state and the gathered parameters beside the contract."""
+        return check(self.collectives, self.contract, self.gathered_bytes)
+
+    @functools.cached_property
+    def gathered_bytes(self) -> int:
+        """The most that gathered parameters take on a device at one time.
+
+        0 where all temporaries together are no more than the contract allows these, or are not known.
+        """
+        temporaries = 0 if self.memory is None else self.memory.temp_size_in_bytes
+        return gathered_at_once(self.module) if temporaries > gathered_limit(self.collectives, self.contract) else 0
+
+    def verify(self) -> Report:
+        """`report`; raises ContractError (a ValueError) if the step sends more than its contract says, or does less."""
+        return verify(self.collectives, self.contract, self.gathered_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that one step needs on each device: state, batch, temporaries and code.
+
+        What is updated in place counts once.
+        """
+        memory = self.memory
+        return (memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+                + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that one step needs for each device."""
+        memory = self.memory
+        return (memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes
+                - memory.host_alias_size_in_bytes + memory.host_temp_size_in_bytes)

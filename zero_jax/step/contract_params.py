@@ -1,0 +1,109 @@
+"""What a step may send for each parameter, and what it must: exact for every leaf, padding included."""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from zero_jax.sharding.gather import compute_spec
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.mesh import TENSOR
+from zero_jax.sharding.stored_shape import StoredShape
+from zero_jax.step.contract_report import ParamTraffic
+from zero_jax.tree import named_leaves
+from zero_jax.typing import Shape
+
+
+def min_itemsize(platform: str) -> int:
+    """Bytes of the narrowest element that is sent: XLA:CPU sends bfloat16 as float32."""
+    return 4 if platform == "cpu" else 1
+
+
+def param_traffic(layout: Layout) -> tuple[ParamTraffic, ...]:
+    """Of each parameter of `layout`, the trainable ones first."""
+    traffic = [*_trainable(layout), *_frozen(layout)]
+    keys = [(re.sub(r"\d+", "", each.name), each.size) for each in traffic]
+    copies = Counter(keys)
+    return tuple(dataclasses.replace(each, copies=copies[key]) for each, key in zip(traffic, keys, strict=True))
+
+
+def param_pieces(layout: Layout) -> dict[int | tuple[int, ...], str]:
+    """Elements of each buffer that may be sent of a parameter -> its name."""
+    pieces: dict[int | tuple[int, ...], str] = {}
+    state, stored_shapes = layout.state, layout.stored_shapes
+    shardings = [*jax.tree.leaves(layout.gradients), *(leaf.sharding for leaf in jax.tree.leaves(state.frozen))]
+    for (name, leaf), sharding, stored_shape in zip(
+            [*named_leaves(state.params), *named_leaves(state.frozen)], shardings,
+            [*jax.tree.leaves(stored_shapes.params), *jax.tree.leaves(stored_shapes.frozen)], strict=True):
+        parts = _num_parts(leaf.shape, sharding)
+        for shape in (leaf.shape, stored_shape.shape):
+            pieces |= dict.fromkeys(_piece_sizes(shape, layout.reads[name].stacked, parts, layout.axes.sizes), name)
+    return pieces
+
+
+def _trainable(layout: Layout) -> Iterator[ParamTraffic]:
+    """What the gathers of a trainable parameter and the reduction of its gradient send."""
+    stage, at_least = layout.stage, min_itemsize(layout.axes.platform)
+    weights = dict(named_leaves(layout.state.params if layout.state.weights is None else layout.state.weights))
+    uses = dict(named_leaves(layout.uses))  # no entry where the parameter is used as it is stored
+    for (name, leaf), sharding, stored_shape in zip(
+            named_leaves(layout.state.params), jax.tree.leaves(layout.gradients),
+            jax.tree.leaves(layout.stored_shapes.params), strict=True):
+        use, parts, tensor_size = uses.get(name), _num_parts(leaf.shape, sharding), _tensor_size(sharding)
+        size, shards = leaf.size / tensor_size, parts // tensor_size
+        dtypes = (weights[name].dtype,) * 2 if use is None else (use.dtype, use.reduce)
+        read, reduce = (np.dtype(dtype).itemsize for dtype in dtypes)
+        gathers = 1 - 1 / shards
+        if stage.shards_params:
+            gathers += 1 - 1 / (layout.axes.size(*use.secondary) if use is not None and use.secondary else shards)
+        replicas = layout.mesh.size // parts
+        scattered, summed = size * (1 - 1 / shards), 2 * size / shards * (1 - 1 / replicas)
+        yield _as_read(layout, stored_shape, ParamTraffic(
+            name, size, scattered, scattered if shards > 1 else summed, read, reduce,
+            gathered_bytes=size * max(read, at_least) * gathers,
+            reduced_bytes=max(reduce, at_least) * (scattered + summed)))
+
+
+def _frozen(layout: Layout) -> Iterator[ParamTraffic]:
+    """Frozen parameters are gathered only: forward and backward."""
+    at_least = min_itemsize(layout.axes.platform)
+    for (name, leaf), stored_shape in zip(
+            named_leaves(layout.state.frozen), jax.tree.leaves(layout.stored_shapes.frozen), strict=True):
+        parts, tensor_size = _num_parts(leaf.shape, leaf.sharding), _tensor_size(leaf.sharding)
+        size, itemsize = leaf.size / tensor_size, leaf.dtype.itemsize
+        once = size * (1 - tensor_size / parts)
+        yield _as_read(layout, stored_shape, ParamTraffic(
+            name, size, once, 0.0, itemsize, itemsize, gathered_bytes=2 * once * max(itemsize, at_least)))
+
+
+def _as_read(layout: Layout, stored_shape: StoredShape, traffic: ParamTraffic) -> ParamTraffic:
+    """`traffic`, and how the model reads the parameter."""
+    access = layout.reads[traffic.name]
+    return dataclasses.replace(
+        traffic, slices=math.prod(stored_shape.shape[dim] for dim in access.stacked), is_read=access.count > 0,
+        up_front=access.on_entry or access.on_entry_if_padded and not stored_shape.is_identity)
+
+
+def _num_parts(shape: Shape, sharding: jax.sharding.NamedSharding) -> int:
+    """Into how many parts a leaf is sharded."""
+    return math.prod(shape) // max(1, math.prod(sharding.shard_shape(tuple(shape)))) or 1
+
+
+def _tensor_size(sharding: jax.sharding.NamedSharding) -> int:
+    """Into how many parts tensor parallelism splits a leaf."""
+    return sharding.mesh.shape[TENSOR] if any(entry is not None for entry in compute_spec(sharding.spec)) else 1
+
+
+def _piece_sizes(shape: Shape, stacked: Sequence[int], parts: int, mesh: Mapping[str, int]) -> set[int]:
+    """Elements of what may be sent of a leaf: all of it or a slice of a loop, whole or sharded over some axes."""
+    whole = math.prod(shape)
+    loop_slice = whole // max(1, math.prod(shape[dim] for dim in stacked))
+    num_shards = {math.prod(sizes) for count in range(len(mesh) + 1)
+                  for sizes in itertools.combinations(mesh.values(), count)}
+    return {size // shards for size in (whole, loop_slice) for shards in num_shards
+            if parts % shards == 0 and size // shards > 1}

@@ -1,0 +1,200 @@
+"""The functions of a step that JAX traces, from the state to the gradient and the next state, and their layout."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.lax import with_sharding_constraint as constrain
+from jax.sharding import Mesh
+
+from zero_jax.frontends.input_cast import casting_inputs
+from zero_jax.frontends.model_functions import ModelFunctions
+from zero_jax.sharding.batch import Accumulation, abstract_batch, check_batch
+from zero_jax.sharding.compute_params import gather_compute_params
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.mesh import sharding_of_rank
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.stages import Stage
+from zero_jax.state import ZeroState
+from zero_jax.step.accumulate import accumulate_gradients
+from zero_jax.step.call_checks import check_same_batch, check_state, loss_errors_explained
+from zero_jax.step.evaluate import evaluate
+from zero_jax.step.gradients import ForwardInputs, ForwardOutput, gradient_function
+from zero_jax.step.guard import GuardLogic
+from zero_jax.step.init import initial_state
+from zero_jax.step.metrics import values
+from zero_jax.step.options import StepOptions
+from zero_jax.step.trace_layout import trace_layout
+from zero_jax.step.trainable import split_trainable
+from zero_jax.step.update import apply_update, step_metrics, unscaled_gradients
+from zero_jax.tree import cast_floating
+from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
+
+
+class StepFunctions:
+    """What `ZeroTrainStep` compiles. Nothing here runs on devices by itself."""
+
+    def __init__(self, model: ModelFunctions, optimizer: optax.GradientTransformationExtraArgs, loss: Loss,
+                 axes: MeshAxes, options: StepOptions, given_params: Mapping[str, Any] | None = None):
+        """As `make_zero_train_step` calls it; raises ValueError for options that cannot take effect on this mesh.
+
+        given_params: the values to start from, by name; None: those that `model` makes.
+        """
+        options.check(axes)
+        self.axes, self.options = axes, options
+        self.batch_sharding = axes.batch_sharding
+        self._model, self._optimizer, self._loss, self._given_params = model, optimizer, loss, given_params
+        self._guard = GuardLogic(options.guard, options.precision.loss_scale)
+        self._layout: Layout | None = None
+        self._first_batch: Any = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self.axes.mesh
+
+    @property
+    def stage(self) -> Stage:
+        """The row of the stage table."""
+        return self.options.stage
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """The microbatches of a step."""
+        return self.options.accumulation
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """As the step calls it."""
+        return self._optimizer
+
+    def layout(self, batch: Batch = None) -> Layout:
+        """How every leaf of the state is stored, whatever the size of `batch`; it may be left out once known."""
+        if batch is not None:
+            check_batch(batch, self.axes)
+        elif self._layout is None:
+            raise ValueError("This step has no layout yet: call step.init or step.layout(batch) first.")
+        if self._layout is None:
+            with loss_errors_explained(self._loss, batch):
+                self._layout = trace_layout(
+                    self._model, self._loss, self._optimizer, self.axes, self.options,
+                    jax.eval_shape(self._guard.init), batch, read_by=self._with_inputs_cast(self._loss))
+        return self._layout
+
+    def abstract_batch(self, batch: Batch) -> Any:
+        """`batch` as `jax.ShapeDtypeStruct`s with shardings."""
+        def place(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of_rank(
+                self.batch_sharding, len(leaf.shape)))
+
+        return jax.tree.map(place, abstract_batch(batch))
+
+    def _init(self, rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
+        model_rng, step_rng = jax.random.split(rng)
+        params, variables = self._model.init(self._loss, model_rng, batch, given)
+        return initial_state(
+            *split_trainable(params, self.options.frozen), variables, rng=step_rng, optimizer=self._optimizer,
+            layout=self.layout(batch), guard=self._guard)
+
+    def _step(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
+        check_state(state, self.layout(batch))
+        check_same_batch(batch, self._first_batch)
+        key = self._key(state)
+        weights = state.params if state.weights is None else state.weights
+        output, grads = self._forward_backward(state, weights, key, batch, self._loss)
+        new_state = self._update(state, output, self._unscaled(state, grads), key)
+        if self._first_batch is None:
+            self._first_batch = abstract_batch(batch)
+        return new_state
+
+    def _steps(self, state: ZeroState, batches: Batch) -> tuple[ZeroState, Metrics]:
+        """As many steps as the first dim of `batches` says."""
+        return jax.lax.scan(self._constrained_step, state, batches)
+
+    def _constrained_step(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
+        """A step inside a larger program, in which nothing else says how the state is sharded."""
+        shardings = self.layout(batch).shardings
+        batch = jax.tree.map(lambda leaf: constrain(
+            leaf, sharding_of_rank(self.batch_sharding, np.ndim(leaf))), batch)
+        state, metrics = self._step(jax.tree.map(constrain, state, shardings), batch)
+        return jax.tree.map(constrain, state, shardings), metrics
+
+    def _gradients(self, state: ZeroState, batch: Batch, params: Params | None, loss: Loss
+                   ) -> tuple[Gradients, Metrics, Variables]:
+        """Reduced gradients without loss scale, metrics and new variables; params: in place of the state's."""
+        layout = self.layout(batch)
+        check_state(state, layout)
+        weights = state.params if state.weights is None else state.weights
+        if params is not None:
+            copy = gather_compute_params(jax.tree.map(constrain, params, layout.gradients), layout)
+            weights = jax.tree.map(constrain, params, layout.shardings.params) if copy is None else copy
+        output, grads = self._forward_backward(state, weights, self._key(state), batch, loss)
+        if output.written:
+            raise ValueError(f"The model overwrites its parameters {', '.join(output.written)} in its forward pass, "
+                             "which step.gradients cannot hand on: call the step itself.")
+        grads = self._unscaled(state, grads)
+        metrics = step_metrics({"loss": output.loss, "grad_norm": optax.tree.norm(grads)})
+        return grads, {**metrics, **values(output.metrics)}, output.variables
+
+    def _apply(self, state: ZeroState, grads: Gradients, loss: Scalar | None, variables: Variables | None
+               ) -> tuple[ZeroState, Metrics]:
+        """The state after a step with the user's gradients."""
+        variables = state.variables if variables is None else variables
+        output = ForwardOutput(loss, {}, jnp.ones(()), variables)
+        grads = jax.tree.map(lambda grad, param: grad.astype(
+            jnp.promote_types(param.dtype, jnp.float32) if self._stochastic else param.dtype), grads, state.params)
+        return self._update(state, output, jax.tree.map(constrain, grads, self.layout().gradients), self._key(state))
+
+    def _forward_backward(self, state: ZeroState, weights: Params, key: PRNGKey, batch: Batch, loss: Loss
+                          ) -> tuple[ForwardOutput, Gradients]:
+        """The output of the loss and the reduced gradient, multiplied by the loss scale; of all microbatches."""
+        options, layout, batch = self.options, self.layout(batch), self._cast(batch)
+        num_microbatches = options.accumulation.microbatches
+        scale = state.guard.scale if self._guard.loss_scale else None
+        activations = options.activations(self.axes, jax.tree.leaves(batch)[0].shape[0] // num_microbatches)
+        gradient = gradient_function(self._model, self._with_inputs_cast(loss), layout, options, activations)
+        inputs = ForwardInputs(state.frozen, state.variables, key)
+        if num_microbatches == 1:
+            return gradient(weights, inputs, batch, scale)
+        return accumulate_gradients(gradient, options.accumulation, layout, weights, inputs, batch, scale)
+
+    def _update(self, state: ZeroState, output: ForwardOutput, grads: Gradients, key: PRNGKey
+                ) -> tuple[ZeroState, Metrics]:
+        return apply_update(
+            state, output, grads, key=key, optimizer=self._optimizer, layout=self.layout(), guard=self._guard,
+            stochastic=self._stochastic, ema=self.options.ema)
+
+    def _unscaled(self, state: ZeroState, grads: Gradients) -> Gradients:
+        return unscaled_gradients(
+            state, grads, layout=self.layout(), guard=self._guard, stochastic=self._stochastic)
+
+    def _evaluate(self, fun: Loss, state: ZeroState, batch: Batch, rng: PRNGKey | None, *, ema: bool) -> Any:
+        return evaluate(self._model, self._with_inputs_cast(fun), self.layout(), state, self._cast(batch), ema=ema,
+                        rng=rng)
+
+    @property
+    def _stochastic(self) -> bool:
+        return self.options.precision.rounding == "stochastic"
+
+    def _key(self, state: ZeroState) -> PRNGKey:
+        """The key of the step that `state` is before."""
+        return jax.random.fold_in(state.rng, state.step)
+
+    def _with_inputs_cast(self, fun: Loss) -> Loss:
+        """`fun(model, batch)` with a model that casts what it is called with, where the precision says so."""
+        precision = self.options.precision
+        if precision.compute is None or precision.cast_batch != "inputs":
+            return fun
+        return casting_inputs(fun, precision.compute)
+
+    def _cast(self, batch: Batch) -> Any:
+        precision = self.options.precision
+        return cast_floating(batch, precision.compute) if precision.cast_batch is True else batch
+
+    def _batch_shardings(self, batch: Batch) -> Any:
+        if self.axes.context not in self.axes.zero:
+            return self.batch_sharding
+        return jax.tree.map(lambda leaf: sharding_of_rank(self.batch_sharding, np.ndim(leaf)), batch)

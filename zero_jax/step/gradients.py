@@ -1,0 +1,124 @@
+"""Forward and backward: the loss of a batch, or of one microbatch, and the gradient of each trainable parameter."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+
+from zero_jax.frontends.model_functions import ModelFunctions
+from zero_jax.jaxpr.passes import with_jaxpr_passes
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.mesh import CONTEXT, DATA, TENSOR
+from zero_jax.step.losses import loss_and_metrics
+from zero_jax.step.options import StepOptions
+from zero_jax.transforms.activation_partitioning import Activations
+from zero_jax.transforms.explicit_scatter import scatter_partial_gradients
+from zero_jax.transforms.gather_remat import (
+    duplicate_param_reads,
+    isolate_inner_remat,
+    keep_all_but_gathered,
+    remat_scan_bodies,
+    tag_derived_as_gathered,
+)
+from zero_jax.transforms.loop_communication import communicate_once_per_loop
+from zero_jax.transforms.reduce_dtype import compute_grads_in_reduce_dtype
+from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints, name_scan_carries
+from zero_jax.transforms.scatter_calls import inline_calls, merge_scatters
+from zero_jax.tree import merge, named_leaves, with_dtypes_of
+from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
+
+
+class ForwardOutput(NamedTuple):
+    """What a forward pass returns.
+
+    weight: what the loss is a mean over, such as a number of tokens. variables: the model's new ones. written: the
+    parameters that the model overwrote, by name, in their true shapes.
+    """
+
+    loss: Scalar
+    metrics: Metrics
+    weight: Scalar
+    variables: Variables
+    written: Any = None
+
+
+class ForwardInputs(NamedTuple):
+    """What a forward pass reads beside its batch and the weights in which it is differentiated."""
+
+    frozen: Params
+    variables: Variables
+    rng: PRNGKey
+
+
+GradientFunction: TypeAlias = Callable[[Params, ForwardInputs, Batch, Scalar], tuple[ForwardOutput, Gradients]]
+"""`(weights, inputs, batch, scale) -> (output, gradients)`. scale: multiplies the loss before it is differentiated;
+None: nothing does."""
+
+
+def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options: StepOptions,
+                      activations: Activations) -> GradientFunction:
+    """The gradient of `loss`, which backward reduces and scatters.
+
+    activations: how those of the batches that it will get are sharded. With `options.accumulation.once` gradients are
+    left as sums over what the function sees.
+    """
+    remat, reduced = options.remat, not options.accumulation.once
+
+    def loss_of(trainable: tuple[Any, Any], inputs: ForwardInputs, batch: Batch, scale: Scalar
+                ) -> tuple[Scalar, ForwardOutput]:
+        weights, by_gradient = trainable
+        params, before = merge(weights, inputs.frozen), {**inputs.variables, **by_gradient}
+        out, variables, written = model.run(loss, params, before, inputs.rng, batch, layout.uses)
+        variables = with_dtypes_of(variables, before)
+        value, metrics, weight = loss_and_metrics(out)
+        return value if scale is None else value * scale, ForwardOutput(value, metrics, weight, variables, written)
+
+    names = [name for name, _ in named_leaves(layout.state.params)]
+
+    def remat_blocks(closed: Any) -> Any:
+        closed = checkpoint_blocks(closed, names, remat) if remat else closed
+        activations.check(closed.jaxpr, checkpoints=has_checkpoints(closed.jaxpr))
+        return closed
+
+    gathers = layout.stage.shards_params and layout.num_shards > 1
+    # On a flat GPU mesh the partitioner's own reductions are asynchronous: there only what it cannot scatter is edited.
+    uneven_only = not layout.axes.is_tpu and {DATA, CONTEXT, TENSOR} >= set(layout.mesh.axis_names)
+    is_even = all(stored_shape.is_identity for stored_shape in jax.tree.leaves(layout.stored_shapes.params))
+    scatters = reduced and not (uneven_only and is_even)
+    on_loss = [
+        (True, duplicate_param_reads),
+        (activations.sequence, activations.split_sequence),
+        (gathers, tag_derived_as_gathered),
+        (gathers or activations.stashes, functools.partial(
+            isolate_inner_remat, activations=activations if activations.stashes else None)),
+        (gathers, remat_scan_bodies),
+        (gathers, name_scan_carries),
+    ]
+    on_gradients = [
+        (scatters, functools.partial(merge_scatters, uneven=uneven_only)),
+        (True, inline_calls),
+        (True, compute_grads_in_reduce_dtype),
+        (reduced, functools.partial(
+            communicate_once_per_loop, batch_size=activations.batch_size, axes=activations.batch)),
+        (reduced, functools.partial(
+            scatter_partial_gradients, batch_size=activations.batch_size, axes=activations.batch, uneven=uneven_only,
+            split=activations.sequence)),
+    ]
+    loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled), first=remat_blocks)
+    if gathers:
+        loss_of = jax.checkpoint(loss_of, policy=keep_all_but_gathered)
+    gradient_of = with_jaxpr_passes(
+        jax.value_and_grad(loss_of, has_aux=True), *(each for enabled, each in on_gradients if enabled))
+
+    def gradient(weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar
+                 ) -> tuple[ForwardOutput, Gradients]:
+        by_gradient = {name: tree for name, tree in inputs.variables.items() if name in model.set_by_gradient}
+        if by_gradient and not reduced:
+            raise ValueError(
+                f"reduce=\"once\" with the collection {next(iter(by_gradient))!r}: its statistics are of the whole "
+                "batch, and each device would make its own: give reduce=\"every\".")
+        (_, output), (grads, new) = gradient_of((weights, by_gradient), inputs, batch, scale)
+        return output._replace(variables={**output.variables, **new}), grads
+
+    return gradient

@@ -1,0 +1,75 @@
+"""A step before it runs: lowered, compiled, and checked against its contract, on live devices or target topologies."""
+
+from typing import Any
+
+import jax
+
+from zero_jax.jaxpr.equations import trace
+from zero_jax.sharding.batch import abstract_batch
+from zero_jax.state import ZeroState
+from zero_jax.step.compiled import CompiledStep
+from zero_jax.step.contract import Contract, Report, contract_of
+from zero_jax.step.functions import StepFunctions
+from zero_jax.typing import Batch, Loss
+from zero_jax.xla.devices import compiled_for
+
+
+class InspectableStep(StepFunctions):
+    """What one can ask of a step without a state. Every `batch` may be abstract: `jax.ShapeDtypeStruct`s."""
+
+    _compiler_options: dict[str, Any]
+
+    def abstract_state(self, batch: Batch) -> ZeroState:
+        """The state as `jax.ShapeDtypeStruct`s with shardings, for restoring and for compiling."""
+        return self.layout(batch).state
+
+    def lower(self, batch: Batch) -> jax.stages.Lowered:
+        """The step lowered for `batch` (arrays or `jax.ShapeDtypeStruct`s); its mesh may be of a target topology."""
+        return self._jit(batch).lower(self.abstract_state(batch), self.abstract_batch(batch))
+
+    def compile(self, batch: Batch) -> jax.stages.Compiled:
+        """`lower`, compiled for the mesh's devices, live or of a target topology; calls of the step do not use it."""
+        return compiled_for(self.lower(batch), self.mesh.devices.flat[0], self._compiler_options)
+
+    def compiled_step(self, batch: Batch) -> CompiledStep:
+        """`compile`, as data: text, memory, layout and contract, for `verify`, the plan and the memory report."""
+        compiled = self.compile(batch)
+        return CompiledStep(compiled.as_text() or "", compiled.memory_analysis(), self.layout(batch),
+                            self.contract(batch))
+
+    def contract(self, batch: Batch) -> Contract:
+        """What a step may send: kinds of collectives, mesh axes, bytes per device."""
+        activation_bytes, layout = 0.0, self.layout(batch)
+        if self.axes.tensor_enabled or self.axes.context_enabled:
+            num_microbatches = self.accumulation.microbatches
+            microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
+                (leaf.shape[0] // num_microbatches, *leaf.shape[1:]), leaf.dtype), abstract_batch(batch))
+            traced = trace(self.evaluator(), layout.state, microbatch)
+            activations = self.options.activations(self.axes, jax.tree.leaves(microbatch)[0].shape[0])
+            activation_bytes = activations.communication_bytes(traced.jaxpr)
+        return contract_of(layout, self.accumulation, self._optimizer, activation_bytes)
+
+    def verify(self, batch: Batch) -> Report:
+        """Compiles the step and checks it against its contract: what is sent for what, beside what was promised.
+
+        Raises ContractError (a ValueError) if it sends more, with the operation, its bytes, its source line and
+        what to do.
+        """
+        return self.compiled_step(batch).verify()
+
+    def lower_init(self, batch: Batch) -> jax.stages.Lowered:
+        """`init` lowered for `batch`, to see what it needs."""
+        return self._initializer(batch).lower(
+            jax.eval_shape(lambda: jax.random.key(0)), jax.eval_shape(lambda: self._model.given),
+            self.abstract_batch(batch))
+
+    def evaluator(self, fun: Loss | None = None, *, ema: bool = False) -> Any:
+        """See `ZeroTrainStep.evaluator`."""
+        raise NotImplementedError
+
+    def _jit(self, batch: Batch) -> Any:
+        raise NotImplementedError
+
+    def _initializer(self, batch: Batch) -> Any:
+        layout, shardings = self.layout(batch), (None, None, self._batch_shardings(batch))
+        return jax.jit(self._init, in_shardings=shardings, out_shardings=layout.shardings)

@@ -1,0 +1,48 @@
+"""The default loss, and what a loss and an optimizer tell as metrics."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zero_jax.step.metrics import as_metrics
+from zero_jax.typing import Batch, Metrics, OptState, Scalar
+
+
+def next_token_loss(model: Any, batch: Batch) -> Any:
+    """Mean cross entropy, in nats, of `batch["targets"]` under `model(batch["inputs"])`; both int (batch, length).
+
+    Where there is `batch["weights"]`, float (batch, length) and 0 for what is no token, the mean is weighted by it,
+    and its sum is returned too, so that microbatches weigh by their valid tokens: (mean, {}, sum).
+    """
+    logits = model(batch["inputs"]).astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    if "weights" not in batch:
+        return losses.mean()
+    weights = batch["weights"].astype(jnp.float32)
+    total = weights.sum()
+    return (losses * weights).sum() / jnp.where(total == 0, 1.0, total), {}, total
+
+
+def loss_and_metrics(out: Any) -> tuple[jax.Array, Metrics, Scalar]:
+    """What a loss returned, as (scalar, {name: Metric}, weight); the weight is 1 where it tells none.
+
+    Raises ValueError for anything but floating scalars and a dict of metrics under names of their own.
+    """
+    loss, *more = out if isinstance(out, tuple) else (out,)
+    metrics: Any = more[0] if more else {}
+    weight: Any = more[1] if len(more) > 1 else 1.0
+    for what, value in (("loss", loss), ("loss's weight", weight)):
+        if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            raise ValueError(
+                f"The {what} has shape {jnp.shape(value)} and dtype {jnp.result_type(value)}: return a floating "
+                "scalar, (scalar, {name: metric}), or with a third item the floating scalar that it is a mean over.")
+    return loss, as_metrics(metrics), weight
+
+
+def learning_rates(opt_state: OptState) -> Metrics:
+    """`learning_rate`, `learning_rate_1` and so on, where the optimizer's state holds them (`inject_hyperparams`)."""
+    found = [rate for _, rate in optax.tree.get_all_with_path(opt_state, "learning_rate")]
+    rates = [rate for rate in found if isinstance(rate, jax.Array)]  # and not the state of its schedule
+    return {f"learning_rate_{i}" if i else "learning_rate": rate for i, rate in enumerate(rates)}

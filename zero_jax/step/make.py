@@ -1,0 +1,132 @@
+"""`make_zero_train_step`: the public constructor of a step, whose arguments become `StepOptions` and `MeshAxes`."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import optax
+from jax.sharding import Mesh
+
+from zero_jax.frontends.given_values import own_values
+from zero_jax.frontends.model_functions import to_model_functions
+from zero_jax.optim.compatibility import takes_value
+from zero_jax.precision import Precision, precision_of
+from zero_jax.sharding.batch import Accumulation
+from zero_jax.sharding.mesh import make_mesh
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.tensor_rules import TensorRule
+from zero_jax.stages import stage_of
+from zero_jax.step.call_checks import check_loss
+from zero_jax.step.guard import Guard
+from zero_jax.step.losses import next_token_loss
+from zero_jax.step.options import StepOptions
+from zero_jax.step.step import ZeroTrainStep
+from zero_jax.transforms.remat import Remat, remat_of
+from zero_jax.typing import AxisNames, Loss, Pattern
+
+_T = TypeVar("_T")
+
+
+def make_zero_train_step(
+    model: Any,
+    stage: int,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    loss: Loss | None = None,
+    mesh: Mesh | None = None,
+    axis: str | Sequence[str] | None = None,
+    precision: Precision | str | None = None,
+    rng_streams: Sequence[str] | None = None,
+    accumulate: int = 1,
+    reduce: str = "every",
+    frozen: Pattern | Sequence[Pattern] = (),
+    ema: float | None = None,
+    guard: Guard | None = None,
+    tensor_rules: Sequence[TensorRule | tuple[Any, ...]] = (),
+    sequence_parallel: bool = False,
+    remat: Remat | str | tuple[str, ...] | None = None,
+    partition_activations: bool | str = False,
+    hpz_axes: str | Sequence[str] | None = None,
+    combine_bytes: int | None = None,
+    streams: Sequence[str] | None = None,
+    secondary: str | Sequence[str] | None = None,
+) -> ZeroTrainStep:
+    """A train step of any Flax model at a ZeRO stage; its numbers match single-device training.
+
+    Args:
+      model: a Linen module, an NNX module, or a function of `rngs: nnx.Rngs` that makes one (then its state
+        is initialised sharded, where a constructed module has already been whole on one device). A bound Linen module,
+        and a Flax model object with `module` and `params` (Hugging Face's), start from the values that they have.
+      stage: 0 (data parallel), 1 (optimizer states sharded), 2 (and gradients), 3 (and parameters).
+      optimizer: any optax transform. Default: `optax.adamw(3e-4)`.
+      loss: `loss(model, batch) -> scalar`, `(scalar, {name: metric})` or `(scalar, {name: metric}, weight)`, over the
+        global batch; `weight`, the number of valid tokens say, is what the scalar is a mean over; a metric is an array
+        or a `zero_jax.Metric`. `model` is a bound Linen module or the merged NNX module. Default: `next_token_loss`.
+      mesh: Default: `make_mesh()`, all live devices on the axis `data`.
+      axis: the mesh axes that ZeRO shards over, major first. Default: `data`, or `data_0`, `data_1`, ...
+      precision: a policy's name ("fp32", "bf16", "fp16", "bf16-stochastic"), a `Precision`, or None: dtypes as the
+        model declares them.
+      rng_streams: Linen's RNG streams beside "params", given anew at each step; default: ("dropout",). NNX modules own
+        theirs.
+      accumulate: microbatches that a step's batch is split into, one after another: their activations need not be
+        held together. The gradient is the mean over them, weighted by the loss's weight.
+      reduce: "every" microbatch's gradient is reduced, and shards of it summed; or each device sums its own and they
+        are reduced "once": the communication of one batch, and a whole gradient in float32 on each device. Then each
+        device's rows are a microbatch of their own, in batch statistics too.
+      frozen: patterns (`re.search` in a parameter's name, as `blocks/attention/kernel`) of parameters that are not
+        trained: no gradient, no optimizer state, and stored in the dtype in which the model reads them.
+      ema: decay of a moving average of the parameters, sharded as the optimizer's state; None: no average.
+      guard: what to do about steps that are not finite or whose loss spikes; None: nothing is looked at, but for the
+        overflows of a loss scale.
+      tensor_rules: with an axis `tensor` of the mesh: pairs of a pattern and a spec of a parameter's last dims, as
+        ("up/kernel", P(None, "tensor")), or `TensorRule`s; the first that matches splits a parameter. The model's own
+        partitioning metadata (Linen's `with_partitioning`, NNX's) count as well where they name that axis.
+      sequence_parallel: what lies between the products that `tensor` splits (norms, dropout, the residual stream) is
+        split over it along the sequence, the second dim.
+      remat: what each block of the model keeps for the backward pass: "full" (its input), "dots", names, or a `Remat`;
+        None: as the model does.
+      partition_activations: checkpoints are split over `tensor` (the paper's P_a); "cpu": and kept in the host's memory
+        (P_a+cpu; also without that axis).
+      hpz_axes: at stage 3, the ZeRO axes inside a node: forward keeps what it gathered over the others, a copy of the
+        weights sharded over these alone, from which backward gathers without leaving the node (hpZ of ZeRO++, arXiv
+        2306.10209).
+      combine_bytes: the largest buffer into which XLA may combine collectives (C_B); None: as it does by itself.
+      streams: deprecated, the former name of `rng_streams`.
+      secondary: deprecated, the former name of `hpz_axes`.
+
+    Raises ValueError for anything that is not as described, with what to do about it.
+    """
+    rng_streams = _renamed("rng_streams", rng_streams, "streams", streams, ("dropout",))
+    hpz_axes = _renamed("hpz_axes", hpz_axes, "secondary", secondary, ())
+    zero_stage = stage_of(stage)
+    axes = MeshAxes.of(make_mesh() if mesh is None else mesh, axis)
+    optimizer = optax.adamw(3e-4) if optimizer is None else optimizer
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise ValueError(
+            f"optimizer={optimizer!r} is a {type(optimizer).__name__}, not an optax transform: give optax.adamw(1e-3), "
+            "say.")
+    options = StepOptions(
+        stage=zero_stage, precision=precision_of(precision, platform=axes.platform),
+        accumulation=Accumulation(accumulate, reduce), frozen=_tuple(frozen), ema=ema, guard=guard,
+        tensor_rules=tuple(tensor_rules), sequence_parallel=sequence_parallel, remat=remat_of(remat),
+        partition_activations=partition_activations, hpz_axes=_tuple(hpz_axes), combine_bytes=combine_bytes)
+    loss = next_token_loss if loss is None else loss
+    check_loss(loss)
+    return ZeroTrainStep(
+        to_model_functions(model, rng_streams), takes_value(optimizer), loss, axes, options, own_values(model))
+
+
+def _renamed(name: str, value: _T | None, old_name: str, old_value: _T | None, default: _T) -> _T:
+    """The argument `name`, for one release also under its `old_name`; raises ValueError where both are given."""
+    if old_value is None:
+        return default if value is None else value
+    if value is not None:
+        raise ValueError(f"{name}={value!r} and {old_name}={old_value!r}: {old_name} is the former name of {name}: "
+                         f"give {name} alone.")
+    warnings.warn(f"make_zero_train_step({old_name}=...) is now {name}=...: the old name goes with the next release.",
+                  DeprecationWarning, stacklevel=3)
+    return old_value
+
+
+def _tuple(names: str | Sequence[str]) -> AxisNames:
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -1,0 +1,83 @@
+"""What a loss reports beside its value: how the metrics of microbatches become those of a step."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.typing import Metrics, Scalar
+
+REDUCTIONS = ("mean", "sum", "max", "min")
+OWNED = r"loss|grad_norm|bad|skipped|stopped|loss_scale|learning_rate(_\d+)?"
+"""The names of a step's own metrics."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A metric of a loss, and how those of microbatches are combined: `{"max_error": Metric(error.max(), "max")}`.
+
+    A loss sees one microbatch at a time under `accumulate`, and with `reduce="once"` each device's rows alone. A bare
+    value is `Metric(value, "mean")`. Shape and dtype are kept, but for the mean of integers, which is float32 where
+    there are microbatches.
+
+    value: an array of any shape, the same for every microbatch. reduce: "mean" (weighted by the loss's weight where it
+    returns one), "sum", "max" or "min", elementwise. Raises ValueError for another.
+    """
+
+    value: Any
+    reduce: str = dataclasses.field(default="mean", metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        if self.reduce not in REDUCTIONS:
+            raise ValueError(f"Metric(reduce={self.reduce!r}): give one of {', '.join(REDUCTIONS)}.")
+
+
+def as_metrics(metrics: Any) -> Metrics:
+    """The dict that a loss returned, each value a `Metric` of an array; traceable.
+
+    Raises ValueError for what is no dict, and for names that the step itself reports.
+    """
+    if not isinstance(metrics, dict):
+        raise ValueError(f"The loss returned {type(metrics).__name__} as its second item: give (scalar, {{name: "
+                         "metric}), or with a third item the floating scalar that it is a mean over.")
+    if taken := [name for name in metrics if re.fullmatch(OWNED, str(name))]:
+        raise ValueError(f"The loss returned a metric {taken[0]!r}, which the step reports itself: give it another "
+                         "name.")
+    return jax.tree.map(_as_metric, metrics, is_leaf=_is_metric)
+
+
+def values(metrics: Any) -> Any:
+    """`metrics`, or any other tree, with the value in place of each `Metric`."""
+    return jax.tree.map(lambda metric: metric.value if _is_metric(metric) else metric, metrics, is_leaf=_is_metric)
+
+
+def combine(metrics: Metrics, weights: jax.Array, divisor: Scalar) -> Metrics:
+    """The metrics of all microbatches as one; every value has the dims of `weights` before its own.
+
+    divisor: the sum of `weights`, or 1 where that is 0.
+    """
+    dims = tuple(range(weights.ndim))
+
+    def one(metric: Metric) -> Metric:
+        value = metric.value
+        if metric.reduce == "sum":
+            return Metric(jnp.sum(value, dims, dtype=jnp.int32 if value.dtype == bool else value.dtype), "sum")
+        if metric.reduce != "mean":
+            return Metric((jnp.max if metric.reduce == "max" else jnp.min)(value, dims), metric.reduce)
+        share = weights.reshape(*weights.shape, *[1] * (value.ndim - weights.ndim))
+        mean = jnp.sum(value * share, dims) / divisor
+        return Metric(mean.astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.inexact) else mean)
+
+    return jax.tree.map(one, metrics, is_leaf=_is_metric)
+
+
+def _as_metric(value: Any) -> Metric:
+    metric = value if _is_metric(value) else Metric(value)
+    return Metric(jnp.asarray(metric.value), metric.reduce)
+
+
+def _is_metric(value: Any) -> bool:
+    return isinstance(value, Metric)

@@ -1,0 +1,77 @@
+"""All that `make_zero_train_step` was asked for beside model, optimizer, loss and mesh, validated in one place."""
+
+import dataclasses
+from typing import Any
+
+from zero_jax.precision import Precision
+from zero_jax.sharding.batch import Accumulation
+from zero_jax.sharding.make_layout import LayoutPolicy
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.tensor_rules import TensorRule
+from zero_jax.stages import Stage
+from zero_jax.step.guard import Guard
+from zero_jax.transforms.activation_partitioning import Activations
+from zero_jax.transforms.remat import Remat
+from zero_jax.typing import AxisNames, Pattern
+from zero_jax.xla.devices import combine_options
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """The arguments of `make_zero_train_step` of the same names; `accumulation` is its `accumulate` and `reduce`.
+
+    What is wrong on any mesh raises ValueError here, what is wrong on one mesh in `check`.
+    """
+
+    stage: Stage
+    precision: Precision = Precision()
+    accumulation: Accumulation = Accumulation()
+    frozen: tuple[Pattern, ...] = ()
+    ema: float | None = None
+    guard: Guard | None = None
+    tensor_rules: tuple[TensorRule | tuple[Any, ...], ...] = ()
+    sequence_parallel: bool = False
+    remat: Remat | None = None
+    partition_activations: bool | str = False
+    hpz_axes: AxisNames = ()
+    combine_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise ValueError(f"ema={self.ema}: give a decay from 0 to below 1, as 0.999, or None.")
+        if self.partition_activations not in (False, True, "cpu"):
+            raise ValueError(f"partition_activations={self.partition_activations!r}: give True (split over the axis "
+                             "`tensor`) or \"cpu\" (and kept in the host's memory).")
+
+    def check(self, axes: MeshAxes) -> None:
+        """Raises ValueError for what cannot take effect on this mesh, at this stage."""
+        unknown = [name for name in self.hpz_axes if name not in axes.zero]
+        if unknown or self.hpz_axes and (self.stage.number < 3 or set(self.hpz_axes) == set(axes.zero)):
+            raise ValueError(f"hpz_axes={self.hpz_axes} at stage {self.stage.number}: give some of the axes "
+                             f"{axes.zero} that ZeRO shards over in the mesh {axes.sizes}, but not all, and stage 3.")
+        if self.accumulation.once and axes.context in axes.zero:
+            raise ValueError(f"reduce=\"once\" with an axis {axes.context!r}: each of its devices has a part of every "
+                             "example, and no batch of its own: give reduce=\"every\".")
+        if self.tensor_rules and not axes.tensor_enabled:
+            raise ValueError(f"tensor_rules: the mesh {axes.sizes} has no axis {axes.tensor!r} to split over: build "
+                             "it with zero_jax.make_mesh(tensor=...), or leave tensor_rules out.")
+        # Each of these raises for what it cannot be made of.
+        self.activations(axes, 1)
+        self.compiler_options(axes)
+
+    @property
+    def layout_policy(self) -> LayoutPolicy:
+        """What of these options decides how the state is stored."""
+        return LayoutPolicy(self.stage, self.precision, reduce_at_use=not self.accumulation.once,
+                            hpz_axes=self.hpz_axes)
+
+    def activations(self, axes: MeshAxes, batch_size: int) -> Activations:
+        """How the activations of so many examples are sharded and stored."""
+        host = self.partition_activations == "cpu"
+        partition = self.partition_activations is True or host and axes.tensor in axes.mesh.axis_names
+        return Activations(axes.mesh, axes.batch, batch_size, partition=partition, host=host,
+                           sequence=self.sequence_parallel)
+
+    def compiler_options(self, axes: MeshAxes) -> dict[str, Any]:
+        """XLA's options for the devices of the mesh."""
+        return combine_options(axes.mesh.devices.flat[0], self.combine_bytes)

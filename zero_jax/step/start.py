@@ -1,0 +1,133 @@
+"""A state from what a user has: parameters, variables and optimizer states, each leaf put where it is stored."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.stored_shape import StoredShape
+from zero_jax.state import ZeroState
+from zero_jax.step.init import with_new_params
+from zero_jax.tree import map_named, merge, named_leaves
+from zero_jax.typing import Pytree
+
+
+def with_values(state: ZeroState, given: Mapping[str, Any], *, layout: Layout,
+                optimizer: optax.GradientTransformationExtraArgs) -> ZeroState:
+    """`state` from `given`: a value for each parameter, and for any of the variables, in their true shapes, by name.
+
+    Names of Linen's collections may begin with `params/`. The copy that the model reads, the average and the
+    optimizer's state are made anew; `state` is deleted once everything was checked and placed.
+    """
+    params, variables = merge(layout.stored_shapes.params, layout.stored_shapes.frozen), layout.stored_shapes.variables
+    known = {name for name, _ in [*named_leaves(params), *named_leaves(variables)]}
+    short = {name if name in known else name.removeprefix("params/"): value for name, value in given.items()}
+    _check_names("params", short, wanted=[name for name, _ in named_leaves(params)], known=known)
+    trees = {field: _put(short, field, layout, state) for field in ("params", "frozen", "variables")}
+    old = jax.tree.leaves((state.params, state.frozen, state.variables))
+    new = {id(leaf) for leaf in jax.tree.leaves(trees)}
+    result = with_new_params(
+        state, trees["params"], optimizer=optimizer, layout=layout, frozen=trees["frozen"],
+        variables=trees["variables"])
+    for leaf in old:
+        if id(leaf) not in new:
+            leaf.delete()
+    return result
+
+
+def with_optimizer_state(state: ZeroState, opt_state: Pytree, number: Any, layout: Layout) -> ZeroState:
+    """`state` after `number` steps with the optimizer's `opt_state`, a tree of the same leaves in their true shapes."""
+    wanted = [name for name, _ in named_leaves(layout.state.opt_state)]
+    given = dict(named_leaves(opt_state))
+    _check_names("opt_state", given, wanted=wanted, known={*wanted})
+    new = _put(given, "opt_state", layout, state)
+    jax.tree.map(lambda leaf: leaf.delete(), state.opt_state)
+    step = jax.device_put(jnp.asarray(number, jnp.int32), layout.shardings.step)
+    return dataclasses.replace(state, opt_state=new, step=step)
+
+
+def as_train_state(state: ZeroState, train_state: Any, layout: Layout) -> Any:
+    """`train_state` (a Flax `TrainState`) with the values of `state` in their true shapes."""
+    loaded = layout.load(state)
+    params = dict(named_leaves(merge(loaded.params, loaded.frozen)))
+    moments, variables = dict(named_leaves(loaded.opt_state)), loaded.variables
+    _check_names("train_state.params", dict(named_leaves(train_state.params)), wanted=[*params], known={*params})
+    _check_names("train_state.opt_state", dict(named_leaves(train_state.opt_state)), wanted=[*moments],
+                 known={*moments})
+
+    def fill(like: Pytree, found: Mapping[str, Any]) -> Pytree:
+        return map_named(lambda name, _: jnp.copy(found[name]), like)
+
+    collections = {name: fill(getattr(train_state, name), dict(named_leaves(tree)))
+                   for name, tree in variables.items() if hasattr(train_state, name)}
+    return train_state.replace(
+        step=jnp.copy(loaded.step), params=fill(train_state.params, params),
+        opt_state=fill(train_state.opt_state, moments), **collections)
+
+
+def _put(given: Mapping[str, Any], field: str, layout: Layout, state: ZeroState) -> Pytree:
+    """A field of the state with the given leaves where there are some; all shapes are checked before any is placed."""
+    shapes, likes, old = (getattr(tree, field) for tree in (layout.stored_shapes, layout.state, state))
+
+    def check(name: str, stored_shape: StoredShape, like: jax.ShapeDtypeStruct) -> None:
+        if name not in given or _is_key(like):
+            return
+        value = given[name]
+        dtype = np.dtype(value.dtype) if hasattr(value, "dtype") else np.result_type(value)
+        if np.shape(value) != stored_shape.shape:
+            raise ValueError(f"{field}: {name} has shape {np.shape(value)}, and the model's has {stored_shape.shape}: "
+                             "give the values of a model of these sizes.")
+        if dtype != like.dtype and not _convertible(dtype, like.dtype):
+            raise ValueError(f"{field}: {name} has dtype {dtype}, and the model's has {like.dtype}: only floating "
+                             "dtypes are converted to each other.")
+        if isinstance(value, jax.Array) and value.is_deleted():
+            raise ValueError(f"{field}: {name} was donated or deleted: give values that are alive.")
+
+    map_named(check, shapes, likes)
+    return map_named(lambda name, stored_shape, like, leaf: leaf if name not in given or _is_key(like) else (
+        place(given[name], stored_shape, like)), shapes, likes, old)
+
+
+def place(value: Any, stored_shape: StoredShape, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """A copy of `value`, of true shape, as it is stored; each device receives its shard alone."""
+    sharding: Any = like.sharding
+    if isinstance(value, jax.Array) and stored_shape.is_identity:
+        # A copy first: device_put with may_alias=False shares memory where a device has what it needs (jax 0.10.2), and
+        # the step, to which the state is donated, would delete the user's array.
+        return jax.device_put(jnp.copy(value).astype(like.dtype), sharding)
+    if isinstance(value, jax.Array) and value.sharding.device_set == sharding.device_set:
+        store = jax.jit(lambda leaf: stored_shape.store(leaf.astype(like.dtype)), out_shardings=sharding)
+        return store(value)
+    whole = np.asarray(value)
+    if not stored_shape.is_identity:
+        # Padding and merging on the host, of one leaf at a time: no device has more than its shard.
+        flat = whole.reshape([int(np.prod(group)) for group in stored_shape.dims])
+        whole = np.pad(flat, [(0, size - now) for now, size in zip(flat.shape, stored_shape.stored, strict=True)])
+    # Copies, since JAX on CPU would share the memory of the user's array, and the step would write to it.
+    return jax.make_array_from_callback(
+        like.shape, sharding, lambda index: np.array(whole[index], like.dtype, copy=True))
+
+
+def _check_names(what: str, given: Mapping[str, Any], *, wanted: list[str], known: set[str]) -> None:
+    missing, extra = [name for name in wanted if name not in given], [name for name in given if name not in known]
+    if missing or extra:
+        parts = [f"{how} {len(names)} ({', '.join(names[:4])}{', ...' * (len(names) > 4)})"
+                 for how, names in (("lacks", missing), ("has in addition", extra)) if names]
+        raise ValueError(f"{what} {' and '.join(parts)} of the {len(wanted)} leaves that this step has: give the "
+                         "values of a model of this kind, with its names.")
+
+
+def _convertible(given: Any, stored: Any) -> bool:
+    kinds = [jnp.issubdtype(dtype, jnp.floating) for dtype in (given, stored)]
+    if any(kinds):
+        return all(kinds)
+    return jnp.issubdtype(given, jnp.integer) and jnp.issubdtype(stored, jnp.integer)
+
+
+def _is_key(like: jax.ShapeDtypeStruct) -> bool:
+    return jnp.issubdtype(like.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,267 @@
+"""The compiled ZeRO step: gather at use, backward with reduce-scatter, sharded update, re-gather."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.distributed.initialize import put_global
+from zero_jax.frontends.given_values import named_values
+from zero_jax.frontends.model_functions import ModelFunctions
+from zero_jax.sharding.batch import check_batch, ragged, rounded_up, split_steps
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.state import ZeroState, typed_key
+from zero_jax.step.call_checks import check_gradients, check_is_state, check_state, check_values, is_traced
+from zero_jax.step.guard import BadStepMonitor
+from zero_jax.step.inspection import InspectableStep
+from zero_jax.step.options import StepOptions
+from zero_jax.step.start import as_train_state, with_optimizer_state, with_values
+from zero_jax.tree import merge
+from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Pytree, Scalar, Variables
+
+
+class ZeroTrainStep(InspectableStep):
+    """A train step: `init`, then `state, metrics = step(state, batch)` for as long as the user likes.
+
+    A batch is a pytree of arrays (numpy or jax) whose leading dim is the global batch, sharded over the mesh's
+    data axes. Shapes are learned from the first batch; batches of other sizes compile once each, and other keys or
+    dtypes raise ValueError. Inside the user's own `jit` or `scan` a step is part of that program: nothing is donated,
+    and no error of the guard is raised (`check(state)` does so afterwards).
+
+    Attributes:
+        axes: the mesh and the roles of its axes.
+        options: what `make_zero_train_step` was asked for.
+        batch_sharding: the sharding of a leaf of the batch.
+    """
+
+    def __init__(self, model: ModelFunctions, optimizer: optax.GradientTransformationExtraArgs, loss: Loss,
+                 axes: MeshAxes, options: StepOptions, given_params: Mapping[str, Any] | None = None):
+        """As `StepFunctions`."""
+        super().__init__(model, optimizer, loss, axes, options, given_params)
+        self._monitor, self._compiler_options = BadStepMonitor(), options.compiler_options(axes)
+        self._jitted: Any = None
+        self._jitted_others: dict[Any, Any] = {}
+
+    def __repr__(self) -> str:
+        known = "" if self._layout is None else (
+            f", num_params={self._layout.num_params:,}, state_bytes_per_device={self._layout.device_bytes:,}")
+        return f"ZeroTrainStep(stage={self.stage.number}, mesh={self.axes.sizes}{known})"
+
+    def init(self, rng: PRNGKey, batch: Batch, *, params: Pytree | None = None) -> ZeroState:
+        """The initial state, each leaf initialised in its shards; `batch` may be abstract.
+
+        rng: a JAX PRNG key. params: what to start from, as `with_params` takes it; default: the model's own values
+        where it has some (an NNX module, a bound Linen module, a Flax model object with `params`). Raises ValueError
+        for a batch that does not fit the mesh, and for parameters that do not fit the model.
+        """
+        make = self._initializer(batch)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
+            batch = put_global(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), batch), self.batch_sharding)
+        state = make(typed_key(rng), self._model.given, batch)
+        given = self._given_params if params is None else named_values(params)
+        return state if given is None else self._with_values(state, given)
+
+    def with_params(self, state: ZeroState, params: Pytree) -> ZeroState:
+        """`state` from other parameters, whose optimizer state, average and copy for the model are made anew.
+
+        Each leaf is copied into its shards, one after another, so that no device holds more than one of them whole;
+        floating dtypes are converted. `state` is deleted, `params` is not.
+
+        params: in true shapes, for every parameter: a tree of arrays, or of Linen's collections (then `batch_stats` and
+        so on are taken, too), a bound Linen module, an NNX module or state, or a Flax model object with `params`.
+        Raises ValueError, with `state` alive, for names, shapes and kinds of dtype that are not the model's.
+        """
+        check_is_state(state)
+        check_state(state, self.layout())
+        return self._with_values(state, named_values(params))
+
+    def from_train_state(self, rng: PRNGKey, batch: Batch, train_state: Any) -> ZeroState:
+        """The state that goes on where a Flax `TrainState` is: its step, parameters and optimizer state, copied.
+
+        Its attributes that are named as a collection of the model (`batch_stats`) are taken, too. Its `tx` must be the
+        optimizer of this step, whose state has the same leaves. rng: of what is drawn from here on.
+        """
+        params = train_state.params
+        collections = {name: getattr(train_state, name) for name in self.layout(batch).state.variables
+                       if hasattr(train_state, name)}
+        state = self.init(rng, batch, params={"params": params, **collections} if collections else params)
+        return with_optimizer_state(state, train_state.opt_state, train_state.step, self.layout())
+
+    def to_train_state(self, state: ZeroState, train_state: Any) -> Any:
+        """`train_state`, a Flax `TrainState` of this model, with copies of the values of `state` in true shapes."""
+        check_is_state(state)
+        return as_train_state(state, train_state, self.layout())
+
+    def __call__(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
+        """One step: (new state, metrics). `state` is donated; nothing waits for the devices.
+
+        The step's own metrics are float32 scalars: `loss`, `grad_norm` (of the whole reduced gradient, before any
+        clipping), `learning_rate` where the optimizer's state tells it (`optax.inject_hyperparams`; `learning_rate_1`
+        and so on where it tells several). With a guard or a loss scale: `bad` steps in a row, steps `skipped` in all,
+        whether it `stopped`, and the `loss_scale` of this step. Those of the user's loss keep their shape and dtype
+        (see `zero_jax.Metric`).
+
+        Raises BadStepError once more steps in a row were bad than the guard skips, at most two calls late; `state` is
+        then the one before them, and `forgive` gives one to go on from. Raises ValueError for a state that was donated
+        before, or is of another step, and for a batch that does not fit.
+        """
+        check_is_state(state)
+        if is_traced(state, batch):
+            check_batch(batch, self.axes, self.accumulation.microbatches)
+            return self._constrained_step(state, batch)
+        check_values(batch, self._loss)
+        return self._run(self._jitted or self._jit(batch), state, batch)
+
+    def multi(self, state: ZeroState, batches: Batch) -> tuple[ZeroState, Metrics]:
+        """Several steps in one compiled program: (new state, metrics, each with a leading dim of the steps).
+
+        batches: a pytree of arrays of shape (steps, global batch, ...). `state` is donated. Another number of steps
+        compiles once more. The guard works in every step; BadStepError is raised as by single steps.
+        """
+        check_is_state(state)
+        check_values(batches, self._loss)
+        first = split_steps(batches)
+        check_batch(first, self.axes, self.accumulation.microbatches)
+        layout, spec = self.layout(first), self.batch_sharding.spec
+        shardings = jax.tree.map(lambda leaf: NamedSharding(
+            self.mesh, P(None, *spec[:len(leaf.shape)])), first)
+        return self._run(self._jit_once(
+            "multi", self._steps, (layout.shardings, shardings), (layout.shardings, self._replicated),
+            donate_argnums=0), state, batches)
+
+    def gradients(self, state: ZeroState, batch: Batch, *, params: Params | None = None, loss: Loss | None = None
+                  ) -> tuple[Gradients, Metrics, Variables]:
+        """(Gradients, metrics, the model's new variables) for a loop of one's own; `state` is not donated.
+
+        Gradients are reduced, without loss scale, stored and sharded as `step.layout().gradients`: elementwise
+        arithmetic with `state.params` needs no care. Microbatches are those of the step.
+
+        params: in place of `state.params` and stored like them, such as parameters that SAM moved. loss: in place of
+        the step's, such as the generator's; the same function each time, or it compiles anew.
+        """
+        check_is_state(state)
+        fun, layout = loss or self._loss, self.layout(batch)
+        check_batch(batch, self.axes, self.accumulation.microbatches)
+
+        def run(state: ZeroState, batch: Batch, params: Params | None) -> Any:
+            return self._gradients(state, batch, params, fun)
+
+        if is_traced(state, batch):
+            return run(state, batch, params)
+        check_values(batch, fun)
+        return self._jit_once(
+            ("gradients", fun, params is None), run, (layout.shardings, self._batch_shardings(batch), None),
+            (layout.gradients, self._replicated, layout.shardings.variables))(state, batch, params)
+
+    def apply_gradients(self, state: ZeroState, gradients: Gradients, *, loss: Scalar | None = None,
+                        variables: Variables | None = None) -> tuple[ZeroState, Metrics]:
+        """(The state after the optimizer's update, metrics), from gradients as `gradients` returns them.
+
+        `state` is donated. loss: for optimizers and guards that look at it. variables: as `gradients` returned them;
+        default: unchanged.
+        """
+        check_is_state(state)
+        check_gradients(gradients, self.layout())
+        if loss is None and self.options.guard is not None and self.options.guard.spike is not None:
+            raise ValueError("apply_gradients without loss: this step's guard looks for spikes of it: give "
+                             "loss=metrics[\"loss\"].")
+        if is_traced(state, gradients):
+            return self._apply(state, gradients, loss, variables)
+        shardings = self.layout().shardings
+        return self._run(self._jit_once(
+            ("apply", loss is None, variables is None), self._apply,
+            (shardings, self.layout().gradients, None, None if variables is None else shardings.variables),
+            (shardings, self._replicated), donate_argnums=0), state, gradients, loss, variables)
+
+    def check(self, state: ZeroState | None = None) -> None:
+        """Waits for all steps so far, and raises BadStepError if the guard stopped: call it after the last step.
+
+        state: looked at as well, for steps that ran inside a program of the user's.
+        """
+        self._monitor.raise_if_stopped(waiting=0)
+        if state is not None and state.guard is not None:
+            self._monitor.record({"stopped": self._guard.stopped(state.guard)})
+            self._monitor.raise_if_stopped(waiting=0)
+
+    def forgive(self, state: ZeroState) -> ZeroState:
+        """`state` with no bad steps behind it: what stopped goes on."""
+        if state.guard is None:
+            return state
+        return dataclasses.replace(state, guard=dataclasses.replace(state.guard, bad=jnp.zeros_like(state.guard.bad)))
+
+    def params(self, state: ZeroState) -> Params:
+        """The parameters of `state` in their true shapes, in as many parts as those allow."""
+        check_is_state(state)
+        state = self.layout().load(state)
+        return merge(state.params, state.frozen)
+
+    def evaluator(self, fun: Loss | None = None, *, ema: bool = False) -> Callable[..., Any]:
+        """`fun(model, batch)` (default: the loss) compiled as a function of (state, batch, rng=None).
+
+        It returns what `fun` does, of any shapes and dtypes, and changes nothing. Parameters are gathered where they
+        are used, as in training; `ema`: their moving average is. NNX modules are switched to `eval()`.
+
+        rng: a key for the streams that Linen modules draw from (they get none without) and for those of NNX modules.
+        A batch that does not divide over the devices (the last one) is computed whole on each of them.
+        """
+        if ema and self.options.ema is None:
+            raise ValueError("evaluator(ema=True): this step keeps no average; make it with ema=0.999, say.")
+        compiled: dict[bool, Any] = {}
+
+        def run(state: ZeroState, batch: Batch, rng: PRNGKey | None) -> Any:
+            return self._evaluate(fun or self._loss, state, batch, rng, ema=ema)
+
+        def call(state: ZeroState, batch: Batch, rng: PRNGKey | None = None) -> Any:
+            whole = ragged(batch, self.axes)
+            if whole not in compiled:
+                layout = self.layout(rounded_up(batch, self.axes) if whole else batch)
+                shardings = (layout.shardings, self._replicated if whole else self._batch_shardings(batch), None)
+                compiled[whole] = jax.jit(run, in_shardings=shardings)
+            return compiled[whole](state, batch, None if rng is None else typed_key(rng))
+
+        return call
+
+    @property
+    def _replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, P())
+
+    def _with_values(self, state: ZeroState, given: Mapping[str, Any]) -> ZeroState:
+        return with_values(state, given, layout=self.layout(), optimizer=self._optimizer)
+
+    def _run(self, compiled: Any, state: ZeroState, *args: Any) -> tuple[ZeroState, Metrics]:
+        """`compiled(state, *args)`, watched by the guard; args: a batch, or gradients and what belongs to them."""
+        self._monitor.raise_if_stopped(waiting=1)
+        try:
+            state, metrics = compiled(state, *args)
+        except (TypeError, ValueError):
+            # What does not fit gets its own message.
+            check_state(state, self.layout())
+            if compiled is self._jitted:
+                check_batch(args[0], self.axes, self.accumulation.microbatches)
+            raise
+        if self._guard.active:
+            self._monitor.record(metrics)
+        return state, metrics
+
+    def _jit(self, batch: Batch) -> Any:
+        check_batch(batch, self.axes, self.accumulation.microbatches)
+        layout = self.layout(batch)
+        if self._jitted is None:
+            self._jitted = self._jit_of(self._step, (layout.shardings, self._batch_shardings(batch)),
+                                        (layout.shardings, self._replicated), donate_argnums=0)
+        return self._jitted
+
+    def _jit_once(self, key: Any, function: Any, in_shardings: Any, out_shardings: Any, **options: Any) -> Any:
+        if key not in self._jitted_others:
+            self._jitted_others[key] = self._jit_of(function, in_shardings, out_shardings, **options)
+        return self._jitted_others[key]
+
+    def _jit_of(self, function: Any, in_shardings: Any, out_shardings: Any, **options: Any) -> Any:
+        return jax.jit(function, in_shardings=in_shardings, out_shardings=out_shardings,
+                       compiler_options=self._compiler_options or None, **options)

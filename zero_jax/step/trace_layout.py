@@ -1,0 +1,65 @@
+"""The layout of a step's state, found by tracing the model's initialisation and its loss: nothing is computed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zero_jax.frontends.model_functions import ModelFunctions
+from zero_jax.optim.compatibility import check_optimizer
+from zero_jax.sharding.batch import abstract_batch
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.make_layout import make_layout
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.param_access import ParamAccess
+from zero_jax.sharding.tensor_rules import tensor_specs
+from zero_jax.state import ZeroState
+from zero_jax.step.options import StepOptions
+from zero_jax.step.trainable import check_trainable, check_written, split_trainable
+from zero_jax.tree import cast_floating, map_named, merge, named_leaves
+from zero_jax.typing import Batch, Loss, Params
+
+
+def trace_layout(model: ModelFunctions, loss: Loss, optimizer: optax.GradientTransformationExtraArgs, axes: MeshAxes,
+                 options: StepOptions, guard_state: Any, batch: Batch, *, read_by: Loss | None = None) -> Layout:
+    """The layout, for `batch`, abstract or not.
+
+    guard_state: an abstract `GuardState`, or None. read_by: the loss as steps call it, where that is not `loss`, which
+    makes the model's values. Raises ValueError for options and an optimizer that do not fit the model.
+    """
+    precision, batch = options.precision, abstract_batch(batch)
+    rng, given = jax.eval_shape(lambda: jax.random.key(0)), jax.eval_shape(lambda: model.given)
+
+    # First, the model's values.
+    values, variables = jax.eval_shape(lambda *args: model.init(loss, *args), rng, batch, given)
+    check_trainable(values, frozen=options.frozen, keep=precision.keep)
+    params, frozen = split_trainable(values, options.frozen)
+    params = jax.eval_shape(lambda tree: cast_floating(tree, precision.params), params)
+    check_optimizer(optimizer, params)
+
+    # Second, how the loss reads them.
+    as_read = map_named(lambda name, leaf: leaf.update(dtype=precision.read_dtype(name, leaf.dtype)),
+                        merge(params, frozen))
+    read_batch = jax.eval_shape(lambda batch: cast_floating(batch, precision.compute), batch)
+    reads = model.reads(read_by or loss, as_read, variables, rng, read_batch if precision.cast_batch is True else batch)
+    _check_read(params, reads)
+    check_written(params, reads, precision, options.accumulation)
+    # That settles which of a Linen module's collections start empty at each step: they are no state.
+    _, variables = jax.eval_shape(lambda *args: model.init(loss, *args), rng, batch, given)
+
+    state = ZeroState(
+        step=jax.ShapeDtypeStruct((), jnp.int32), params=params, weights=None, frozen=frozen, opt_state=None,
+        variables=variables, ema=None if options.ema is None else params, guard=guard_state, rng=rng)
+    return make_layout(
+        state, axes, options.layout_policy, optimizer=optimizer, reads=reads,
+        tensor_specs=tensor_specs(values, axes.mesh, options.tensor_rules, model.metadata))
+
+
+def _check_read(params: Params, reads: Mapping[str, ParamAccess]) -> None:
+    """Raises ValueError where the loss reads none of the parameters that are trained."""
+    names = [name for name, _ in named_leaves(params)]
+    if names and not any(name not in reads or reads[name].count for name in names):
+        raise ValueError("The loss reads none of the parameters that are trained: it is called as loss(model, batch), "
+                         "and must call this model, as in model(batch[\"inputs\"]), and not one of its own.")

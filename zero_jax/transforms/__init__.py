@@ -1,0 +1,25 @@
+"""Jaxpr passes on the traced train step, in the order in which `step.gradients` applies them.
+
+On the loss, before differentiation:
+1. `remat.checkpoint_blocks`, on the outermost jaxpr alone
+2. `gather_remat.duplicate_param_reads`
+3. `activation_partitioning.Activations.split_sequence`
+4. `gather_remat.tag_derived_as_gathered`
+5. `gather_remat.isolate_inner_remat`
+6. `gather_remat.remat_scan_bodies`
+7. `remat.name_scan_carries`
+
+Then `jax.checkpoint` around all of it, with the policy `gather_remat.keep_all_but_gathered`.
+
+On the differentiated loss:
+8. `scatter_calls.merge_scatters`
+9. `scatter_calls.inline_calls`
+10. `reduce_dtype.compute_grads_in_reduce_dtype`
+11. `loop_communication.communicate_once_per_loop`
+12. `explicit_scatter.scatter_partial_gradients`
+
+Each says why it exists, what it costs to leave it out, and why it has its place in the order. Costs are those of the
+compiled program of one device. "The 124M program" is a step of GPT-2 124M (vocabulary 50304, tied embedding, scanned
+layers) at stage 3, bf16, on 4 x 1024 tokens for each of 8 H100 (`h100:8`, jax 0.10.2), and sends 5.25 bytes per
+parameter with 8198 MiB of temporaries.
+"""

@@ -1,0 +1,293 @@
+"""How activations are stored: checkpoints split over `tensor` (P_a) or in host memory, and sequence parallelism.
+
+Sources: ZeRO, arXiv 1910.02054, section 6.1; Megatron-LM's sequence parallelism, arXiv 2205.05198.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.jaxpr.equations import (
+    Jaxpr,
+    JaxprEqn,
+    eqn_of,
+    inner_jaxprs,
+    is_literal,
+    primitive_of,
+    shape_of,
+    variable_like,
+)
+from zero_jax.jaxpr.primitives import (
+    CONVERT,
+    CUSTOM_VJP,
+    DOT,
+    GATHER_ROWS,
+    JIT,
+    NAME,
+    REMAT,
+    call_jaxpr,
+    dot_dims,
+    num_rounds,
+    permutation,
+)
+from zero_jax.sharding.gather import constrain, split_dim
+from zero_jax.sharding.mesh import CONTEXT, TENSOR
+from zero_jax.tree import leaf_bytes
+
+HOSTS = ("cpu", "gpu", "cuda", "rocm", "tpu")
+"""Platforms on which XLA moves arrays to the host's memory and back. On a CPU it is the same memory: nothing moves."""
+
+STASH_SCOPE = "zero_checkpoint"
+"""In the op_name of what moves a checkpoint to where it is stored and back."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Activations:
+    """The layout of activations: arrays whose leading dim is the batch, and whose second is the sequence.
+
+    batch: the mesh axes over which the batch is split; batch_size: of the global batch. partition: checkpoints are
+    split over `tensor` (P_a); host: they are offloaded to host memory (P_a+cpu). sequence: between the products that
+    `tensor` splits, activations (norms, dropout, the residual stream) are split along the sequence.
+
+    Raises ValueError for a mesh that does not support these options.
+    """
+
+    mesh: Mesh
+    batch: tuple[str, ...]
+    batch_size: int
+    partition: bool = False
+    host: bool = False
+    sequence: bool = False
+
+    @property
+    def stashes(self) -> bool:
+        """Whether checkpoints are stored in another layout or memory than the activations they save."""
+        return self.partition or self.host
+
+    def __post_init__(self) -> None:
+        if self.mesh.shape.get(TENSOR, 1) == 1 and (self.sequence or self.partition):
+            what = "sequence_parallel" if self.sequence else "partition_activations"
+            raise ValueError(f"{what}: the mesh {dict(self.mesh.shape)} has no axis {TENSOR!r} to split over: build it "
+                             f"with zero_jax.make_mesh(tensor=...), or leave {what} out.")
+        device = self.mesh.devices.flat[0]
+        if self.host and device.platform not in HOSTS:
+            raise ValueError(f"partition_activations=\"cpu\": {device.device_kind} of platform {device.platform!r} "
+                             "has no pinned host memory that XLA moves arrays to: give True, which splits them over "
+                             "`tensor`.")
+
+    def check(self, jaxpr: Jaxpr, *, checkpoints: bool) -> None:
+        """Raises ValueError for what could not take effect on a traced loss. checkpoints: whether it has any."""
+        if self.stashes and not checkpoints:
+            raise ValueError("partition_activations: nothing is checkpointed, so there are no checkpoints to move: "
+                             "give remat=\"full\", or a model that rematerialises its blocks.")
+        if self.sequence and not _streams(jaxpr, self):
+            raise ValueError(
+                "sequence_parallel: no product with a weight that `tensor` splits takes or gives an array of (batch, "
+                f"sequence, width) whose sequence divides over its {self.mesh.shape[TENSOR]} devices: give another "
+                "length, or leave it out.")
+
+    def _spec(self, leaf: Any, dim: int | None) -> P:
+        """Split over the batch, along the sequence where that is split, and over `tensor` in `dim`."""
+        entries: list[Any] = [self.batch, *[None] * (leaf.ndim - 1)]
+        if CONTEXT in self.mesh.axis_names:
+            entries[1] = CONTEXT
+        if dim is not None:
+            entries[dim] = (entries[dim], TENSOR) if entries[dim] else TENSOR
+        return P(*entries)
+
+    def _dim(self, leaf: Any) -> int | None:
+        """The dim in which a checkpoint is split over `tensor`: the sequence if it divides, else the last that does."""
+        tensor_degree, context_degree = (self.mesh.shape.get(axis, 1) for axis in (TENSOR, CONTEXT))
+        dims = [dim for dim in (1, *range(leaf.ndim - 1, 1, -1))
+                if leaf.shape[dim] % (tensor_degree * (context_degree if dim == 1 else 1)) == 0]
+        return dims[0] if dims and tensor_degree > 1 else None
+
+    def _stored_dim(self, leaf: Any) -> int | None:
+        dim = self._dim(leaf) if self.partition else None
+        if self.partition and dim is None:
+            raise ValueError(f"partition_activations: a checkpoint of shape {leaf.shape} has no dim behind the batch "
+                             f"that divides over the {self.mesh.shape[TENSOR]} devices of the axis {TENSOR!r} of the "
+                             f"mesh {dict(self.mesh.shape)}: give another length or width.")
+        return dim
+
+    def is_activation(self, leaf: Any) -> bool:
+        """Whether `leaf` is of the batch, and not a parameter or a scalar of each example."""
+        return (leaf.ndim >= 2 and leaf.shape[0] == self.batch_size and jnp.issubdtype(leaf.dtype, jnp.floating))
+
+    def stash(self, leaf: Any) -> Any:
+        """A residual of backward in the layout and memory in which it is saved; others than activations unchanged."""
+        if not self.is_activation(leaf):
+            return leaf
+        spec = self._spec(leaf, self._stored_dim(leaf))
+        with jax.named_scope(STASH_SCOPE):
+            if not self.sequence:  # else the split propagates into what computes the value
+                leaf = constrain(leaf, self.mesh, self._spec(leaf, None))
+            leaf = constrain(leaf, self.mesh, spec)
+            return jax.device_put(leaf, jax.memory.Space.Host) if self.host else leaf
+
+    def fetch(self, leaf: Any) -> Any:
+        """What `stash` stored, in the layout and memory in which backward uses it."""
+        if not self.is_activation(leaf):
+            return leaf
+        dim = self._stored_dim(leaf)
+        with jax.named_scope(STASH_SCOPE):
+            if self.host:
+                leaf = jax.device_put(leaf, jax.memory.Space.Device)
+            leaf = constrain(leaf, self.mesh, self._spec(leaf, dim))
+            return leaf if self.sequence or dim is None else constrain(leaf, self.mesh, self._spec(leaf, None))
+
+    def split_sequence(self, jaxpr: Jaxpr) -> Jaxpr:
+        """Splits the activations between tensor-parallel products along the sequence.
+
+        Why: norms, dropout and the residual stream are otherwise replicated over `tensor`. The operand of a
+        column-parallel product is gathered along the sequence and the result of a row-parallel one scattered along it,
+        where each would be all-reduced: the same bytes are sent.
+        Cost without: 1737 instead of 1665 MiB of temporaries (6 layers of the 124M program, tensor=2, remat="full").
+        Order: after `duplicate_param_reads`, so that each product has its own read; before `tag_derived_as_gathered`,
+        which makes calls of the transposes and casts through which the split dim of a weight is followed.
+        """
+        eqns: list[JaxprEqn] = []
+        for eqn, role, side in _roles(jaxpr):
+            out: Any = eqn.outvars[0] if eqn.outvars else None
+            if role in ("row", "lookup") and self._is_stream(out.aval):
+                unsplit = variable_like(out)
+                eqns += [eqn.replace(outvars=[unsplit]), eqn_of(functools.partial(_leave, at=self), [unsplit], [out])]
+            elif role == "column" and self._is_stream(eqn.invars[side].aval):
+                operand = eqn.invars[side]
+                unsplit = variable_like(operand)
+                invars = [unsplit if i == side else atom for i, atom in enumerate(eqn.invars)]
+                eqns += [eqn_of(functools.partial(_enter, at=self), [operand], [unsplit]), eqn.replace(invars=invars)]
+            else:
+                eqns.append(eqn)
+        return jaxpr.replace(eqns=eqns)
+
+    def communication_bytes(self, jaxpr: Jaxpr) -> float:
+        """Bytes that each device may send over `tensor` and `context` for the activations of one step of a traced loss.
+
+        Over `tensor` the paper's count (section 8): the result of each row-parallel product is summed forward and where
+        it is recomputed, and the gradient of each column-parallel product's operand is summed backward; a sum sends
+        each element twice. With P_a, the input of a checkpoint is gathered once more. Over `context`, of each product
+        of two activations (attention's two) the smaller, a key or value, is gathered forward, where recomputed and
+        backward, and its gradient scattered in float32 (or all-reduced in half of that).
+        """
+        tensor, context = (1 - 1 / self.mesh.shape.get(axis, 1) for axis in (TENSOR, CONTEXT))
+        share = 1.0 / math.prod(self.mesh.shape[axis] for axis in self.batch)
+        return share * ((tensor and tensor * _elements(jaxpr, self)) + (context and context * _keys(jaxpr)))
+
+    def _is_stream(self, aval: Any) -> bool:
+        return aval.ndim >= 3 and aval.shape[0] == self.batch_size and self._dim(aval) == 1
+
+    def gathered(self, value: Any) -> Any:
+        """`value` with all of its sequence."""
+        return constrain(value, self.mesh, self._spec(value, None))
+
+    def part(self, value: Any) -> Any:
+        """`value` split along the sequence."""
+        return constrain(value, self.mesh, self._spec(value, 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _enter(value: jax.Array, at: Activations) -> jax.Array:
+    return at.gathered(at.part(value))
+
+
+_enter.defvjp(lambda value, at: (_enter(value, at), None), lambda at, _, cotangent: (at.part(at.gathered(cotangent)),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _leave(value: jax.Array, at: Activations) -> jax.Array:
+    return at.part(at.gathered(value))
+
+
+_leave.defvjp(lambda value, at: (_leave(value, at), None), lambda at, _, cotangent: (at.gathered(at.part(cotangent)),))
+
+
+def _streams(jaxpr: Jaxpr, at: Activations) -> bool:
+    """Whether `split_sequence` changes anything in `jaxpr`, at any depth."""
+    return len(at.split_sequence(jaxpr).eqns) > len(jaxpr.eqns) or any(
+        _streams(inner, at) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn))
+
+
+def _roles(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, str, int]]:
+    """Each equation with what it does with a weight that `tensor` splits, and the index of its other operand.
+
+    "row": a product that sums over the split dim; "column": one that keeps it; "lookup": of rows; else "".
+    """
+    split_dims: dict[Any, int] = {}
+    for eqn in jaxpr.eqns:
+        operand_dims = [None if is_literal(atom) else split_dims.get(atom) for atom in eqn.invars]
+        weight = next((i for i, dim in enumerate(operand_dims) if dim is not None), 0)
+        dim, role = split_dim(eqn), ""
+        if dim is not None:
+            split_dims[eqn.outvars[0]] = dim
+        elif primitive_of(eqn) == DOT and operand_dims[weight] is not None:
+            role = "row" if operand_dims[weight] in dot_dims(eqn).contracted[weight] else "column"
+            role = "" if is_literal(eqn.invars[1 - weight]) else role
+        elif operand_dims and operand_dims[0] is not None:
+            role, result_dim = "lookup" if _looks_up(eqn) else "", _result_dim(eqn, operand_dims[0])
+            if result_dim is not None:
+                split_dims[eqn.outvars[0]] = result_dim
+        yield eqn, role, 1 - weight
+
+
+def _elements(jaxpr: Jaxpr, at: Activations) -> float:
+    """Of `Activations.communication_bytes`: bytes over `tensor`, with all rounds of loops, of the global batch."""
+    total = 0.0
+    for eqn, role, side in _roles(jaxpr):
+        if role:
+            total += 2 * _bytes(eqn.invars[side]) if role == "column" else 4 * _bytes(eqn.outvars[0])
+        elif primitive_of(eqn) != CUSTOM_VJP:
+            if primitive_of(eqn) == REMAT and at.partition:
+                total += sum(_bytes(atom) for atom in eqn.invars if at.is_activation(atom.aval))
+            total += num_rounds(eqn) * sum(_elements(inner, at) for inner in inner_jaxprs(eqn))
+    return total
+
+
+def _keys(jaxpr: Jaxpr) -> float:
+    """Of `Activations.communication_bytes`: bytes over `context`, with all rounds of loops, of the global batch."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        if primitive_of(eqn) == DOT and dot_dims(eqn).batched[0]:
+            smaller = min(map(shape_of, eqn.invars), key=lambda leaf: leaf.size)
+            total += smaller.size * (3 * smaller.dtype.itemsize + 4)
+        total += num_rounds(eqn) * sum(map(_keys, inner_jaxprs(eqn)))
+    return total
+
+
+def _bytes(atom: Any) -> int:
+    return leaf_bytes(atom.aval.shape, atom.aval.dtype)
+
+
+def _looks_up(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` takes rows of its first operand."""
+    eqns = call_jaxpr(eqn).jaxpr.eqns if primitive_of(eqn) == JIT else [eqn]
+    return any(primitive_of(each) == GATHER_ROWS for each in eqns)
+
+
+def _result_dim(eqn: JaxprEqn, dim: int | None) -> int | None:
+    """The dim of the result of `eqn` that is the dim `dim` of its first operand; None where that is not so simple."""
+    primitive = primitive_of(eqn)
+    if dim is None:
+        return None
+    if primitive in (CONVERT, "copy", NAME):
+        return dim
+    if primitive == "transpose":
+        return permutation(eqn).index(dim)
+    if primitive == JIT:
+        inner = call_jaxpr(eqn).jaxpr
+        dims: dict[Any, int] = {inner.invars[0]: dim}
+        for each in inner.eqns:
+            if each.invars and not is_literal(each.invars[0]) and each.invars[0] in dims:
+                result_dim = _result_dim(each, dims[each.invars[0]])
+                if result_dim is not None:
+                    dims[each.outvars[0]] = result_dim
+        out = inner.outvars[0]
+        return dims.get(out) if not is_literal(out) else None
+    return None

@@ -1,0 +1,165 @@
+"""The events of a scheduled program (work, starts and ends of collectives, loops), their totals and their overlap."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from zero_jax.xla.collective import Collective
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """An instruction that computes or moves data in HBM, and is no collective.
+
+    Attributes:
+        name: its name in the program.
+        opcode: its opcode; "fusion" for most.
+        op_name: the JAX name stack it comes from; "" if the compiler introduced it.
+        flops: FLOPs of its matrix products by dtype of the operands; empty if it has none.
+        hbm_bytes: bytes that it reads from HBM and writes to it.
+    """
+
+    name: str
+    opcode: str
+    op_name: str
+    flops: Mapping[str, float]
+    hbm_bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A collective begins. The `Done` of a synchronous one follows at once."""
+
+    collective: Collective
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """The program waits here for `collective`, the same object as in its `Start`; not at all if none is in flight.
+
+    A pipelined loop may wait for what the previous iteration started, so that Done comes first in its body. In the
+    first iteration it waits for what was started before the loop, which therefore has a Done at the same position.
+    """
+
+    collective: Collective
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """`body`, run `trips` times; counted once where the number depends on data and is not `known`."""
+
+    trips: int
+    known: bool
+    body: tuple["Event", ...]
+
+
+Event = Work | Start | Done | Loop
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """FLOPs by dtype, and HBM bytes, of all the work."""
+
+    flops: dict[str, float]
+    hbm_bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """Work that is scheduled between the start and the done of `collective`, in one run of it."""
+
+    collective: Collective
+    flops: float
+    hbm_bytes: float
+
+
+def collectives(events: Iterable[Event]) -> Iterator[Collective]:
+    """The collectives of `events`, in order; `count` says how often the loops around one run it."""
+    for event in events:
+        if isinstance(event, Start):
+            yield event.collective
+        elif isinstance(event, Loop):
+            yield from collectives(event.body)
+
+
+def totals(events: Iterable[Event]) -> Totals:
+    """All the work of `events`; that of a loop times its trips."""
+    flops: Counter[str] = Counter()
+    hbm_bytes = 0.0
+    for event in events:
+        if isinstance(event, Work):
+            flops.update(event.flops)
+            hbm_bytes += event.hbm_bytes
+        elif isinstance(event, Loop):
+            inside = totals(event.body)
+            flops.update({dtype: event.trips * amount for dtype, amount in inside.flops.items()})
+            hbm_bytes += event.trips * inside.hbm_bytes
+    return Totals(dict(flops), hbm_bytes)
+
+
+def overlapped(events: Iterable[Event]) -> list[Overlap]:
+    """For every collective, in order, the work between its start and its done; loops in between count their trips."""
+    clock = _Clock()
+    clock.run(events)
+    return [Overlap(c, *clock.spans.get(id(c), (0.0, 0.0))) for c in clock.order]
+
+
+class _Clock:
+    """Work so far, as (FLOPs, HBM bytes), and how much of it each collective spans."""
+
+    def __init__(self):
+        self.now = (0.0, 0.0)
+        self.order: list[Collective] = []
+        self.started: dict[int, tuple[float, float]] = {}
+        self.early: dict[int, tuple[float, float]] = {}
+        self.spans: dict[int, tuple[float, float]] = {}
+
+    def since(self, then: tuple[float, float]) -> tuple[float, float]:
+        return self.now[0] - then[0], self.now[1] - then[1]
+
+    def run(self, events: Iterable[Event]) -> None:
+        body_start, first = self.now, len(self.order)
+        for event in events:
+            if isinstance(event, Work):
+                self.now = self.now[0] + sum(event.flops.values()), self.now[1] + event.hbm_bytes
+            elif isinstance(event, Start):
+                self.order.append(event.collective)
+                self.started[id(event.collective)] = self.now
+            elif isinstance(event, Done):
+                which = id(event.collective)
+                if which not in self.started:
+                    self.early.setdefault(which, self.since(body_start))
+                elif which not in self.spans:
+                    self.spans[which] = self.since(self.started[which])
+            else:
+                before = self.now
+                self.run(event.body)
+                once = self.since(before)
+                self.now = before[0] + event.trips * once[0], before[1] + event.trips * once[1]
+        for which in map(id, self.order[first:]):  # started in this body, and waited for in the next iteration
+            if which in self.early and which not in self.spans:
+                tail = self.since(self.started[which])
+                self.spans[which] = tail[0] + self.early[which][0], tail[1] + self.early[which][1]
+
+
+def with_overlap(events: Iterable[Event]) -> tuple[Event, ...]:
+    """`events`, with the overlap of each collective in its `overlapped_flops` and `overlapped_bytes`."""
+    events = tuple(events)
+    updated = {
+        id(each.collective): dataclasses.replace(
+            each.collective, overlapped_flops=each.flops, overlapped_bytes=each.hbm_bytes
+        )
+        for each in overlapped(events)
+    }
+    return _with_collectives(events, updated)
+
+
+def _with_collectives(events: Iterable[Event], updated: Mapping[int, Collective]) -> tuple[Event, ...]:
+    return tuple(
+        dataclasses.replace(event, body=_with_collectives(event.body, updated))
+        if isinstance(event, Loop)
+        else event
+        if isinstance(event, Work)
+        else dataclasses.replace(event, collective=updated.get(id(event.collective), event.collective))
+        for event in events
+    )

@@ -1,0 +1,116 @@
+"""How often a while loop of compiled HLO runs: from the compiler's annotation, or from its counter and condition."""
+
+import math
+import re
+
+from zero_jax.xla.parser import Frame, Instruction, Module
+
+_SAME_VALUE = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape")
+
+
+def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
+    """How often the while `loop`, an instruction of `frame`, runs; None if the data decides.
+
+    The compiler's `known_trip_count` where it prints one (CPU, GPU), else (TPU) from the condition
+    `i < constant`, the start and the body's `i + step`, through copies, fusions and invariants.
+    """
+    if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.tail):
+        return int(known[1])
+    condition = Frame(module.computations[loop.attribute("condition")], loop, frame)
+    body = Frame(module.computations[loop.attribute("body")], loop, frame)
+    test_frame, test = _resolve(module, condition, condition.computation.root)
+    if test.opcode != "compare" or len(test.operands) != 2:
+        return None
+    direction, sides = test.attribute("direction"), [(test_frame, name) for name in test.operands]
+    bounds = [_constant(module, *side) for side in sides]
+    if bounds[0] is not None:
+        direction = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}.get(direction, direction)
+        sides, bounds = sides[::-1], bounds[::-1]
+    _, counter = _resolve(module, *sides[0])
+    if bounds[0] is not None or bounds[1] is None or counter.opcode != "get-tuple-element":
+        return None
+    index = int(counter.attribute("index"))
+    start = _element(module, frame, loop.operands[0], index)
+    after = _element(module, body, body.computation.root, index)
+    first = _constant(module, *start) if start else None
+    step = _steps(module, *after, index) if after else None
+    if first is None or not step:
+        return None
+    distance = (bounds[1] - first) * (1 if step > 0 else -1)
+    if direction not in (("LT", "LE", "NE") if step > 0 else ("GT", "GE", "NE")):
+        return None
+    distance += direction in ("LE", "GE")
+    return max(0, math.ceil(distance / abs(step)))
+
+
+def _steps(module: Module, frame: Frame, name: str, index: int) -> int | None:
+    """What the body of a loop adds to element `index`; None if it changes it in any other way."""
+    frame, instruction = _resolve(module, frame, name)
+    if instruction.opcode == "get-tuple-element":
+        of = frame.computation.instructions[instruction.operands[0]].opcode
+        return 0 if of == "parameter" and instruction.attribute("index") == str(index) else None
+    if instruction.opcode not in ("add", "subtract"):
+        return None
+    left, right = instruction.operands
+    amount = _constant(module, frame, right)
+    if amount is None and instruction.opcode == "add":
+        left, amount = right, _constant(module, frame, left)
+    before = _steps(module, frame, left, index)
+    if before is None or amount is None:
+        return None
+    return before + (amount if instruction.opcode == "add" else -amount)
+
+
+def _constant(module: Module, frame: Frame, name: str) -> int | None:
+    _, instruction = _resolve(module, frame, name)
+    is_integer = instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.arguments)
+    return int(instruction.arguments) if is_integer else None
+
+
+def _resolve(module: Module, frame: Frame, name: str) -> tuple[Frame, Instruction]:
+    """Follow a value through copies, tuples, fusions and loop invariants to where it is computed."""
+    while True:
+        instruction = frame.computation.instructions[name]
+        step: tuple[Frame, str] | None = None
+        if instruction.opcode in _SAME_VALUE:
+            step = frame, instruction.operands[0]
+        elif instruction.opcode == "get-tuple-element":
+            step = _element(
+                module, frame, instruction.operands[0], int(instruction.attribute("index"))
+            )
+        elif instruction.opcode in ("fusion", "call"):
+            inside = Frame(module.computations[instruction.callees[0]], instruction, frame)
+            step = inside, inside.computation.root
+        elif (
+            instruction.opcode == "parameter"
+            and frame.caller is not None
+            and frame.parent is not None
+        ):
+            if frame.caller.opcode in ("fusion", "call"):
+                step = frame.parent, frame.caller.operands[int(instruction.arguments)]
+        if step is None:
+            return frame, instruction
+        frame, name = step
+
+
+def _element(module: Module, frame: Frame, name: str, index: int) -> tuple[Frame, str] | None:
+    """Element `index` of the tuple `name`: where it comes from, None if a loop changes it."""
+    frame, base = _resolve(module, frame, name)
+    if base.opcode == "tuple":
+        return frame, base.operands[index]
+    loop = base if base.opcode == "while" else frame.caller
+    if base.opcode == "parameter" and loop is not None and loop.opcode == "while":
+        frame = frame.parent if frame.parent is not None else frame
+    elif base.opcode != "while":
+        return None
+    assert loop is not None
+    body = module.computations[loop.attribute("body")]
+    result = body.instructions[body.root]
+    carried = body.instructions.get(result.operands[index]) if result.opcode == "tuple" else None
+    while carried is not None and carried.opcode in ("copy", "bitcast"):
+        carried = body.instructions[carried.operands[0]]
+    if carried is None or carried.opcode != "get-tuple-element" or carried.attribute("index") != str(index):
+        return None
+    if body.instructions[carried.operands[0]].opcode != "parameter":
+        return None
+    return _element(module, frame, loop.operands[0], index)
