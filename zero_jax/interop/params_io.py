@@ -33,7 +33,8 @@ MAX_FILE_BYTES = 5 << 30
 def import_params(path: Path | str, step: Any, state: ZeroState, batch: Any, *, names: Names = OWN) -> ZeroState:
     """`state` with the parameters of a file and a freshly initialised optimizer state for them; donates `state`.
 
-    Each device's shard is read separately, so that host memory never exceeds one shard.
+    Each device's shard is read separately and leaves one after another, so that the host holds at most the shards of
+    one leaf that its own devices store.
 
     Args:
       path: a safetensors file, an index of such files, or a folder with one.
