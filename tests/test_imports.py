@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 MAX_LINES = 300
 
 LAYERS: dict[str, int] = {
+    "errors": -1,
     "typing": 0, "tree": 0, "stages": 0, "jaxpr": 0, "precision": 0,
     "state": 1, "xla": 1, "data": 1,
     "sharding": 2,
@@ -75,7 +76,7 @@ def violations(module: str, source: str) -> list[str]:
         if name.split(".")[0] == "models" or name == "relative import":
             broken.append(f"{module}: {name}")
     lines = source.count("\n")
-    broken += private(module, source) + opened_equations(module, source)
+    broken += private(module, source) + opened_equations(module, source) + plain_value_errors(module, source)
     return broken + ([f"{module}: {lines} lines"] if lines > MAX_LINES else [])
 
 
@@ -105,6 +106,15 @@ def opened_equations(module: str, source: str) -> list[str]:
               for node in ast.walk(ast.parse(source)) if opened(node)]
     return broken + [message for name in attributes(source) if name.startswith("jax.extend")
                      for message in only(module, name)]
+
+
+def plain_value_errors(module: str, source: str) -> list[str]:
+    """Where `source` raises a ValueError that the command line cannot tell from one of JAX."""
+    if module in ("xla.parser", "xla.shapes"):  # of what XLA wrote, and no user
+        return []
+    return [f"{module}, line {node.lineno}: raise UsageError, or another error that is not what a user gave"
+            for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)
+            and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) == "ValueError"]
 
 
 def is_params(node: ast.expr) -> bool:
@@ -195,6 +205,7 @@ def test_a_package_says_its_duty_and_exports_nothing():
 @pytest.mark.parametrize(
     "module, source, violation",
     [
+        ("tree", "raise ValueError('no')", "tree, line 1: raise UsageError"),
         ("tree", "from zero_jax.step.make import make_zero_train_step", "tree (layer 0) imports"),
         ("sharding.mesh", "from zero_jax.step import step", "imports zero_jax.step.step (layer 5)"),
         ("sharding.mesh", "import zero_jax.step.step as s", "imports zero_jax.step.step"),

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from zero_jax.checkpoint.checkpoint import Checkpoints, Restored
     from zero_jax.checkpoint.manifest import CheckpointError, DamagedCheckpointError
     from zero_jax.distributed.initialize import initialize
+    from zero_jax.errors import UsageError
     from zero_jax.frontends.model_functions import remat
     from zero_jax.interop.naming import Names
     from zero_jax.interop.params_io import export_params, import_params
@@ -42,6 +43,7 @@ __all__ = [
     "Remat",
     "Restored",
     "TensorRule",
+    "UsageError",
     "ZeroState",
     "ZeroTrainStep",
     "chunked_next_token_loss",
@@ -73,6 +75,7 @@ _MODULES = {
     "Remat": "transforms.remat",
     "Restored": "checkpoint.checkpoint",
     "TensorRule": "sharding.tensor_rules",
+    "UsageError": "errors",
     "ZeroState": "state",
     "ZeroTrainStep": "step.step",
     "chunked_next_token_loss": "step.chunked_loss",

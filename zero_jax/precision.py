@@ -6,6 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from zero_jax.errors import UsageError
+
 
 @dataclass(frozen=True)
 class LossScale:
@@ -23,9 +25,9 @@ class LossScale:
 
     def __post_init__(self) -> None:
         if not 0 < self.smallest <= self.initial <= self.largest:
-            raise ValueError(f"{self}: give 0 < smallest <= initial <= largest.")
+            raise UsageError(f"{self}: give 0 < smallest <= initial <= largest.")
         if self.factor <= 1 or self.interval < 1:
-            raise ValueError(f"{self}: give a factor above 1 and an interval of at least 1.")
+            raise UsageError(f"{self}: give a factor above 1 and an interval of at least 1.")
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,18 @@ class Precision:
             except TypeError:
                 floating = False
             if not floating:
-                raise ValueError(f"Precision({name}={dtype!r}): give a floating dtype such as jnp.bfloat16, or None.")
+                raise UsageError(f"Precision({name}={dtype!r}): give a floating dtype such as jnp.bfloat16, or None.")
             object.__setattr__(self, name, jnp.dtype(dtype))
         if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"Precision(rounding={self.rounding!r}): give \"nearest\" or \"stochastic\".")
+            raise UsageError(f"Precision(rounding={self.rounding!r}): give \"nearest\" or \"stochastic\".")
         if self.rounding == "stochastic" and self.params != jnp.bfloat16:
-            raise ValueError(f"Precision(params={self.params}, rounding=\"stochastic\"): only parameters stored in "
+            raise UsageError(f"Precision(params={self.params}, rounding=\"stochastic\"): only parameters stored in "
                              "bfloat16 are rounded so: give params=jnp.bfloat16.")
         if self.cast_batch not in ("inputs", True, False):
-            raise ValueError(f"Precision(cast_batch={self.cast_batch!r}): give \"inputs\", True or False.")
+            raise UsageError(f"Precision(cast_batch={self.cast_batch!r}): give \"inputs\", True or False.")
         keep = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep)
         if keep and self.compute is None:
-            raise ValueError(f"Precision(keep={keep}) without compute: every parameter is read as it is stored.")
+            raise UsageError(f"Precision(keep={keep}) without compute: every parameter is read as it is stored.")
         object.__setattr__(self, "keep", keep)
 
     def read_dtype(self, name: str, stored: Any) -> Any:
@@ -107,9 +109,9 @@ def precision_of(policy: "Precision | str | None", *, platform: str) -> Precisio
     Raises ValueError for a name that is unknown, and for float16 on a TPU.
     """
     if policy is not None and not isinstance(policy, Precision) and policy not in POLICIES:
-        raise ValueError(f"precision={policy!r} is unknown: give one of {', '.join(POLICIES)}, or a Precision.")
+        raise UsageError(f"precision={policy!r} is unknown: give one of {', '.join(POLICIES)}, or a Precision.")
     precision = policy if isinstance(policy, Precision) else Precision() if policy is None else POLICIES[policy]
     if platform == "tpu" and jnp.float16 in (precision.params, precision.compute, precision.reduce):
-        raise ValueError(f"precision={policy!r}: a TPU has no float16, and would all-reduce gradients in it instead of "
+        raise UsageError(f"precision={policy!r}: a TPU has no float16, and would all-reduce gradients in it instead of "
                          "scattering them: give \"bf16\".")
     return precision

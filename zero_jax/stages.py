@@ -5,6 +5,8 @@ Source: arXiv 1910.02054, sections 5.1 to 5.3 (memory) and 7.2 (communication).
 
 from dataclasses import dataclass
 
+from zero_jax.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -48,7 +50,7 @@ STAGES = (
 def stage_of(number: int) -> Stage:
     """The row of stage `number`. Raises ValueError for anything but the integers 0 to 3."""
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(STAGES):
-        raise ValueError(
+        raise UsageError(
             f"stage={number!r} is not a ZeRO stage: give the integer 0 (data parallel), 1 (optimizer states sharded), "
             "2 (and gradients) or 3 (and parameters).")
     return STAGES[number]

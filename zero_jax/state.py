@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from zero_jax.errors import UsageError
 from zero_jax.tree import leaf_bytes
 from zero_jax.typing import OptState, Params, PRNGKey, Pytree, Scalar, Variables
 
@@ -51,7 +52,7 @@ class ZeroState:
 def typed_key(rng: object) -> PRNGKey:
     """`rng`, a JAX PRNG key of either kind, as a typed one; raises ValueError for anything else."""
     if not isinstance(rng, jax.Array):
-        raise ValueError(f"rng={rng!r} is a {type(rng).__name__}, not a key: give jax.random.key(0), say.")
+        raise UsageError(f"rng={rng!r} is a {type(rng).__name__}, not a key: give jax.random.key(0), say.")
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return rng
     return jax.random.wrap_key_data(rng)

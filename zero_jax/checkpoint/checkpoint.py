@@ -26,6 +26,7 @@ from zero_jax.checkpoint.manifest import (
 )
 from zero_jax.checkpoint.retention import LOG, Folder
 from zero_jax.distributed.agreement import all_or_none
+from zero_jax.errors import UsageError
 from zero_jax.state import ZeroState
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.tree import merge
@@ -83,7 +84,7 @@ class Checkpoints:
         """
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: give an integer of at least 1, or None.")
+                raise UsageError(f"{name}={value!r}: give an integer of at least 1, or None.")
         self._folder = Folder(path, keep_last, keep_every)
         self._read_only = read_only
         self._threads = threading.RLock()
@@ -120,7 +121,7 @@ class Checkpoints:
         abandoned, and if the one before this, or with `wait` this one, could not be written.
         """
         if self._read_only:
-            raise ValueError(f"read_only=True and saves to {self._folder.path}: leave read_only out.")
+            raise UsageError(f"read_only=True and saves to {self._folder.path}: leave read_only out.")
         all_or_none(self.wait)
         logical = logical_state_of(step.layout())
         kind = "params" if only_params else "state"
@@ -128,7 +129,7 @@ class Checkpoints:
         check_names(names, "This state")
         number = int(state.step) if at is None else at
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**53:
-            raise ValueError(f"at={at!r} is not a checkpoint number: give an integer from 0 on.")
+            raise UsageError(f"at={at!r} is not a checkpoint number: give an integer from 0 on.")
         check_json(data=data, config=config)
         arrays, digests = logical.from_step(state, names)
         leaves = {name: dataclasses.replace(leaf, digest=digests[name])

@@ -11,13 +11,15 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from zero_jax.errors import UsageError
+
 FORMAT, VERSION = "zero_jax checkpoint", 1
 
 PARAMS = ("params", "frozen", "variables")
 """The parts of a state that inference needs: all that a checkpoint of kind "params" contains."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UsageError):
     """A checkpoint cannot be saved or restored: the message says which, why, and what to do."""
 
 
@@ -142,7 +144,7 @@ def check_json(**values: Any) -> None:
         except (TypeError, ValueError, RecursionError):
             same = False
         if not same:
-            raise ValueError(f"{name}={value!r} is not plain JSON: give dicts with text as keys, lists, text, numbers.")
+            raise UsageError(f"{name}={value!r} is not plain JSON: give dicts with text as keys, lists, text, numbers.")
 
 
 def check_fit(manifest: Manifest, wanted: Mapping[str, Leaf], where: str, *, cast: bool) -> None:

@@ -29,6 +29,7 @@ from orbax.checkpoint.experimental import v1 as ocp
 from zero_jax.checkpoint.durable_files import new_file, rename, sync_tree
 from zero_jax.checkpoint.history import EARLIEST, PLACE, Place, parse_place
 from zero_jax.checkpoint.manifest import FORMAT
+from zero_jax.errors import UsageError
 
 ARRAYS, MANIFEST, SIZES = "state", "manifest", "sizes.json"
 _COMMITTED, _TEMPORARY, _REMOVED, _INDEX = "commit_success.txt", ".zero_jax-tmp", ".zero_jax-tmp-removed", "_METADATA"
@@ -197,7 +198,7 @@ def read(path: epath.Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict
     for name, leaf in abstract.items():  # for what its metadata lack, Orbax returns the abstract array
         array = arrays.get(name)
         if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
-            raise ValueError(f'"{name}/" is not there as {leaf.dtype} {leaf.shape} by file "{path / ARRAYS / _INDEX}"')
+            raise UsageError(f'"{name}/" is not there as {leaf.dtype} {leaf.shape} by file "{path / ARRAYS / _INDEX}"')
     return {name: arrays[name] for name in abstract}
 
 

@@ -15,6 +15,7 @@ from zero_jax.checkpoint.integrity import changed_files, read_manifest
 from zero_jax.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 from zero_jax.checkpoint.run_lock import RunLock
 from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, is_first
+from zero_jax.errors import UsageError
 
 LOG = logging.getLogger("zero_jax")
 
@@ -29,7 +30,7 @@ class Folder:
 
     def __init__(self, path: Any, keep_last: int | None, keep_every: int | None):
         if not str(path):
-            raise ValueError("The path of checkpoints is empty: give a folder.")
+            raise UsageError("The path of checkpoints is empty: give a folder.")
         self.path = storage.folder(path)
         self.damaged: dict[int, str] = {}
         self._lock = None if storage.is_remote(self.path) else RunLock(self.path)

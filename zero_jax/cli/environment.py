@@ -4,12 +4,14 @@ import glob
 import os
 from pathlib import Path
 
+from zero_jax.errors import UsageError
+
 
 def check_folder(name: str, path: Path) -> None:
     """Raises ValueError unless the folder `path`, the value of the option `name`, can be written or created."""
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{name}={path} cannot be written: {existing} is not a writable folder.")
+        raise UsageError(f"{name}={path} cannot be written: {existing} is not a writable folder.")
 
 
 def simulates() -> bool:
@@ -25,6 +27,6 @@ def check_no_checkpoints(folder: Path) -> None:
     """Raises ValueError if `folder` has checkpoints: a new run must not mix its own with them."""
     steps = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
     if steps:
-        raise ValueError(
+        raise UsageError(
             f"{folder} has checkpoints of an earlier run, up to step {max(steps)}: --resume continues from there; for "
             "a new run give another out, or remove that folder.")

@@ -16,6 +16,7 @@ from zero_jax.cli.renamed import current_options
 from zero_jax.cli.resume import FIXED
 from zero_jax.cli.train import step_of
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.errors import UsageError
 from zero_jax.interop.naming import OWN, Names
 from zero_jax.interop.params_io import export_params, export_tree
 from zero_jax.sharding.mesh import simulate_devices
@@ -59,7 +60,7 @@ def _run(config: ExportConfig, saved: Any) -> TrainConfig:
                               "run. Export it from Python with zero_jax.export_params.")
     model = config.model or str(saved["model"])
     if config.model is None and short_name(model.partition(":")[0]) is None:
-        raise ValueError(f"model: {config.checkpoint} names the model {model!r}, whose module would run when it is "
+        raise UsageError(f"model: {config.checkpoint} names the model {model!r}, whose module would run when it is "
                          f"imported: give --model {model} if you trust it.")
     options = {name: saved[name] for name in ("precision", "optimizer", "ema", "seq_len", "weight_decay",
                                               "grad_clip_norm")}
@@ -71,6 +72,6 @@ def _names(config: ExportConfig, choice: ModelChoice) -> Names:
     if config.names == "own":
         return OWN
     if choice.names is None:
-        raise ValueError(f"names=huggingface: the module of {choice.name} has no function huggingface(config), which "
+        raise UsageError(f"names=huggingface: the module of {choice.name} has no function huggingface(config), which "
                          "defines them. Give names=own.")
     return Names(**choice.names(choice.config))

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+from zero_jax.errors import UsageError
 from zero_jax.interop.safetensors_file import check_target
 
 
@@ -40,12 +41,12 @@ class ExportConfig:
         for name in ("checkpoint", "out"):
             object.__setattr__(self, name, Path(getattr(self, name)).expanduser())
         if self.max_file_bytes < 1:
-            raise ValueError(f"max_file_bytes={self.max_file_bytes}: give at least 1.")
+            raise UsageError(f"max_file_bytes={self.max_file_bytes}: give at least 1.")
         if self.at is not None and self.at < 0:
-            raise ValueError(f"at={self.at}: give the number of a checkpoint, from 0 on.")
+            raise UsageError(f"at={self.at}: give the number of a checkpoint, from 0 on.")
 
     def check(self) -> None:
         """Raises ValueError for what is wrong and can be known before JAX is imported."""
         if not self.checkpoint.is_dir():
-            raise ValueError(f"checkpoint={self.checkpoint}: no such folder.")
+            raise UsageError(f"checkpoint={self.checkpoint}: no such folder.")
         check_target(self.out)

@@ -19,6 +19,7 @@ from zero_jax.cli.train_config import TrainConfig
 from zero_jax.data.batches import Batches
 from zero_jax.distributed.preemption import Preemption
 from zero_jax.distributed.watchdog import Watchdog
+from zero_jax.errors import UsageError
 from zero_jax.step.guard import BadStepError
 
 EVAL_BATCHES = 16
@@ -47,7 +48,7 @@ class MetricsLog:
                 self._read(after)
             self._file = path.open("a" if after else "w", encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"{path} cannot be written ({error.strerror}): choose another folder with out.") from error
+            raise UsageError(f"{path} cannot be written ({error.strerror}): choose another folder with out.") from error
 
     @property
     def last_step(self) -> int:
@@ -90,7 +91,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{path} cannot be created ({error.strerror}): choose another folder with out.") from error
+        raise UsageError(f"{path} cannot be created ({error.strerror}): choose another folder with out.") from error
 
 
 @dataclasses.dataclass

@@ -5,6 +5,7 @@ import os
 import platform
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +16,7 @@ from zero_jax.cli.plan_config import PlanConfig
 from zero_jax.cli.renamed import current_args
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
 from zero_jax.distributed.launch import PREEMPTED, LaunchConfig, end_with_launcher, launch
+from zero_jax.errors import UsageError
 
 INTERRUPTED, HUNG_UP = 130, 129
 """Exit status after Ctrl-C and SIGHUP, as shells have it."""
@@ -33,7 +35,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
     0, or 1 for a run that failed, 2 for bad input (one message on standard error), 3 for a plan that does not fit,
     75 for a run that saved and ended on SIGTERM, 129 for one that did on SIGHUP, 130 for one that did on Ctrl-C; 130
-    after a second or another Ctrl-C, too, 124 for a run that hung (--hang-exit).
+    after a second or another Ctrl-C, too, 124 for a run that hung (--hang-exit). An error that is neither bad input nor
+    a bad step is raised as it is, with which Python ends with 1. ZERO_JAX_TRACEBACK=1 in the environment shows the
+    traceback of the others, too.
     """
     args, renamed = current_args(sys.argv[1:] if args is None else args)
     for line in renamed:
@@ -45,12 +49,10 @@ def main(args: Sequence[str] | None = None) -> int:
         if args[:1] == ["launch"]:
             return _launch(args)
         return _run(_parse(args))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except UsageError as error:  # and no other ValueError, which may be one of JAX or of ours
+        return _failed(error, 2)
     except FloatingPointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _failed(error, 1)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
@@ -68,6 +70,14 @@ def version_text() -> str:
     return f"zero_jax {version('zero-jax')} ({versions}, Python {platform.python_version()})"
 
 
+def _failed(error: Exception, status: int) -> int:
+    """`status`, with the message of `error` on standard error; before it the traceback, where it is asked for."""
+    if os.environ.get("ZERO_JAX_TRACEBACK", "0") not in ("", "0"):
+        traceback.print_exception(error)
+    print(f"error: {error}", file=sys.stderr)
+    return status
+
+
 def _warn(line: str) -> None:
     """One line, whatever Python's filters do with warnings."""
     print(f"warning: {line}", file=sys.stderr)
@@ -79,15 +89,15 @@ def _launch(args: list[str]) -> int:
     config, command = _parse(args[:end]), args[end + 1:]
     assert isinstance(config, LaunchConfig)
     if not command:
-        raise ValueError("launch: no command to run. Give one after --, as in: launch --processes 2 -- train.")
+        raise UsageError("launch: no command to run. Give one after --, as in: launch --processes 2 -- train.")
     inner = _parse(command)
     if not isinstance(inner, TrainConfig) or isinstance(inner, InspectConfig):
-        raise ValueError(f"launch: {command[0]} does not run as several processes; train does.")
+        raise UsageError(f"launch: {command[0]} does not run as several processes; train does.")
     if inner.distributed:
-        raise ValueError("distributed: leave it out: launch gives each process its number and the coordinator.")
+        raise UsageError("distributed: leave it out: launch gives each process its number and the coordinator.")
     devices = inner.devices or config.processes * config.devices_per_process
     if devices % config.processes or devices > config.processes * config.devices_per_process:
-        raise ValueError(f"devices={devices} does not fit {config.processes} processes with "
+        raise UsageError(f"devices={devices} does not fit {config.processes} processes with "
                          f"{config.devices_per_process} devices each: give a multiple of the former, at most all.")
     inner.check_devices(devices)
     dataclasses.replace(inner, devices=devices).check()
@@ -98,7 +108,7 @@ def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | ExportConfig | Lau
     try:
         import tyro
     except ImportError as error:
-        raise ValueError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
+        raise UsageError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
     commands = {"train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
                 "launch": LaunchConfig}
     program = "zero-jax" if Path(sys.argv[0]).name.startswith("zero-jax") else "python -m zero_jax"

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from zero_jax.errors import UsageError
+
 OURS = "zero_jax.models"
 """The package of our models, wherever it is loaded from."""
 
@@ -40,7 +42,7 @@ class ModelChoice:
         if tensor == 1:
             return ()
         if self.rules is None:
-            raise ValueError(f"tensor={tensor}: {self.name.partition(':')[0]} has no tensor_rules(config), which say "
+            raise UsageError(f"tensor={tensor}: {self.name.partition(':')[0]} has no tensor_rules(config), which say "
                              "how parameters are split: write them, or leave tensor out.")
         return tuple(self.rules(self.config))
 
@@ -51,7 +53,7 @@ class ModelChoice:
     def check_field(self, field: str) -> None:
         """Raises ValueError where the config lacks a field that an option changes."""
         if not hasattr(self.config, field):
-            raise ValueError(f"{self.name} has no field {field!r} in its config, which this option changes.")
+            raise UsageError(f"{self.name} has no field {field!r} in its config, which this option changes.")
 
     def with_change(self, field: str, value: Any) -> "ModelChoice":
         """With another value in its config. Raises ValueError where the config lacks that field."""
@@ -62,9 +64,9 @@ class ModelChoice:
         """Raises ValueError for sequences or token ids beyond the limits of the model's config."""
         longest, known = getattr(self.config, "max_length", None), getattr(self.config, "vocab_size", None)
         if longest is not None and seq_len > longest:
-            raise ValueError(f"seq_len={seq_len} is longer than max_length={longest} of {self.name}.")
+            raise UsageError(f"seq_len={seq_len} is longer than max_length={longest} of {self.name}.")
         if known is not None and vocab_size is not None and vocab_size > known:
-            raise ValueError(f"The data's vocabulary of {vocab_size} is larger than vocab_size={known} of {self.name}.")
+            raise UsageError(f"The data's vocabulary of {vocab_size} is larger than vocab_size={known} of {self.name}.")
 
 
 def find_model(name: str) -> ModelChoice:
@@ -79,21 +81,21 @@ def find_model(name: str) -> ModelChoice:
                       DeprecationWarning, 2)
     module_name, _, preset = new.partition(":")
     if not module_name or module_name.startswith("."):
-        raise ValueError(f"model={name!r} names no module: write MODULE:PRESET, as gpt2:124m.")
+        raise UsageError(f"model={name!r} names no module: write MODULE:PRESET, as gpt2:124m.")
     if (short := short_name(module_name)) is not None:
         module_name, module = short, _import_ours(short)
     elif _exists(module_name):
         module = importlib.import_module(module_name)
     else:
-        raise ValueError(f"model={name!r}: there is no module {module_name!r}" + nearest(
+        raise UsageError(f"model={name!r}: there is no module {module_name!r}" + nearest(
             module_name, [*our_models(), *_modules_beside(module_name)]))
     presets, build = getattr(module, "PRESETS", None), getattr(module, "build", None)
     if not isinstance(presets, Mapping) or not callable(build):
-        raise ValueError(f"model={name!r}: {module_name} lacks PRESETS (configs by name) or build(config) (a Flax "
+        raise UsageError(f"model={name!r}: {module_name} lacks PRESETS (configs by name) or build(config) (a Flax "
                          "model)" + nearest(module_name, _modules_beside(module_name)))
     if preset not in presets:
         wrong = f"{module_name} has no preset {preset!r}" if preset else f"name a preset, as in {module_name}:PRESET"
-        raise ValueError(f"model={name!r}: {wrong}" + nearest(preset, list(presets)))
+        raise UsageError(f"model={name!r}: {wrong}" + nearest(preset, list(presets)))
     return ModelChoice(f"{module_name}:{preset}", presets[preset], build, getattr(module, "huggingface", None),
                        getattr(module, "tensor_rules", None))
 

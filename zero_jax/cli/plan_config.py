@@ -10,6 +10,7 @@ from zero_jax.cli.environment import check_folder
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
 from zero_jax.cli.renamed import REMAT_VALUES, takes_old_names
 from zero_jax.cli.train_config import Optimizer, PrecisionName, Reduce, RematName, with_remat
+from zero_jax.errors import UsageError
 from zero_jax.xla.targets import Target, target_of
 
 
@@ -86,18 +87,18 @@ class PlanConfig:
             object.__setattr__(self, "remat", REMAT_VALUES[str(self.remat)])
             warnings.warn(f"PlanConfig.remat is now one of {', '.join(get_args(RematName))}.", DeprecationWarning, 4)
         if self.remat not in get_args(RematName):
-            raise ValueError(f"remat={self.remat!r} is unknown{nearest(str(self.remat), [*get_args(RematName)])}")
+            raise UsageError(f"remat={self.remat!r} is unknown{nearest(str(self.remat), [*get_args(RematName)])}")
         for name, value in (("batch_per_device", self.batch_per_device), ("seq_len", self.seq_len),
                             ("accumulate", self.accumulate), ("tensor", self.tensor), ("context", self.context),
                             ("replica", self.replica),
                             *(("mesh", size) for size in self.mesh)):
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: give at least 1.")
+                raise UsageError(f"{name}={value}: give at least 1.")
         if self.batch_per_device % self.accumulate:
-            raise ValueError(f"batch_per_device={self.batch_per_device} does not divide into {self.accumulate} "
+            raise UsageError(f"batch_per_device={self.batch_per_device} does not divide into {self.accumulate} "
                              "microbatches: give a multiple.")
         if self.png is not None and self.png.suffix != ".png":
-            raise ValueError(f"png={self.png} does not end in .png.")
+            raise UsageError(f"png={self.png} does not end in .png.")
 
     def check(self) -> "tuple[Target, ModelChoice]":
         """The target and the model; raises ValueError for what is wrong and can be known before JAX is imported."""
@@ -105,7 +106,7 @@ class PlanConfig:
         others = self.tensor * self.context * self.replica
         if self.mesh and math.prod(self.mesh) * others != target.num_devices or target.num_devices % others:
             with_others = f" x tensor, context, replica {self.tensor}, {self.context}, {self.replica}" * (others > 1)
-            raise ValueError(f"mesh={self.mesh}{with_others} is of {math.prod(self.mesh) * others} devices, and "
+            raise UsageError(f"mesh={self.mesh}{with_others} is of {math.prod(self.mesh) * others} devices, and "
                              f"{self.target} has {target.num_devices}: give sizes whose product is that.")
         if self.png is not None:
             check_folder("png", self.png.parent)
@@ -115,7 +116,7 @@ class PlanConfig:
         if self.search == "layers":
             choice.check_field("num_layers")
         if self.seq_len is None and not hasattr(choice.config, "max_length"):
-            raise ValueError(f"{self.model} has no max_length in its config: give seq_len=....")
+            raise UsageError(f"{self.model} has no max_length in its config: give seq_len=....")
         choice.check(seq_len=self.seq_len or 1, vocab_size=None)
         choice.tensor_rules(self.tensor)
         return target, choice

@@ -38,6 +38,7 @@ from zero_jax.distributed.agreement import all_or_none, is_first
 from zero_jax.distributed.initialize import choose_devices, initialize, local, on_host, put_global
 from zero_jax.distributed.preemption import Preemption
 from zero_jax.distributed.watchdog import Watchdog
+from zero_jax.errors import UsageError
 from zero_jax.interop.naming import OWN, Names
 from zero_jax.interop.params_io import import_params, model_leaves
 from zero_jax.interop.safetensors_file import find_tensors
@@ -170,10 +171,10 @@ def devices_of(config: TrainConfig) -> list[jax.Device]:
     try:
         devices = jax.devices()
     except RuntimeError as error:
-        raise ValueError(f"JAX finds no devices ({error}): JAX_PLATFORMS=cpu simulates them.") from error
+        raise UsageError(f"JAX finds no devices ({error}): JAX_PLATFORMS=cpu simulates them.") from error
     number = config.devices or len(devices)
     if number > len(devices):
-        raise ValueError(
+        raise UsageError(
             f"devices={number}, but there are {len(devices)} of kind {devices[0].platform}: give fewer, or set "
             "JAX_PLATFORMS=cpu to simulate them.")
     config.check_devices(number)
@@ -215,7 +216,7 @@ def _split(tokens: np.ndarray, config: TrainConfig) -> tuple[np.ndarray, np.ndar
     """(training part, held-out part): a twentieth is held out, at least one batch."""
     one_batch = config.batch_size * config.seq_len + 1
     if len(tokens) < 2 * one_batch + config.seq_len:
-        raise ValueError(
+        raise UsageError(
             f"The data has {len(tokens):,} tokens, and two batches, one of them held out, take {2 * one_batch:,}: give "
             f"more data, or a smaller batch_size={config.batch_size} or seq_len={config.seq_len}.")
     return corpus.split(tokens, length=config.seq_len, holdout=max(0.05, one_batch / len(tokens)))

@@ -11,6 +11,7 @@ from zero_jax.cli.environment import check_folder, check_no_checkpoints, simulat
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
 from zero_jax.cli.renamed import takes_old_names
 from zero_jax.distributed.launch import COORDINATOR
+from zero_jax.errors import UsageError
 from zero_jax.interop.safetensors_file import find_tensors
 
 SIMULATED_DEVICES = 8
@@ -151,18 +152,18 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage={self.stage!r} is not a ZeRO stage: give 0, 1, 2 or 3.")
+            raise UsageError(f"stage={self.stage!r} is not a ZeRO stage: give 0, 1, 2 or 3.")
         for name, kind in (("precision", PrecisionName), ("optimizer", Optimizer), ("reduce", Reduce),
                            ("remat", RematName)):
             if (value := getattr(self, name)) not in get_args(kind):
-                raise ValueError(f"{name}={value!r} is unknown{nearest(value, [*get_args(kind)])}")
+                raise UsageError(f"{name}={value!r} is unknown{nearest(value, [*get_args(kind)])}")
         if self.reduce == "once" and self.accumulate == 1:
-            raise ValueError("reduce=once without accumulate: the gradient of one batch is reduced once already.")
+            raise UsageError("reduce=once without accumulate: the gradient of one batch is reduced once already.")
         for name in ("accumulate", "devices", "replica", "tensor", "context",
                      "batch_size", "seq_len", "steps", "eval_every", "max_bytes", "max_to_keep"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: give at least 1.")
+                raise UsageError(f"{name}={value}: give at least 1.")
         for name, low, high in (("learning_rate", 0, 10), ("warmup", 0, 1), ("weight_decay", 0, 10),
                                 ("grad_clip_norm", 1e-9, math.inf), ("seed", 0, 2**32 - 1),
                                 ("max_bad_steps", 0, 2**31 - 1),
@@ -170,11 +171,11 @@ class TrainConfig:
                                 ("samples", 0, 64), ("ema", 0, 1 - 1e-9)):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                raise ValueError(f"{name}={value} is not within {low} to {high}.")
+                raise UsageError(f"{name}={value} is not within {low} to {high}.")
         if self.hang_exit and self.hang_after is None:
-            raise ValueError("hang_exit without hang_after: say after how many seconds.")
+            raise UsageError("hang_exit without hang_after: say after how many seconds.")
         if not self.data:
-            raise ValueError('data is empty: name files, or "python".')
+            raise UsageError('data is empty: name files, or "python".')
         object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
         object.__setattr__(self, "out", Path(self.out))
         if self.devices is not None:
@@ -202,16 +203,16 @@ class TrainConfig:
         """Raises ValueError unless the batch, with its microbatches, and the mesh's axes divide over `devices`."""
         axes = {name: getattr(self, name) for name in ("replica", "tensor", "context") if getattr(self, name) > 1}
         if devices % math.prod(axes.values()):
-            raise ValueError(", ".join(f"{name}={size}" for name, size in axes.items())
+            raise UsageError(", ".join(f"{name}={size}" for name, size in axes.items())
                              + f" does not divide the {devices} devices.")
         parts = devices // (self.tensor * self.context) * self.accumulate
         if self.batch_size % parts:
             near = max(parts, round(self.batch_size / parts) * parts)
             many = f" and {self.accumulate} microbatches" * (self.accumulate > 1)
-            raise ValueError(f"batch_size={self.batch_size} does not divide over {parts // self.accumulate} "
+            raise UsageError(f"batch_size={self.batch_size} does not divide over {parts // self.accumulate} "
                              f"devices{many}: give a multiple, say {near}.")
         if self.seq_len % self.context:
-            raise ValueError(f"seq_len={self.seq_len} does not divide over context={self.context} devices.")
+            raise UsageError(f"seq_len={self.seq_len} does not divide over context={self.context} devices.")
 
     @property
     def checkpoints(self) -> Path:
@@ -227,7 +228,7 @@ class TrainConfig:
         for name in self.data:
             path = Path(name).expanduser()
             if self.data != ("python",) and not path.exists() and not glob.glob(str(path), recursive=True):
-                raise ValueError(f"data: {name}: no such file, folder or glob match.")
+                raise UsageError(f"data: {name}: no such file, folder or glob match.")
         check_folder("out", self.out)
 
     def _check_checkpoints(self) -> None:

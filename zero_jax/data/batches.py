@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from zero_jax.errors import UsageError
+
 _FINGERPRINT_BLOCKS, _BLOCK_TOKENS = 16, 256  # few: each block is one seek in a mapped file
 
 
@@ -62,7 +64,7 @@ class Batches:
         """
         if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             kind = f"{tokens.dtype} {tokens.shape}" if hasattr(tokens, "shape") else type(tokens)
-            raise ValueError(
+            raise UsageError(
                 f"tokens: {kind} is not a 1-D numpy array of integers; read them with"
                 " zero_jax.data.corpus.load, or give np.asarray(ids).ravel()"
             )
@@ -78,7 +80,7 @@ class Batches:
         self._epoch, self._permutation = -1, np.empty(0, np.int64)  # of the epoch last asked for
         if self.num_windows < self.batch_size:
             needed = self.batch_size * self.length + 1
-            raise ValueError(
+            raise UsageError(
                 f"{len(tokens)} tokens hold {self.num_windows} windows of length={self.length},"
                 f" fewer than batch_size={self.batch_size} which needs {needed} tokens; use a"
                 " smaller batch_size or length, or more text"
@@ -87,7 +89,7 @@ class Batches:
             try:
                 sharding.shard_shape((self.batch_size, self.length))
             except ValueError as error:
-                raise ValueError(
+                raise UsageError(
                     f"a batch of shape ({self.batch_size}, {self.length}) does not divide over"
                     f" {sharding}: change batch_size to a multiple of the devices on its axes"
                     f" ({error})"
@@ -118,10 +120,10 @@ class Batches:
         now = self._identity()
         missing = sorted({"position", *now} - set(state))
         if missing:
-            raise ValueError(f"state lacks {missing}; give what Batches.state() returned")
+            raise UsageError(f"state lacks {missing}; give what Batches.state() returned")
         wrong = [f"{k}={state[k]} saved but {k}={now[k]} now" for k in now if state[k] != now[k]]
         if wrong:
-            raise ValueError(
+            raise UsageError(
                 f"the saved position belongs to other batches: {'; '.join(wrong)}. Build Batches"
                 " from the same tokens with the saved values, or start elsewhere with seek()"
             )
@@ -176,7 +178,7 @@ class Batches:
         low, high = int(rows.min()), int(rows.max())
         limit = 2**31 if self.vocab_size is None else self.vocab_size
         if low < 0 or high >= limit:
-            raise ValueError(
+            raise UsageError(
                 f"windows at tokens {starts.tolist()[:8]}... hold ids {low}..{high}, but"
                 f" 0..{limit - 1} are allowed (vocab_size={self.vocab_size}); give the vocab_size"
                 " of the tokenizer that wrote them, or their true dtype"
@@ -214,7 +216,7 @@ def _count(name: str, value: int, *, least: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise ValueError(f"{name}={value!r} is not a whole number; give an int") from None
+        raise UsageError(f"{name}={value!r} is not a whole number; give an int") from None
     if number < least:
-        raise ValueError(f"{name}={number} must be at least {least}")
+        raise UsageError(f"{name}={number} must be at least {least}")
     return number

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from zero_jax.data.token_file import open_tokens, sample
+from zero_jax.errors import UsageError
 
 BYTE_VOCAB_SIZE = 256
 
@@ -39,7 +40,7 @@ def decode(tokens: Sequence[int] | np.ndarray) -> str:
     """
     tokens = np.asarray(tokens)
     if tokens.size and not (0 <= tokens.min() and tokens.max() < BYTE_VOCAB_SIZE):
-        raise ValueError(
+        raise UsageError(
             f"decode: tokens span {tokens.min()}..{tokens.max()} but a byte is 0..255; these ids"
             " come from another tokenizer, decode them with that one"
         )
@@ -63,7 +64,7 @@ def load(
     token_files = [name for name in names if Path(name).suffix in (".bin", ".npy")]
     if token_files:
         if len(names) > 1:
-            raise ValueError(
+            raise UsageError(
                 f"{os.fspath(token_files[0])} is a token file and comes with {len(names) - 1} other"
                 " names; give exactly one token file, or text files only"
             )
@@ -84,7 +85,7 @@ def python_source(max_bytes: int | None = None) -> np.ndarray:
         if not _SKIPPED_DIRS & set(name.parts) and not path.name.startswith("_sysconfigdata"):
             files.append((name.as_posix(), path))
     if not files:
-        raise ValueError(f"no Python source in {root} (a zipped library?); name text files instead")
+        raise UsageError(f"no Python source in {root} (a zipped library?); name text files instead")
     return _concatenate(files, max_bytes)
 
 
@@ -107,7 +108,7 @@ def read_text(
                 resolved.add(path.resolve())
                 files.append((label, path))
     if not files:
-        raise ValueError(f"no text files in {names}; name a file, a directory or a glob with text")
+        raise UsageError(f"no text files in {names}; name a file, a directory or a glob with text")
     return _concatenate(files, max_bytes)
 
 
@@ -122,13 +123,13 @@ def split(
     one sequence.
     """
     if not 0 < holdout < 1:
-        raise ValueError(f"holdout={holdout}: it is a fraction, between 0 and 1 (0.05 is usual)")
+        raise UsageError(f"holdout={holdout}: it is a fraction, between 0 and 1 (0.05 is usual)")
     if length < 1:
-        raise ValueError(f"length={length}: a sequence has at least 1 token")
+        raise UsageError(f"length={length}: a sequence has at least 1 token")
     sequences = max(1, -(-int(holdout * len(tokens)) // length))
     held_out = sequences * length + 1
     if len(tokens) - held_out < length + 1:
-        raise ValueError(
+        raise UsageError(
             f"{len(tokens)} tokens are too short: {held_out} held out for validation leave"
             f" {max(0, len(tokens) - held_out)} to train on and one sequence of length={length}"
             f" needs {length + 1}; use more text, a shorter length or a smaller holdout"
@@ -146,7 +147,7 @@ def bigram_loss(
     size. Raises ValueError for vocab_size > 4096 (the table has its square), ids outside, and fewer than 2 tokens.
     """
     if not 1 <= vocab_size <= 4096:
-        raise ValueError(
+        raise UsageError(
             f"bigram_loss: vocab_size={vocab_size}, but its table of counts has"
             " vocab_size squared entries; use it for 1..4096, bytes above all"
         )
@@ -154,7 +155,7 @@ def bigram_loss(
     for name, part in (("train_tokens", train_tokens), ("eval_tokens", eval_tokens)):
         ids = sample(part)
         if len(ids) < 2 or ids.min() < 0 or ids.max() >= vocab_size:
-            raise ValueError(
+            raise UsageError(
                 f"bigram_loss: {name} needs at least 2 tokens, all of them within"
                 f" 0..{vocab_size - 1}; give byte tokens or the right vocab_size"
             )
@@ -175,11 +176,11 @@ def _expand(name: str) -> list[tuple[str, Path]]:
         return [(label.as_posix(), p) for label, p in below if b"\0" not in _read(p, 8192)]
     if path.is_file():  # unlike a pipe or a device, which would block
         if not path.stat().st_size:
-            raise ValueError(f"{name}: the file is empty; leave it out or give one with text")
+            raise UsageError(f"{name}: the file is empty; leave it out or give one with text")
         return [(path.name, path)]
     matches = [p for p in map(Path, sorted(glob.glob(str(path), recursive=True))) if p.is_file()]
     if not matches:
-        raise ValueError(f"{name}: no such file, directory or glob match; check the spelling")
+        raise UsageError(f"{name}: no such file, directory or glob match; check the spelling")
     return [(p.name, p) for p in matches]
 
 
@@ -190,7 +191,7 @@ def _concatenate(files: list[tuple[str, Path]], max_bytes: int | None) -> np.nda
     and does not change when files are added.
     """
     if max_bytes is not None and max_bytes < 1:
-        raise ValueError(f"max_bytes={max_bytes}: at least 1 is needed, or None for no limit")
+        raise UsageError(f"max_bytes={max_bytes}: at least 1 is needed, or None for no limit")
     parts, size = [], 0
     for _, path in sorted(files, key=lambda file: hashlib.sha256(file[0].encode()).digest()):
         parts.append(_read(path, None))
@@ -205,7 +206,7 @@ def _read(path: Path, size: int | None) -> bytes:
         with path.open("rb") as file:
             return file.read(size)
     except OSError as error:
-        raise ValueError(
+        raise UsageError(
             f"{path}: cannot be read as bytes ({error.strerror}); change its permissions or leave it"
             " out"
         ) from error

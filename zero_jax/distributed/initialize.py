@@ -10,6 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from zero_jax.distributed.launch import COORDINATOR, LOCAL_DEVICES, NUM_PROCESSES, PROCESS_ID
+from zero_jax.errors import UsageError
 from zero_jax.sharding.mesh import sharding_of_rank, simulate_local
 
 HEARTBEAT_SECONDS = 100
@@ -37,7 +38,7 @@ def initialize(*, distributed: bool = False, heartbeat_seconds: int = HEARTBEAT_
     if not variables and not distributed:
         return False
     if variables and len(variables) < len(names):
-        raise ValueError(f"{', '.join(variables)} is set, and "
+        raise UsageError(f"{', '.join(variables)} is set, and "
                          f"{', '.join(name for name in names if name not in variables)} is not: set all of them, or "
                          "none.")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -47,7 +48,7 @@ def initialize(*, distributed: bool = False, heartbeat_seconds: int = HEARTBEAT_
         number = _number(NUM_PROCESSES, variables[NUM_PROCESSES], least=1)
         process = _number(PROCESS_ID, variables[PROCESS_ID], least=0)
         if process >= number:
-            raise ValueError(f"{PROCESS_ID}={process} is not below {NUM_PROCESSES}={number}.")
+            raise UsageError(f"{PROCESS_ID}={process} is not below {NUM_PROCESSES}={number}.")
         address = variables[COORDINATOR]
         bind = address if address.startswith("127.") else None  # otherwise the coordinator listens on every interface
         jax.distributed.initialize(address, number, process, coordinator_bind_address=bind,
@@ -56,14 +57,14 @@ def initialize(*, distributed: bool = False, heartbeat_seconds: int = HEARTBEAT_
     try:
         jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_seconds)
     except (ValueError, RuntimeError) as error:
-        raise ValueError(f"distributed: JAX finds no cluster here ({error}): set {', '.join(names)}, or leave "
+        raise UsageError(f"distributed: JAX finds no cluster here ({error}): set {', '.join(names)}, or leave "
                          "distributed out.") from error
     return True
 
 
 def _number(name: str, text: str, *, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"{name}={text!r} in the environment is not an integer of at least {least}.")
+        raise UsageError(f"{name}={text!r} in the environment is not an integer of at least {least}.")
     return int(text)
 
 
@@ -74,13 +75,13 @@ def choose_devices(number: int) -> list[jax.Device]:
     """
     processes = jax.process_count()
     if number % processes:
-        raise ValueError(f"devices={number} counts those of all {processes} processes, and does not divide by that.")
+        raise UsageError(f"devices={number} counts those of all {processes} processes, and does not divide by that.")
     own: dict[int, list[jax.Device]] = {}
     for device in jax.devices():
         own.setdefault(device.process_index, []).append(device)
     fewest = min(len(devices) for devices in own.values())
     if fewest * processes < number:
-        raise ValueError(f"devices={number}, but {processes} processes have {fewest} of kind "
+        raise UsageError(f"devices={number}, but {processes} processes have {fewest} of kind "
                          f"{jax.devices()[0].platform} each.")
     return [device for process in sorted(own) for device in own[process][: number // processes]]
 

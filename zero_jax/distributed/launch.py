@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
+from zero_jax.errors import UsageError
+
 COORDINATOR, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICES = (
     "ZERO_JAX_COORDINATOR", "ZERO_JAX_NUM_PROCESSES", "ZERO_JAX_PROCESS_ID", "ZERO_JAX_DEVICES_PER_PROCESS")
 """Environment variables that identify a process of a run."""
@@ -42,7 +44,7 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         for name in ("processes", "devices_per_process"):
             if not 1 <= getattr(self, name) <= 1024:
-                raise ValueError(f"{name}={getattr(self, name)}: give at least 1, and at most 1024.")
+                raise UsageError(f"{name}={getattr(self, name)}: give at least 1, and at most 1024.")
 
 
 def launch(command: Sequence[str], *, processes: int, devices_per_process: int) -> int:

@@ -7,6 +7,7 @@ import flax.linen as nn
 from flax import nnx
 from flax.core import meta, unfreeze
 
+from zero_jax.errors import UsageError
 from zero_jax.tree import named_leaves
 
 
@@ -34,7 +35,7 @@ def named_values(given: Any) -> dict[str, Any]:
     """
     if isinstance(given, nn.Module):
         if given.scope is None:
-            raise ValueError(f"{type(given).__name__} is not bound to variables: give its parameters.")
+            raise UsageError(f"{type(given).__name__} is not bound to variables: give its parameters.")
         given = given.variables
     elif isinstance(given, nnx.Module):
         given = nnx.state(given)
@@ -46,6 +47,6 @@ def named_values(given: Any) -> dict[str, Any]:
         return {"/".join(map(str, path)): variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
                 for path, variable in flat}
     if not isinstance(given, Mapping):
-        raise ValueError(f"params is a {type(given).__name__}: give a tree of arrays, a bound Linen module, or an NNX "
+        raise UsageError(f"params is a {type(given).__name__}: give a tree of arrays, a bound Linen module, or an NNX "
                          "module or state.")
     return dict(named_leaves(meta.unbox(unfreeze(dict(given)))))

@@ -9,6 +9,7 @@ import jax
 from flax import errors, struct
 from flax.core import meta, unfreeze
 
+from zero_jax.errors import UsageError
 from zero_jax.frontends.axis_names import BoundAxes
 from zero_jax.frontends.gather_cache import GatherCache
 from zero_jax.frontends.trace_access import gathered_up_front, smallest_plain, trace_reads
@@ -143,7 +144,7 @@ class Linen:
             if not more:
                 return self._reads
             on_entry |= more
-        raise ValueError(f"The parameters of {type(self._module).__name__} cannot be read through boxes.")
+        raise UsageError(f"The parameters of {type(self._module).__name__} cannot be read through boxes.")
 
     def _grown(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any) -> tuple[str, ...]:
         _, new = jax.eval_shape(lambda p, v, r, b: self._run(fun, p, v, r, b, None, {}), params, variables, rng, batch)
@@ -168,6 +169,6 @@ class _missing_streams_explained:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if isinstance(error, errors.InvalidRngError):
-            raise ValueError(
+            raise UsageError(
                 f"{error} The step gives the RNG streams {self._streams}: name the others in "
                 "make_zero_train_step(..., rng_streams=(...)).") from error

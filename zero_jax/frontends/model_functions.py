@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import flax.linen as nn
 from flax import nnx
 
+from zero_jax.errors import UsageError
 from zero_jax.frontends.linen import Linen
 from zero_jax.frontends.nnx import Nnx
 from zero_jax.sharding.param_access import ParamAccess
@@ -51,10 +52,10 @@ def to_model_functions(model: Any, streams: Sequence[str]) -> ModelFunctions:
     if isinstance(model, nn.Module):
         return Linen(model if model.scope is None else model.unbind()[0], streams)
     if isinstance(model, type) and issubclass(model, nn.Module):
-        raise ValueError(f"model={model.__name__} is a Linen class: give an instance, {model.__name__}(...).")
+        raise UsageError(f"model={model.__name__} is a Linen class: give an instance, {model.__name__}(...).")
     if isinstance(model, nnx.Module) or callable(model):
         return Nnx(model)
-    raise ValueError(
+    raise UsageError(
         f"model={model!r} is a {type(model).__name__}, not a Flax module: give a flax.linen.Module, a flax.nnx.Module, "
         "or a function of rngs that makes an nnx.Module.")
 
@@ -78,5 +79,5 @@ def remat(block: Any, policy: Any = "full", **options: Any) -> Any:
         return type(block.__name__, (block,), {"__call__": call, "__module__": block.__module__})
     if callable(block) and not isinstance(block, (nn.Module, nnx.Module)):
         return nnx.remat(block, policy=saveable, **options)
-    raise ValueError(f"remat({block!r}): give a Linen class, an NNX class or a function of NNX modules, and not a "
+    raise UsageError(f"remat({block!r}): give a Linen class, an NNX class or a function of NNX modules, and not a "
                      "module that is made already.")

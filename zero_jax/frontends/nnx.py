@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
+from zero_jax.errors import UsageError
 from zero_jax.frontends.axis_names import BoundAxes
 from zero_jax.frontends.gather_cache import GatherCache
 from zero_jax.frontends.trace_access import gathered_up_front, trace_reads
@@ -124,7 +125,7 @@ class Nnx:
     def _refuse_abstract(self) -> None:
         for path, variable in [*_flat(self._params), *_flat(self._variables)]:
             if isinstance(_value(variable), jax.ShapeDtypeStruct):
-                raise ValueError(
+                raise UsageError(
                     f"{type(self._model).__name__}: {_name(path)} is abstract, so the model has no values "
                     "to start from. Give a constructed module, or a function of rngs that constructs one.")
 
@@ -161,7 +162,7 @@ def _abstract_split(factory: Callable[..., Any]) -> tuple[Any, Any, Any]:
         module = _construct(factory, jax.random.key(0))
         if not isinstance(module, nnx.Module):
             what = "an array" if isinstance(module, jax.Array) else type(module).__name__
-            raise ValueError(f"model={factory!r} made {what}, which is no Flax module.")
+            raise UsageError(f"model={factory!r} made {what}, which is no Flax module.")
         graphdef, params, variables = nnx.split(module, nnx.Param, ...)
         graphs.append(graphdef)
         return params, variables

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from zero_jax.errors import UsageError
 from zero_jax.interop.safetensors_file import Tensor
 
 
@@ -56,15 +57,15 @@ class Names:
             groups = match.groupdict()
             open_ = [name for name, value in groups.items() if value is None and f"{{{name}}}" in rule.tensor]
             if len(open_) > 1 or open_ and not shape:
-                raise ValueError(f"{leaf} of shape {shape} matches the rule {rule.leaf!r} without {', '.join(open_)}: "
+                raise UsageError(f"{leaf} of shape {shape} matches the rule {rule.leaf!r} without {', '.join(open_)}: "
                                  "only one group may be open, and the first dim stands for it.")
             if rule.columns is not None and (len(shape) == 0 or sorted(rule.columns) != [*range(shape[-1])]):
-                raise ValueError(f"{leaf} has shape {shape}, and the rule {rule.leaf!r} orders {len(rule.columns)} "
+                raise UsageError(f"{leaf} has shape {shape}, and the rule {rule.leaf!r} orders {len(rule.columns)} "
                                  "columns: give each index of the last dim once.")
             layers = [{open_[0]: i} for i in range(shape[0])] if open_ else [{}]
             names = tuple(rule.tensor.format(**(groups | layer)) for layer in layers)
             return Parts(leaf, shape, names, bool(open_), rule)
-        raise ValueError(f"No rule matches the parameter {leaf} of shape {shape}: these names are not for this model.")
+        raise UsageError(f"No rule matches the parameter {leaf} of shape {shape}: these names are not for this model.")
 
 
 OWN = Names([(r"(?P<name>.+)", "{name}")])

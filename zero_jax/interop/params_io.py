@@ -14,6 +14,7 @@ import numpy as np
 
 from zero_jax.distributed.agreement import all_or_none, is_first
 from zero_jax.distributed.initialize import on_host
+from zero_jax.errors import UsageError
 from zero_jax.interop.naming import OWN, Names, Parts
 from zero_jax.interop.safetensors_file import DTYPES, Piece, Tensor, check_target, find_tensors, write_tensors
 from zero_jax.interop.shard_reader import stored_part
@@ -90,7 +91,7 @@ def export_params(path: Path | str, state: ZeroState, layout: Layout, *, names: 
     `ema` of a state without one.
     """
     if ema and state.ema is None:
-        raise ValueError("ema=True: this state has no moving average. Make the step with ema=..., or export the "
+        raise UsageError("ema=True: this state has no moving average. Make the step with ema=..., or export the "
                          "parameters.")
     chosen = dataclasses.replace(state, params=state.ema) if ema else state
     leaves = {name: (leaf, shape) for (name, leaf), (_, shape) in zip(
@@ -111,7 +112,7 @@ def _export(path: Path, leaves: Mapping[str, tuple[jax.Array, StoredShape]], nam
     """Writes `leaves`, each the stored array with its `StoredShape`; see `export_params`."""
     dtype = None if dtype is None else np.dtype(dtype)
     if dtype is not None and (dtype not in DTYPES.values() or not jnp.issubdtype(dtype, jnp.floating)):
-        raise ValueError(f"dtype={dtype} is not a floating dtype of the format: give float32 or bfloat16.")
+        raise UsageError(f"dtype={dtype} is not a floating dtype of the format: give float32 or bfloat16.")
     parts = _parts({name: (shape.shape, leaf.dtype) for name, (leaf, shape) in leaves.items()}, names)
     all_or_none(lambda: check_target(path) if is_first() else None)
     gathered: dict[str, list[np.ndarray]] = {}  # the tensors of one leaf
@@ -158,7 +159,7 @@ def _parts(leaves: Mapping[str, tuple[tuple[int, ...], Any]], names: Names) -> d
     for name, parts in parts_of.items():
         for tensor in parts.names:
             if owners.setdefault(tensor, name) != name:
-                raise ValueError(f"The rules give {owners[tensor]} and {name} the same tensor {tensor!r}.")
+                raise UsageError(f"The rules give {owners[tensor]} and {name} the same tensor {tensor!r}.")
     return parts_of
 
 
@@ -168,7 +169,7 @@ def _unprefixed(path: Path | str, tensors: Mapping[str, Tensor], names: Names) -
     for name, tensor in tensors.items():
         short = name.removeprefix(names.prefix)
         if short in by_name:
-            raise ValueError(f"{path} has both {by_name[short].name!r} and {name!r}.")
+            raise UsageError(f"{path} has both {by_name[short].name!r} and {name!r}.")
         if not any(re.fullmatch(pattern, short) for pattern in names.ignored):
             by_name[short] = tensor
     return by_name
@@ -183,21 +184,21 @@ def _check(path: Path | str, parts: Mapping[str, Parts], layout: Layout, tensors
     if missing or extra:
         what = [f"{how} {len(some)} ({', '.join(some[:4])}{', ...' * (len(some) > 4)})"
                 for how, some in (("lacks", missing), ("has in addition", extra)) if some]
-        raise ValueError(f"{path} {' and '.join(what)} of the {len(wanted)} tensors that the model has: give the "
+        raise UsageError(f"{path} {' and '.join(what)} of the {len(wanted)} tensors that the model has: give the "
                          "file of a model of this kind and depth, or names=... that fit it.")
     for tensor, (name, each) in wanted.items():
         in_file = tensors[tensor]
         if in_file.shape != each.tensor_shape:
-            raise ValueError(f"{path}: tensor {in_file.name!r} has shape {in_file.shape}, and {name} of the model "
+            raise UsageError(f"{path}: tensor {in_file.name!r} has shape {in_file.shape}, and {name} of the model "
                              f"takes {each.tensor_shape}: give the file of a model of these sizes.")
         floating = [jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
                     for dtype in (in_file.dtype, dtypes[name])]
         if in_file.dtype != dtypes[name] and not all(floating):
-            raise ValueError(f"{path}: tensor {in_file.name!r} has dtype {in_file.dtype}, and {name} of the model has "
+            raise UsageError(f"{path}: tensor {in_file.name!r} has dtype {in_file.dtype}, and {name} of the model has "
                              f"{dtypes[name]}: only float64, float32, float16 and bfloat16 are converted.")
     for copy, original in names.tied.items():
         if copy in tensors and not _equal(tensors[copy], tensors[original]):
-            raise ValueError(f"{path}: tensor {tensors[copy].name!r} differs from {tensors[original].name!r}, and this "
+            raise UsageError(f"{path}: tensor {tensors[copy].name!r} differs from {tensors[original].name!r}, and this "
                              "model has one parameter for both.")
 
 
@@ -220,7 +221,7 @@ def _read_leaf(path: Path | str, shape: StoredShape, like: jax.ShapeDtypeStruct,
         with np.errstate(over="ignore"):
             converted = value.astype(like.dtype, copy=False)
         if value.dtype != like.dtype and np.isinf(converted).any() and not np.isinf(value).any():
-            raise ValueError(f"{path}: {parts.names[0]!r} holds {float(np.abs(value).max()):g}, beyond the range of "
+            raise UsageError(f"{path}: {parts.names[0]!r} holds {float(np.abs(value).max()):g}, beyond the range of "
                              f"{like.dtype}: choose another precision.")
         return converted
 

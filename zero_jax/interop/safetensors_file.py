@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
+from zero_jax.errors import UsageError
+
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
     "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I16": np.dtype("<i2"), "I8": np.dtype("i1"),
@@ -55,7 +57,7 @@ def find_tensors(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         inside = [path / f"model{suffix}" for suffix in (SUFFIX, INDEX_SUFFIX) if (path / f"model{suffix}").exists()]
         if len(inside) != 1:
-            raise ValueError(
+            raise UsageError(
                 f"{path} has {'both' if inside else 'neither'} model{SUFFIX} {'and' if inside else 'nor'} "
                 f"model{INDEX_SUFFIX}: name the file.")
         path = inside[0]
@@ -73,21 +75,21 @@ def read_header(path: Path) -> dict[str, Tensor]:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise ValueError(
+            raise UsageError(
                 f"{path} is not a safetensors file, or is truncated: it has {size:,} bytes, and its first eight "
                 f"announce a header of {length:,}. Other formats (pickles among them) are never opened.")
         header = _json_object(path, file.read(length))
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"{path}: __metadata__ of the header is not a mapping of strings.")
+        raise UsageError(f"{path}: __metadata__ of the header is not a mapping of strings.")
     tensors, start = {name: _tensor(path, name, row, 8 + length) for name, row in header.items()}, 8 + length
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, _bytes(tensor))):
         if tensor.offset != start:
-            raise ValueError(f"{path}: tensor {tensor.name!r} begins at byte {tensor.offset:,} of the file, and the "
+            raise UsageError(f"{path}: tensor {tensor.name!r} begins at byte {tensor.offset:,} of the file, and the "
                              f"one before it ends at {start:,}: the file is damaged.")
         start += _bytes(tensor)
     if start != size:
-        raise ValueError(f"{path} is truncated or damaged: its header describes {start:,} bytes, and it has {size:,}. "
+        raise UsageError(f"{path} is truncated or damaged: its header describes {start:,} bytes, and it has {size:,}. "
                          "Copy or download it again.")
     return tensors
 
@@ -99,16 +101,16 @@ def _bytes(tensor: Tensor) -> int:
 def _tensor(path: Path, name: str, row: Any, start: int) -> Tensor:
     """One entry of a header as a tensor; raises ValueError where it is invalid."""
     if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{path}: the header's entry of {name!r} does not consist of dtype, shape and data_offsets.")
+        raise UsageError(f"{path}: the header's entry of {name!r} does not consist of dtype, shape and data_offsets.")
     dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{path}: tensor {name!r} has dtype {dtype!r}; supported are {', '.join(DTYPES)}.")
+        raise UsageError(f"{path}: tensor {name!r} has dtype {dtype!r}; supported are {', '.join(DTYPES)}.")
     for what, sizes in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(sizes, list) or any(type(size) is not int or not 0 <= size < 2**63 for size in sizes):
-            raise ValueError(f"{path}: {what}={sizes!r} of tensor {name!r} is not a list of sizes.")
+            raise UsageError(f"{path}: {what}={sizes!r} of tensor {name!r} is not a list of sizes.")
     needed = math.prod(shape) * DTYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != needed:
-        raise ValueError(f"{path}: tensor {name!r}, {dtype} {tuple(shape)}, takes {needed:,} bytes, and "
+        raise UsageError(f"{path}: tensor {name!r}, {dtype} {tuple(shape)}, takes {needed:,} bytes, and "
                          f"data_offsets={offsets} span another number.")
     return Tensor(path, name, DTYPES[dtype], tuple(shape), start + offsets[0])
 
@@ -117,19 +119,19 @@ def _read_index(path: Path) -> dict[str, Tensor]:
     """The tensors of all files of an index, which must be in its folder."""
     with _readable(path) as file:
         if os.fstat(file.fileno()).st_size > MAX_HEADER_BYTES:
-            raise ValueError(f"{path} has more than {MAX_HEADER_BYTES:,} bytes, and is not an index of safetensors "
+            raise UsageError(f"{path} has more than {MAX_HEADER_BYTES:,} bytes, and is not an index of safetensors "
                              "files.")
         names = _json_object(path, file.read()).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(f"{path} has no weight_map from names of tensors to names of files.")
+        raise UsageError(f"{path} has no weight_map from names of tensors to names of files.")
     tensors: dict[str, Tensor] = {}
     for name in sorted(set(names.values())):
         if name != Path(name).name or "\\" in name or not name.endswith(SUFFIX):
-            raise ValueError(f"{path} names the file {name!r}, and only safetensors files beside it are opened.")
+            raise UsageError(f"{path} names the file {name!r}, and only safetensors files beside it are opened.")
         listed = {tensor for tensor, file in names.items() if file == name}
         inside = read_header(path.with_name(name))
         if listed != inside.keys():
-            raise ValueError(f"{path} and {name} differ in tensors {_few(listed ^ inside.keys())}: "
+            raise UsageError(f"{path} and {name} differ in tensors {_few(listed ^ inside.keys())}: "
                              f"{len(listed)} of them by the index, {len(inside)} by the file.")
         tensors |= inside
     return tensors
@@ -139,15 +141,15 @@ def _json_object(path: Path, text: bytes) -> dict[str, Any]:
     def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         row = dict(pairs)
         if len(row) != len(pairs):
-            raise ValueError("a name occurs twice")
+            raise UsageError("a name occurs twice")
         return row
 
     try:
         value = json.loads(text, object_pairs_hook=once_each)
     except (ValueError, RecursionError) as error:  # not UTF-8 or not JSON, too
-        raise ValueError(f"{path} is not a safetensors file or index: its JSON cannot be read ({error}).") from error
+        raise UsageError(f"{path} is not a safetensors file or index: its JSON cannot be read ({error}).") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} is not a safetensors file or index: its JSON is not an object.")
+        raise UsageError(f"{path} is not a safetensors file or index: its JSON is not an object.")
     return value
 
 
@@ -156,7 +158,7 @@ def _readable(path: Path) -> Iterator[BinaryIO]:
     try:
         file = path.open("rb")
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}): name a {SUFFIX} file, an index of such files "
+        raise UsageError(f"{path} cannot be read ({error.strerror}): name a {SUFFIX} file, an index of such files "
                          f"(*{INDEX_SUFFIX}) or a folder with one.") from error
     with file:
         yield file
@@ -213,13 +215,13 @@ def check_target(path: Path, *, many: bool | None = None) -> None:
     """Raises ValueError for a `path` that tensors cannot be written to, as `many` files or one (None: either)."""
     index = path.with_name(path.stem + INDEX_SUFFIX)
     if path.suffix != SUFFIX:
-        raise ValueError(f"out={path} does not end in {SUFFIX}.")
+        raise UsageError(f"out={path} does not end in {SUFFIX}.")
     for other, wrong in ((path, many is True), (index, many is False)):
         if wrong and other.exists():
-            raise ValueError(f"{other} exists, and {index if many else path} is to be written, which would make it "
+            raise UsageError(f"{other} exists, and {index if many else path} is to be written, which would make it "
                              "ambiguous which to read: remove it, or choose another name.")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
-        raise ValueError(f"out={path} cannot be written: {path.parent} must be a writable folder, and {path} "
+        raise UsageError(f"out={path} cannot be written: {path.parent} must be a writable folder, and {path} "
                          "must not be a folder.")
 
 

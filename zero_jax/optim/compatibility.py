@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zero_jax.errors import UsageError
 from zero_jax.tree import named_leaves
 
 _ADVICE = (
@@ -51,13 +52,13 @@ def check_optimizer(optimizer: optax.GradientTransformationExtraArgs, params: An
         message = f"{type(error).__name__}: {error}"
         if not (advice := _advice(message)):
             raise  # an error of the optimizer's own
-        raise ValueError(
+        raise UsageError(
             "The optimizer cannot run on what a train step gives its update, which is the gradients, its state, the "
             f"parameters and value=loss. It says: {message} {advice}.") from error
     if difference := _difference(params, updates):
-        raise ValueError(f"The optimizer's updates of parameters change shape: {difference}. {_advice('per_example')}.")
+        raise UsageError(f"The optimizer's updates of parameters change shape: {difference}. {_advice('per_example')}.")
     if difference := _difference(before, after):
-        raise ValueError(
+        raise UsageError(
             f"The optimizer's state changes in its first step: {difference}. Each step would be compiled again, with "
             "other shardings: let its init make what its update returns.")
 

@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import all_eqns, primitive_of, scope_of, trace, variables
 from zero_jax.jaxpr.primitives import SHARD_MAP, call_jaxpr, in_specs
 from zero_jax.optim.compatibility import takes_value
@@ -56,7 +57,7 @@ def whole_matrices(inner: optax.GradientTransformation, mesh: Mesh, placement: L
     ...     lambda leaf: leaf.ndim > 1, params))
     """
     if placement not in ("owner", "gather"):
-        raise ValueError(f"placement={placement!r} is unknown: give 'owner' (each device computes its own matrices) or "
+        raise UsageError(f"placement={placement!r} is unknown: give 'owner' (each device computes its own matrices) or "
                          "'gather' (each computes all of them).")
     axes, run = MeshAxes.of(mesh, axis).zero, takes_value(inner)
     sizes = {name: mesh.shape[name] for name in axes}
@@ -123,7 +124,7 @@ def _stacks(tree: Any, parts: int, lay: Callable[[jax.Array], jax.Array] = lambd
     matrices: dict[str, list[jax.Array]] = {}
     for name, leaf in named_leaves(tree):
         if leaf.ndim < 2:
-            raise ValueError(
+            raise UsageError(
                 f"whole_matrices got {name or 'a leaf'} of shape {leaf.shape}, which is no matrix: give it to another "
                 "optimizer with optax.partition.")
         matrices.setdefault(_shape(leaf), []).append(leaf.reshape(-1, *leaf.shape[-2:]))

@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from zero_jax.errors import UsageError
 from zero_jax.stages import stage_of
 
 # Which column of the stage table divides a component by the data-parallel degree.
@@ -72,7 +73,7 @@ def model_state_bytes(
     """
     _check_degrees(data=data, model=model)
     if unknown := set(host) - set(SPLIT_BY):
-        raise ValueError(f"host={sorted(unknown)} are not model states: give some of {', '.join(SPLIT_BY)}.")
+        raise UsageError(f"host={sorted(unknown)} are not model states: give some of {', '.join(SPLIT_BY)}.")
     sizes = {name: 0.0 if name in host else size * num_params / model / (data if split else 1)
              for name, (size, split) in counts.coefficients(stage).items()}
     return sizes | {"gathered": counts.gathered * largest_layer if stage_of(stage).shards_params else 0.0}
@@ -117,4 +118,4 @@ def fused_buffer_bytes(num_params: float, *, limit: float = math.inf) -> float:
 def _check_degrees(**degrees: int) -> None:
     for name, degree in degrees.items():
         if degree < 1:
-            raise ValueError(f"{name}={degree} is not a number of devices: give 1 or more.")
+            raise UsageError(f"{name}={degree} is not a number of devices: give 1 or more.")

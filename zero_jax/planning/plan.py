@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import trace
 from zero_jax.planning.flops import traced_flops
 from zero_jax.planning.memory import MemoryReport, Transformer, memory_report
@@ -134,7 +135,7 @@ def plan(model: Any, stage: int, target: str | Target, batch: Any, *, mesh: int 
     device_mesh = make_mesh(mesh if isinstance(mesh, int) else tuple(mesh), tensor=tensor, context=context,
                             replica=replica, devices=devices)
     if device_mesh.size != target.num_devices:
-        raise ValueError(f"mesh={mesh!r} is of {device_mesh.size} devices, and target {target.text!r} has "
+        raise UsageError(f"mesh={mesh!r} is of {device_mesh.size} devices, and target {target.text!r} has "
                          f"{target.num_devices}: their product must be that.")
     return examine(make_zero_train_step(model, stage, mesh=device_mesh, **options), batch, target, transformer)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zero_jax.errors import UsageError
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import named_leaves
 from zero_jax.typing import Batch
@@ -20,12 +21,12 @@ class Accumulation:
 
     def __post_init__(self) -> None:
         if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
-            raise ValueError(f"accumulate={self.microbatches!r}: give the number of microbatches, at least 1.")
+            raise UsageError(f"accumulate={self.microbatches!r}: give the number of microbatches, at least 1.")
         if self.reduce not in ("every", "once"):
-            raise ValueError(f"reduce={self.reduce!r}: give \"every\" (each microbatch's gradient is reduced and "
+            raise UsageError(f"reduce={self.reduce!r}: give \"every\" (each microbatch's gradient is reduced and "
                              "scattered) or \"once\" (the sum of them is).")
         if self.once and self.microbatches == 1:
-            raise ValueError("reduce=\"once\" without accumulate: the gradient of one batch is reduced once already.")
+            raise UsageError("reduce=\"once\" without accumulate: the gradient of one batch is reduced once already.")
 
     @property
     def once(self) -> bool:
@@ -41,27 +42,27 @@ def check_batch(batch: Batch, axes: MeshAxes, num_microbatches: int = 1) -> None
     num_shards = axes.batch_shards
     leaves = named_leaves(batch)
     if not leaves:
-        raise ValueError("The batch is empty: give a pytree of arrays whose leading dim is the global batch.")
+        raise UsageError("The batch is empty: give a pytree of arrays whose leading dim is the global batch.")
     sizes = {name: np.shape(leaf)[:1] for name, leaf in leaves}
     scalars = [name for name, size in sizes.items() if not size]
     if scalars:
-        raise ValueError(f"batch[{scalars[0]!r}] is a scalar: every leaf needs a leading dim, the global batch.")
+        raise UsageError(f"batch[{scalars[0]!r}] is a scalar: every leaf needs a leading dim, the global batch.")
     if len(set(sizes.values())) > 1:
-        raise ValueError(
+        raise UsageError(
             "The leaves of the batch differ in their leading dim, the global batch: "
             + ", ".join(f"{name} {size[0]}" for name, size in sizes.items()) + ".")
     (size,) = next(iter(sizes.values()))
     devices = f"the {num_shards} devices of the axes {', '.join(axes.batch)} of the mesh {axes.sizes}"
     if size and not size % num_shards and size % (num_shards * num_microbatches):
-        raise ValueError(
+        raise UsageError(
             f"A batch of {size} does not divide into {num_microbatches} microbatches over {devices}: give a multiple "
             f"of {num_shards * num_microbatches}, or another accumulate.")
     if size % num_shards or not size:
-        raise ValueError(
+        raise UsageError(
             f"A batch of {size} does not divide over {devices}: give a multiple of {num_shards}, or a smaller mesh.")
     for name, leaf in leaves:
         if np.ndim(leaf) > 1 and np.shape(leaf)[1] % axes.context_size:
-            raise ValueError(
+            raise UsageError(
                 f"batch[{name!r}] of shape {np.shape(leaf)}: its second dim, the sequence, must divide over the "
                 f"{axes.context_size} devices of the axis {axes.context!r} of the mesh {axes.sizes}: give another "
                 "length, or context=1.")
@@ -98,6 +99,6 @@ def split_steps(batches: Batch) -> Batch:
     leaves = named_leaves(abstract_batch(batches))
     flat = [name for name, leaf in leaves if len(leaf.shape) < 2]
     if flat or len({leaf.shape[0] for _, leaf in leaves}) != 1:
-        raise ValueError("Several batches at once are arrays of shape (steps, global batch, ...), all with as many "
+        raise UsageError("Several batches at once are arrays of shape (steps, global batch, ...), all with as many "
                          "steps; these are: " + ", ".join(f"{name} {leaf.shape}" for name, leaf in leaves) + ".")
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), abstract_batch(batches))

@@ -11,6 +11,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.errors import UsageError
+
 DATA = "data"
 REPLICA = "replica"
 TENSOR = "tensor"
@@ -34,13 +36,13 @@ def simulate_devices(num_devices: int) -> None:
     Raises ValueError if JAX has already started with another number of devices.
     """
     if num_devices < 1:
-        raise ValueError(f"simulate_devices({num_devices}): give at least 1 device.")
+        raise UsageError(f"simulate_devices({num_devices}): give at least 1 device.")
     try:
         simulate_local(num_devices)
     except RuntimeError:
         pass  # JAX has started: what counts is what it started with
     if jax.device_count() != num_devices or jax.default_backend() != "cpu":
-        raise ValueError(
+        raise UsageError(
             f"simulate_devices({num_devices}): JAX has already started with {jax.device_count()} "
             f"{jax.default_backend()} device(s), and their number cannot change any more. Call simulate_devices "
             "before anything else runs on JAX, in a fresh process, with XLA_FLAGS free of "
@@ -69,13 +71,13 @@ def make_mesh(
     factors = [data] if isinstance(data, int) else list(data)
     others = {REPLICA: replica, CONTEXT: context, TENSOR: tensor}
     if not factors or any(size < 1 for size in factors) and factors != [-1] or min(others.values()) < 1:
-        raise ValueError(
+        raise UsageError(
             f"make_mesh(data={data!r}, replica={replica}, context={context}, tensor={tensor}): sizes must be positive; "
             "data=-1 takes the rest.")
     others = {name: size for name, size in others.items() if size > 1}
     if factors == [-1]:
         if len(devices) % math.prod(others.values()):
-            raise ValueError(f"make_mesh: {len(devices)} devices do not divide by {others}.")
+            raise UsageError(f"make_mesh: {len(devices)} devices do not divide by {others}.")
         factors = [len(devices) // math.prod(others.values())] if others else list(_torus(devices))
     names = [DATA] if isinstance(data, int) and len(factors) == 1 else [f"{DATA}_{i}" for i in range(len(factors))]
     for name, size in others.items():
@@ -84,7 +86,7 @@ def make_mesh(
         names.insert(at, name)
     needed = math.prod(factors)
     if needed > len(devices):
-        raise ValueError(
+        raise UsageError(
             f"make_mesh: {dict(zip(names, factors, strict=True))} needs {needed} devices and there are {len(devices)}. "
             f"On a CPU, call zero_jax.simulate_devices({needed}) before anything runs on JAX.")
     if needed < len(devices):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.errors import UsageError
 from zero_jax.sharding.mesh import CONTEXT, DATA, REPLICA, TENSOR, is_tpu
 from zero_jax.typing import AxisNames
 
@@ -40,7 +41,7 @@ class MeshAxes:
         Raises ValueError if `mesh` lacks one of them, or has an axis without a role.
         """
         if not isinstance(mesh, Mesh):
-            raise ValueError(f"mesh={mesh!r} is not a jax.sharding.Mesh: make one with zero_jax.make_mesh().")
+            raise UsageError(f"mesh={mesh!r} is not a jax.sharding.Mesh: make one with zero_jax.make_mesh().")
         sizes = dict(mesh.shape)
         if axis is None:
             zero = tuple(name for name in mesh.axis_names if name in (DATA, CONTEXT) or name.startswith(DATA + "_"))
@@ -48,17 +49,17 @@ class MeshAxes:
             zero = (axis,) if isinstance(axis, str) else tuple(axis)
         missing = [name for name in zero if name not in sizes]
         if missing or not zero:
-            raise ValueError(
+            raise UsageError(
                 f"The mesh has axes {sizes} and no axis {', '.join(map(repr, missing)) or repr(DATA)} for ZeRO to "
                 "shard over: name its axis with axis=..., or build the mesh with zero_jax.make_mesh().")
         known = {*zero, REPLICA, TENSOR}
         if unknown := [name for name in mesh.axis_names if name not in known and sizes[name] > 1]:
-            raise ValueError(
+            raise UsageError(
                 f"The mesh has axes {sizes}, and {', '.join(map(repr, unknown))} has no role: ZeRO shards over "
                 f"{zero}, replicates across {REPLICA!r} and splits by rules over {TENSOR!r}. Rename it, or include it "
                 "in axis=....")
         if TENSOR in zero:
-            raise ValueError(
+            raise UsageError(
                 f"axis={zero}: rules split parameters over {TENSOR!r}, and ZeRO cannot shard over it as well.")
         return cls(mesh, zero)
 

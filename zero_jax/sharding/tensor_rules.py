@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.errors import UsageError
 from zero_jax.sharding.mesh import TENSOR
 from zero_jax.tree import named_leaves
 
@@ -42,10 +43,10 @@ def tensor_specs(params: Any, mesh: Mesh, rules: Sequence[TensorRule | tuple[Any
     num_shards, leaves = mesh.shape.get(TENSOR, 1), named_leaves(params)
     for rule in rules:
         if not any(re.search(rule.pattern, name) for name, _ in leaves):
-            raise ValueError(f"tensor_rules: {rule.pattern!r} matches no parameter. There are: "
+            raise UsageError(f"tensor_rules: {rule.pattern!r} matches no parameter. There are: "
                              f"{', '.join(name for name, _ in leaves)}.")
         if rule.units is not None and rule.units % num_shards:
-            raise ValueError(f"tensor_rules: {rule.pattern!r} is made of {rule.units} units (heads), which do not "
+            raise UsageError(f"tensor_rules: {rule.pattern!r} is made of {rule.units} units (heads), which do not "
                              f"divide over the {num_shards} devices of the axis {TENSOR!r} of the mesh "
                              f"{dict(mesh.shape)}: give a size of that axis which divides {rule.units}.")
     specs: dict[str, P] = {}
@@ -54,20 +55,20 @@ def tensor_specs(params: Any, mesh: Mesh, rules: Sequence[TensorRule | tuple[Any
         from_metadata = _metadata_spec(name, leaf, (metadata or {}).get(name))
         spec = from_metadata if rule is None else _rule_spec(name, leaf, rule)
         if rule is not None and from_metadata is not None and from_metadata != spec:
-            raise ValueError(f"Parameter {name} of shape {leaf.shape} is {from_metadata} by the model's own metadata, "
+            raise UsageError(f"Parameter {name} of shape {leaf.shape} is {from_metadata} by the model's own metadata, "
                              f"and {spec} by the rule {rule.pattern!r} of tensor_rules: make them agree, or drop one.")
         if spec is None or TENSOR not in spec:
             continue
         for dim, entry in enumerate(spec):
             if entry == TENSOR and leaf.shape[dim] % num_shards:
-                raise ValueError(
+                raise UsageError(
                     f"Parameter {name} of shape {leaf.shape}: dim {dim} of {leaf.shape[dim]} does not divide over the "
                     f"{num_shards} devices of the axis {TENSOR!r} of the mesh {dict(mesh.shape)}. Give a size of that "
                     "axis which divides it, or a model whose dim does (a vocabulary is padded to a multiple of "
                     f"{num_shards}).")
         specs[name] = spec
     if num_shards > 1 and not specs:
-        raise ValueError(f"The mesh {dict(mesh.shape)} has an axis {TENSOR!r}, and no parameter is split over it: give "
+        raise UsageError(f"The mesh {dict(mesh.shape)} has an axis {TENSOR!r}, and no parameter is split over it: give "
                          "tensor_rules=[(\"up/kernel\", P(None, \"tensor\")), ...], or partitioning metadata in the "
                          "model, or a mesh without that axis.")
     return specs if num_shards > 1 else {}
@@ -77,7 +78,7 @@ def _rule_spec(name: str, leaf: Any, rule: TensorRule) -> P:
     """The rule's spec with an entry for each dim of `leaf`."""
     spec = rule.spec
     if set(spec) - {None, TENSOR} or sum(entry == TENSOR for entry in spec) > 1 or len(spec) > len(leaf.shape):
-        raise ValueError(
+        raise UsageError(
             f"tensor_rules: {rule.pattern!r} asks for {spec} of parameter {name} of shape {leaf.shape}: give one entry "
             f"for each of its last dims, None or {TENSOR!r}, the latter at most once.")
     return P(*[None] * (len(leaf.shape) - len(spec)), *spec)
@@ -88,6 +89,6 @@ def _metadata_spec(name: str, leaf: Any, names: Sequence[Any] | None) -> P | Non
     if names is None or TENSOR not in names:
         return None
     if len(names) != len(leaf.shape):
-        raise ValueError(f"Parameter {name} of shape {leaf.shape} has partitioning metadata {tuple(names)}: one entry "
+        raise UsageError(f"Parameter {name} of shape {leaf.shape} has partitioning metadata {tuple(names)}: one entry "
                          "for each dim is needed.")
     return P(*[TENSOR if entry == TENSOR else None for entry in names])

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from zero_jax.errors import UsageError
 from zero_jax.sharding.layout import Layout
 from zero_jax.state import ZeroState
 from zero_jax.step.losses import next_token_loss
@@ -25,7 +26,7 @@ from zero_jax.typing import Batch, Loss, Pytree
 def check_loss(loss: Any) -> None:
     """Raises ValueError for what cannot be called as `loss(model, batch)`."""
     if not callable(loss):
-        raise ValueError(f"loss={loss!r} is a {type(loss).__name__}: give a function loss(model, batch).")
+        raise UsageError(f"loss={loss!r} is a {type(loss).__name__}: give a function loss(model, batch).")
     try:
         signature = inspect.signature(loss)
     except (TypeError, ValueError):  # of a builtin
@@ -33,7 +34,7 @@ def check_loss(loss: Any) -> None:
     try:
         signature.bind(None, None)
     except TypeError as error:
-        raise ValueError(f"The loss takes {signature}, and it is called as loss(model, batch): bind its other "
+        raise UsageError(f"The loss takes {signature}, and it is called as loss(model, batch): bind its other "
                          "arguments with functools.partial, and let the batch hold what changes.") from error
 
 
@@ -44,7 +45,7 @@ def loss_errors_explained(loss: Loss, batch: Batch) -> Iterator[None]:
         yield
     except Exception as error:
         if message := _missing_key(error, batch) or _called_with_params(error, loss):
-            raise ValueError(message) from error
+            raise UsageError(message) from error
         raise
 
 
@@ -111,12 +112,12 @@ def check_is_state(state: Any) -> None:
     process (SIGSEGV) where it runs on a buffer that was donated.
     """
     if not isinstance(state, ZeroState):
-        raise ValueError(f"state is a {type(state).__name__}: give the ZeroState that step.init or the last step "
+        raise UsageError(f"state is a {type(state).__name__}: give the ZeroState that step.init or the last step "
                          "returned.")
     for field in (state.step, state.params, state.weights, state.opt_state, state.ema, state.rng):
         leaf = _first_leaf(field)
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-            raise ValueError(
+            raise UsageError(
                 "This state was donated to an earlier call, which reused its memory: go on from the state that call "
                 "returned, as in state, metrics = step(state, batch). To keep one, copy it first: "
                 "jax.tree.map(jnp.copy, state).")
@@ -137,17 +138,17 @@ def check_state(state: ZeroState, layout: Layout) -> None:
     todo = ("Give a state of this step.init; step.with_params takes another's parameters, and zero_jax.Checkpoints "
             "restores at any stage and mesh.")
     if missing := [name for name in wanted if name not in given]:
-        raise ValueError(f"{what}: it lacks {_some(missing)}. {todo}")
+        raise UsageError(f"{what}: it lacks {_some(missing)}. {todo}")
     if extra := [name for name in given if name not in wanted]:
-        raise ValueError(f"{what}: it has {_some(extra)} in addition. {todo}")
+        raise UsageError(f"{what}: it has {_some(extra)} in addition. {todo}")
     for name, like in wanted.items():
         leaf = given[name]
         if np.shape(leaf) != like.shape or _dtype(leaf) != like.dtype:
-            raise ValueError(f"{what}: {name} is {_dtype(leaf)} {np.shape(leaf)}, and is stored as "
+            raise UsageError(f"{what}: {name} is {_dtype(leaf)} {np.shape(leaf)}, and is stored as "
                              f"{like.dtype} {like.shape} here. {todo}")
         committed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and getattr(leaf, "committed", True)
         if committed and not leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim):
-            raise ValueError(f"{what}: {name} is sharded as {leaf.sharding}, and as {like.sharding} here. {todo}")
+            raise UsageError(f"{what}: {name} is sharded as {leaf.sharding}, and as {like.sharding} here. {todo}")
 
 
 def check_same_batch(batch: Batch, first: Batch | None) -> None:
@@ -161,11 +162,11 @@ def check_same_batch(batch: Batch, first: Batch | None) -> None:
     missing, extra = [name for name in wanted if name not in given], [name for name in given if name not in wanted]
     if missing or extra:
         what = [f"{how} {_some(names)}" for how, names in (("lacks", missing), ("has in addition", extra)) if names]
-        raise ValueError(f"This batch {' and '.join(what)}, beside the first batch of this step: give all leaves in "
+        raise UsageError(f"This batch {' and '.join(what)}, beside the first batch of this step: give all leaves in "
                          "every batch (weights of ones, say), or make another step of the same model.")
     for name, like in wanted.items():
         if _dtype(given[name]) != like.dtype:
-            raise ValueError(f"batch[{name!r}] is {_dtype(given[name])}, and was {like.dtype} in the first "
+            raise UsageError(f"batch[{name!r}] is {_dtype(given[name])}, and was {like.dtype} in the first "
                              "batch of this step: convert it, or make another step of the same model.")
 
 
@@ -187,11 +188,11 @@ def check_values(batch: Batch, loss: Loss) -> None:
         if kept != leaf.dtype:
             limits = np.iinfo(kept)
             if leaf.max() > limits.max or leaf.min() < limits.min:
-                raise ValueError(f"batch[{name!r}] holds integers from {leaf.min()} to {leaf.max()}, and JAX keeps 32 "
+                raise UsageError(f"batch[{name!r}] holds integers from {leaf.min()} to {leaf.max()}, and JAX keeps 32 "
                                  f"bits of {leaf.dtype}: give indices below 2**{limits.bits - (limits.min < 0)}, or "
                                  "set jax_enable_x64.")
         if loss is next_token_loss and name in ("inputs", "targets") and leaf.min() < 0:
-            raise ValueError(f"batch[{name!r}] holds {leaf.min()}, and a negative id counts from the end of the "
+            raise UsageError(f"batch[{name!r}] holds {leaf.min()}, and a negative id counts from the end of the "
                              "vocabulary: give 0 and a 0 in batch[\"weights\"] for what is no token.")
 
 
@@ -201,7 +202,7 @@ def check_gradients(gradients: Pytree, layout: Layout) -> None:
     wrong = sorted(wanted.keys() ^ given.keys()) or [
         name for name, like in wanted.items() if np.shape(given[name]) != like.shape]
     if wrong:
-        raise ValueError(f"gradients differ from the parameters as they are stored in {_some(wrong)}: give a tree as "
+        raise UsageError(f"gradients differ from the parameters as they are stored in {_some(wrong)}: give a tree as "
                          "step.gradients returns it.")
 
 

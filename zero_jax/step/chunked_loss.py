@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.errors import UsageError
 from zero_jax.sharding.gather import names_of
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.typing import AxisNames, Batch, Loss
@@ -28,14 +29,14 @@ def chunked_next_token_loss(mesh: Mesh, chunks: int, *, axis: Any = None) -> Los
     """
     axes = MeshAxes.of(mesh, axis)
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise ValueError(f"chunks={chunks!r}: give the number of parts, at least 1.")
+        raise UsageError(f"chunks={chunks!r}: give the number of parts, at least 1.")
 
     def loss(model: Any, batch: Batch) -> Any:
         features, table = model(batch["inputs"], logits=False)
         targets, chunking = batch["targets"], _Chunking(axes, chunks)
         num_shards = axes.size(*chunking.token_axes)
         if targets.size % (num_shards * chunks):
-            raise ValueError(
+            raise UsageError(
                 f"chunks={chunks}: {targets.size // num_shards} tokens on each device do not divide by it.")
         weights = jnp.ones(targets.shape, jnp.float32) if "weights" not in batch else batch["weights"]
         loss_sum: Any = _loss_sum(

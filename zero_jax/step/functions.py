@@ -10,6 +10,7 @@ import optax
 from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import Mesh
 
+from zero_jax.errors import UsageError
 from zero_jax.frontends.input_cast import casting_inputs
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.sharding.batch import Accumulation, abstract_batch, check_batch
@@ -76,7 +77,7 @@ class StepFunctions:
         if batch is not None:
             check_batch(batch, self.axes)
         elif self._layout is None:
-            raise ValueError("This step has no layout yet: call step.init or step.layout(batch) first.")
+            raise UsageError("This step has no layout yet: call step.init or step.layout(batch) first.")
         if self._layout is None:
             with loss_errors_explained(self._loss, batch):
                 self._layout = trace_layout(
@@ -133,7 +134,7 @@ class StepFunctions:
             weights = jax.tree.map(constrain, params, layout.shardings.params) if copy is None else copy
         output, grads = self._forward_backward(state, weights, self._key(state), batch, loss)
         if output.written:
-            raise ValueError(f"The model overwrites its parameters {', '.join(output.written)} in its forward pass, "
+            raise UsageError(f"The model overwrites its parameters {', '.join(output.written)} in its forward pass, "
                              "which step.gradients cannot hand on: call the step itself.")
         grads = self._unscaled(state, grads)
         metrics = step_metrics({"loss": output.loss, "grad_norm": optax.tree.norm(grads)})

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
+from zero_jax.errors import UsageError
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.sharding.layout import Layout
@@ -115,7 +116,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
                  ) -> tuple[ForwardOutput, Gradients]:
         by_gradient = {name: tree for name, tree in inputs.variables.items() if name in model.set_by_gradient}
         if by_gradient and not reduced:
-            raise ValueError(
+            raise UsageError(
                 f"reduce=\"once\" with the collection {next(iter(by_gradient))!r}: its statistics are of the whole "
                 "batch, and each device would make its own: give reduce=\"every\".")
         (_, output), (grads, new) = gradient_of((weights, by_gradient), inputs, batch, scale)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zero_jax.errors import UsageError
 from zero_jax.precision import LossScale
 from zero_jax.typing import Metrics, Scalar
 
@@ -36,7 +37,7 @@ class Guard:
 
     def __post_init__(self) -> None:
         if self.skip < 0 or self.warmup < 1 or not 0 <= self.decay < 1 or (self.spike is not None and self.spike <= 1):
-            raise ValueError(f"{self}: give skip >= 0, spike > 1 or None, 0 <= decay < 1 and warmup >= 1.")
+            raise UsageError(f"{self}: give skip >= 0, spike > 1 or None, 0 <= decay < 1 and warmup >= 1.")
 
 
 @jax.tree_util.register_dataclass

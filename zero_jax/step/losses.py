@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zero_jax.errors import UsageError
 from zero_jax.step.metrics import as_metrics
 from zero_jax.typing import Batch, Metrics, OptState, Scalar
 
@@ -35,7 +36,7 @@ def loss_and_metrics(out: Any) -> tuple[jax.Array, Metrics, Scalar]:
     weight: Any = more[1] if len(more) > 1 else 1.0
     for what, value in (("loss", loss), ("loss's weight", weight)):
         if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-            raise ValueError(
+            raise UsageError(
                 f"The {what} has shape {jnp.shape(value)} and dtype {jnp.result_type(value)}: return a floating "
                 "scalar, (scalar, {name: metric}), or with a third item the floating scalar that it is a mean over.")
     return loss, as_metrics(metrics), weight

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import optax
 from jax.sharding import Mesh
 
+from zero_jax.errors import UsageError
 from zero_jax.frontends.given_values import own_values
 from zero_jax.frontends.model_functions import to_model_functions
 from zero_jax.optim.compatibility import takes_value
@@ -102,7 +103,7 @@ def make_zero_train_step(
     axes = MeshAxes.of(make_mesh() if mesh is None else mesh, axis)
     optimizer = optax.adamw(3e-4) if optimizer is None else optimizer
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-        raise ValueError(
+        raise UsageError(
             f"optimizer={optimizer!r} is a {type(optimizer).__name__}, not an optax transform: give optax.adamw(1e-3), "
             "say.")
     options = StepOptions(
@@ -121,7 +122,7 @@ def _renamed(name: str, value: _T | None, old_name: str, old_value: _T | None, d
     if old_value is None:
         return default if value is None else value
     if value is not None:
-        raise ValueError(f"{name}={value!r} and {old_name}={old_value!r}: {old_name} is the former name of {name}: "
+        raise UsageError(f"{name}={value!r} and {old_name}={old_value!r}: {old_name} is the former name of {name}: "
                          f"give {name} alone.")
     warnings.warn(f"make_zero_train_step({old_name}=...) is now {name}=...: the old name goes with the next release.",
                   DeprecationWarning, stacklevel=3)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero_jax.errors import UsageError
 from zero_jax.typing import Metrics, Scalar
 
 REDUCTIONS = ("mean", "sum", "max", "min")
@@ -32,7 +33,7 @@ class Metric:
 
     def __post_init__(self) -> None:
         if self.reduce not in REDUCTIONS:
-            raise ValueError(f"Metric(reduce={self.reduce!r}): give one of {', '.join(REDUCTIONS)}.")
+            raise UsageError(f"Metric(reduce={self.reduce!r}): give one of {', '.join(REDUCTIONS)}.")
 
 
 def as_metrics(metrics: Any) -> Metrics:
@@ -41,10 +42,10 @@ def as_metrics(metrics: Any) -> Metrics:
     Raises ValueError for what is no dict, and for names that the step itself reports.
     """
     if not isinstance(metrics, dict):
-        raise ValueError(f"The loss returned {type(metrics).__name__} as its second item: give (scalar, {{name: "
+        raise UsageError(f"The loss returned {type(metrics).__name__} as its second item: give (scalar, {{name: "
                          "metric}), or with a third item the floating scalar that it is a mean over.")
     if taken := [name for name in metrics if re.fullmatch(OWNED, str(name))]:
-        raise ValueError(f"The loss returned a metric {taken[0]!r}, which the step reports itself: give it another "
+        raise UsageError(f"The loss returned a metric {taken[0]!r}, which the step reports itself: give it another "
                          "name.")
     return jax.tree.map(_as_metric, metrics, is_leaf=_is_metric)
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from zero_jax.errors import UsageError
 from zero_jax.precision import Precision
 from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.make_layout import LayoutPolicy
@@ -38,22 +39,22 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         if self.ema is not None and not 0 <= self.ema < 1:
-            raise ValueError(f"ema={self.ema}: give a decay from 0 to below 1, as 0.999, or None.")
+            raise UsageError(f"ema={self.ema}: give a decay from 0 to below 1, as 0.999, or None.")
         if self.partition_activations not in (False, True, "cpu"):
-            raise ValueError(f"partition_activations={self.partition_activations!r}: give True (split over the axis "
+            raise UsageError(f"partition_activations={self.partition_activations!r}: give True (split over the axis "
                              "`tensor`) or \"cpu\" (and kept in the host's memory).")
 
     def check(self, axes: MeshAxes) -> None:
         """Raises ValueError for what cannot take effect on this mesh, at this stage."""
         unknown = [name for name in self.hpz_axes if name not in axes.zero]
         if unknown or self.hpz_axes and (self.stage.number < 3 or set(self.hpz_axes) == set(axes.zero)):
-            raise ValueError(f"hpz_axes={self.hpz_axes} at stage {self.stage.number}: give some of the axes "
+            raise UsageError(f"hpz_axes={self.hpz_axes} at stage {self.stage.number}: give some of the axes "
                              f"{axes.zero} that ZeRO shards over in the mesh {axes.sizes}, but not all, and stage 3.")
         if self.accumulation.once and axes.context in axes.zero:
-            raise ValueError(f"reduce=\"once\" with an axis {axes.context!r}: each of its devices has a part of every "
+            raise UsageError(f"reduce=\"once\" with an axis {axes.context!r}: each of its devices has a part of every "
                              "example, and no batch of its own: give reduce=\"every\".")
         if self.tensor_rules and not axes.tensor_enabled:
-            raise ValueError(f"tensor_rules: the mesh {axes.sizes} has no axis {axes.tensor!r} to split over: build "
+            raise UsageError(f"tensor_rules: the mesh {axes.sizes} has no axis {axes.tensor!r} to split over: build "
                              "it with zero_jax.make_mesh(tensor=...), or leave tensor_rules out.")
         # Each of these raises for what it cannot be made of.
         self.activations(axes, 1)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zero_jax.errors import UsageError
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.stored_shape import StoredShape
 from zero_jax.state import ZeroState
@@ -80,13 +81,13 @@ def _put(given: Mapping[str, Any], field: str, layout: Layout, state: ZeroState)
         value = given[name]
         dtype = np.dtype(value.dtype) if hasattr(value, "dtype") else np.result_type(value)
         if np.shape(value) != stored_shape.shape:
-            raise ValueError(f"{field}: {name} has shape {np.shape(value)}, and the model's has {stored_shape.shape}: "
+            raise UsageError(f"{field}: {name} has shape {np.shape(value)}, and the model's has {stored_shape.shape}: "
                              "give the values of a model of these sizes.")
         if dtype != like.dtype and not _convertible(dtype, like.dtype):
-            raise ValueError(f"{field}: {name} has dtype {dtype}, and the model's has {like.dtype}: only floating "
+            raise UsageError(f"{field}: {name} has dtype {dtype}, and the model's has {like.dtype}: only floating "
                              "dtypes are converted to each other.")
         if isinstance(value, jax.Array) and value.is_deleted():
-            raise ValueError(f"{field}: {name} was donated or deleted: give values that are alive.")
+            raise UsageError(f"{field}: {name} was donated or deleted: give values that are alive.")
 
     map_named(check, shapes, likes)
     return map_named(lambda name, stored_shape, like, leaf: leaf if name not in given or _is_key(like) else (
@@ -118,7 +119,7 @@ def _check_names(what: str, given: Mapping[str, Any], *, wanted: list[str], know
     if missing or extra:
         parts = [f"{how} {len(names)} ({', '.join(names[:4])}{', ...' * (len(names) > 4)})"
                  for how, names in (("lacks", missing), ("has in addition", extra)) if names]
-        raise ValueError(f"{what} {' and '.join(parts)} of the {len(wanted)} leaves that this step has: give the "
+        raise UsageError(f"{what} {' and '.join(parts)} of the {len(wanted)} leaves that this step has: give the "
                          "values of a model of this kind, with its names.")
 
 

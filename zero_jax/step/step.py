@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.distributed.initialize import put_global
+from zero_jax.errors import UsageError
 from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.sharding.batch import check_batch, ragged, rounded_up, split_steps
@@ -169,7 +170,7 @@ class ZeroTrainStep(InspectableStep):
         check_is_state(state)
         check_gradients(gradients, self.layout())
         if loss is None and self.options.guard is not None and self.options.guard.spike is not None:
-            raise ValueError("apply_gradients without loss: this step's guard looks for spikes of it: give "
+            raise UsageError("apply_gradients without loss: this step's guard looks for spikes of it: give "
                              "loss=metrics[\"loss\"].")
         if is_traced(state, gradients):
             return self._apply(state, gradients, loss, variables)
@@ -211,7 +212,7 @@ class ZeroTrainStep(InspectableStep):
         A batch that does not divide over the devices (the last one) is computed whole on each of them.
         """
         if ema and self.options.ema is None:
-            raise ValueError("evaluator(ema=True): this step keeps no average; make it with ema=0.999, say.")
+            raise UsageError("evaluator(ema=True): this step keeps no average; make it with ema=0.999, say.")
         compiled: dict[bool, Any] = {}
 
         def run(state: ZeroState, batch: Batch, rng: PRNGKey | None) -> Any:

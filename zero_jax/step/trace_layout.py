@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zero_jax.errors import UsageError
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.optim.compatibility import check_optimizer
 from zero_jax.sharding.batch import abstract_batch
@@ -61,5 +62,5 @@ def _check_read(params: Params, reads: Mapping[str, ParamAccess]) -> None:
     """Raises ValueError where the loss reads none of the parameters that are trained."""
     names = [name for name, _ in named_leaves(params)]
     if names and not any(name not in reads or reads[name].count for name in names):
-        raise ValueError("The loss reads none of the parameters that are trained: it is called as loss(model, batch), "
+        raise UsageError("The loss reads none of the parameters that are trained: it is called as loss(model, batch), "
                          "and must call this model, as in model(batch[\"inputs\"]), and not one of its own.")

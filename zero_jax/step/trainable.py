@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from zero_jax.errors import UsageError
 from zero_jax.precision import Precision
 from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.param_access import ParamAccess
@@ -29,14 +30,14 @@ def check_trainable(params: dict[Any, Any], *, frozen: Sequence[str], keep: Sequ
     for argument, patterns in (("frozen", frozen), ("keep", keep)):
         for pattern in patterns:
             if not any(re.search(pattern, name) for name, _ in leaves):
-                raise ValueError(f"{argument}: {pattern!r} matches no parameter. There are: "
+                raise UsageError(f"{argument}: {pattern!r} matches no parameter. There are: "
                                  f"{', '.join(name for name, _ in leaves)}.")
     trained = [(name, leaf) for name, leaf in leaves if not matches(frozen, name)]
     if leaves and not trained:
-        raise ValueError(f"frozen={tuple(frozen)} matches every parameter: there is nothing to train.")
+        raise UsageError(f"frozen={tuple(frozen)} matches every parameter: there is nothing to train.")
     for name, leaf in trained:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise ValueError(
+            raise UsageError(
                 f"Parameter {name} has dtype {leaf.dtype} and shape {leaf.shape}, and only floating parameters can be "
                 "trained: name it in frozen, or keep it in another collection (Linen) or another Variable type than "
                 "nnx.Param (NNX).")
@@ -52,11 +53,11 @@ def check_written(trained: Any, reads: Mapping[str, ParamAccess], precision: Pre
     for name in [name for name, read in reads.items() if read.written]:
         what = f"The model overwrites its parameter {name} in its forward pass"
         if name not in dtypes:
-            raise ValueError(f"{what}, and frozen names it: leave it out of frozen.")
+            raise UsageError(f"{what}, and frozen names it: leave it out of frozen.")
         if precision.read_dtype(name, dtypes[name]) != dtypes[name]:
-            raise ValueError(
+            raise UsageError(
                 f"{what}, and under this precision it sees it rounded to {precision.compute}: what it writes would "
                 f"replace the {dtypes[name]} master copy. Give a Precision(..., keep=({name!r},)), or precision=None.")
         if accumulation.microbatches > 1:
-            raise ValueError(f"{what}, and accumulate={accumulation.microbatches} would write it once for each "
+            raise UsageError(f"{what}, and accumulate={accumulation.microbatches} would write it once for each "
                              "microbatch: give accumulate=1, or compute the value in the model without writing it.")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import (
     Jaxpr,
     JaxprEqn,
@@ -74,21 +75,21 @@ class Activations:
     def __post_init__(self) -> None:
         if self.mesh.shape.get(TENSOR, 1) == 1 and (self.sequence or self.partition):
             what = "sequence_parallel" if self.sequence else "partition_activations"
-            raise ValueError(f"{what}: the mesh {dict(self.mesh.shape)} has no axis {TENSOR!r} to split over: build it "
+            raise UsageError(f"{what}: the mesh {dict(self.mesh.shape)} has no axis {TENSOR!r} to split over: build it "
                              f"with zero_jax.make_mesh(tensor=...), or leave {what} out.")
         device = self.mesh.devices.flat[0]
         if self.host and device.platform not in HOSTS:
-            raise ValueError(f"partition_activations=\"cpu\": {device.device_kind} of platform {device.platform!r} "
+            raise UsageError(f"partition_activations=\"cpu\": {device.device_kind} of platform {device.platform!r} "
                              "has no pinned host memory that XLA moves arrays to: give True, which splits them over "
                              "`tensor`.")
 
     def check(self, jaxpr: Jaxpr, *, checkpoints: bool) -> None:
         """Raises ValueError for what could not take effect on a traced loss. checkpoints: whether it has any."""
         if self.stashes and not checkpoints:
-            raise ValueError("partition_activations: nothing is checkpointed, so there are no checkpoints to move: "
+            raise UsageError("partition_activations: nothing is checkpointed, so there are no checkpoints to move: "
                              "give remat=\"full\", or a model that rematerialises its blocks.")
         if self.sequence and not _streams(jaxpr, self):
-            raise ValueError(
+            raise UsageError(
                 "sequence_parallel: no product with a weight that `tensor` splits takes or gives an array of (batch, "
                 f"sequence, width) whose sequence divides over its {self.mesh.shape[TENSOR]} devices: give another "
                 "length, or leave it out.")
@@ -112,7 +113,7 @@ class Activations:
     def _stored_dim(self, leaf: Any) -> int | None:
         dim = self._dim(leaf) if self.partition else None
         if self.partition and dim is None:
-            raise ValueError(f"partition_activations: a checkpoint of shape {leaf.shape} has no dim behind the batch "
+            raise UsageError(f"partition_activations: a checkpoint of shape {leaf.shape} has no dim behind the batch "
                              f"that divides over the {self.mesh.shape[TENSOR]} devices of the axis {TENSOR!r} of the "
                              f"mesh {dict(self.mesh.shape)}: give another length or width.")
         return dim

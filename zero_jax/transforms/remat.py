@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import (
     ClosedJaxpr,
     Jaxpr,
@@ -55,10 +56,10 @@ class Remat:
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, str) and self.policy not in POLICIES:
-            raise ValueError(f"remat={self.policy!r}: give one of {', '.join(map(repr, POLICIES))}, a tuple of names, "
+            raise UsageError(f"remat={self.policy!r}: give one of {', '.join(map(repr, POLICIES))}, a tuple of names, "
                              "a policy of jax.checkpoint_policies, or None for what the model does itself.")
         if self.every != "sqrt" and (not isinstance(self.every, int) or self.every < 1):
-            raise ValueError(f"Remat(every={self.every!r}): give the number of blocks per checkpoint, or \"sqrt\".")
+            raise UsageError(f"Remat(every={self.every!r}): give the number of blocks per checkpoint, or \"sqrt\".")
 
     @property
     def saveable(self) -> Any:
@@ -75,7 +76,7 @@ class Remat:
             divisors = [size for size in range(1, blocks + 1) if blocks % size == 0]
             return min(divisors, key=lambda size: max(size, blocks // size))  # of two equally near, the smaller
         if blocks % int(self.every):
-            raise ValueError(f"Remat(every={self.every}): the model has {blocks} blocks, which do not divide by it: "
+            raise UsageError(f"Remat(every={self.every}): the model has {blocks} blocks, which do not divide by it: "
                              f"give one of {[size for size in range(1, blocks + 1) if blocks % size == 0]}.")
         return int(self.every)
 
@@ -107,7 +108,7 @@ def checkpoint_blocks(closed: ClosedJaxpr, names: Sequence[str], remat: Remat) -
         edited, num_blocks = attempt()
         if num_blocks:
             return closed.replace(jaxpr=edited)
-    raise ValueError(f"remat={remat.policy!r}: no blocks were found in the model: neither a loop that reads parameters "
+    raise UsageError(f"remat={remat.policy!r}: no blocks were found in the model: neither a loop that reads parameters "
                      "nor parameters of numbered blocks (blocks_0/..., blocks_1/...). Checkpoint them in the model "
                      "with zero_jax.remat(Block), or leave remat out.")
 
@@ -143,7 +144,7 @@ def _with_policy(jaxpr: Jaxpr, remat: Remat) -> tuple[Jaxpr, int]:
     for eqn in jaxpr.eqns:
         if primitive_of(eqn) == REMAT:
             if remat.every != 1:
-                raise ValueError(f"Remat(every={remat.every!r}): the model checkpoints its blocks itself, one by one: "
+                raise UsageError(f"Remat(every={remat.every!r}): the model checkpoints its blocks itself, one by one: "
                                  "switch that off in the model, or leave `every` out.")
             eqn, count = with_policy(eqn, remat.saveable), count + 1
         elif primitive_of(eqn) in (SCAN, JIT):

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from zero_jax.errors import UsageError
 from zero_jax.xla.targets import Chip, Gpu, Target, known_targets, target_of
 
 __all__ = ["compiler_options", "coords", "target_devices", "known_targets", "missing_compiler"]
@@ -133,10 +134,10 @@ def combine_options(device: jax.Device, combine_bytes: int | None) -> dict[str, 
     if combine_bytes is None:
         return {}
     if isinstance(combine_bytes, bool) or not isinstance(combine_bytes, int) or combine_bytes < 0:
-        raise ValueError(f"combine_bytes={combine_bytes!r}: give the bytes of the largest buffer, 0 or more, or None.")
+        raise UsageError(f"combine_bytes={combine_bytes!r}: give the bytes of the largest buffer, 0 or more, or None.")
     names = {"gpu": _COMBINES_GPU, "cuda": _COMBINES_GPU, "tpu": ("xla_jf_crs_combiner_threshold_in_bytes",)}
     if device.platform not in names:
-        raise ValueError(f"combine_bytes={combine_bytes}: XLA has no option on {device.platform!r} for the size up to "
+        raise UsageError(f"combine_bytes={combine_bytes}: XLA has no option on {device.platform!r} for the size up to "
                          "which it combines collectives: leave it out.")
     return dict.fromkeys(names[device.platform], combine_bytes)
 
@@ -167,7 +168,7 @@ def coords(device: jax.Device) -> tuple[int, ...]:
 def _devices(target: Target) -> tuple[jax.Device, ...]:
     chip = target.chip
     if extra := missing_compiler(target):
-        raise ValueError(f"no compiler for {target.text!r} is installed: pip install '{extra}'")
+        raise UsageError(f"no compiler for {target.text!r} is installed: pip install '{extra}'")
     try:
         with _environment(_COMPILERS[chip.platform].environment):
             if chip.gpu:
@@ -180,7 +181,7 @@ def _devices(target: Target) -> tuple[jax.Device, ...]:
             else:
                 topology = _tpu_topology(target)
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"the compiler knows no slice {target.text!r}: {error}") from error
+        raise UsageError(f"the compiler knows no slice {target.text!r}: {error}") from error
     return tuple(topology.devices)
 
 

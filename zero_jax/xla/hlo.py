@@ -13,6 +13,7 @@ excerpts), and a regex over lines is wrong on each of them:
 
 from collections.abc import Iterable
 
+from zero_jax.errors import UsageError
 from zero_jax.xla import events
 from zero_jax.xla.collective import KINDS, Collective
 from zero_jax.xla.schedule import schedule
@@ -39,5 +40,5 @@ def communication_bytes(text: str, *, kinds: Iterable[str] | None = None) -> flo
     """
     counted = set(KINDS if kinds is None else kinds)
     if unknown := counted - set(KINDS):
-        raise ValueError(f"unknown kinds of collectives {sorted(unknown)}; known: {', '.join(KINDS)}")
+        raise UsageError(f"unknown kinds of collectives {sorted(unknown)}; known: {', '.join(KINDS)}")
     return float(sum(c.communication_bytes * c.count for c in collectives(text) if c.kind in counted))

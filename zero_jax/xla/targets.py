@@ -12,6 +12,8 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from zero_jax.errors import UsageError
+
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
@@ -183,19 +185,19 @@ def target_of(text: str) -> Target:
     name, _, size = text.rpartition(":") if ":" in text else (text, "", "")
     if name not in _files() and not name.endswith(".toml"):
         near = _nearest(name, [known for known in _files() if known.startswith(name)] or _files())
-        raise ValueError(f"unknown target {text!r}, nearest is {_nearest(text, _chip(near).examples)!r}; {_known()}")
+        raise UsageError(f"unknown target {text!r}, nearest is {_nearest(text, _chip(near).examples)!r}; {_known()}")
     chip = read_chip(name) if name.endswith(".toml") else _chip(name)
     forms = chip.forms(name)
     dims = tuple(int(dim) if dim.isdecimal() else 0 for dim in size.split("x"))
     if len(dims) not in [form.removeprefix(name).count("x") + 1 for form in forms] or min(dims) < 1:
         near = f"nearest is {_nearest(text, chip.examples)!r}; {_known()}" if chip.examples else _known()
-        raise ValueError(f"target {text!r} is not written as {' or '.join(forms)}, {near}")
+        raise UsageError(f"target {text!r} is not written as {' or '.join(forms)}, {near}")
     if chip.tpu:
         _check_slice(text, chip.tpu, dims)
         return Target(text, chip, dims)
     hosts, gpus = (1, *dims)[-2:]
     if chip.gpu and gpus > chip.gpu.gpus_per_host:
-        raise ValueError(f"target {text!r}: a host has at most {chip.gpu.gpus_per_host} GPUs; write it as {forms[1]}")
+        raise UsageError(f"target {text!r}: a host has at most {chip.gpu.gpus_per_host} GPUs; write it as {forms[1]}")
     return Target(text, chip, (hosts, gpus))
 
 
@@ -212,25 +214,25 @@ def read_chip(path: str) -> Chip:
     try:
         return _read(Path(path).read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"target file {path} cannot be read: {error}") from error
+        raise UsageError(f"target file {path} cannot be read: {error}") from error
 
 
 def _check_slice(text: str, tpu: Tpu, dims: tuple[int, ...]) -> None:
     if math.prod(dims) > tpu.max_chips:
-        raise ValueError(f"target {text!r}: a slice has at most {tpu.max_chips} chips")
+        raise UsageError(f"target {text!r}: a slice has at most {tpu.max_chips} chips")
     if any(dim > 1 and dim % block for dim, block in zip(dims, tpu.host, strict=True)):
-        raise ValueError(f"target {text!r}: hosts hold {'x'.join(map(str, tpu.host))} chips, and do not divide it")
+        raise UsageError(f"target {text!r}: hosts hold {'x'.join(map(str, tpu.host))} chips, and do not divide it")
 
 
 def _read(text: str, file: str) -> Chip:
     try:
         chip = _record(Chip, tomllib.loads(text), f"target file {file}")
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"target file {file} is not TOML: {error}") from error
+        raise UsageError(f"target file {file} is not TOML: {error}") from error
     if (chip.gpu is None) == (chip.tpu is None):
-        raise ValueError(f"target file {file}: needs one of the tables [gpu] and [tpu]")
+        raise UsageError(f"target file {file}: needs one of the tables [gpu] and [tpu]")
     if missing := sorted({"bf16", "f32"} - set(chip.peak_flops)):
-        raise ValueError(f"target file {file}: field 'peak_flops.{missing[0]}' is missing")
+        raise UsageError(f"target file {file}: field 'peak_flops.{missing[0]}' is missing")
     return chip
 
 
@@ -240,10 +242,10 @@ def _record(kind: Any, table: Mapping[str, Any], where: str, within: str = "") -
     for name in table:
         if name not in fields:
             near = within + _nearest(name, fields)
-            raise ValueError(f"{where}: unknown field {within + name!r}, nearest is {near!r}")
+            raise UsageError(f"{where}: unknown field {within + name!r}, nearest is {near!r}")
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in table:
-            raise ValueError(f"{where}: field {within + name!r} is missing")
+            raise UsageError(f"{where}: field {within + name!r} is missing")
     return kind(**{name: _value(fields[name].type, value, where, within + name) for name, value in table.items()})
 
 
@@ -259,7 +261,7 @@ def _value(kind: Any, value: Any, where: str, name: str) -> Any:
         value = float(value)
     if type(value) is not kind or kind is not str and not value > 0:
         names = {int: "a positive whole number", float: "a positive number", str: "a text"}
-        raise ValueError(f"{where}: field {name!r} is {value!r} and should be {names.get(kind, 'a table or a list')}")
+        raise UsageError(f"{where}: field {name!r} is {value!r} and should be {names.get(kind, 'a table or a list')}")
     return value
 
 
