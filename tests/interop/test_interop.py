@@ -204,11 +204,8 @@ def test_each_device_reads_its_own_part_and_the_host_holds_one_leaf(tmp_path, mo
     monkeypatch.setattr(Tensor, "read", told)
 
     def unaligned(*args):
-        """A part as CPU devices copy it.
-
-        One that lies on 64 bytes they take as it is, so that the count of what the host holds would include, by chance,
-        what a device holds.
-        """
+        # CPU devices copy it. An array that lies on 64 bytes they take as it is, so that the count of what the host
+        # holds would include, by chance, what a device holds.
         part = stored_part(*args)
         room = np.empty(part.nbytes + 64, np.uint8)
         start = -room.ctypes.data % 64 + part.itemsize

@@ -75,8 +75,13 @@ def test_steps_in_rounds_are_the_steps_at_once(monkeypatch):
         return {name: np.asarray(leaf.astype(jnp.float32)) for name, leaf in named_leaves(state)
                 if not name.startswith("rng")}
 
-    # To rounding: it was bit for bit with XLA's fusion emitters, which conftest.py turns off. Not looked into further.
-    chex.assert_trees_all_close(trained(1), trained(2**30), rtol=1e-5, atol=1e-6)
+    rounds, once = trained(1), trained(2**30)
+    # Without XLA's fusion emitters (conftest.py) the addition of the update to 48 of 1304 elements of this leaf rounds
+    # the other way, by at most 7.5e-9, since what it is fused with differs. All other bits are the same, its moments'
+    # among them.
+    odd = "params/wte/embedding"
+    np.testing.assert_allclose(rounds.pop(odd), once.pop(odd), rtol=0, atol=1e-8)
+    chex.assert_trees_all_equal(rounds, once)
 
 
 def test_what_is_not_gathered_is_not_sliced(monkeypatch):
