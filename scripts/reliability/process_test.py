@@ -39,9 +39,9 @@ class Run:
         count = processes or self.count
         steps, every = STEPS[self.count]
         command = [
-            sys.executable, "-m", "zero_jax", "train", "--model", "pairs:small", "--batch-size", "8", "--seq-len", "16",
-            "--max-bytes", "50000", "--samples", "0", "--steps", str(steps), "--save-every", str(every), "--eval-every",
-            str(steps), "--heartbeat", str(HEARTBEAT), "--out", str(self.out), *args]
+            sys.executable, "-m", "zero_jax", "train", "--model", "support.pairs:small", "--batch-size", "8",
+            "--seq-len", "16", "--max-bytes", "50000", "--samples", "0", "--steps", str(steps), "--save-every",
+            str(every), "--eval-every", str(steps), "--heartbeat", str(HEARTBEAT), "--out", str(self.out), *args]
         self.out.mkdir(parents=True, exist_ok=True)
         address, started = f"127.0.0.1:{_free_port()}", []
         for number in range(count):
@@ -94,7 +94,7 @@ class Run:
         if moment == "step":
             return len(self.losses) > STEPS[self.count][1] + 3
         return len(self.losses) > 3 and any(
-            ".orbax-checkpoint-tmp" in path.name for path in self.out.glob("checkpoints/*"))
+            ".zero_jax-tmp" in path.name for path in self.out.glob("checkpoints/*"))
 
 
 def wait_until(run: Run, processes: list[subprocess.Popen], moment: str, delay: float) -> None:

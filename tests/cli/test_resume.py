@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from rich.console import Console
 from support import command_line
 
+from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.cli.loop import MetricsLog
 from zero_jax.cli.resume import FIXED, fixed
 from zero_jax.cli.train import train
@@ -184,3 +186,44 @@ def test_the_log_goes_on(tmp_path):
     assert (tmp_path / "train.jsonl").read_text() == ""
 
 
+def test_the_log_says_how_many_steps_are_lost(tmp_path):
+    path, found = tmp_path / "train.jsonl", []
+    for after, last in ((None, 7), (4, 6), (4, 4), (4, 5), (0, 0)):
+        log = MetricsLog(path, after=after)
+        found.append(log.lost)
+        log.write(resumed_after=after or 0)
+        for step in range((after or 0) + 1, last + 1):
+            log.write(step=step, loss=0.5)
+            log.write(step=step, validation_loss=0.5)
+        log.close()
+    assert found == [0, 3, 2, 0, 5]
+
+
+def test_the_log_is_on_the_disk_before_a_checkpoint(tmp_path, monkeypatch):
+    """The control: without the last sync before a checkpoint, a power loss leaves a log that lacks a step before it."""
+    on_disk, at_saves, fsync, save = [b"", b""], [], os.fsync, Checkpoints.save
+
+    def recorded(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("train.jsonl"):
+            on_disk.append((tmp_path / "train.jsonl").read_bytes())
+        fsync(descriptor)
+
+    def saved(self, *args, at, **options):
+        at_saves.append((at, *on_disk[-2:]))
+        return save(self, *args, at=at, **options)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    monkeypatch.setattr(Checkpoints, "save", saved)
+    config = dataclasses.replace(TINY, model="support.pairs:small", seq_len=8, out=tmp_path, steps=3, save_every=1)
+    train(config, console=Console(quiet=True))
+
+    def steps_left(text, after):
+        (tmp_path / "left.jsonl").write_bytes(text + bytes(20))  # after a power loss some file systems have zeros
+        left = MetricsLog(tmp_path / "left.jsonl", after=after)
+        left.close()
+        return [step for step, _ in left.train]
+
+    assert [at for at, _, _ in at_saves] == [1, 2, 3]
+    for at, before, log in at_saves:
+        assert steps_left(log, at) == list(range(1, at + 1))
+        assert steps_left(before, at) == list(range(1, at))

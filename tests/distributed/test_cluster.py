@@ -13,10 +13,12 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy as safetensors_numpy
+from support import command_line
 from support.numpy_gpt2 import hugging_face
 from support.oracle import slow
 
 from models import gpt2
+from zero_jax.cli import main
 from zero_jax.distributed import initialize as cluster
 from zero_jax.distributed import launch
 from zero_jax.distributed.launch import COORDINATOR, LOCAL_DEVICES, NUM_PROCESSES, PROCESS_ID
@@ -130,6 +132,70 @@ def test_signals_reach_every_process(stand_in, tmp_path, sent, status, end):
     assert end == (tmp_path / "ended0").exists()
 
 
+DIES_ONCE = ("from pathlib import Path\nlog = Path(sys.argv[0]).parent / f'log{me}'\n"
+             "with log.open('a') as file: print(*sys.argv[3:], os.environ['ZERO_JAX_NUM_PROCESSES'], "
+             "os.environ['ZERO_JAX_DEVICES_PER_PROCESS'], os.environ['ZERO_JAX_COORDINATOR'], file=file)\n"
+             "first = len(log.read_text().splitlines()) == 1\n"
+             "if first and me == 1: END\nif first: time.sleep(600)")
+
+
+@pytest.mark.parametrize(("end", "restarts", "status"), [
+    ("os.kill(os.getpid(), signal.SIGKILL)", 1, 0), ("sys.exit(1)", 1, 0),
+    ("os.kill(os.getpid(), signal.SIGKILL)", 0, 137),  # the control: without restarts it is not started again
+    ("sys.exit(2)", 1, 2), ("sys.exit(75)", 1, 75)])  # nor after bad input, and when it was asked to end
+def test_a_run_whose_process_dies_starts_again(stand_in, tmp_path, capfd, monkeypatch, end, restarts, status):
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    stand_in(DIES_ONCE.replace("END", end))
+    assert launch.launch(["train"], processes=3, devices_per_process=2, restarts=restarts) == status
+    started = [(tmp_path / f"log{number}").read_text().splitlines() for number in range(3)]
+    for lines in started:
+        assert [line.rpartition(" ")[0] for line in lines] == ["train 3 2", "train --resume 3 2"][: 2 - (status != 0)]
+    assert len({line.rpartition(" ")[2] for lines in started for line in lines}) == 2 - (status != 0), "one port each"
+    told = "Restart 1 of 1, from the last good checkpoint, on 3 processes with 2 devices each."
+    assert (told in capfd.readouterr().err) == (status == 0)
+
+
+def test_it_starts_again_on_what_is_left(stand_in, tmp_path, capfd):
+    stand_in(DIES_ONCE.replace("END", "os.kill(os.getpid(), signal.SIGKILL)"))
+    assert launch.launch(["train", "--resume"], processes=3, devices_per_process=2, restarts=3,
+                         smaller=lambda left: (left, 1)) == 0
+    lines = [(tmp_path / f"log{number}").read_text().splitlines() for number in range(3)]
+    assert [each.rpartition(" ")[0] for each in lines[1]] == ["train --resume 3 2", "train --resume --devices 2 2 1"]
+    assert len(lines[2]) == 1 and "Process 1 was killed by SIGKILL. Restart 1 of 3" in capfd.readouterr().err
+
+
+def test_what_is_left_divides_the_batch(monkeypatch):
+    """The most processes, and the most devices of each, over which the same global batch divides."""
+    chosen = {}
+    monkeypatch.setattr(main, "launch", lambda command, *, smaller, **_: chosen.update(smaller=smaller) or 0)
+    for batch, least, left, expected in ((24, 1, 2, (2, 4)), (9, 1, 2, (1, 3)), (12, 1, 2, (2, 3)), (24, 3, 2, (3, 4)),
+                                         (24, 1, 0, (1, 4))):
+        devices = "9" if batch == 9 else "12"
+        done = command_line.run(
+            "launch", "--processes", "3", "--restarts", "2", "--min-processes", str(least), "--", "train",
+            "--batch-size", str(batch), "--devices", devices, "--model", "gpt2:tiny", "--seq-len", "32")
+        assert (done.returncode, chosen["smaller"](left)) == (0, expected), done.stderr
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    (["--restarts", "1", "--", "train", "--save-every", "0"], "restarts with save_every=0"),
+    (["--min-processes", "1", "--", "train"], "min_processes without restarts"),
+    (["--restarts", "1", "--min-processes", "3", "--", "train"], "min_processes=3 is not within 1 to processes=2"),
+    (["--restarts", "-1", "--", "train"], "restarts=-1: give at least 0")])
+def test_restarts_that_are_none(args, message):
+    done = command_line.run("launch", *args)
+    assert done.returncode == 2 and message in command_line.message(done)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+def test_a_killed_run_ends_as_if_nothing_had_been(tmp_path, processes):
+    trial = [PYTHON, ROOT / "scripts/reliability/elastic_test.py", "--runs", "1", "--kills", "1", "--processes",
+             str(processes), "--folder", tmp_path]
+    done = subprocess.run(trial, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 of 1 runs" in done.stdout, done.stdout + done.stderr
+
+
 def wait_for(done, seconds=60):
     end = time.monotonic() + seconds
     while not done():
@@ -153,7 +219,8 @@ def losses(out: Path) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize(("number", "args"), [
     slow(2, ["--model", "gpt2:tiny", "--steps", "3", "--samples", "0"]),
-    slow(4, ["--model", "pairs:small", "--steps", "5", "--samples", "1", "--stage", "2", "--precision", "bf16"])])
+    slow(4, ["--model", "support.pairs:small", "--steps", "5", "--samples", "1", "--stage", "2",
+             "--precision", "bf16"])])
 def test_losses_are_those_of_one_process(tmp_path, number, args):
     """The same batches, each process reading its rows, and the same numbers but for the order of sums."""
     found = []

@@ -1,5 +1,6 @@
 """The training loop: while the devices run one step, the metrics of the one before are read and logged."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -7,13 +8,15 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from zero_jax.checkpoint import durable_files
+from zero_jax.checkpoint.durable_files import sync
 from zero_jax.cli.report import ProgressReporter, draw_curves, process_bytes, size_text
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.data.batches import Batches
@@ -31,22 +34,26 @@ Metrics = tuple[int, dict[str, jax.Array]]
 class MetricsLog:
     """The losses of a run by step, and the JSONL file that gets a line for each step."""
 
-    def __init__(self, path: Path, *, after: int = 0, writes: bool = True):
+    def __init__(self, path: Path, *, after: int | None = None, writes: bool = True):
         """Starts the file at `path`, or continues it after the step `after`; ValueError where it cannot be written.
 
         An incomplete last line, of a run that was killed, is removed. Lines of later steps stay, and the new ones are
         appended. Without `writes` there is no file.
+
+        Attributes:
+          lost: of the file that is continued, how many steps after `after` it has, which are taken again.
         """
-        self.path, self._file = path, None
+        self.path, self._file, self.lost = path, None, 0
         self.train: list[tuple[int, float]] = []
         self.validation: list[tuple[int, float]] = []
         if not writes:
             return
         make_folder(path.parent)
         try:
-            if after and path.exists():
+            if after is not None and path.exists():
                 self._read(after)
-            self._file = path.open("a" if after else "w", encoding="utf-8")
+            self._file = path.open("w" if after is None else "a", encoding="utf-8")
+            sync(path.parent)
         except OSError as error:
             raise UsageError(f"{path} cannot be written ({error.strerror}): choose another folder with out.") from error
 
@@ -56,24 +63,36 @@ class MetricsLog:
         return self.train[-1][0] if self.train else 0
 
     def _read(self, after: int) -> None:
-        text = self.path.read_text(encoding="utf-8")
-        complete = text[: text.rfind("\n") + 1]
+        text = self.path.read_bytes()
+        complete = text[: text.rfind(b"\n") + 1]
         if complete != text:
-            os.truncate(self.path, len(complete.encode()))
-        rows = [json.loads(line) for line in complete.splitlines()]
+            os.truncate(self.path, len(complete))
+        rows = list(_rows(complete))
+        self.lost = lost_steps(rows, after)
         for name, losses in (("loss", self.train), ("validation_loss", self.validation)):
             known = {row["step"]: row[name] for row in rows if name in row and row.get("step", after + 1) <= after}
             losses.extend(sorted(known.items()))
 
     def write(self, **row: Any) -> None:
-        """Appends a line, which is flushed when this returns."""
+        """Appends a line, which the death of the process does not lose when this returns."""
         if self._file is not None:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
 
-    def close(self) -> None:
-        """Closes the file."""
+    def sync(self) -> None:
+        """Makes sure that a power loss does not lose what was written. Called before each checkpoint, and by `close`.
+
+        A resumed run therefore has the losses of all steps before its checkpoint. Not called for each line: that would
+        take milliseconds of each step.
+        """
         if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Syncs and closes the file."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # as on a disk that is full: what is closed was written as far as it was
+                self.sync()
             self._file.close()
 
     def draw(self, title: str, bigram: float | None) -> Path | None:
@@ -86,10 +105,26 @@ class MetricsLog:
         return path
 
 
+def _rows(text: bytes) -> Iterator[dict[str, Any]]:
+    """The lines of a log; what a power loss left of a line is skipped."""
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            if isinstance(row := json.loads(line), dict):
+                yield row
+
+
+def lost_steps(rows: Iterable[dict[str, Any]], after: int) -> int:
+    """How many steps the last run of a log has taken beyond the step `after`, from which the next one continues."""
+    last = 0
+    for row in rows:
+        last = row.get("resumed_after", row["step"] if "loss" in row or "skipped" in row else last)
+    return max(0, last - after)
+
+
 def make_folder(path: Path) -> None:
     """Creates the folder and its parents; raises ValueError where that fails."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        durable_files.make_folder(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be created ({error.strerror}): choose another folder with out.") from error
 
@@ -142,6 +177,7 @@ class Loop:
                 self._record(*waiting)  # before saving: the log has the losses, and a bad step raises here
                 waiting = None
                 self.watchdog.rest()
+                self.log.sync()
                 self.save(number, state)
                 self._clock, saved = time.perf_counter(), number
             if number % self.config.eval_every == 0 or number == self.config.steps:
@@ -159,6 +195,7 @@ class Loop:
             self._record(*waiting)
         self.watchdog.rest()
         if self.save and number > saved:
+            self.log.sync()
             self.save(number, state)
         outcome = "saved, and --resume continues from there" if self.save and number else "nothing is saved"
         name = signal.Signals(self.preemption.signal or signal.SIGTERM).name

@@ -1,5 +1,6 @@
 """The command line, derived from the configs. Bad input is refused before JAX is imported, where that is possible."""
 
+import contextlib
 import dataclasses
 import os
 import platform
@@ -101,7 +102,20 @@ def _launch(args: list[str]) -> int:
                          f"{config.devices_per_process} devices each: give a multiple of the former, at most all.")
     inner.check_devices(devices)
     dataclasses.replace(inner, devices=devices).check()
-    return launch(command, processes=config.processes, devices_per_process=config.devices_per_process)
+    if config.restarts and not inner.save_every:
+        raise UsageError("launch: restarts with save_every=0: there would be no checkpoint to start again from.")
+
+    def smaller(left: int) -> tuple[int, int] | None:
+        least = config.min_processes or 1
+        for processes in range(max(left, least), least - 1, -1):
+            for each in range(devices // config.processes, 0, -1):
+                with contextlib.suppress(UsageError):
+                    inner.check_devices(processes * each)
+                    return processes, each
+        return None
+
+    return launch(command, processes=config.processes, devices_per_process=config.devices_per_process,
+                  restarts=config.restarts, smaller=smaller if config.min_processes else None)
 
 
 def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | ExportConfig | LaunchConfig:

@@ -108,7 +108,9 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
         console.print(message, soft_wrap=True)
     restored = resumed(config, checkpoints, step, batches, console) if config.resume else None
     after = restored.step if restored else 0
-    log = MetricsLog(config.out / "train.jsonl", after=after, writes=is_first())
+    log = MetricsLog(config.out / "train.jsonl", after=after if config.resume else None, writes=is_first())
+    if log.lost:
+        console.print(f"Lost: {log.lost} steps that were taken after step {after}; they are taken again.")
     interrupted, samples = False, ()
     try:
         console.print(
@@ -122,7 +124,8 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
         console.print(memory_text(compiled.memory_analysis()), soft_wrap=True)
         versions = {name: metadata.version(name) for name in ("jax", "flax", "optax")}
         log.write(config=_plain(config), versions=versions, devices=[str(device) for device in devices],
-                      bigram_loss=bigram, state_bytes_per_device=layout.device_bytes, resumed_after=after)
+                      bigram_loss=bigram, state_bytes_per_device=layout.device_bytes, resumed_after=after,
+                      lost_steps=log.lost)
         state = restored.state if restored else step.init(jax.random.key(config.seed), batches[0])
         if config.init_from is not None and restored is None:
             state = import_params(config.init_from, step, state, batches[0],
