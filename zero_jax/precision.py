@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from zero_jax.arguments import is_number, patterns, shown, whole
 from zero_jax.errors import UsageError
 
 
@@ -24,10 +25,13 @@ class LossScale:
     largest: float = 2.0**24
 
     def __post_init__(self) -> None:
+        if not all(map(is_number, (self.initial, self.factor, self.smallest, self.largest))):
+            raise UsageError(f"{shown(self)}: give finite numbers.")
+        whole("LossScale: interval", self.interval, 1)
         if not 0 < self.smallest <= self.initial <= self.largest:
             raise UsageError(f"{self}: give 0 < smallest <= initial <= largest.")
-        if self.factor <= 1 or self.interval < 1:
-            raise UsageError(f"{self}: give a factor above 1 and an interval of at least 1.")
+        if self.factor <= 1:
+            raise UsageError(f"{self}: give a factor above 1.")
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Precision:
                              "bfloat16 are rounded so: give params=jnp.bfloat16.")
         if self.cast_batch not in ("inputs", True, False):
             raise UsageError(f"Precision(cast_batch={self.cast_batch!r}): give \"inputs\", True or False.")
-        keep = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep)
+        keep = patterns("Precision: keep", self.keep, "(\"norm/scale\",)")
         if keep and self.compute is None:
             raise UsageError(f"Precision(keep={keep}) without compute: every parameter is read as it is stored.")
         object.__setattr__(self, "keep", keep)

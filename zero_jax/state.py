@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.tree import leaf_bytes
 from zero_jax.typing import OptState, Params, PRNGKey, Pytree, Scalar, Variables
@@ -52,7 +53,14 @@ class ZeroState:
 def typed_key(rng: object) -> PRNGKey:
     """`rng`, a JAX PRNG key of either kind, as a typed one; raises ValueError for anything else."""
     if not isinstance(rng, jax.Array):
-        raise UsageError(f"rng={rng!r} is a {type(rng).__name__}, not a key: give jax.random.key(0), say.")
-    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        return rng
-    return jax.random.wrap_key_data(rng)
+        raise UsageError(f"rng={shown(rng)} is a {type(rng).__name__}, not a key: give jax.random.key(0), say.")
+    key = rng
+    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        try:
+            key = jax.random.wrap_key_data(rng)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"rng is an array of dtype {rng.dtype} and shape {rng.shape}, not a key: give "
+                             "jax.random.key(0), say.") from error
+    if key.shape:
+        raise UsageError(f"rng has shape {key.shape}, which is {key.size} keys: give one of them, as keys[0].")
+    return key

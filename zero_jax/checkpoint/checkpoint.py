@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 
+from zero_jax.arguments import check_path
 from zero_jax.checkpoint import orbax_store as storage
 from zero_jax.checkpoint.integrity import read_arrays, read_manifest, verify
 from zero_jax.checkpoint.logical_state import logical_state_of
@@ -28,6 +29,7 @@ from zero_jax.checkpoint.retention import LOG, Folder
 from zero_jax.distributed.agreement import all_or_none
 from zero_jax.errors import UsageError
 from zero_jax.state import ZeroState
+from zero_jax.step.call_checks import check_state, check_step
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.tree import merge
 
@@ -85,6 +87,7 @@ class Checkpoints:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name}={value!r}: give an integer of at least 1, or None.")
+        check_path("Checkpoints: path", path)
         self._folder = Folder(path, keep_last, keep_every)
         self._read_only = read_only
         self._threads = threading.RLock()
@@ -122,8 +125,10 @@ class Checkpoints:
         """
         if self._read_only:
             raise UsageError(f"read_only=True and saves to {self._folder.path}: leave read_only out.")
+        check_step(step, state)
+        check_state(state, layout := step.layout())
         all_or_none(self.wait)
-        logical = logical_state_of(step.layout())
+        logical = logical_state_of(layout)
         kind = "params" if only_params else "state"
         names = [name for name in logical.names if not only_params or name.split("/")[0] in PARAMS]
         check_names(names, "This state")
@@ -168,6 +173,7 @@ class Checkpoints:
         Raises CheckpointError where there is no checkpoint or it does not fit the step, with the leaf and both values;
         DamagedCheckpointError where a leaf or file is not as it was saved.
         """
+        check_step(step)
         logical = logical_state_of(step.layout(batch))
 
         def attempt(path: Any, manifest: Manifest) -> ZeroState:
@@ -192,6 +198,7 @@ class Checkpoints:
 
         For a Linen model `model.apply({"params": parameters, **variables}, ...)`. Arguments and errors as `restore`.
         """
+        check_step(step)
         logical = logical_state_of(step.layout(batch))
         names = [name for name in logical.names if name.split("/")[0] in PARAMS]
 

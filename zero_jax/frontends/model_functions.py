@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import flax.linen as nn
 from flax import nnx
 
+from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.frontends.linen import Linen
 from zero_jax.frontends.nnx import Nnx
@@ -56,8 +57,8 @@ def to_model_functions(model: Any, streams: Sequence[str]) -> ModelFunctions:
     if isinstance(model, nnx.Module) or callable(model):
         return Nnx(model)
     raise UsageError(
-        f"model={model!r} is a {type(model).__name__}, not a Flax module: give a flax.linen.Module, a flax.nnx.Module, "
-        "or a function of rngs that makes an nnx.Module.")
+        f"model={shown(model)} is a {type(model).__name__}, not a Flax module: give a flax.linen.Module, a "
+        "flax.nnx.Module, or a function of rngs that makes an nnx.Module.")
 
 
 def reseeded(model: ModelFunctions, variables: Any, rng: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.interop.safetensors_file import Tensor
 
@@ -43,6 +44,10 @@ class Names:
     prefix: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rules, (tuple, list)) or not all(
+                isinstance(r, Rule) or isinstance(r, (tuple, list)) and 2 <= len(r) <= 4 for r in self.rules):
+            raise UsageError(f"Names: rules={shown(self.rules)}: give a list of rules (leaf, tensor, columns, "
+                             "transpose).")
         object.__setattr__(self, "rules", tuple(r if isinstance(r, Rule) else Rule(*r) for r in self.rules))
 
     def written(self, tensor: str) -> str:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zero_jax.arguments import check_path, shown, whole
 from zero_jax.distributed.agreement import all_or_none, is_first
 from zero_jax.distributed.initialize import on_host
 from zero_jax.errors import UsageError
@@ -21,6 +22,7 @@ from zero_jax.interop.shard_reader import stored_part
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.stored_shape import StoredShape, identity_shape
 from zero_jax.state import ZeroState
+from zero_jax.step.call_checks import check_is_state, check_step
 from zero_jax.step.init import with_new_params
 from zero_jax.tree import named_leaves
 
@@ -48,6 +50,8 @@ def import_params(path: Path | str, step: Any, state: ZeroState, batch: Any, *, 
     Raises ValueError for a tensor that is missing, unexpected, or of another shape or kind of dtype, before anything is
     read and with `state` unchanged.
     """
+    check_path("import_params: path", path)
+    check_step(step, state)
     layout = step.layout(batch)
     parts = _parts({name: (shape.shape, like.dtype) for (name, shape), (_, like) in zip(
         model_leaves(layout.stored_shapes), model_leaves(layout.state), strict=True)}, names)
@@ -90,6 +94,10 @@ def export_params(path: Path | str, state: ZeroState, layout: Layout, *, names: 
     Raises ValueError for a path that cannot be written, a dtype that the format lacks, two leaves of one name, and
     `ema` of a state without one.
     """
+    check_path("export_params: path", path)
+    check_is_state(state)
+    if not isinstance(layout, Layout):
+        raise UsageError(f"layout is a {type(layout).__name__}: give step.layout().")
     if ema and state.ema is None:
         raise UsageError("ema=True: this state has no moving average. Make the step with ema=..., or export the "
                          "parameters.")
@@ -110,9 +118,13 @@ def export_tree(path: Path | str, params: Any, variables: Any = None, *, names: 
 def _export(path: Path, leaves: Mapping[str, tuple[jax.Array, StoredShape]], names: Names, dtype: Any,
             max_file_bytes: int) -> list[Path]:
     """Writes `leaves`, each the stored array with its `StoredShape`; see `export_params`."""
-    dtype = None if dtype is None else np.dtype(dtype)
+    whole("max_file_bytes", max_file_bytes, 1)
+    try:
+        asked, dtype = dtype, None if dtype is None else np.dtype(dtype)
+    except TypeError:
+        raise UsageError(f"dtype={shown(dtype)} is no dtype: give float32 or bfloat16.") from None
     if dtype is not None and (dtype not in DTYPES.values() or not jnp.issubdtype(dtype, jnp.floating)):
-        raise UsageError(f"dtype={dtype} is not a floating dtype of the format: give float32 or bfloat16.")
+        raise UsageError(f"dtype={asked} is not a floating dtype of the format: give float32 or bfloat16.")
     parts = _parts({name: (shape.shape, leaf.dtype) for name, (leaf, shape) in leaves.items()}, names)
     all_or_none(lambda: check_target(path) if is_first() else None)
     gathered: dict[str, list[np.ndarray]] = {}  # the tensors of one leaf

@@ -1,12 +1,13 @@
 """A batch: a pytree of arrays whose leading dim is the global batch, split over devices and into microbatches."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.errors import UsageError
+from zero_jax.errors import UsageError, printable
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import named_leaves
 from zero_jax.typing import Batch
@@ -43,6 +44,8 @@ def check_batch(batch: Batch, axes: MeshAxes, num_microbatches: int = 1) -> None
     leaves = named_leaves(batch)
     if not leaves:
         raise UsageError("The batch is empty: give a pytree of arrays whose leading dim is the global batch.")
+    for name, leaf in leaves:
+        check_dtype(name, leaf)
     sizes = {name: np.shape(leaf)[:1] for name, leaf in leaves}
     scalars = [name for name, size in sizes.items() if not size]
     if scalars:
@@ -68,10 +71,25 @@ def check_batch(batch: Batch, axes: MeshAxes, num_microbatches: int = 1) -> None
                 "length, or context=1.")
 
 
+def check_dtype(name: str, leaf: Any) -> None:
+    """Raises ValueError for a leaf of the batch, not on devices, of a dtype that JAX lacks: objects, texts, dates."""
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+        return
+    try:
+        # result_type alone refuses objects, and alone warns of 64 bits.
+        jnp.result_type(jax.dtypes.canonicalize_dtype(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype))
+    except (TypeError, ValueError) as error:
+        kind = getattr(leaf, "dtype", type(leaf).__name__)
+        raise UsageError(f"batch[{name!r}] is of {printable(str(kind))}, and a step takes numbers and booleans alone: "
+                         "encode it as numbers, or leave it out of the batch.") from error
+
+
 def abstract_batch(batch: Batch) -> Batch:
     """`batch` as `jax.ShapeDtypeStruct`s, with the dtypes that JAX will give its arrays."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
         return batch
+    for name, leaf in named_leaves(batch):
+        check_dtype(name, leaf)
     return jax.eval_shape(lambda: jax.tree.map(jnp.asarray, batch))
 
 

@@ -11,6 +11,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.arguments import shown, whole
 from zero_jax.errors import UsageError
 
 DATA = "data"
@@ -35,8 +36,7 @@ def simulate_devices(num_devices: int) -> None:
 
     Raises ValueError if JAX has already started with another number of devices.
     """
-    if num_devices < 1:
-        raise UsageError(f"simulate_devices({num_devices}): give at least 1 device.")
+    num_devices = whole("simulate_devices: num_devices", num_devices, 1)
     try:
         simulate_local(num_devices)
     except RuntimeError:
@@ -67,19 +67,21 @@ def make_mesh(
     Returns: a `Mesh` with Auto axes, so that models without sharding annotations run under it. Devices are
     in the order that suits their interconnect. Raises ValueError where the sizes do not fit the devices.
     """
-    devices = list(jax.devices() if devices is None else devices)
-    factors = [data] if isinstance(data, int) else list(data)
+    devices = list(jax.devices()) if devices is None else _checked(devices)
+    asked = f"make_mesh(data={shown(data)}, replica={shown(replica)}, context={shown(context)}, tensor={shown(tensor)})"
+    is_sequence = isinstance(data, (tuple, list))
+    factors: list[Any] = list(data) if is_sequence else [data]
     others = {REPLICA: replica, CONTEXT: context, TENSOR: tensor}
+    if any(isinstance(size, bool) or not isinstance(size, (int, np.integer)) for size in [*factors, *others.values()]):
+        raise UsageError(f"{asked}: sizes must be whole numbers, and data one or a tuple of several.")
     if not factors or any(size < 1 for size in factors) and factors != [-1] or min(others.values()) < 1:
-        raise UsageError(
-            f"make_mesh(data={data!r}, replica={replica}, context={context}, tensor={tensor}): sizes must be positive; "
-            "data=-1 takes the rest.")
+        raise UsageError(f"{asked}: sizes must be positive; data=-1 takes the rest.")
     others = {name: size for name, size in others.items() if size > 1}
     if factors == [-1]:
         if len(devices) % math.prod(others.values()):
             raise UsageError(f"make_mesh: {len(devices)} devices do not divide by {others}.")
         factors = [len(devices) // math.prod(others.values())] if others else list(_torus(devices))
-    names = [DATA] if isinstance(data, int) and len(factors) == 1 else [f"{DATA}_{i}" for i in range(len(factors))]
+    names = [DATA] if not is_sequence and len(factors) == 1 else [f"{DATA}_{i}" for i in range(len(factors))]
     for name, size in others.items():
         at = 0 if name == REPLICA else len(names)
         factors.insert(at, size)
@@ -92,6 +94,23 @@ def make_mesh(
     if needed < len(devices):
         return Mesh(np.array(devices[:needed]).reshape(factors), names)
     return Mesh(mesh_utils.create_device_mesh(factors, devices, allow_split_physical_axes=True), names)
+
+
+def _checked(devices: Any) -> list[jax.Device]:
+    """`devices` as a list; raises ValueError for none, for one that is given twice, and for what is none."""
+    try:
+        listed = list(devices)
+    except TypeError:
+        listed = [devices]
+    strange = [device for device in listed if not (hasattr(device, "platform") and hasattr(device, "id"))]
+    if strange:
+        raise UsageError(f"make_mesh: {shown(strange[0])} in devices is a {type(strange[0]).__name__} and no device: "
+                         "give some of jax.devices().")
+    if not listed:
+        raise UsageError("make_mesh: devices is empty: give some of jax.devices(), or leave it out for all of them.")
+    if twice := [device for number, device in enumerate(listed) if device in listed[:number]]:
+        raise UsageError(f"make_mesh: devices has {twice[0]} twice: give each once.")
+    return listed
 
 
 def _torus(devices: Sequence[jax.Device]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.arguments import texts
 from zero_jax.errors import UsageError
 from zero_jax.sharding.mesh import CONTEXT, DATA, REPLICA, TENSOR, is_tpu
 from zero_jax.typing import AxisNames
@@ -46,7 +47,7 @@ class MeshAxes:
         if axis is None:
             zero = tuple(name for name in mesh.axis_names if name in (DATA, CONTEXT) or name.startswith(DATA + "_"))
         else:
-            zero = (axis,) if isinstance(axis, str) else tuple(axis)
+            zero = texts("axis", axis, "(\"data_0\", \"data_1\")")
         missing = [name for name in zero if name not in sizes]
         if missing or not zero:
             raise UsageError(

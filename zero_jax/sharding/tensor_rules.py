@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.arguments import patterns, shown, whole
 from zero_jax.errors import UsageError
 from zero_jax.sharding.mesh import TENSOR
 from zero_jax.tree import named_leaves
@@ -29,6 +30,26 @@ class TensorRule:
     spec: P | tuple[str | None, ...]
     units: int | None = None
 
+    def __post_init__(self) -> None:
+        patterns("tensor_rules: pattern", (self.pattern,), "\"up/kernel\"")
+        if not isinstance(self.spec, (P, tuple, list)):
+            raise UsageError(f"tensor_rules: {self.pattern!r} has the spec {shown(self.spec)}: give one entry for each "
+                             f"of the last dims, None or {TENSOR!r}, as P(None, {TENSOR!r}).")
+        if self.units is not None:
+            whole(f"tensor_rules: {self.pattern!r} has units", self.units, 1)
+
+
+def rules_of(rules: Any) -> tuple[TensorRule, ...]:
+    """`rules` as `TensorRule`s; raises ValueError for anything but such and tuples of their fields."""
+    if not isinstance(rules, (tuple, list)):
+        raise UsageError(f"tensor_rules={shown(rules)}: give a list of rules, as "
+                         f"[(\"up/kernel\", P(None, {TENSOR!r}))].")
+    for rule in rules:
+        if not isinstance(rule, TensorRule) and not (isinstance(rule, (tuple, list)) and 2 <= len(rule) <= 3):
+            raise UsageError(f"tensor_rules: {shown(rule)} is no rule: give (pattern, spec) or (pattern, spec, units), "
+                             f"as (\"up/kernel\", P(None, {TENSOR!r})).")
+    return tuple(rule if isinstance(rule, TensorRule) else TensorRule(*rule) for rule in rules)
+
 
 def tensor_specs(params: Any, mesh: Mesh, rules: Sequence[TensorRule | tuple[Any, ...]] = (),
                  metadata: Mapping[str, Sequence[Any]] | None = None) -> dict[str, P]:
@@ -39,7 +60,7 @@ def tensor_specs(params: Any, mesh: Mesh, rules: Sequence[TensorRule | tuple[Any
     contradicts the metadata, dims and units that the axis does not divide, and an axis `tensor` over which nothing is
     split.
     """
-    rules = [rule if isinstance(rule, TensorRule) else TensorRule(*rule) for rule in rules]
+    rules = rules_of(rules)
     num_shards, leaves = mesh.shape.get(TENSOR, 1), named_leaves(params)
     for rule in rules:
         if not any(re.search(rule.pattern, name) for name, _ in leaves):
@@ -77,7 +98,8 @@ def tensor_specs(params: Any, mesh: Mesh, rules: Sequence[TensorRule | tuple[Any
 def _rule_spec(name: str, leaf: Any, rule: TensorRule) -> P:
     """The rule's spec with an entry for each dim of `leaf`."""
     spec = rule.spec
-    if set(spec) - {None, TENSOR} or sum(entry == TENSOR for entry in spec) > 1 or len(spec) > len(leaf.shape):
+    strange = any(entry not in (None, TENSOR) for entry in spec)
+    if strange or sum(entry == TENSOR for entry in spec) > 1 or len(spec) > len(leaf.shape):
         raise UsageError(
             f"tensor_rules: {rule.pattern!r} asks for {spec} of parameter {name} of shape {leaf.shape}: give one entry "
             f"for each of its last dims, None or {TENSOR!r}, the latter at most once.")

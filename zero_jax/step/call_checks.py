@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.sharding.layout import Layout
 from zero_jax.state import ZeroState
@@ -26,7 +27,7 @@ from zero_jax.typing import Batch, Loss, Pytree
 def check_loss(loss: Any) -> None:
     """Raises ValueError for what cannot be called as `loss(model, batch)`."""
     if not callable(loss):
-        raise UsageError(f"loss={loss!r} is a {type(loss).__name__}: give a function loss(model, batch).")
+        raise UsageError(f"loss={shown(loss)} is a {type(loss).__name__}: give a function loss(model, batch).")
     try:
         signature = inspect.signature(loss)
     except (TypeError, ValueError):  # of a builtin
@@ -179,7 +180,10 @@ def check_values(batch: Batch, loss: Loss) -> None:
     def is_checked(leaf: Any) -> bool:
         return isinstance(leaf, np.ndarray) and leaf.size > 0 and leaf.dtype.kind in "iu"
 
-    if not any(map(is_checked, jax.tree.leaves(batch))):
+    leaves = jax.tree.leaves(batch)
+    if not leaves:
+        raise UsageError("The batch is empty: give a pytree of arrays whose leading dim is the global batch.")
+    if not any(map(is_checked, leaves)):
         return
     for name, leaf in named_leaves(batch):
         if not is_checked(leaf):
@@ -204,6 +208,15 @@ def check_gradients(gradients: Pytree, layout: Layout) -> None:
     if wrong:
         raise UsageError(f"gradients differ from the parameters as they are stored in {_some(wrong)}: give a tree as "
                          "step.gradients returns it.")
+
+
+def check_step(step: Any, *states: Any) -> None:
+    """Raises ValueError for anything but a step and states, alive; steps are told from other things by a method."""
+    if not hasattr(step, "layout"):
+        raise UsageError(f"step is a {type(step).__name__}: give the step that zero_jax.make_zero_train_step returned; "
+                         "it comes before the state and the batch.")
+    for state in states:
+        check_is_state(state)
 
 
 def _dtype(leaf: Any) -> Any:

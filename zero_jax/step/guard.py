@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zero_jax.arguments import is_number, shown, whole
 from zero_jax.errors import UsageError
 from zero_jax.precision import LossScale
 from zero_jax.typing import Metrics, Scalar
@@ -36,8 +37,13 @@ class Guard:
     warmup: int = 20
 
     def __post_init__(self) -> None:
-        if self.skip < 0 or self.warmup < 1 or not 0 <= self.decay < 1 or (self.spike is not None and self.spike <= 1):
-            raise UsageError(f"{self}: give skip >= 0, spike > 1 or None, 0 <= decay < 1 and warmup >= 1.")
+        whole("Guard: skip", self.skip, 0)
+        whole("Guard: warmup", self.warmup, 1)
+        if not (is_number(self.decay) and 0 <= self.decay < 1):
+            raise UsageError(f"Guard: decay={shown(self.decay)}: give a number from 0 to below 1.")
+        if self.spike is not None and not (is_number(self.spike) and self.spike > 1):
+            raise UsageError(f"Guard: spike={shown(self.spike)}: give a finite number above 1, or None for no "
+                             "such test.")
 
 
 @jax.tree_util.register_dataclass

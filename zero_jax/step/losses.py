@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.errors import UsageError
-from zero_jax.step.metrics import as_metrics
-from zero_jax.typing import Batch, Metrics, OptState, Scalar
+from zero_jax.step.metrics import as_metrics, is_array
+from zero_jax.typing import Batch, Loss, Metrics, OptState, Scalar
 
 
 def next_token_loss(model: Any, batch: Batch) -> Any:
@@ -31,15 +31,29 @@ def loss_and_metrics(out: Any) -> tuple[jax.Array, Metrics, Scalar]:
 
     Raises ValueError for anything but floating scalars and a dict of metrics under names of their own.
     """
-    loss, *more = out if isinstance(out, tuple) else (out,)
-    metrics: Any = more[0] if more else {}
-    weight: Any = more[1] if len(more) > 1 else 1.0
+    wanted = ("return a floating scalar, (scalar, {name: metric}), or with a third item the floating scalar that it is "
+              "a mean over.")
+    items: Any = out if isinstance(out, tuple) else (out,)
+    if not 1 <= len(items) <= 3:
+        raise UsageError(f"The loss returned a tuple of {len(items)}: {wanted}")
+    loss, metrics, weight = items[0], items[1] if len(items) > 1 else {}, items[2] if len(items) > 2 else 1.0
     for what, value in (("loss", loss), ("loss's weight", weight)):
+        if not is_array(value):
+            hint = " (is there a return?)" if value is None else ""
+            raise UsageError(f"The {what} is a {type(value).__name__}{hint}: {wanted}")
         if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-            raise UsageError(
-                f"The {what} has shape {jnp.shape(value)} and dtype {jnp.result_type(value)}: return a floating "
-                "scalar, (scalar, {name: metric}), or with a third item the floating scalar that it is a mean over.")
+            raise UsageError(f"The {what} has shape {jnp.shape(value)} and dtype {jnp.result_type(value)}: {wanted}")
     return loss, as_metrics(metrics), weight
+
+
+def checked(loss: Loss) -> Loss:
+    """`loss`, which raises ValueError where it returns what `loss_and_metrics` does not take."""
+    def with_check(model: Any, batch: Batch) -> Any:
+        out = loss(model, batch)
+        loss_and_metrics(out)
+        return out
+
+    return with_check
 
 
 def learning_rates(opt_state: OptState) -> Metrics:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import optax
 from jax.sharding import Mesh
 
+from zero_jax.arguments import patterns, texts
 from zero_jax.errors import UsageError
 from zero_jax.frontends.given_values import own_values
 from zero_jax.frontends.model_functions import to_model_functions
@@ -15,7 +16,7 @@ from zero_jax.precision import Precision, precision_of
 from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.sharding.tensor_rules import TensorRule
+from zero_jax.sharding.tensor_rules import TensorRule, rules_of
 from zero_jax.stages import stage_of
 from zero_jax.step.call_checks import check_loss
 from zero_jax.step.guard import Guard
@@ -23,7 +24,7 @@ from zero_jax.step.losses import next_token_loss
 from zero_jax.step.options import StepOptions
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.transforms.remat import Remat, remat_of
-from zero_jax.typing import AxisNames, Loss, Pattern
+from zero_jax.typing import Loss, Pattern
 
 _T = TypeVar("_T")
 
@@ -99,6 +100,7 @@ def make_zero_train_step(
     """
     rng_streams = _renamed("rng_streams", rng_streams, "streams", streams, ("dropout",))
     hpz_axes = _renamed("hpz_axes", hpz_axes, "secondary", secondary, ())
+    rng_streams = texts("rng_streams", rng_streams, "(\"dropout\",)")
     zero_stage = stage_of(stage)
     axes = MeshAxes.of(make_mesh() if mesh is None else mesh, axis)
     optimizer = optax.adamw(3e-4) if optimizer is None else optimizer
@@ -108,9 +110,10 @@ def make_zero_train_step(
             "say.")
     options = StepOptions(
         stage=zero_stage, precision=precision_of(precision, platform=axes.platform),
-        accumulation=Accumulation(accumulate, reduce), frozen=_tuple(frozen), ema=ema, guard=guard,
-        tensor_rules=tuple(tensor_rules), sequence_parallel=sequence_parallel, remat=remat_of(remat),
-        partition_activations=partition_activations, hpz_axes=_tuple(hpz_axes), combine_bytes=combine_bytes)
+        accumulation=Accumulation(accumulate, reduce), frozen=patterns("frozen", frozen, "(\"embed\", \"norm\")"),
+        ema=ema, guard=guard, tensor_rules=rules_of(tensor_rules), sequence_parallel=sequence_parallel,
+        remat=remat_of(remat), partition_activations=partition_activations,
+        hpz_axes=texts("hpz_axes", hpz_axes, "(\"data_1\",)"), combine_bytes=combine_bytes)
     loss = next_token_loss if loss is None else loss
     check_loss(loss)
     return ZeroTrainStep(
@@ -127,7 +130,3 @@ def _renamed(name: str, value: _T | None, old_name: str, old_value: _T | None, d
     warnings.warn(f"make_zero_train_step({old_name}=...) is now {name}=...: the old name goes with the next release.",
                   DeprecationWarning, stacklevel=3)
     return old_value
-
-
-def _tuple(names: str | Sequence[str]) -> AxisNames:
-    return (names,) if isinstance(names, str) else tuple(names)

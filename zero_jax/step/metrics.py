@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.typing import Metrics, Scalar
 
@@ -32,8 +33,8 @@ class Metric:
     reduce: str = dataclasses.field(default="mean", metadata={"static": True})
 
     def __post_init__(self) -> None:
-        if self.reduce not in REDUCTIONS:
-            raise UsageError(f"Metric(reduce={self.reduce!r}): give one of {', '.join(REDUCTIONS)}.")
+        if not isinstance(self.reduce, str) or self.reduce not in REDUCTIONS:
+            raise UsageError(f"Metric(reduce={shown(self.reduce)}): give one of {', '.join(REDUCTIONS)}.")
 
 
 def as_metrics(metrics: Any) -> Metrics:
@@ -47,7 +48,23 @@ def as_metrics(metrics: Any) -> Metrics:
     if taken := [name for name in metrics if re.fullmatch(OWNED, str(name))]:
         raise UsageError(f"The loss returned a metric {taken[0]!r}, which the step reports itself: give it another "
                          "name.")
+    for name, value in metrics.items():
+        leaves = jax.tree.leaves(value, is_leaf=lambda leaf: leaf is None or _is_metric(leaf))
+        for leaf in [leaf.value if _is_metric(leaf) else leaf for leaf in leaves]:
+            if not is_array(leaf):
+                raise UsageError(f"The loss returned a {type(leaf).__name__} as its metric {shown(name)}: give an "
+                                 "array or a zero_jax.Metric, or leave it out.")
     return jax.tree.map(_as_metric, metrics, is_leaf=_is_metric)
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array, traced or not, or a number, of a dtype that JAX has."""
+    if value is None or isinstance(value, (str, bytes, list, tuple, dict, type)):  # None and types stand for dtypes
+        return False
+    try:
+        return jnp.result_type(value) is not None
+    except (TypeError, ValueError):
+        return False
 
 
 def values(metrics: Any) -> Any:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from zero_jax.arguments import is_number, shown
 from zero_jax.errors import UsageError
 from zero_jax.precision import Precision
 from zero_jax.sharding.batch import Accumulation
@@ -38,11 +39,16 @@ class StepOptions:
     combine_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.ema is not None and not 0 <= self.ema < 1:
-            raise UsageError(f"ema={self.ema}: give a decay from 0 to below 1, as 0.999, or None.")
-        if self.partition_activations not in (False, True, "cpu"):
-            raise UsageError(f"partition_activations={self.partition_activations!r}: give True (split over the axis "
-                             "`tensor`) or \"cpu\" (and kept in the host's memory).")
+        if self.ema is not None and not (is_number(self.ema) and 0 <= self.ema < 1):
+            raise UsageError(f"ema={shown(self.ema)}: give a decay from 0 to below 1, as 0.999, or None.")
+        if self.guard is not None and not isinstance(self.guard, Guard):
+            raise UsageError(f"guard={shown(self.guard)} is a {type(self.guard).__name__}: give "
+                             "zero_jax.Guard(skip=3), say, or None.")
+        if not isinstance(self.sequence_parallel, bool):
+            raise UsageError(f"sequence_parallel={shown(self.sequence_parallel)}: give True or False.")
+        if not (isinstance(self.partition_activations, bool) or self.partition_activations == "cpu"):
+            raise UsageError(f"partition_activations={shown(self.partition_activations)}: give True (split over the "
+                             "axis `tensor`) or \"cpu\" (and kept in the host's memory).")
 
     def check(self, axes: MeshAxes) -> None:
         """Raises ValueError for what cannot take effect on this mesh, at this stage."""

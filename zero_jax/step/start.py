@@ -52,6 +52,12 @@ def with_optimizer_state(state: ZeroState, opt_state: Pytree, number: Any, layou
     return dataclasses.replace(state, opt_state=new, step=step)
 
 
+def check_train_state(train_state: Any) -> None:
+    """Raises ValueError for what has not the attributes of a Flax `TrainState`."""
+    if not all(hasattr(train_state, name) for name in ("step", "params", "opt_state", "replace")):
+        raise UsageError(f"train_state is a {type(train_state).__name__}: give a flax.training.train_state.TrainState.")
+
+
 def as_train_state(state: ZeroState, train_state: Any, layout: Layout) -> Any:
     """`train_state` (a Flax `TrainState`) with the values of `state` in their true shapes."""
     loaded = layout.load(state)

@@ -18,11 +18,11 @@ from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.sharding.batch import check_batch, ragged, rounded_up, split_steps
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.state import ZeroState, typed_key
-from zero_jax.step.call_checks import check_gradients, check_is_state, check_state, check_values, is_traced
+from zero_jax.step.call_checks import check_gradients, check_is_state, check_loss, check_state, check_values, is_traced
 from zero_jax.step.guard import BadStepMonitor
 from zero_jax.step.inspection import InspectableStep
 from zero_jax.step.options import StepOptions
-from zero_jax.step.start import as_train_state, with_optimizer_state, with_values
+from zero_jax.step.start import as_train_state, check_train_state, with_optimizer_state, with_values
 from zero_jax.tree import merge
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Pytree, Scalar, Variables
 
@@ -61,10 +61,12 @@ class ZeroTrainStep(InspectableStep):
         where it has some (an NNX module, a bound Linen module, a Flax model object with `params`). Raises ValueError
         for a batch that does not fit the mesh, and for parameters that do not fit the model.
         """
+        rng = typed_key(rng)
+        check_batch(batch, self.axes)
         make = self._initializer(batch)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
             batch = put_global(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), batch), self.batch_sharding)
-        state = make(typed_key(rng), self._model.given, batch)
+        state = make(rng, self._model.given, batch)
         given = self._given_params if params is None else named_values(params)
         return state if given is None else self._with_values(state, given)
 
@@ -88,6 +90,7 @@ class ZeroTrainStep(InspectableStep):
         Its attributes that are named as a collection of the model (`batch_stats`) are taken, too. Its `tx` must be the
         optimizer of this step, whose state has the same leaves. rng: of what is drawn from here on.
         """
+        check_train_state(train_state)
         params = train_state.params
         collections = {name: getattr(train_state, name) for name in self.layout(batch).state.variables
                        if hasattr(train_state, name)}
@@ -97,6 +100,7 @@ class ZeroTrainStep(InspectableStep):
     def to_train_state(self, state: ZeroState, train_state: Any) -> Any:
         """`train_state`, a Flax `TrainState` of this model, with copies of the values of `state` in true shapes."""
         check_is_state(state)
+        check_train_state(train_state)
         return as_train_state(state, train_state, self.layout())
 
     def __call__(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
@@ -186,12 +190,15 @@ class ZeroTrainStep(InspectableStep):
         state: looked at as well, for steps that ran inside a program of the user's.
         """
         self._monitor.raise_if_stopped(waiting=0)
+        if state is not None:
+            check_is_state(state)
         if state is not None and state.guard is not None:
             self._monitor.record({"stopped": self._guard.stopped(state.guard)})
             self._monitor.raise_if_stopped(waiting=0)
 
     def forgive(self, state: ZeroState) -> ZeroState:
         """`state` with no bad steps behind it: what stopped goes on."""
+        check_is_state(state)
         if state.guard is None:
             return state
         return dataclasses.replace(state, guard=dataclasses.replace(state.guard, bad=jnp.zeros_like(state.guard.bad)))
@@ -213,12 +220,15 @@ class ZeroTrainStep(InspectableStep):
         """
         if ema and self.options.ema is None:
             raise UsageError("evaluator(ema=True): this step keeps no average; make it with ema=0.999, say.")
+        if fun is not None:
+            check_loss(fun)
         compiled: dict[bool, Any] = {}
 
         def run(state: ZeroState, batch: Batch, rng: PRNGKey | None) -> Any:
             return self._evaluate(fun or self._loss, state, batch, rng, ema=ema)
 
         def call(state: ZeroState, batch: Batch, rng: PRNGKey | None = None) -> Any:
+            check_is_state(state)
             whole = ragged(batch, self.axes)
             if whole not in compiled:
                 layout = self.layout(rounded_up(batch, self.axes) if whole else batch)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import (
     ClosedJaxpr,
@@ -55,11 +56,14 @@ class Remat:
     every: int | str = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.policy, str) and self.policy not in POLICIES:
-            raise UsageError(f"remat={self.policy!r}: give one of {', '.join(map(repr, POLICIES))}, a tuple of names, "
-                             "a policy of jax.checkpoint_policies, or None for what the model does itself.")
-        if self.every != "sqrt" and (not isinstance(self.every, int) or self.every < 1):
-            raise UsageError(f"Remat(every={self.every!r}): give the number of blocks per checkpoint, or \"sqrt\".")
+        of_names = isinstance(self.policy, tuple) and all(isinstance(name, str) for name in self.policy)
+        known = self.policy in POLICIES if isinstance(self.policy, str) else of_names or callable(self.policy)
+        if not known:
+            raise UsageError(f"remat={shown(self.policy)}: give one of {', '.join(map(repr, POLICIES))}, a tuple of "
+                             "names, a policy of jax.checkpoint_policies, or None for what the model does itself.")
+        if self.every != "sqrt" and (type(self.every) is not int or self.every < 1):
+            raise UsageError(f"Remat(every={shown(self.every)}): give the number of blocks per checkpoint, or "
+                             "\"sqrt\".")
 
     @property
     def saveable(self) -> Any:
