@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import os
 import platform
 import subprocess
 import sys
@@ -32,6 +33,13 @@ BAD_INPUT = {
     "save": (["train", "--save-every", "-1"], "save_every=-1 is not within 0 to inf"),
     "rate": (["train", "--learning-rate", "-1"], "learning_rate=-1.0 is not within"),
     "module": (["train", "--model", "gtp2:bytes"], "no module 'gtp2'. Did you mean 'gpt2'? There are: gpt2, "),
+    "a path for a module": (["train", "--model", "../x:a"], "names no module: write MODULE:PRESET, as gpt2:124m. "),
+    "no out": (["train", "--out", ""], "--out is empty: give the path"),
+    "no out after =": (["train", "--out="], "--out is empty: give the path"),
+    "no data": (["train", "--data", ""], "--data is empty"),
+    "many devices": (["train", "--devices", "999999"], "batch_size=16 does not divide over 999999"),
+    "many devices for as many examples": (
+        ["train", "--devices", "999999", "--batch-size", "999999"], "devices=999999: there is no accelerator, and at"),
     "relative": (["train", "--model", ".gpt2:bytes"], "names no module: write MODULE:PRESET"),
     "remat": (["train", "--remat", "half"], "invalid choice 'half' for argument '--remat'"),
     "remat of a config without it": (["plan", "--model", "resnet:tiny", "--remat", "yes"], "has no field 'remat'"),
@@ -118,10 +126,47 @@ def test_a_module_in_the_users_folder_enters_by_the_same_door(tmp_path):
     assert done.returncode == 2 and "Did you mean 'small'? There are: small, large." in message(done)
 
 
-def test_an_error_in_the_users_module_is_shown_as_it_is(tmp_path):
-    (tmp_path / "mine.py").write_text("import nowhere\n")
-    done = run_process("train", "--model", "mine:small", cwd=tmp_path)
-    assert done.returncode == 1 and "ModuleNotFoundError: No module named 'nowhere'" in done.stderr
+MODULES = {
+    "import nowhere": "the module raises in {file}, line 1: import nowhere: ModuleNotFoundError: No module named 'nowh",
+    "x = 1\n1 / 0": "raises in {file}, line 2: 1 / 0: ZeroDivisionError: division by zero",
+    "import json\njson.loads('[')": "raises in {file}, line 2: json.loads('['): JSONDecodeError: Expecting value",
+    "import sys\nsys.exit(0)": "ends the process in {file}, line 2: sys.exit(0): SystemExit: 0",
+    "def f(:": "raises in {file}, line 1: def f(:: SyntaxError",
+    "PRESETS = {'small': None}\nbuild = print\ndef tensor_rules(config):\n    return config.rules":
+        "raises in {file}, line 4: return config.rules: AttributeError: 'NoneType' object has no attribute 'rules'",
+}
+
+
+@pytest.mark.parametrize("number", range(len(MODULES)))
+def test_an_error_in_the_users_module_is_told_with_its_line(number, tmp_path, monkeypatch):
+    (tmp_path / f"mine{number}.py").write_text([*MODULES][number] + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = run("train", "--model", f"mine{number}:small", "--tensor", "2")
+    expected = [*MODULES.values()][number].format(file=tmp_path / f"mine{number}.py")
+    assert done.returncode == 2 and expected in message(done) and done.stderr.count("\n") == 1
+    monkeypatch.setenv("ZERO_JAX_TRACEBACK", "1")
+    assert "Traceback (most recent call last)" in run("train", "--model", f"mine{number}:small", "--tensor", "2").stderr
+
+
+def test_an_error_that_is_not_the_users_is_shown_as_it_is(monkeypatch):
+    """Negative control: not every ValueError is bad input."""
+    def fails(config):
+        raise ValueError("of JAX")
+
+    monkeypatch.setattr(TrainConfig, "check", fails)
+    with pytest.raises(ValueError, match="of JAX"):
+        run("train")
+
+
+def test_empty_data_is_refused_before_jax_starts(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    os.mkfifo(tmp_path / "pipe.txt")
+    for name, expected in (("empty.txt", "the file is empty"), ("pipe.txt", "it is a pipe")):
+        program = ("import sys\nfrom zero_jax.cli import main as cli\n"
+                   f"assert cli.main(['train', '--data', '{name}']) == 2\nassert 'jax' not in sys.modules\n")
+        done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                              env={**os.environ, "PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0 and expected in done.stderr, done.stderr
 
 
 def test_help_and_what_is_refused_early_import_no_jax():

@@ -10,6 +10,7 @@ import jax
 
 from zero_jax.checkpoint import orbax_store as storage
 from zero_jax.checkpoint.manifest import CheckpointError, DamagedCheckpointError, Leaf, Manifest, parse
+from zero_jax.files import read_file
 
 FALLBACK = "restore(..., fallback=True) restores the last intact checkpoint."
 
@@ -18,7 +19,7 @@ def read_manifest(path: Any) -> Manifest:
     """The manifest of the checkpoint at `path`, a folder whose name is its number; raises CheckpointError."""
     file = storage.manifest_path(path)
     try:
-        text = file.read_text()
+        text = read_file(file, storage.is_remote(file)).decode()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {file} cannot be read ({error}).") from error
     except OSError as error:

@@ -84,6 +84,8 @@ def parse(text: str | bytes, where: str) -> Manifest:
     _check_types(body, where, step=int, kind=str, leaves=dict, run=dict, versions=dict)
     if lacking := {"data", "config"} - body.keys():
         raise DamagedCheckpointError(f"{where} lacks what a manifest has: {', '.join(sorted(lacking))}.")
+    if body["kind"] not in ("state", "params"):
+        raise DamagedCheckpointError(f"{where} is damaged: kind is {body['kind'][:50]!r}, and not state or params.")
     leaves = {}
     for name, leaf in body["leaves"].items():
         try:
@@ -159,8 +161,8 @@ def check_fit(manifest: Manifest, wanted: Mapping[str, Leaf], where: str, *, cas
             "begin a new state from those parameters.")
     faults = []
     missing, extra = [name for name in wanted if name not in saved], [name for name in saved if name not in wanted]
-    for name in missing:
-        near = _nearest(name, wanted[name], extra, saved)
+    for number, name in enumerate(missing):
+        near = _nearest(name, wanted[name], extra, saved) if number < 3 else ""  # of those that the message shows
         faults.append((name, f"{name} ({wanted[name]}) is not in the checkpoint" + (
             f"; it has {near} ({saved[near]}), which this step lacks: was it renamed?" if near else "")))
     for name in extra:
@@ -188,7 +190,8 @@ def _floating(leaf: Leaf) -> bool:
 
 def _nearest(name: str, leaf: Leaf, others: list[str], saved: Mapping[str, Leaf]) -> str:
     """The name among `others` of a leaf of the same shape and dtype and of the same kind that is most like `name`."""
-    alike = [other for other in others if saved[other].shape == leaf.shape and _kind(other) == _kind(name)]
+    alike = [other for other in others[:1000] if len(other) < 1000
+             and saved[other].shape == leaf.shape and _kind(other) == _kind(name)]
     return next(iter(difflib.get_close_matches(name, alike, n=1, cutoff=0.5)), "")
 
 

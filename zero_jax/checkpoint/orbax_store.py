@@ -30,6 +30,7 @@ from zero_jax.checkpoint.durable_files import new_file, rename, sync_tree
 from zero_jax.checkpoint.history import EARLIEST, PLACE, Place, parse_place
 from zero_jax.checkpoint.manifest import FORMAT
 from zero_jax.errors import UsageError
+from zero_jax.files import read_file
 
 ARRAYS, MANIFEST, SIZES = "state", "manifest", "sizes.json"
 _COMMITTED, _TEMPORARY, _REMOVED, _INDEX = "commit_success.txt", ".zero_jax-tmp", ".zero_jax-tmp-removed", "_METADATA"
@@ -176,7 +177,7 @@ def place_of(path: epath.Path) -> Place | None:
 def _json(path: epath.Path) -> Any:
     """The contents of a file of JSON; None where it cannot be read or is none."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_file(path, is_remote(path)))
     except (OSError, ValueError, RecursionError):
         return None
 

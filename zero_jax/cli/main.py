@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import platform
 import signal
@@ -21,6 +22,8 @@ from zero_jax.errors import UsageError
 
 INTERRUPTED, HUNG_UP = 130, 129
 """Exit status after Ctrl-C and SIGHUP, as shells have it."""
+PATHS = ("--out", "--data", "--init-from", "--checkpoint", "--png")
+"""The options that are paths."""
 DOES_NOT_FIT = 3
 """Exit status of a plan that does not fit, which is an answer and not an error."""
 
@@ -125,6 +128,9 @@ def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | ExportConfig | Lau
         raise UsageError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
     commands = {"train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
                 "launch": LaunchConfig}
+    for option in PATHS:  # an empty text is the current folder to pathlib
+        if f"{option}=" in args or any(pair == (option, "") for pair in itertools.pairwise(args)):
+            raise UsageError(f"{option} is empty: give the path of a file or folder.")
     program = "zero-jax" if Path(sys.argv[0]).name.startswith("zero-jax") else "python -m zero_jax"
     config = tyro.extras.subcommand_cli_from_dict(
         commands, prog=program, args=args,

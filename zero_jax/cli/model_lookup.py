@@ -4,20 +4,24 @@ Our models are `zero_jax.models`, and a wheel contains them there. A checkout ha
 where they are loaded under that same name: `models` in `sys.modules` stays the user's.
 """
 
+import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import importlib.util
 import os
 import pkgutil
 import sys
+import sysconfig
+import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from zero_jax.errors import UsageError
+from zero_jax.errors import UsageError, cut
 
 OURS = "zero_jax.models"
 """The package of our models, wherever it is loaded from."""
@@ -80,12 +84,14 @@ def find_model(name: str) -> ModelChoice:
         warnings.warn(f"model={name!r} is now {new!r}: the next release looks for `models` among your own packages.",
                       DeprecationWarning, 2)
     module_name, _, preset = new.partition(":")
-    if not module_name or module_name.startswith("."):
-        raise UsageError(f"model={name!r} names no module: write MODULE:PRESET, as gpt2:124m.")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise UsageError(f"model={name!r} names no module: write MODULE:PRESET, as gpt2:124m. A module's name has no "
+                         "slashes: change to its folder, or add that to PYTHONPATH.")
     if (short := short_name(module_name)) is not None:
         module_name, module = short, _import_ours(short)
-    elif _exists(module_name):
-        module = importlib.import_module(module_name)
+    elif _is_there(module_name, name):
+        with errors_told(name):
+            module = importlib.import_module(module_name)
     else:
         raise UsageError(f"model={name!r}: there is no module {module_name!r}" + nearest(
             module_name, [*our_models(), *_modules_beside(module_name)]))
@@ -93,11 +99,47 @@ def find_model(name: str) -> ModelChoice:
     if not isinstance(presets, Mapping) or not callable(build):
         raise UsageError(f"model={name!r}: {module_name} lacks PRESETS (configs by name) or build(config) (a Flax "
                          "model)" + nearest(module_name, _modules_beside(module_name)))
-    if preset not in presets:
+    if not preset or preset not in presets:
         wrong = f"{module_name} has no preset {preset!r}" if preset else f"name a preset, as in {module_name}:PRESET"
         raise UsageError(f"model={name!r}: {wrong}" + nearest(preset, list(presets)))
-    return ModelChoice(f"{module_name}:{preset}", presets[preset], build, getattr(module, "huggingface", None),
-                       getattr(module, "tensor_rules", None))
+    functions = [getattr(module, field, None) for field in ("build", "huggingface", "tensor_rules")]
+    if short is None:
+        functions = [None if function is None else _told(function, name) for function in functions]
+    return ModelChoice(f"{module_name}:{preset}", presets[preset], *functions)  # pyright: ignore[reportArgumentType]
+
+
+@contextlib.contextmanager
+def errors_told(model: str) -> Iterator[None]:
+    """Around code of the user's module: what it raises, and that it exits, becomes a UsageError with its line."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, UsageError):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not _is_installed(frame.filename)] or [*frames]
+        where = f"{own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else "its module"
+        if isinstance(error, SyntaxError) and error.filename is not None:
+            where = f"{error.filename}, line {error.lineno}: {(error.text or '').strip()}"
+        what = "ends the process" if isinstance(error, SystemExit) else "raises"
+        raise UsageError(f"model={model!r}: the module {what} in {where}: {type(error).__name__}: {error}. "
+                         "ZERO_JAX_TRACEBACK=1 in the environment shows the traceback.") from error
+
+
+def _told(function: Callable[..., Any], model: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        with errors_told(model):
+            return function(*args)
+
+    return call
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a source file is of Python, of an installed package or of zero_jax, and so none of the user's."""
+    folders = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return file.startswith("<") or any(
+        file.startswith(folder + os.sep) for folder in [*folders, str(Path(__file__).resolve().parents[1])])
 
 
 def current_name(name: str) -> str:
@@ -166,6 +208,12 @@ def _import_ours(short: str) -> ModuleType:
     return importlib.import_module(f"{OURS}.{short}")
 
 
+def _is_there(module: str, model: str) -> bool:
+    """`_exists`, which imports the packages that a module is in."""
+    with errors_told(model):
+        return _exists(module)
+
+
 def _exists(module: str) -> bool:
     try:
         return bool(module) and importlib.util.find_spec(module) is not None
@@ -183,6 +231,6 @@ def _modules_beside(module: str) -> list[str]:
 
 def nearest(word: str, known: list[str]) -> str:
     """The end of a message about `word`, which is none of `known`: the one that it may have meant, and all."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    close = difflib.get_close_matches(cut(str(word)), known, n=1, cutoff=0.4)
     hint = f". Did you mean {close[0]!r}?" if close else "."
     return hint + (f" There are: {', '.join(known)}." if known else "")

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Literal, get_args
 
+from zero_jax.arguments import check_path
 from zero_jax.cli.environment import check_folder, check_no_checkpoints, simulates
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
 from zero_jax.cli.renamed import takes_old_names
@@ -14,8 +15,8 @@ from zero_jax.distributed.launch import COORDINATOR
 from zero_jax.errors import UsageError
 from zero_jax.interop.safetensors_file import find_tensors
 
-SIMULATED_DEVICES = 8
-"""CPU devices to simulate where there is no accelerator."""
+SIMULATED_DEVICES, MAX_SIMULATED_DEVICES = 8, 1024
+"""CPU devices to simulate where there is no accelerator, and how many there may be."""
 
 BYTES = 256
 """Vocabulary size of text, which is read as bytes."""
@@ -174,7 +175,8 @@ class TrainConfig:
                 raise UsageError(f"{name}={value} is not within {low} to {high}.")
         if self.hang_exit and self.hang_after is None:
             raise UsageError("hang_exit without hang_after: say after how many seconds.")
-        if not self.data:
+        check_path("out", self.out)
+        if not self.data or "" in self.data:
             raise UsageError('data is empty: name files, or "python".')
         object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
         object.__setattr__(self, "out", Path(self.out))
@@ -192,6 +194,9 @@ class TrainConfig:
         self._check_checkpoints()
         if self.init_from is not None:
             find_tensors(self.init_from)
+        if simulates() and (self.devices or 0) > MAX_SIMULATED_DEVICES:
+            raise UsageError(f"devices={self.devices}: there is no accelerator, and at most {MAX_SIMULATED_DEVICES} "
+                             "devices are simulated on the CPU.")
         if self.devices is None and simulates() and not (self.distributed or COORDINATOR in os.environ):
             self.check_devices(SIMULATED_DEVICES)
         choice = with_remat(find_model(self.model), self.remat)
@@ -229,6 +234,11 @@ class TrainConfig:
             path = Path(name).expanduser()
             if self.data != ("python",) and not path.exists() and not glob.glob(str(path), recursive=True):
                 raise UsageError(f"data: {name}: no such file, folder or glob match.")
+            if path.exists() and not path.is_dir():
+                if not path.is_file():
+                    raise UsageError(f"data: {name}: it is a pipe, a socket or a device: give a file.")
+                if not path.stat().st_size:
+                    raise UsageError(f"data: {name}: the file is empty: give one with text or tokens.")
         check_folder("out", self.out)
 
     def _check_checkpoints(self) -> None:

@@ -60,7 +60,7 @@ def sample(tokens: np.ndarray) -> np.ndarray:
 def _map_npy(path: Path, dtype: str | None) -> np.ndarray:
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, OSError) as error:
+    except Exception as error:  # a damaged header raises whatever it leads to: ValueError, OverflowError, TypeError
         raise UsageError(f"{path}: not a .npy array ({error}); write it with np.save") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise UsageError(

@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from zero_jax.errors import UsageError
+from zero_jax.errors import UsageError, few, named
+from zero_jax.files import open_regular
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -26,6 +27,13 @@ DTYPES: dict[str, np.dtype] = {
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the `safetensors` library."""
+
+MAX_TENSORS = 100_000
+"""Of one file: more are no model, and 200,000 would take seconds to check. The largest published models have as many
+in hundreds of files."""
+
+MAX_DIMS = 64
+"""Of an array in NumPy."""
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 
@@ -78,15 +86,19 @@ def read_header(path: Path) -> dict[str, Tensor]:
             raise UsageError(
                 f"{path} is not a safetensors file, or is truncated: it has {size:,} bytes, and its first eight "
                 f"announce a header of {length:,}. Other formats (pickles among them) are never opened.")
-        header = _json_object(path, file.read(length))
+        text = file.read(length)
+    if (number := text.count(b'"data_offsets"')) > MAX_TENSORS:  # before they are parsed, which would take a second
+        raise UsageError(f"{path}: the header names {number:,} tensors, and a file has at most {MAX_TENSORS:,}: split "
+                         "it, with an index.")
+    header = _json_object(path, text)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise UsageError(f"{path}: __metadata__ of the header is not a mapping of strings.")
     tensors, start = {name: _tensor(path, name, row, 8 + length) for name, row in header.items()}, 8 + length
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, _bytes(tensor))):
         if tensor.offset != start:
-            raise UsageError(f"{path}: tensor {tensor.name!r} begins at byte {tensor.offset:,} of the file, and the "
-                             f"one before it ends at {start:,}: the file is damaged.")
+            raise UsageError(f"{path}: tensor {named(tensor.name)} begins at byte {tensor.offset:,} of the file, and "
+                             f"the one before it ends at {start:,}: the file is damaged.")
         start += _bytes(tensor)
     if start != size:
         raise UsageError(f"{path} is truncated or damaged: its header describes {start:,} bytes, and it has {size:,}. "
@@ -101,17 +113,20 @@ def _bytes(tensor: Tensor) -> int:
 def _tensor(path: Path, name: str, row: Any, start: int) -> Tensor:
     """One entry of a header as a tensor; raises ValueError where it is invalid."""
     if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "data_offsets"}:
-        raise UsageError(f"{path}: the header's entry of {name!r} does not consist of dtype, shape and data_offsets.")
+        raise UsageError(f"{path}: the header's entry of {named(name)} does not consist of dtype, shape and "
+                         "data_offsets.")
     dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise UsageError(f"{path}: tensor {name!r} has dtype {dtype!r}; supported are {', '.join(DTYPES)}.")
+        raise UsageError(f"{path}: tensor {named(name)} has dtype {named(dtype)}; supported are {', '.join(DTYPES)}.")
     for what, sizes in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(sizes, list) or any(type(size) is not int or not 0 <= size < 2**63 for size in sizes):
-            raise UsageError(f"{path}: {what}={sizes!r} of tensor {name!r} is not a list of sizes.")
+            raise UsageError(f"{path}: {what}={named(sizes)} of tensor {named(name)} is not a list of sizes.")
+    if len(shape) > MAX_DIMS:
+        raise UsageError(f"{path}: tensor {named(name)} has {len(shape):,} dims, and an array has at most {MAX_DIMS}.")
     needed = math.prod(shape) * DTYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != needed:
-        raise UsageError(f"{path}: tensor {name!r}, {dtype} {tuple(shape)}, takes {needed:,} bytes, and "
-                         f"data_offsets={offsets} span another number.")
+        raise UsageError(f"{path}: tensor {named(name)}, {dtype} {tuple(shape)}, takes {needed:,} bytes, and "
+                         f"data_offsets={named(offsets)} span another number.")
     return Tensor(path, name, DTYPES[dtype], tuple(shape), start + offsets[0])
 
 
@@ -127,7 +142,7 @@ def _read_index(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in sorted(set(names.values())):
         if name != Path(name).name or "\\" in name or not name.endswith(SUFFIX):
-            raise UsageError(f"{path} names the file {name!r}, and only safetensors files beside it are opened.")
+            raise UsageError(f"{path} names the file {named(name)}, and only safetensors files beside it are opened.")
         listed = {tensor for tensor, file in names.items() if file == name}
         inside = read_header(path.with_name(name))
         if listed != inside.keys():
@@ -156,7 +171,7 @@ def _json_object(path: Path, text: bytes) -> dict[str, Any]:
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[BinaryIO]:
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}): name a {SUFFIX} file, an index of such files "
                          f"(*{INDEX_SUFFIX}) or a folder with one.") from error
@@ -165,8 +180,7 @@ def _readable(path: Path) -> Iterator[BinaryIO]:
 
 
 def _few(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
+    return few(sorted(names))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,13 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import Any
 
-from zero_jax.errors import UsageError
+from zero_jax.errors import UsageError, cut, named
+from zero_jax.files import read_regular
+
+MAX_FILE_BYTES, MAX_LINE = 1 << 16, 1000
+"""Of a target file; those of zero_jax/xla/chips have up to 2 KiB. Characters of a line of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +215,10 @@ def read_chip(path: str) -> Chip:
     Raises ValueError, with the file and the field, for what is missing, unknown or not of its type.
     """
     try:
-        return _read(Path(path).read_text(encoding="utf-8"), path)
+        text = read_regular(path, MAX_FILE_BYTES).decode()
+        if max(map(len, text.splitlines()), default=0) > MAX_LINE:  # tomllib takes the square of a key's length
+            raise UsageError(f"target file {path} has a line of more than {MAX_LINE:,} characters: break it.")
+        return _read(text, path)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"target file {path} cannot be read: {error}") from error
 
@@ -227,8 +233,10 @@ def _check_slice(text: str, tpu: Tpu, dims: tuple[int, ...]) -> None:
 def _read(text: str, file: str) -> Chip:
     try:
         chip = _record(Chip, tomllib.loads(text), f"target file {file}")
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"target file {file} is not TOML: {error}") from error
+    except ValueError as error:  # an integer of thousands of digits, a date that there is not
+        raise UsageError(f"target file {file} has a value that is none: {error}") from error
     if (chip.gpu is None) == (chip.tpu is None):
         raise UsageError(f"target file {file}: needs one of the tables [gpu] and [tpu]")
     if missing := sorted({"bf16", "f32"} - set(chip.peak_flops)):
@@ -241,8 +249,8 @@ def _record(kind: Any, table: Mapping[str, Any], where: str, within: str = "") -
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name in table:
         if name not in fields:
-            near = within + _nearest(name, fields)
-            raise UsageError(f"{where}: unknown field {within + name!r}, nearest is {near!r}")
+            near = within + _nearest(cut(name), fields)
+            raise UsageError(f"{where}: unknown field {named(within + name)}, nearest is {near!r}")
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in table:
             raise UsageError(f"{where}: field {within + name!r} is missing")
@@ -261,7 +269,8 @@ def _value(kind: Any, value: Any, where: str, name: str) -> Any:
         value = float(value)
     if type(value) is not kind or kind is not str and not value > 0:
         names = {int: "a positive whole number", float: "a positive number", str: "a text"}
-        raise UsageError(f"{where}: field {name!r} is {value!r} and should be {names.get(kind, 'a table or a list')}")
+        raise UsageError(f"{where}: field {named(name)} is {named(value)} and should be "
+                         f"{names.get(kind, 'a table or a list')}")
     return value
 
 
