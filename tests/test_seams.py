@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives as jax_primitives
 from jax.sharding import NamedSharding
@@ -416,3 +417,23 @@ def test_a_missing_or_broken_file_is_found(saved, tmp_path):
     (copy / "state" / "_METADATA").write_text("{")
     assert orbax_store.committed(copy.parent) == [] and orbax_store.present(copy.parent) == [3]
     assert orbax_store.broken_index(copy) == copy / "state" / "_METADATA"
+
+
+def test_nnx_variables_keep_their_class_and_are_read_through_get_value():
+    reads = []
+
+    class Listening(nnx.Param):
+        def get_value(self, **index):
+            reads.append("index" in index)
+            return super().get_value(**index)
+
+    with mend("frontends/nnx.py"):
+        module = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+        graphdef, state = nnx.split(module)
+        state["kernel"] = state["kernel"].replace(X[:4])
+        object.__setattr__(state["kernel"], "__class__", Listening)
+        merged = nnx.merge(graphdef, state)
+        assert type(merged.kernel) is Listening and isinstance(merged.kernel, nnx.Param)
+        assert merged.kernel[(jnp.arange(2),)].shape == (2, 4) and merged.kernel[...].shape == (4, 4)
+        assert reads == [True, True]
+        assert "astype" not in vars(nnx.Variable)  # else it would not go through __getattr__

@@ -87,7 +87,11 @@ class Linen:
         self.metadata = {path_name(path): box.names for path, box in boxes if _is_partitioned(box)}
         collections = {name: meta.unbox(tree) for name, tree in collections.items()}
         params = collections.pop("params", {})
-        return params, {name: tree for name, tree in collections.items() if name not in self._transient}
+        return params, self.lasting(collections)
+
+    def lasting(self, variables: Any) -> Any:
+        """`variables` without the collections that start empty at every step, which `reads` settles."""
+        return {name: tree for name, tree in variables.items() if name not in self._transient}
 
     def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
             *, train: bool = True) -> tuple[Any, Any, dict[str, Any]]:
@@ -122,7 +126,7 @@ class Linen:
         It also settles which collections start empty at every step: those that a run would grow (`sow`).
         """
         self._transient = self._grown(fun, params, variables, rng, batch)
-        variables = {name: tree for name, tree in variables.items() if name not in self._transient}
+        variables = self.lasting(variables)
         traced: dict[frozenset[str], tuple[dict[str, ParamAccess], frozenset[str]]] = {}
 
         def works(on_entry: frozenset[str]) -> bool:
@@ -147,6 +151,8 @@ class Linen:
         raise UsageError(f"The parameters of {type(self._module).__name__} cannot be read through boxes.")
 
     def _grown(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any) -> tuple[str, ...]:
+        if not variables:
+            return ()
         _, new = jax.eval_shape(lambda p, v, r, b: self._run(fun, p, v, r, b, None, {}), params, variables, rng, batch)
         return tuple(name for name in variables if jax.tree.structure(new[name]) != jax.tree.structure(variables[name]))
 

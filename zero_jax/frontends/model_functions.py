@@ -29,6 +29,10 @@ class ModelFunctions(Protocol):
         """(params, variables), traceable."""
         ...
 
+    def lasting(self, variables: Any) -> Any:
+        """Those of `variables` that steps hand on. Known once `reads` has run."""
+        ...
+
     def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
             *, train: bool = True) -> tuple[Any, Any, dict[str, Any]]:
         """(`fun(model, batch)`, new variables, the parameters that it overwrote, by name, in their true shapes).

@@ -37,6 +37,27 @@ class OnRead:
         return self.cache(use, value)
 
 
+@functools.lru_cache
+def reading_whole(cls: Any) -> Any:
+    """The Variable class `cls`, all of whose reads go through its hooks, and of the whole value.
+
+    Flax's `variable[index]` takes the part first and calls the hook with that, and `variable.astype` is the stored
+    array's own: an embedding that is read so would be gathered up front.
+    """
+    def get_value(self: Any, **index: Any) -> Any:
+        value = cls.get_value(self)
+        return value[index["index"]] if index.get("index", ...) is not ... else value
+
+    def attribute(self: Any, name: str) -> Any:
+        if name.startswith("_") or name in self.get_metadata():
+            return cls.__getattr__(self, name)
+        return getattr(cls.get_value(self), name)
+
+    names = {"get_value": get_value, "__getattr__": attribute, "__module__": cls.__module__,
+             "__qualname__": cls.__qualname__}
+    return type(cls)(cls.__name__, (cls,), names)
+
+
 class Nnx:
     """An NNX module as pure functions of `params` (a dict tree), `variables` (all that is no `nnx.Param`).
 
@@ -69,6 +90,10 @@ class Nnx:
         params, variables = given
         return params, self.with_streams(variables, rng)
 
+    def lasting(self, variables: Any) -> Any:
+        """All of `variables`."""
+        return variables
+
     def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
             *, train: bool = True) -> tuple[Any, Any, dict[str, Any]]:
         """(`fun(module, batch)`, new variables, overwritten parameters); each is read through its leaf of `uses`."""
@@ -94,7 +119,9 @@ class Nnx:
                 return variable.replace(value)
             own = variable.get_metadata("on_get_value", ())
             hooks = (OnRead(use, value.ndim, cache), *(own if isinstance(own, tuple) else (own,)))
-            return variable.replace(value, on_get_value=hooks, **_true_sizes(use, reads.get(_name(path))))
+            hooked = variable.replace(value, on_get_value=hooks, **_true_sizes(use, reads.get(_name(path))))
+            object.__setattr__(hooked, "__class__", reading_whole(type(hooked)))
+            return hooked
 
         model = nnx.merge(self._graphdef, _with_values(self._params, stored, params, uses),
                           _with_values(self._variables, _replaced, variables))

@@ -49,8 +49,7 @@ def trace_layout(model: ModelFunctions, loss: Loss, optimizer: optax.GradientTra
                         read_batch if precision.cast_batch is True else batch)
     _check_read(params, reads)
     check_written(params, reads, precision, options.accumulation)
-    # That settles which of a Linen module's collections start empty at each step: they are no state.
-    _, variables = jax.eval_shape(lambda *args: model.init(loss, *args), rng, batch, given)
+    variables = model.lasting(variables)
 
     state = ZeroState(
         step=jax.ShapeDtypeStruct((), jnp.int32), params=params, weights=None, frozen=frozen, opt_state=None,
