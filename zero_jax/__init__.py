@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from zero_jax.checkpoint.checkpoint import Checkpoints, Restored
     from zero_jax.checkpoint.manifest import CheckpointError, DamagedCheckpointError
     from zero_jax.distributed.initialize import initialize
-    from zero_jax.errors import UsageError
+    from zero_jax.errors import ReplicaError, UsageError
     from zero_jax.frontends.model_functions import remat
     from zero_jax.interop.naming import Names
     from zero_jax.interop.params_io import export_params, import_params
@@ -41,6 +41,7 @@ __all__ = [
     "Names",
     "Precision",
     "Remat",
+    "ReplicaError",
     "Restored",
     "TensorRule",
     "UsageError",
@@ -73,6 +74,7 @@ _MODULES = {
     "Names": "interop.naming",
     "Precision": "precision",
     "Remat": "transforms.remat",
+    "ReplicaError": "errors",
     "Restored": "checkpoint.checkpoint",
     "TensorRule": "sharding.tensor_rules",
     "UsageError": "errors",

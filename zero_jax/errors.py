@@ -18,6 +18,10 @@ class UsageError(ValueError):
         super().__init__(printable(str(message), MAX_MESSAGE))
 
 
+class ReplicaError(RuntimeError):
+    """Copies of a state that must be the same bits on several devices are not: the message names the devices."""
+
+
 def printable(text: str, limit: int = MAX_NAME) -> str:
     """`text` with the codes of its control characters in place of them, and at most `limit` characters of it.
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.checkpoint.checksum import digest_texts, digests
+from zero_jax.sharding.checksum import digest_texts, digests
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int32", "int16", "int8", "uint8", "bool",
           "complex64")

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 
-from zero_jax.checkpoint.checksum import digest_texts, digests, dtype_name
 from zero_jax.checkpoint.manifest import Leaf
 from zero_jax.checkpoint.owned_stack import owned_stack
+from zero_jax.sharding.checksum import digest_texts, digests, dtype_name
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.partition import choose_spec

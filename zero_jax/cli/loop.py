@@ -133,7 +133,8 @@ def make_folder(path: Path) -> None:
 class Loop:
     """The compiled step and evaluator, both sets of batches, and where to report.
 
-    save: called with (step number, state) when a checkpoint is due, or None. memory: text printed with each step.
+    save: called with (step number, state) when a checkpoint is due, or None. compare: with the state every
+    `check_replicas` steps and before a save, or None. memory: text printed with each step.
     seconds, timed_steps: of training, without validation and saving. preempted: whether a signal ended the loop.
     """
 
@@ -149,6 +150,7 @@ class Loop:
     bigram: float | None
     memory: str
     save: Callable[[int, Any], Any] | None = None
+    compare: Callable[[Any], Any] | None = None
     seconds: float = 0.0
     timed_steps: int = 0
     preempted: bool = False
@@ -173,8 +175,17 @@ class Loop:
             if waiting:
                 self._record(*waiting)
             waiting = number, metrics
-            if self.save and (number % self.config.save_every == 0 or number == self.config.steps):
-                self._record(*waiting)  # before saving: the log has the losses, and a bad step raises here
+            saves = self.save and (number % self.config.save_every == 0 or number == self.config.steps)
+            if self.compare and (saves or number % self.config.check_replicas == 0):
+                if waiting:
+                    self._record(*waiting)
+                waiting = None
+                self.watchdog.beat(f"comparing copies after step {number}")
+                self.compare(state)
+                self._clock = time.perf_counter()
+            if self.save and saves:
+                if waiting:
+                    self._record(*waiting)  # before saving: the log has the losses, and a bad step raises here
                 waiting = None
                 self.watchdog.rest()
                 self.log.sync()

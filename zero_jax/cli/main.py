@@ -18,7 +18,7 @@ from zero_jax.cli.plan_config import PlanConfig
 from zero_jax.cli.renamed import current_args
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
 from zero_jax.distributed.launch import PREEMPTED, LaunchConfig, end_with_launcher, launch
-from zero_jax.errors import UsageError
+from zero_jax.errors import ReplicaError, UsageError
 
 INTERRUPTED, HUNG_UP = 130, 129
 """Exit status after Ctrl-C and SIGHUP, as shells have it."""
@@ -55,7 +55,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return _run(_parse(args))
     except UsageError as error:  # and no other ValueError, which may be one of JAX or of ours
         return _failed(error, 2)
-    except FloatingPointError as error:
+    except (FloatingPointError, ReplicaError) as error:
         return _failed(error, 1)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)

@@ -139,7 +139,8 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
         with ProgressReporter(console, total=config.steps) as progress, watchdog:
             loop = Loop(config, compiled, step.evaluator(ema=config.ema is not None), batches, held_out, log,
                         progress, watchdog, preemption, bigram, f"state {size_text(layout.device_bytes)}/device",
-                        save if config.save_every else None)
+                        save if config.save_every else None,
+                        step.check_replicas if config.check_replicas else None)
             try:
                 state = loop.run(state, after=after)
             except KeyboardInterrupt:

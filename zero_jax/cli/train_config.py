@@ -125,6 +125,10 @@ class TrainConfig:
     samples: int = 2
     """Continuations of held-out text to print at the end."""
 
+    check_replicas: int = 0
+    """Steps between comparisons of what several devices have copies of, which finds devices that compute wrongly; also
+    before each save. For stages 0 to 2, or with replica. 0: never."""
+
     hang_after: float | None = None
     """Seconds after which an unfinished step makes each process print the stacks of its threads. None: never."""
 
@@ -168,11 +172,15 @@ class TrainConfig:
         for name, low, high in (("learning_rate", 0, 10), ("warmup", 0, 1), ("weight_decay", 0, 10),
                                 ("grad_clip_norm", 1e-9, math.inf), ("seed", 0, 2**32 - 1),
                                 ("max_bad_steps", 0, 2**31 - 1),
-                                ("save_every", 0, math.inf), ("heartbeat", 1, 86400), ("hang_after", 0.01, 86400),
+                                ("save_every", 0, math.inf), ("check_replicas", 0, math.inf),
+                                ("heartbeat", 1, 86400), ("hang_after", 0.01, 86400),
                                 ("samples", 0, 64), ("ema", 0, 1 - 1e-9)):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise UsageError(f"{name}={value} is not within {low} to {high}.")
+        if self.check_replicas and self.stage == 3 and self.replica == 1:
+            raise UsageError("check_replicas at stage 3: each device stores a shard of its own, and there are no "
+                             "copies to compare: give replica=2 or more, a lower stage, or leave it out.")
         if self.hang_exit and self.hang_after is None:
             raise UsageError("hang_exit without hang_after: say after how many seconds.")
         check_path("out", self.out)

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.distributed.initialize import put_global
+from zero_jax.distributed.initialize import on_host, put_global
 from zero_jax.errors import UsageError
 from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.model_functions import ModelFunctions
@@ -22,6 +22,7 @@ from zero_jax.step.call_checks import check_gradients, check_is_state, check_los
 from zero_jax.step.guard import BadStepMonitor
 from zero_jax.step.inspection import InspectableStep
 from zero_jax.step.options import StepOptions
+from zero_jax.step.replicas import Replicas, compare, copies_digests, replicas_of
 from zero_jax.step.start import as_train_state, check_train_state, with_optimizer_state, with_values
 from zero_jax.tree import merge
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Pytree, Scalar, Variables
@@ -195,6 +196,25 @@ class ZeroTrainStep(InspectableStep):
         if state is not None and state.guard is not None:
             self._monitor.record({"stopped": self._guard.stopped(state.guard)})
             self._monitor.raise_if_stopped(waiting=0)
+
+    def check_replicas(self, state: ZeroState) -> Replicas:
+        """Compares what several devices store copies of, bit for bit; waits for the devices, and `state` stays.
+
+        At stages 0 to 2 that is all that the model reads; at stage 3, without an axis `replica`, only leaves too small
+        to shard: the result says how much. In a run of several processes all of them call this.
+
+        Raises ReplicaError with each device whose bits differ from most copies; of two copies, with both. Raises
+        ValueError where no device has a copy of anything.
+        """
+        check_is_state(state)
+        check_state(state, layout := self.layout())
+        replicas = replicas_of(layout)
+        if not replicas.leaves:
+            raise UsageError(f"check_replicas: no two devices of the mesh {self.axes.sizes} store the same.")
+        digests = self._jit_once(("replicas",), lambda state: copies_digests(state, layout), (layout.shardings,),
+                                 self._replicated)
+        compare(on_host(digests(state)), layout)
+        return replicas
 
     def forgive(self, state: ZeroState) -> ZeroState:
         """`state` with no bad steps behind it: what stopped goes on."""

@@ -34,7 +34,7 @@ def digests(leaves: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> 
     spread = [_axes(spec) for spec in specs]
 
     def each(*parts: jax.Array) -> jax.Array:
-        words = [_part_words(part, seed, leaf.shape, spec)
+        words = [part_words(part, seed, leaf.shape, spec)
                  for part, seed, leaf, spec in zip(parts, seeds, plain, specs, strict=True)]
         for axes in sorted(set(spread)):  # one all-reduce for all leaves that are sharded over the same axes
             chosen = [i for i, other in enumerate(spread) if other == axes]
@@ -68,7 +68,7 @@ def _axes(spec: P) -> tuple[str, ...]:
     return tuple(name for part in parts for name in part)
 
 
-def _part_words(part: jax.Array, seed: int, shape: tuple[int, ...], spec: P) -> jax.Array:
+def part_words(part: jax.Array, seed: int, shape: tuple[int, ...], spec: P) -> jax.Array:
     """The sums over a device's `part` of an array of `shape`: uint32 (2,)."""
     starts = []
     for dim, size in enumerate(part.shape):
