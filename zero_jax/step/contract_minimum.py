@@ -13,7 +13,10 @@ LEAST = 0.9
 """Share of the elements of all parameters above a small size that must be gathered, and of gradients reduced."""
 
 WHOLE_LEAF = 2**14
-"""Bytes of a gradient that may be all-reduced whole; as `partition.SMALL_LEAF`, which may be stored so."""
+"""Bytes of a gradient that may be all-reduced whole; as `partition.SMALL_LEAF`, which may be stored so.
+
+On a TPU that is for each part: its compiler all-reduces the parts of a gradient of 64 KiB on a v5e of 2x4.
+"""
 
 WHOLE_SHARE = 0.04
 """Share of the gradients' budget that all-reduces of larger ones may take together: XLA scatters no sum over rows.
@@ -48,11 +51,12 @@ def _whole_reductions(reduce: TrafficResult, contract: Contract) -> Iterator[str
     """
     if contract.platform == "cpu":  # has no reduce-scatter under jit
         return
-    small = max(WHOLE_LEAF, small_bytes(contract))
+    small = WHOLE_LEAF * _parts(contract)
     whole = []
     for c in reduce.collectives:
         num_large = sum(shape_bytes(*shape) > small for shape in c.shapes)
-        is_sum = num_large == 1 and c.op_name.endswith("/reduce_sum")  # as of position embeddings: XLA scatters none
+        # As of position embeddings: XLA scatters none. One that it combined with others has no name.
+        is_sum = num_large == 1 and (c.op_name.endswith("/reduce_sum") or not c.op_name)
         if c.kind == "all-reduce" and set(c.axes(contract.mesh)) & set(contract.zero_axes) and num_large and not is_sum:
             whole.append(c)
     if total_bytes(whole) > WHOLE_SHARE * reduce.budget.communication_bytes:
@@ -99,7 +103,9 @@ def _repeated_in_loops(result: TrafficResult, passes: int, verb: str, contract: 
     """
     by_name = {each.name: each for each in contract.params}
     for c in result.collectives:
-        if not c.in_loop or c.kind == "collective-permute" or c.communication_bytes * c.count <= SMALL_LEAF:
+        # XLA:TPU reduces leaves whose parts fill no tile where they are made, as far as the budget of bytes goes.
+        rounds = 1 if contract.platform == "tpu" else c.count
+        if not c.in_loop or c.kind == "collective-permute" or c.payload_bytes * rounds <= small_bytes(contract):
             continue
         served = [by_name[name] for name in c.serves if name in by_name]
         repeated = [each for each in served if (
@@ -164,7 +170,11 @@ def _reduced_elements(collectives: Iterable[Collective], contract: Contract) -> 
 
 def small_bytes(contract: Contract) -> int:
     """Bytes of a leaf of which nothing is asked: on a TPU each device's part may be padded to a tile."""
-    return SMALL_LEAF * (max(contract.mesh.values()) if contract.platform == "tpu" else 1)
+    return SMALL_LEAF * _parts(contract)
+
+
+def _parts(contract: Contract) -> int:
+    return max(contract.mesh.values()) if contract.platform == "tpu" else 1
 
 
 def _elements(shape: tuple[str, tuple[int, ...]]) -> int:

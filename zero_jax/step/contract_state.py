@@ -18,8 +18,9 @@ MERGED_PADDING = 0.005
 def state_budget(layout: Layout) -> StateBudget:
     """The state of `layout` beside the ideal, and what is replicated though the stage shards its kind.
 
-    Variables are no parameters and are whole at every stage. A parameter of at most `partition.SMALL_LEAF` bytes may
-    stay whole, and so may its moments; the padding of a leaf of which no dim divides is part of the ideal.
+    Variables are no parameters and are whole at every stage. A parameter, or each part of one that is split over
+    `tensor`, of at most `partition.SMALL_LEAF` bytes may stay whole, and so may its moments; the padding of a leaf of
+    which no dim divides is part of the ideal.
     """
     placements, sizes = layout.placements(), layout.axes.zero_sizes
     ideal, replicated, excess = 0.0, {}, {}
@@ -30,7 +31,7 @@ def state_budget(layout: Layout) -> StateBudget:
         least = (row.bytes + _padding(row, layout.num_shards)) / (num_shards * tensor_size)
         ideal += least
         excess[row.name] = row.device_bytes - least
-        if parts_of(row.spec, sizes) < num_shards and row.bytes > SMALL_LEAF:
+        if parts_of(row.spec, sizes) < num_shards and row.bytes / tensor_size > SMALL_LEAF:
             replicated[row.name] = (
                 f"{row.dtype}{list(row.shape)} is stored {num_shards // parts_of(row.spec, sizes)} times, "
                 f"{row.bytes:,} bytes" + (f" ({row.note})" if row.note else ""))
