@@ -112,7 +112,8 @@ def precision_of(policy: "Precision | str | None", *, platform: str) -> Precisio
 
     Raises ValueError for a name that is unknown, and for float16 on a TPU.
     """
-    if policy is not None and not isinstance(policy, Precision) and policy not in POLICIES:
+    if policy is not None and not isinstance(policy, Precision) and not (
+            isinstance(policy, str) and policy in POLICIES):
         raise UsageError(f"precision={policy!r} is unknown: give one of {', '.join(POLICIES)}, or a Precision.")
     precision = policy if isinstance(policy, Precision) else Precision() if policy is None else POLICIES[policy]
     if platform == "tpu" and jnp.float16 in (precision.params, precision.compute, precision.reduce):

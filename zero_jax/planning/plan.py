@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import trace
 from zero_jax.planning.flops import traced_flops
@@ -131,9 +130,7 @@ def plan(model: Any, stage: int, target: str | Target, batch: Any, *, mesh: int 
     Raises ValueError for a target that is unknown or whose compiler is not installed, a mesh that does not match it, a
     batch that does not divide. A step that does not fit is an answer and no error: see `Plan.fits`.
     """
-    if not isinstance(target, (str, Target)):
-        raise UsageError(f"target={shown(target)}: give a text, as \"h100:8\".")
-    target = target_of(target) if isinstance(target, str) else target
+    target = target if isinstance(target, Target) else target_of(target)
     devices = xla_devices.target_devices(target)
     device_mesh = make_mesh(mesh if isinstance(mesh, int) else tuple(mesh), tensor=tensor, context=context,
                             replica=replica, devices=devices)

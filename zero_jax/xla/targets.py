@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from zero_jax.errors import UsageError, cut, named
+from zero_jax.errors import UsageError, cut, named, printable
 from zero_jax.files import read_regular
 
 MAX_FILE_BYTES, MAX_LINE = 1 << 16, 1000
@@ -185,6 +185,8 @@ def target_of(text: str) -> Target:
 
     Raises ValueError for an unknown chip, impossible dims, or a file that does not describe a chip.
     """
+    if not isinstance(text, str):
+        raise UsageError(f"target={printable(repr(text))}: give a text, as \"h100:8\"; {_known()}")
     name, _, size = text.rpartition(":") if ":" in text else (text, "", "")
     if name not in _files() and not name.endswith(".toml"):
         near = _nearest(name, [known for known in _files() if known.startswith(name)] or _files())
