@@ -170,7 +170,7 @@ def test_a_manifest_that_is_none(saved, tmp_path, text):
     (lambda root, step, state: Checkpoints(root).save(make_step(0, 1), state), "no layout yet"),
     (lambda root, step, state: Checkpoints(root / "3/manifest/data.json").save(step, state), "could not be"),
     (lambda root, step, state: Checkpoints(root / "3/manifest/data.json").restore(step, BATCH), "no check"),
-    (lambda root, step, state: Checkpoints("").steps(), "is empty: give a folder"),
+    (lambda root, step, state: Checkpoints("").steps(), "is an empty text: give the path"),
 ])
 def test_bad_arguments(saved, call, message):
     root, step, before = saved
