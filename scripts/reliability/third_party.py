@@ -43,7 +43,8 @@ BERT = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, 
         "intermediate_size": 2 * WIDTH, "max_position_embeddings": 64}
 VIT = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 2 * WIDTH,
        "image_size": PIXELS, "patch_size": 8, "num_labels": CLASSES}
-LLAMA = {**BERT, "num_key_value_heads": 2, "head_dim": WIDTH // HEADS}
+LLAMA = {**BERT, "num_key_value_heads": 2, "head_dim": WIDTH // HEADS,
+         "max_position_embeddings": 128}  # transformers cuts its table of angles at this many columns
 BART = {"vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2,
         "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "encoder_ffn_dim": 2 * WIDTH,
         "decoder_ffn_dim": 2 * WIDTH, "max_position_embeddings": 64}
