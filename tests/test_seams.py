@@ -18,7 +18,7 @@ from etils import epath
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives as jax_primitives
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zero_jax
@@ -27,6 +27,7 @@ from zero_jax.jaxpr import equations, primitives
 from zero_jax.jaxpr.equations import primitive_of, trace
 from zero_jax.planning.plan import refused_bytes
 from zero_jax.sharding import gather, stored_optimizer
+from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.stored_shape import identity_shape
 from zero_jax.state import ZeroState
 from zero_jax.transforms import reduce_dtype, scatter_calls
@@ -180,11 +181,52 @@ def test_edited_equations_compute():
         jax.tree.map(np.testing.assert_allclose, tuple(looped), expected)
 
 
+# Explicit axes
+
+def on_axes(axis_type):
+    mesh = jax.make_mesh((8,), ("data",), (axis_type,))
+    return mesh, jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, P("data")))
+
+
+def test_axes_are_part_of_an_arrays_type_and_moved_by_device_put():
+    (explicit, typed), (auto, _) = map(on_axes, (AxisType.Explicit, AxisType.Auto))
+
+    def on_auto(x):
+        with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
+            total = gather.constrain(jax.device_put(x, NamedSharding(auto, P())) * 2, auto, P("data")).sum()
+        return jax.sharding.reshard(total, NamedSharding(jax.sharding.get_abstract_mesh(), P())) + 1
+
+    with mend("sharding/auto_axes.py"):
+        assert jax.typeof(typed).sharding.mesh.axis_types == (AxisType.Explicit,)
+        assert jax.sharding.get_abstract_mesh().empty and not jax.typeof(X).sharding.mesh.axis_types
+        with jax.set_mesh(explicit):
+            assert jax.jit(on_auto)(typed) == 65
+
+
+SHARDINGS = {
+    "not under a mesh context": (lambda x: jax.sharding.reshard(x, P("data")), None),
+    "requires a non-empty mesh": (lambda x: jax.lax.with_sharding_constraint(x, P("data")), None),
+    "mesh cannot be empty": (lambda x: jax.shard_map(jnp.sin, in_specs=P("data"), out_specs=P("data"))(x), None),
+    "of type Auto or Manual": (lambda x: jax.sharding.reshard(x, P("data")), AxisType.Auto),
+    "can only refer to Auto axes": (lambda x: gather.constrain(x, on_axes(AxisType.Explicit)[0], P("data")), None),
+    "should match the": (lambda x: on_axes(AxisType.Explicit)[1] * 2, AxisType.Auto),
+    "is not found in mesh": (lambda x: jax.lax.with_sharding_constraint(x, P("embed")), AxisType.Auto),
+}
+
+
+@pytest.mark.parametrize("said", SHARDINGS)
+def test_what_jax_says_of_shardings_that_do_not_fit(said):
+    fun, axis_type = SHARDINGS[said]
+    with jax.set_mesh(on_axes(axis_type)[0]) if axis_type else contextlib.nullcontext(), mend(
+            "sharding/auto_axes.py"), pytest.raises((ValueError, RuntimeError), match=said):
+        trace(fun, jax.ShapeDtypeStruct((8, 4), jnp.float32))
+
+
 # Markers, traces and policies
 
 def param_use():
     mesh = zero_jax.make_mesh(4, tensor=2)
-    return gather.ParamUse(mesh, P("data", "tensor"), P("data", "tensor"), jnp.bfloat16, jnp.float32,
+    return gather.ParamUse(MeshAxes.of(mesh), P("data", "tensor"), P("data", "tensor"), jnp.bfloat16, jnp.float32,
                            identity_shape((8, 4)))
 
 
@@ -235,7 +277,7 @@ def compiled_text():
     mesh = zero_jax.make_mesh(8)
     stored, batch = NamedSharding(mesh, P("data")), jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=NamedSharding(
         mesh, P("data")))
-    use = gather.ParamUse(mesh, P("data"), P("data"), jnp.float32, jnp.float32, identity_shape((64, 64)))
+    use = gather.ParamUse(MeshAxes.of(mesh), P("data"), P("data"), jnp.float32, jnp.float32, identity_shape((64, 64)))
     fields = dict.fromkeys((field.name for field in dataclasses.fields(ZeroState)), None)
     state = ZeroState(**fields | {"params": {"blocks": {"qkv": jax.ShapeDtypeStruct(
         (64, 64), jnp.float32, sharding=stored)}}})

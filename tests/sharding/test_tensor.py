@@ -15,6 +15,7 @@ from support.trained_losses import BATCH, CONFIG, FLAVOURS, LENGTH, VOCAB, batch
 
 import zero_jax
 from models import gpt2
+from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.tensor_rules import TensorRule, tensor_specs
 from zero_jax.transforms.activation_partitioning import Activations
 from zero_jax.transforms.remat import has_checkpoints
@@ -180,9 +181,9 @@ def tree(**shapes):
 
 
 def test_rules_take_the_last_dims_and_the_first_that_matches():
-    mesh = zero_jax.make_mesh(tensor=2)
+    axes = MeshAxes.of(zero_jax.make_mesh(tensor=2))
     params = tree(up=(3, 4, 8), down=(3, 8, 4), scale=(4,))
-    specs = tensor_specs(params, mesh, [("up", P(None, "tensor")), TensorRule("up|down", P("tensor", None), units=4)])
+    specs = tensor_specs(params, axes, [("up", P(None, "tensor")), TensorRule("up|down", P("tensor", None), units=4)])
     assert specs == {"up": P(None, None, "tensor"), "down": P(None, "tensor", None)}
 
 
@@ -199,7 +200,7 @@ def test_rules_take_the_last_dims_and_the_first_that_matches():
 ])
 def test_rules_that_are_refused(rules, metadata, message):
     with pytest.raises(ValueError, match=message):
-        tensor_specs(tree(down=(8, 8), up=(4, 6)), zero_jax.make_mesh(tensor=4), rules, metadata)
+        tensor_specs(tree(down=(8, 8), up=(4, 6)), MeshAxes.of(zero_jax.make_mesh(tensor=4)), rules, metadata)
 
 
 @pytest.mark.parametrize("sizes, options, message", [

@@ -17,6 +17,7 @@ import zero_jax
 from models import gpt2, gpt2_nnx
 from zero_jax.frontends.trace_access import smallest_plain
 from zero_jax.sharding.gather import gather_sequence
+from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.partition import choose_spec
 from zero_jax.xla import devices as xla_devices
@@ -161,10 +162,10 @@ def test_axes_that_are_factored_may_split_different_dims(shape, tiled, spec):
 def test_a_torus_gathers_the_minor_most_axis_first_and_others_a_dim_at_once():
     spec = P(None, ("x", "y"))
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
-    assert gather_sequence(spec, mesh) == [spec, P(None, None)]
+    assert gather_sequence(spec, MeshAxes(mesh, ("x", "y"))) == [spec, P(None, None)]
     described = xla_devices.target_devices("v5e:2x4")
     torus = jax.sharding.Mesh(np.array(described).reshape(2, 4), ("x", "y"))
-    assert gather_sequence(spec, torus) == [spec, P(None, "x"), P(None, None)]
+    assert gather_sequence(spec, MeshAxes(torus, ("x", "y"))) == [spec, P(None, "x"), P(None, None)]
 
 
 @pytest.mark.parametrize("needed", [set(), {"c"}, {"a", "h"}, set("abcdefgh")])

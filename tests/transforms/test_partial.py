@@ -18,6 +18,7 @@ from support.workloads import FLAVOURS, MLPS, classify, token_batches, vector_ba
 import zero_jax
 from models import gpt2
 from zero_jax.sharding import reduce_scatter as scatter
+from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.transforms import scatter_calls
 from zero_jax.tree import named_leaves
 from zero_jax.xla import devices as xla_devices
@@ -174,7 +175,8 @@ def reduced(shape, spec):
     """Whole numbers of each of 8 simulated devices, reduced as a TPU does, and their sum."""
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     parts = np.random.default_rng(0).integers(-99, 99, (8, *shape)).astype(np.float32)
-    summed = jax.shard_map(lambda part: scatter.reduce_parts(part[0], mesh, spec), mesh=mesh, in_specs=P(("x", "y")),
+    axes = MeshAxes(mesh, ("x", "y"))
+    summed = jax.shard_map(lambda part: scatter.reduce_parts(part[0], axes, spec), mesh=mesh, in_specs=P(("x", "y")),
                            out_specs=spec, check_vma=False)
     return np.asarray(jax.jit(summed)(parts)), parts.sum(0)
 
@@ -218,7 +220,7 @@ def wire(target, shape, spec, product=False):
 
     def part(left, right):
         value = left[0].T @ right[0] if product else left[0] * right
-        return scatter.reduce_parts(value.astype(jnp.bfloat16), mesh, spec)
+        return scatter.reduce_parts(value.astype(jnp.bfloat16), MeshAxes.of(mesh), spec)
 
     splits = [P(mesh.axis_names) if size else P() for size in sizes]
     summed = jax.shard_map(part, mesh=mesh, in_specs=tuple(splits), out_specs=spec, check_vma=False)

@@ -28,6 +28,7 @@ from zero_jax.checkpoint.manifest import (
 from zero_jax.checkpoint.retention import LOG, Folder
 from zero_jax.distributed.agreement import all_or_none
 from zero_jax.errors import UsageError
+from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import check_state, check_step
 from zero_jax.step.step import ZeroTrainStep
@@ -55,13 +56,13 @@ class Restored:
 
 
 def _one_at_a_time(method: Method) -> Method:
-    """Makes threads that call the methods of one object wait for each other."""
+    """Makes threads that call the methods of one object wait for each other; under any `jax.set_mesh`."""
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
         with self._threads:
             return method(self, *args, **options)
 
-    return cast(Method, call)
+    return cast(Method, in_any_context(call))
 
 
 class Checkpoints:
@@ -286,9 +287,8 @@ class Checkpoints:
 
 
 def _run(step: ZeroTrainStep) -> dict[str, Any]:
-    mesh = step.mesh
-    return {"stage": step.stage.number, "mesh": dict(mesh.shape), "devices": mesh.size,
-            "platform": mesh.devices.flat[0].platform, "processes": jax.process_count()}
+    return {"stage": step.stage.number, "mesh": step.axes.sizes, "devices": step.mesh.size,
+            "platform": step.axes.platform, "processes": jax.process_count()}
 
 
 def _versions() -> dict[str, str]:

@@ -19,6 +19,7 @@ from zero_jax.errors import UsageError
 from zero_jax.interop.naming import OWN, Names, Parts
 from zero_jax.interop.safetensors_file import DTYPES, Piece, Tensor, check_target, find_tensors, write_tensors
 from zero_jax.interop.shard_reader import stored_part
+from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.stored_shape import StoredShape, identity_shape
 from zero_jax.state import ZeroState
@@ -33,6 +34,7 @@ MAX_FILE_BYTES = 5 << 30
 """Of tensors in one exported file; more are written as several files with an index."""
 
 
+@in_any_context
 def import_params(path: Path | str, step: Any, state: ZeroState, batch: Any, *, names: Names = OWN) -> ZeroState:
     """`state` with the parameters of a file and a freshly initialised optimizer state for them; donates `state`.
 
@@ -74,6 +76,7 @@ def import_params(path: Path | str, step: Any, state: ZeroState, batch: Any, *, 
         state, params, optimizer=step.optimizer, layout=layout, frozen=frozen, variables=variables)
 
 
+@in_any_context
 def export_params(path: Path | str, state: ZeroState, layout: Layout, *, names: Names = OWN, dtype: Any = None,
                   ema: bool = False, max_file_bytes: int = MAX_FILE_BYTES) -> list[Path]:
     """Writes the parameters of `state`, gathered and in their logical shapes, as safetensors; returns the paths.

@@ -17,7 +17,7 @@ from zero_jax.optim.compatibility import takes_value
 from zero_jax.sharding.gather import constrain
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh import is_tpu
-from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
 from zero_jax.sharding.partition import OWNED, choose_spec
 from zero_jax.sharding.stored_update import update_stored
 from zero_jax.tree import named_leaves
@@ -27,7 +27,8 @@ MATRICES_SCOPE = "zero_matrices"
 
 
 def whole_matrices(inner: optax.GradientTransformation, mesh: Mesh, placement: Literal["owner", "gather"] = "owner", *,
-                   axis: str | Sequence[str] | None = None) -> optax.GradientTransformationExtraArgs:
+                   axis: str | Sequence[str] | None = None, axis_roles: AxisRoles | None = None
+                   ) -> optax.GradientTransformationExtraArgs:
     """`inner` on whole matrices, one at a time, in a step whose gradients are sharded.
 
     Left alone, the partitioner splits each product inside of `inner` and reduces each of their sums. Here matrices of
@@ -46,6 +47,7 @@ def whole_matrices(inner: optax.GradientTransformation, mesh: Mesh, placement: L
       mesh: that of the train step.
       placement: "owner" or "gather".
       axis: as for `make_zero_train_step`.
+      axis_roles: as for `make_zero_train_step`.
 
     Raises ValueError for another placement and, in `init`, for a leaf that is no matrix: give those to another
     optimizer with `optax.partition`.
@@ -59,7 +61,8 @@ def whole_matrices(inner: optax.GradientTransformation, mesh: Mesh, placement: L
     if placement not in ("owner", "gather"):
         raise UsageError(f"placement={placement!r} is unknown: give 'owner' (each device computes its own matrices) or "
                          "'gather' (each computes all of them).")
-    axes, run = MeshAxes.of(mesh, axis).zero, takes_value(inner)
+    mesh_axes, run = MeshAxes.of(mesh, axis, axis_roles), takes_value(inner)
+    mesh, axes = mesh_axes.mesh, mesh_axes.zero
     sizes = {name: mesh.shape[name] for name in axes}
     parts = math.prod(sizes.values()) if placement == "owner" else 1
     stack_spec = P(axes) if placement == "owner" else P()

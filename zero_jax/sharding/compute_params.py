@@ -5,12 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.sharding.gather import GATHER_SCOPE, compute_spec, gather, gather_sequence, names_of
 from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.mesh import is_tpu
+from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import leaf_bytes, map_named
 
 MAX_GATHER_BYTES = 2**30
@@ -29,13 +28,13 @@ def gather_compute_params(params: Any, layout: Layout, donated: Any = None) -> A
 
     def copy(name: str, param: jax.Array, shard: Any, like: Any, stored_shape: Any, donated: Any = None) -> jax.Array:
         param, layers = param.astype(like.dtype), stored_shape.identity_dim(layout.reads[name].stacked)
-        if layers is None or compute_spec(shard.spec) == shard.spec:  # nothing to slice, or nothing to gather
-            return gather(param, layout.mesh, shard.spec)
+        if layers is None or compute_spec(shard.spec, layout.axes) == shard.spec:  # nothing to slice, or to gather
+            return gather(param, layout.axes, shard.spec)
         rounds = _rounds(like.shape[layers], leaf_bytes(like.sharding.shard_shape(like.shape), like.dtype))
         if rounds == 1:
-            return gather(param, layout.mesh, shard.spec)
+            return gather(param, layout.axes, shard.spec)
         donated = jnp.zeros(like.shape, like.dtype) if donated is None else donated
-        return _gather_rounds(param, donated, layout.mesh, shard.spec, layers, rounds)
+        return _gather_rounds(param, donated, layout.axes, shard.spec, layers, rounds)
 
     return map_named(copy, params, layout.gradients, layout.state.weights, layout.stored_shapes.params,
                      *[] if donated is None else [donated])
@@ -47,14 +46,15 @@ def _rounds(layers: int, size: int) -> int:
                  if layers % rounds == 0 and size <= rounds * MAX_GATHER_BYTES), layers)
 
 
-def _gather_rounds(param: jax.Array, donated: jax.Array, mesh: Mesh, spec: P, dim: int, rounds: int) -> jax.Array:
+def _gather_rounds(param: jax.Array, donated: jax.Array, mesh_axes: MeshAxes, spec: P, dim: int, rounds: int
+                   ) -> jax.Array:
     """`param`, sharded by `spec`, gathered into `donated` in `rounds` slices of `dim`.
 
     A `shard_map`, and on a GPU one row of the result per round: otherwise XLA gives the result the memory layout of
     what it gathers and transposes it at the end, which takes as much memory again. On a TPU rows would need a copy, for
     its tiles, and are not needed.
     """
-    rows = not is_tpu(mesh)
+    rows = not mesh_axes.is_tpu
 
     def fill(param: jax.Array, donated: jax.Array) -> jax.Array:
         size = param.shape[dim] // rounds
@@ -62,7 +62,7 @@ def _gather_rounds(param: jax.Array, donated: jax.Array, mesh: Mesh, spec: P, di
         def step(index: jax.Array, result: jax.Array) -> jax.Array:
             part = jax.lax.dynamic_slice_in_dim(param, index * size, size, dim)
             with jax.named_scope(GATHER_SCOPE):
-                for before, after in itertools.pairwise(gather_sequence(spec, mesh)):
+                for before, after in itertools.pairwise(gather_sequence(spec, mesh_axes)):
                     axes = tuple(axis for axis in names_of(before) if axis not in names_of(after))
                     split = next(at for at, entry in enumerate(before) if axes[0] in names_of(P(entry)))
                     part = jax.lax.all_gather(part, axes, axis=split, tiled=True)
@@ -73,6 +73,6 @@ def _gather_rounds(param: jax.Array, donated: jax.Array, mesh: Mesh, spec: P, di
         result = donated.reshape(rounds, -1) if rows else donated
         return jax.lax.fori_loop(0, rounds, step, result).reshape(donated.shape)
 
-    gathered = compute_spec(spec)
-    return jax.shard_map(fill, mesh=mesh, in_specs=(spec, gathered), out_specs=gathered, check_vma=False)(
+    gathered = compute_spec(spec, mesh_axes)
+    return jax.shard_map(fill, mesh=mesh_axes.mesh, in_specs=(spec, gathered), out_specs=gathered, check_vma=False)(
         param, donated)

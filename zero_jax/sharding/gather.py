@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.jaxpr.equations import JaxprEqn
 from zero_jax.jaxpr.primitives import checkpoint_names
-from zero_jax.sharding.mesh import TENSOR, is_tpu
+from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.stored_shape import StoredShape
 
 GATHERED = "zero_gathered"
@@ -40,13 +40,18 @@ class ParamUse:
     secondary: mesh axes over which backward gathers once more, from a copy that the others gathered (hpZ).
     """
 
-    mesh: Mesh
+    axes: MeshAxes
     stored: P
     reduced: P | None
     dtype: Any
     reduce: Any
     stored_shape: StoredShape
     secondary: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self.axes.mesh
 
     def drop_dim(self, index: int) -> "ParamUse":
         """This use inside a loop or map over dim `index`, where the array has one dim less."""
@@ -83,39 +88,39 @@ def constrain(value: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
     return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
 
 
-def gather_sequence(spec: P, mesh: Mesh, last: Sequence[str] = ()) -> list[P]:
-    """The specs from `spec` to `compute_spec(spec)`, each with one mesh axis less, minor-most first, then `last`.
+def gather_sequence(spec: P, axes: MeshAxes, last: Sequence[str] = ()) -> list[P]:
+    """The specs from `spec` to `compute_spec(spec, axes)`, each with one mesh axis less, minor-most first, then `last`.
 
     A TPU gathers along one axis of its torus after another; where there is no torus, all axes of a dim go at once.
     """
     entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
     specs = [spec]
-    for axis in sorted(reversed(mesh.axis_names), key=lambda axis: axis in last):
+    for axis in sorted(reversed(axes.mesh.axis_names), key=lambda axis: axis in last):
         dim = next((dim for dim, entry in enumerate(entries) if axis in entry), None)
-        if axis != TENSOR and dim is not None:
-            gone = {axis} if is_tpu(mesh) else {
-                name for name in entries[dim] if name != TENSOR and (name in last) == (axis in last)}
+        if axis != axes.tensor and dim is not None:
+            gone = {axis} if axes.is_tpu else {
+                name for name in entries[dim] if name != axes.tensor and (name in last) == (axis in last)}
             entries[dim] = tuple(name for name in entries[dim] if name not in gone)
             specs.append(P(*[None if not e else e[0] if len(e) == 1 else e for e in entries]))
     return specs
 
 
-def compute_spec(spec: P) -> P:
+def compute_spec(spec: P, axes: MeshAxes) -> P:
     """The spec with which the model reads a parameter that is stored with `spec`: split over `tensor` alone."""
-    return P(*[TENSOR if entry == TENSOR or isinstance(entry, tuple) and TENSOR in entry else None for entry in spec])
+    return P(*[axes.tensor if axes.tensor in names_of(P(entry)) else None for entry in spec])
 
 
-def gather(value: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
+def gather(value: jax.Array, axes: MeshAxes, spec: P) -> jax.Array:
     """`value`, which is laid out by `spec`, as it is used: replicated, or split over `tensor` alone."""
     with jax.named_scope(GATHER_SCOPE):
-        for step in gather_sequence(spec, mesh):
-            value = constrain(value, mesh, step)
+        for step in gather_sequence(spec, axes):
+            value = constrain(value, axes.mesh, step)
     return value
 
 
 def _secondary(use: ParamUse) -> P:
     """The spec of what is gathered over all axes but the secondary ones and `tensor`."""
-    remaining = {TENSOR, *use.secondary}
+    remaining = {use.axes.tensor, *use.secondary}
     entries = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in use.stored]
     return P(*[tuple(name for name in entry if name in remaining) or None for entry in entries])
 
@@ -124,7 +129,7 @@ def _secondary(use: ParamUse) -> P:
 def _gather_secondary(value: jax.Array, use: ParamUse) -> jax.Array:
     value, target = constrain(value, use.mesh, use.stored).astype(use.dtype), _secondary(use)
     with jax.named_scope(GATHER_SCOPE):
-        for step in gather_sequence(use.stored, use.mesh, use.secondary):
+        for step in gather_sequence(use.stored, use.axes, use.secondary):
             if set(names_of(step)) >= set(names_of(target)):
                 value = constrain(value, use.mesh, step)
     return checkpoint_name(value, SECONDARY)
@@ -142,7 +147,7 @@ def _gather(value: jax.Array, use: ParamUse) -> jax.Array:
     # weight stays alive between them. The second keeps the cast on the shard: what is sent is of use.dtype.
     spec = _secondary(use) if use.secondary else use.stored
     value = constrain(value, use.mesh, spec).astype(use.dtype)
-    value = use.stored_shape.load(gather(value, use.mesh, spec))
+    value = use.stored_shape.load(gather(value, use.axes, spec))
     if use.stored_shape.merges:  # XLA:GPU cannot tile a product that takes a slice of a merged weight as its operand
         value = jax.lax.optimization_barrier(value)
     return checkpoint_name(value, GATHERED)
@@ -167,8 +172,8 @@ _carrier.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _read(carrier: jax.Array, gathered: jax.Array, use: ParamUse) -> jax.Array:
-    for dim, entry in enumerate(compute_spec(use.stored)):
-        if entry == TENSOR:
+    for dim, entry in enumerate(compute_spec(use.stored, use.axes)):
+        if entry is not None:
             gathered = checkpoint_name(gathered, f"{_SPLIT}{dim}")
     return checkpoint_name(gathered, GATHERED)
 
@@ -188,7 +193,7 @@ def _scatter(gradient: jax.Array, use: ParamUse) -> jax.Array:
 
     def zero_scatter(value: jax.Array) -> jax.Array:
         value = use.stored_shape.store(value)
-        for step in reversed(gather_sequence(spec, use.mesh, use.secondary)):
+        for step in reversed(gather_sequence(spec, use.axes, use.secondary)):
             value = constrain(value, use.mesh, step)
         return value
 

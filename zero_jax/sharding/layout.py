@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from zero_jax.sharding.auto_axes import computing_on, on_auto_axes
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.partition import choose_spec, parts_of
@@ -166,7 +167,8 @@ class Layout:
 
     def load(self, state: ZeroState) -> ZeroState:
         """`state` in its true shapes, each leaf in as many parts as its dims allow; `store` is the inverse."""
-        return jax.tree.map(self._load, self.stored_shapes, state)
+        with computing_on(self.mesh):
+            return jax.tree.map(self._load, self.stored_shapes, state)
 
     def _load(self, stored_shape: StoredShape, leaf: jax.Array) -> jax.Array:
         if stored_shape.is_identity:
@@ -179,7 +181,8 @@ class Layout:
         def put(stored_shape: StoredShape, like: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
             return jax.jit(stored_shape.store, out_shardings=like.sharding)(leaf)
 
-        return jax.tree.map(put, self.stored_shapes, self.state, state)
+        with computing_on(self.mesh):
+            return jax.tree.map(put, self.stored_shapes, self.state, on_auto_axes(state, self.mesh))
 
 
 def _padding_note(stored_shape: StoredShape) -> str:

@@ -58,7 +58,8 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
     mesh, stage, precision, tensor_specs = axes.mesh, policy.stage, policy.precision, tensor_specs or {}
     # The hpZ axes are the major ones: what the others gather is then one block of each of theirs.
     sizes = {name: axes.size(name) for name in sorted(axes.zero, key=lambda name: name not in policy.hpz_axes)}
-    splits = {name: Split(tuple(spec).index(axes.tensor), axes.tensor_size) for name, spec in tensor_specs.items()}
+    splits = {name: Split(tuple(spec).index(axes.tensor), axes.tensor_size, axes.tensor)
+              for name, spec in tensor_specs.items()}
 
     def put(leaf: jax.ShapeDtypeStruct, spec: Spec, stored_shape: StoredShape) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(stored_shape.stored, leaf.dtype, sharding=NamedSharding(mesh, spec))
@@ -81,7 +82,7 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
         params, optimizer, sizes if stage.shards_optimizer else {}, reads, tiled=axes.is_tpu, splits=splits)
     has_weights = not stage.shards_params and any(
         leaf.dtype != as_read(name, leaf).dtype for name, leaf in named_leaves(params))
-    unsharded_specs = map_specs(compute_spec, sharded_specs)
+    unsharded_specs = map_specs(lambda spec: compute_spec(spec, axes), sharded_specs)
     shards_master = stage.shards_params or has_weights and stage.shards_optimizer
     param_specs = sharded_specs if shards_master else unsharded_specs
     weights = jax.tree.map(put, map_named(as_read, params), unsharded_specs, param_shapes) if has_weights else None
@@ -98,14 +99,14 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
         dtype, reduce = precision.read_dtype(name, leaf.dtype), precision.reduce_dtype(name, leaf.dtype)
         if not stage.shards_optimizer and reduce == dtype and name not in tensor_specs:
             return None  # the partitioner all-reduces by itself
-        return ParamUse(mesh, stored if stage.shards_params else compute_spec(stored),
+        return ParamUse(axes, stored if stage.shards_params else compute_spec(stored, axes),
                         reduced if policy.reduce_at_use else None, dtype, reduce, stored_shape,
                         policy.hpz_axes if stage.shards_params else ())
 
     def use_frozen(name: str, leaf: jax.ShapeDtypeStruct, stored: Spec, stored_shape: StoredShape) -> ParamUse | None:
         if not stage.shards_params and name not in tensor_specs:
             return None
-        return ParamUse(mesh, stored, None, leaf.dtype, leaf.dtype, stored_shape, policy.hpz_axes)
+        return ParamUse(axes, stored, None, leaf.dtype, leaf.dtype, stored_shape, policy.hpz_axes)
 
     has_ema = state.ema is not None
     return Layout(

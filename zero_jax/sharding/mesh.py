@@ -113,6 +113,11 @@ def _checked(devices: Any) -> list[jax.Device]:
     return listed
 
 
+def default_mesh() -> Mesh:
+    """The mesh of `jax.set_mesh` where one is set; else `make_mesh()`."""
+    return make_mesh() if jax.sharding.get_abstract_mesh().empty else jax.sharding.get_mesh()
+
+
 def _torus(devices: Sequence[jax.Device]) -> tuple[int, ...]:
     """Sizes along the axes of a TPU slice, the first two of three as one; else the number of devices.
 

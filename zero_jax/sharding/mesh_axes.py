@@ -2,15 +2,20 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.arguments import texts
+from zero_jax.arguments import shown, texts
 from zero_jax.errors import UsageError
+from zero_jax.sharding.auto_axes import auto_mesh
 from zero_jax.sharding.mesh import CONTEXT, DATA, REPLICA, TENSOR, is_tpu
 from zero_jax.typing import AxisNames
+
+AxisRoles: TypeAlias = Mapping[str, str | Sequence[str]]
+"""Role -> the name of the mesh axis that has it; `data` may have several, major first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +26,7 @@ class MeshAxes:
     further role (pipeline stages, experts) is a further field here, with its `_size` and `_enabled`.
 
     Attributes:
-        mesh: the devices.
+        mesh: the devices; its axes are Auto, whatever those of the mesh were that `of` got.
         zero: the axes over which ZeRO shards, major first; with sequences split over `context`, it is one of them.
         replica: the axis across which the shards are replicated (hybrid sharding).
         context: the axis over which the sequence is split (context parallelism).
@@ -35,34 +40,39 @@ class MeshAxes:
     tensor: str = TENSOR
 
     @classmethod
-    def of(cls, mesh: Mesh, axis: str | Sequence[str] | None = None) -> "MeshAxes":
+    def of(cls, mesh: Mesh, axis: str | Sequence[str] | None = None, roles: AxisRoles | None = None) -> "MeshAxes":
         """The roles of the axes of `mesh`.
 
         axis: those that ZeRO shards over, major first; None takes `data`, or `data_0`, `data_1`, ..., and `context`.
+        roles: names of axes by role (`data`, `replica`, `context`, `tensor`), where they are not these.
         Raises ValueError if `mesh` lacks one of them, or has an axis without a role.
         """
         if not isinstance(mesh, Mesh):
             raise UsageError(f"mesh={mesh!r} is not a jax.sharding.Mesh: make one with zero_jax.make_mesh().")
-        sizes = dict(mesh.shape)
-        if axis is None:
-            zero = tuple(name for name in mesh.axis_names if name in (DATA, CONTEXT) or name.startswith(DATA + "_"))
-        else:
+        sizes, roles = dict(mesh.shape), _checked_roles(mesh, axis, roles or {})
+        replica, context, tensor = (str(roles.get(role, role)) for role in (REPLICA, CONTEXT, TENSOR))
+        if axis is not None:
             zero = texts("axis", axis, "(\"data_0\", \"data_1\")")
+        elif DATA in roles:
+            zero = (*_names(roles[DATA]), *[context] * (context in sizes))
+        else:
+            zero = tuple(name for name in mesh.axis_names if name in (DATA, context) or name.startswith(DATA + "_"))
         missing = [name for name in zero if name not in sizes]
         if missing or not zero:
             raise UsageError(
                 f"The mesh has axes {sizes} and no axis {', '.join(map(repr, missing)) or repr(DATA)} for ZeRO to "
-                "shard over: name its axis with axis=..., or build the mesh with zero_jax.make_mesh().")
-        known = {*zero, REPLICA, TENSOR}
+                f"shard over: name it with axis_roles={{\"data\": {mesh.axis_names[0]!r}}}, say, or build the mesh "
+                "with zero_jax.make_mesh().")
+        known = {*zero, replica, tensor}
         if unknown := [name for name in mesh.axis_names if name not in known and sizes[name] > 1]:
             raise UsageError(
                 f"The mesh has axes {sizes}, and {', '.join(map(repr, unknown))} has no role: ZeRO shards over "
-                f"{zero}, replicates across {REPLICA!r} and splits by rules over {TENSOR!r}. Rename it, or include it "
-                "in axis=....")
-        if TENSOR in zero:
+                f"{zero}, replicates across {replica!r} and splits by rules over {tensor!r}. Give it a role with "
+                f"axis_roles={{\"tensor\": {unknown[0]!r}}}, say (data, replica, context or tensor), or rename it.")
+        if tensor in zero:
             raise UsageError(
-                f"axis={zero}: rules split parameters over {TENSOR!r}, and ZeRO cannot shard over it as well.")
-        return cls(mesh, zero)
+                f"axis={zero}: rules split parameters over {tensor!r}, and ZeRO cannot shard over it as well.")
+        return cls(auto_mesh(mesh), zero, replica, context, tensor)
 
     def size(self, *names: str) -> int:
         """Devices along these axes together; an axis that the mesh lacks counts 1."""
@@ -109,6 +119,13 @@ class MeshAxes:
         return self.tensor_size > 1
 
     @property
+    def is_flat(self) -> bool:
+        """Whether ZeRO shards over one axis alone, beside `context`, and nothing is replicated across another."""
+        others = {self.context, self.tensor}
+        return (set(self.mesh.axis_names) <= {*self.zero, *others}
+                and sum(name != self.context for name in self.zero) <= 1)
+
+    @property
     def batch(self) -> AxisNames:
         """The axes over which the examples of a batch are split: the replicas, then ZeRO's but for `context`."""
         replicas = (self.replica,) if self.replica in self.mesh.axis_names and self.replica not in self.zero else ()
@@ -138,3 +155,30 @@ class MeshAxes:
     def is_tpu(self) -> bool:
         """Whether the devices are TPUs: collectives run along one mesh axis after another, and arrays have tiles."""
         return is_tpu(self.mesh)
+
+
+def _names(axes: str | Sequence[str]) -> AxisNames:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _checked_roles(mesh: Mesh, axis: str | Sequence[str] | None, roles: AxisRoles) -> AxisRoles:
+    """`roles`; raises ValueError for roles that do not exist, or that do not fit the axes of `mesh`."""
+    known = (DATA, REPLICA, CONTEXT, TENSOR)
+    what = f"axis_roles={shown(roles)}: "
+    if not isinstance(roles, Mapping):
+        raise UsageError(f"{what}give names of axes by role, as {{\"data\": {mesh.axis_names[0]!r}}}.")
+    if unknown := [role for role in roles if role not in known]:
+        hint = f" (give {{role: name}}: {{\"data\": {unknown[0]!r}}}, say)" if unknown[0] in mesh.axis_names else ""
+        raise UsageError(f"{what}there is no role {unknown[0]!r}: the roles are {', '.join(known)}{hint}.")
+    if axis is not None and DATA in roles:
+        raise UsageError(f"{what}axis={axis!r} names the axes that ZeRO shards over as well: give one of the two.")
+    names = [(role, name) for role, given in roles.items()
+             for name in texts(f"axis_roles: {role}", given, "\"fsdp\"")]
+    for role, name in names:
+        if name not in mesh.axis_names:
+            raise UsageError(f"{what}the mesh {dict(mesh.shape)} has no axis {name!r}.")
+        if role != DATA and not isinstance(roles[role], str):
+            raise UsageError(f"{what}{role} is one axis: give its name.")
+        if name in known and name != role or sum(name == other for _, other in names) > 1:
+            raise UsageError(f"{what}the axis {name!r} would have two roles: give each axis of the mesh one.")
+    return roles

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.sharding.mesh import TENSOR, fills_tiles
+from zero_jax.sharding.mesh import fills_tiles
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.stored_shape import StoredShape, identity_shape
 
@@ -33,10 +33,11 @@ Measured on v5e: shards of full rows of 128 values are all-gathered, others all-
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The dim of a leaf that tensor parallelism splits, and into how many parts; ZeRO shards each part."""
+    """The dim of a leaf that tensor parallelism splits, and over how many devices of `axis`; ZeRO shards each part."""
 
     dim: int
     num_shards: int
+    axis: str
 
     def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one part of a leaf of `shape`."""
@@ -53,7 +54,7 @@ class Split:
         """The spec of the leaf, from that of one part."""
         entry = spec[self.dim]
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        return P(*spec[:self.dim], (TENSOR, *names) if names else TENSOR, *spec[self.dim + 1:])
+        return P(*spec[:self.dim], (self.axis, *names) if names else self.axis, *spec[self.dim + 1:])
 
 
 def choose_spec(shape: tuple[int, ...], sizes: Mapping[str, int], read: ParamAccess | None = None, *,

@@ -9,18 +9,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.sharding.mesh import TENSOR, fills_tiles, is_tpu, tile_block
+from zero_jax.sharding.mesh import fills_tiles, is_tpu, tile_block
+from zero_jax.sharding.mesh_axes import MeshAxes
 
 MAX_UNPADDED_ROWS = 2**14
 """With more rows than this, a TPU all-reduces instead of scattering columns unless the rows are a multiple of four
 tiles: XLA finds no size for the pieces. With more rows XLA (jax 0.10) also fails to compile some flatter arrays."""
 
 
-def reduce_parts(value: jax.Array, mesh: Any, spec: P) -> jax.Array:
+def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P) -> jax.Array:
     """The sum of the devices' `value`s, sharded by `spec`: each device returns its shard. For `jax.shard_map`."""
+    mesh, tensor = mesh_axes.mesh, mesh_axes.tensor
     splits = [(dim, (entry,) if isinstance(entry, str) else entry) for dim, entry in enumerate(spec) if entry]
-    splits = [(dim, tuple(axis for axis in axes if axis != TENSOR)) for dim, axes in splits]
-    rest = tuple(axis for axis in mesh.axis_names if axis != TENSOR and all(axis not in axes for _, axes in splits))
+    splits = [(dim, tuple(axis for axis in axes if axis != tensor)) for dim, axes in splits]
+    rest = tuple(axis for axis in mesh.axis_names if axis != tensor and all(axis not in axes for _, axes in splits))
     if is_tpu(mesh):
         for dim, axis in _scatter_order(value.size, mesh, splits):
             value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis))

@@ -9,12 +9,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.arguments import patterns, shown, whole
 from zero_jax.errors import UsageError
 from zero_jax.sharding.mesh import TENSOR
+from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import named_leaves
 
 
@@ -22,8 +22,9 @@ from zero_jax.tree import named_leaves
 class TensorRule:
     """Parameters in whose name `re.search` finds `pattern` are split as `spec` says.
 
-    spec: an entry for each of the parameter's last dims, None or "tensor"; dims before those, over which a loop runs,
-    are not split. units: number of indivisible parts (attention heads), a multiple of the size of the axis.
+    spec: an entry for each of the parameter's last dims, None or "tensor", or that axis by the mesh's own name for it;
+    dims before those, over which a loop runs, are not split. units: number of indivisible parts (attention heads), a
+    multiple of the size of the axis.
     """
 
     pattern: str
@@ -51,66 +52,71 @@ def rules_of(rules: Any) -> tuple[TensorRule, ...]:
     return tuple(rule if isinstance(rule, TensorRule) else TensorRule(*rule) for rule in rules)
 
 
-def tensor_specs(params: Any, mesh: Mesh, rules: Sequence[TensorRule | tuple[Any, ...]] = (),
+def tensor_specs(params: Any, axes: MeshAxes, rules: Sequence[TensorRule | tuple[Any, ...]] = (),
                  metadata: Mapping[str, Sequence[Any]] | None = None) -> dict[str, P]:
     """The spec of each parameter that is split over `tensor`, with an entry for each dim; empty without that axis.
 
     The first rule that matches counts. metadata: Flax's partitioning metadata by parameter, names of mesh axes of which
-    only `tensor` is used. Raises ValueError for a rule that matches nothing, a spec that does not fit its parameter or
-    contradicts the metadata, dims and units that the axis does not divide, and an axis `tensor` over which nothing is
-    split.
+    only that of tensor parallelism is used, by its own name or as `tensor`. Raises ValueError for a rule that matches
+    nothing, a spec that does not fit its parameter or contradicts the metadata, dims and units that the axis does not
+    divide, and an axis for tensor parallelism over which nothing is split.
     """
     rules = rules_of(rules)
-    num_shards, leaves = mesh.shape.get(TENSOR, 1), named_leaves(params)
+    tensor, num_shards, leaves = axes.tensor, axes.tensor_size, named_leaves(params)
     for rule in rules:
         if not any(re.search(rule.pattern, name) for name, _ in leaves):
             raise UsageError(f"tensor_rules: {rule.pattern!r} matches no parameter. There are: "
                              f"{', '.join(name for name, _ in leaves)}.")
         if rule.units is not None and rule.units % num_shards:
             raise UsageError(f"tensor_rules: {rule.pattern!r} is made of {rule.units} units (heads), which do not "
-                             f"divide over the {num_shards} devices of the axis {TENSOR!r} of the mesh "
-                             f"{dict(mesh.shape)}: give a size of that axis which divides {rule.units}.")
+                             f"divide over the {num_shards} devices of the axis {tensor!r} of the mesh "
+                             f"{axes.sizes}: give a size of that axis which divides {rule.units}.")
     specs: dict[str, P] = {}
     for name, leaf in leaves:
         rule = next((rule for rule in rules if re.search(rule.pattern, name)), None)
-        from_metadata = _metadata_spec(name, leaf, (metadata or {}).get(name))
-        spec = from_metadata if rule is None else _rule_spec(name, leaf, rule)
+        from_metadata = _metadata_spec(name, leaf, (metadata or {}).get(name), tensor)
+        spec = from_metadata if rule is None else _rule_spec(name, leaf, rule, tensor)
         if rule is not None and from_metadata is not None and from_metadata != spec:
             raise UsageError(f"Parameter {name} of shape {leaf.shape} is {from_metadata} by the model's own metadata, "
                              f"and {spec} by the rule {rule.pattern!r} of tensor_rules: make them agree, or drop one.")
-        if spec is None or TENSOR not in spec:
+        if spec is None or tensor not in spec:
             continue
         for dim, entry in enumerate(spec):
-            if entry == TENSOR and leaf.shape[dim] % num_shards:
+            if entry == tensor and leaf.shape[dim] % num_shards:
                 raise UsageError(
                     f"Parameter {name} of shape {leaf.shape}: dim {dim} of {leaf.shape[dim]} does not divide over the "
-                    f"{num_shards} devices of the axis {TENSOR!r} of the mesh {dict(mesh.shape)}. Give a size of that "
+                    f"{num_shards} devices of the axis {tensor!r} of the mesh {axes.sizes}. Give a size of that "
                     "axis which divides it, or a model whose dim does (a vocabulary is padded to a multiple of "
                     f"{num_shards}).")
         specs[name] = spec
     if num_shards > 1 and not specs:
-        raise UsageError(f"The mesh {dict(mesh.shape)} has an axis {TENSOR!r}, and no parameter is split over it: give "
-                         "tensor_rules=[(\"up/kernel\", P(None, \"tensor\")), ...], or partitioning metadata in the "
+        raise UsageError(f"The mesh {axes.sizes} has an axis {tensor!r}, and no parameter is split over it: give "
+                         f"tensor_rules=[(\"up/kernel\", P(None, \"{tensor}\")), ...], or partitioning metadata in the "
                          "model, or a mesh without that axis.")
     return specs if num_shards > 1 else {}
 
 
-def _rule_spec(name: str, leaf: Any, rule: TensorRule) -> P:
+def _rule_spec(name: str, leaf: Any, rule: TensorRule, tensor: str) -> P:
     """The rule's spec with an entry for each dim of `leaf`."""
-    spec = rule.spec
-    strange = any(entry not in (None, TENSOR) for entry in spec)
-    if strange or sum(entry == TENSOR for entry in spec) > 1 or len(spec) > len(leaf.shape):
+    spec = _by_name(rule.spec, tensor)
+    strange = any(entry not in (None, tensor) for entry in spec)
+    if strange or sum(entry == tensor for entry in spec) > 1 or len(spec) > len(leaf.shape):
         raise UsageError(
-            f"tensor_rules: {rule.pattern!r} asks for {spec} of parameter {name} of shape {leaf.shape}: give one entry "
-            f"for each of its last dims, None or {TENSOR!r}, the latter at most once.")
+            f"tensor_rules: {rule.pattern!r} asks for {rule.spec} of parameter {name} of shape {leaf.shape}: give one "
+            f"entry for each of its last dims, None or {tensor!r}, the latter at most once.")
     return P(*[None] * (len(leaf.shape) - len(spec)), *spec)
 
 
-def _metadata_spec(name: str, leaf: Any, names: Sequence[Any] | None) -> P | None:
+def _metadata_spec(name: str, leaf: Any, names: Sequence[Any] | None, tensor: str) -> P | None:
     """The spec of a parameter by its partitioning metadata; None where they do not name this axis."""
-    if names is None or TENSOR not in names:
+    if names is None or tensor not in (names := _by_name(names, tensor)):
         return None
     if len(names) != len(leaf.shape):
         raise UsageError(f"Parameter {name} of shape {leaf.shape} has partitioning metadata {tuple(names)}: one entry "
                          "for each dim is needed.")
-    return P(*[TENSOR if entry == TENSOR else None for entry in names])
+    return P(*[tensor if entry == tensor else None for entry in names])
+
+
+def _by_name(entries: P | Sequence[Any], tensor: str) -> tuple[Any, ...]:
+    """`entries` with the mesh's name of the axis where they say `tensor`, the role."""
+    return tuple(tensor if entry == TENSOR else entry for entry in entries)

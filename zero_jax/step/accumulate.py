@@ -70,7 +70,7 @@ def _reduce_once(
 
     def by_device(sharding: NamedSharding) -> NamedSharding:
         """Of an array with a leading dim of the devices, each of which has a whole gradient."""
-        return NamedSharding(mesh, P(axes, *compute_spec(sharding.spec)))
+        return NamedSharding(mesh, P(axes, *compute_spec(sharding.spec, layout.axes)))
 
     def device_key(device: Any) -> jax.Array:
         return jax.random.fold_in(inputs.rng, device)
@@ -101,8 +101,8 @@ def _reduce_once(
     def reduce(name: str, total: Any, like: Any, sharding: NamedSharding) -> Any:
         dtype = uses[name].reduce if name in uses else like.dtype
         reduce_scatter = jax.shard_map(
-            lambda part: reduce_parts((part[0] / weight).astype(dtype), mesh, sharding.spec), mesh=mesh,
-            in_specs=P(axes, *compute_spec(sharding.spec)), out_specs=sharding.spec, check_vma=False)
+            lambda part: reduce_parts((part[0] / weight).astype(dtype), layout.axes, sharding.spec), mesh=mesh,
+            in_specs=P(axes, *compute_spec(sharding.spec, layout.axes)), out_specs=sharding.spec, check_vma=False)
         return reduce_scatter(total).astype(total.dtype)
 
     uses = dict(named_leaves(layout.uses))  # no entry where a parameter is read as it is stored

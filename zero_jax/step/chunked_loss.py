@@ -16,18 +16,18 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
 from zero_jax.sharding.gather import names_of
-from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
 from zero_jax.typing import AxisNames, Batch, Loss
 
 
-def chunked_next_token_loss(mesh: Mesh, chunks: int, *, axis: Any = None) -> Loss:
+def chunked_next_token_loss(mesh: Mesh, chunks: int, *, axis: Any = None, axis_roles: AxisRoles | None = None) -> Loss:
     """`next_token_loss` that computes logits in `chunks` parts, forward and again backward, on the step's `mesh`.
 
     It calls `model(inputs, logits=False)`, which returns the features (batch, length, width) and the output layer's
-    table (vocabulary, width), split over `tensor` where the mesh has that axis. axis: ZeRO's, as the step takes it.
-    Raises ValueError where a device's tokens do not divide into so many chunks.
+    table (vocabulary, width), split over `tensor` where the mesh has that axis. axis, axis_roles: as the step takes
+    them. Raises ValueError where a device's tokens do not divide into so many chunks.
     """
-    axes = MeshAxes.of(mesh, axis)
+    axes = MeshAxes.of(mesh, axis, axis_roles)
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise UsageError(f"chunks={chunks!r}: give the number of parts, at least 1.")
 

@@ -79,7 +79,7 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
             "activations summed, gathered and scattered", ("all-reduce", "all-gather", "reduce-scatter"), model_axes,
             activation_bytes * num_microbatches * (2 if platform == "cpu" else 1), key="activations"))
     return Contract(stage.number, mesh, platform, slack, tuple(budgets), zero_axes, params,
-                    state_budget(layout), num_microbatches, num_reductions)
+                    state_budget(layout), num_microbatches, num_reductions, axes.context)
 
 
 def check(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0) -> Report:

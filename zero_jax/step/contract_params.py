@@ -12,7 +12,7 @@ import numpy as np
 
 from zero_jax.sharding.gather import compute_spec
 from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.mesh import TENSOR
+from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.stored_shape import StoredShape
 from zero_jax.step.contract_report import ParamTraffic
 from zero_jax.tree import named_leaves
@@ -54,7 +54,7 @@ def _trainable(layout: Layout) -> Iterator[ParamTraffic]:
     for (name, leaf), sharding, stored_shape in zip(
             named_leaves(layout.state.params), jax.tree.leaves(layout.gradients),
             jax.tree.leaves(layout.stored_shapes.params), strict=True):
-        use, parts, tensor_size = uses.get(name), _num_parts(leaf.shape, sharding), _tensor_size(sharding)
+        use, parts, tensor_size = uses.get(name), _num_parts(leaf.shape, sharding), _tensor_size(sharding, layout.axes)
         size, shards = leaf.size / tensor_size, parts // tensor_size
         dtypes = (weights[name].dtype,) * 2 if use is None else (use.dtype, use.reduce)
         read, reduce = (np.dtype(dtype).itemsize for dtype in dtypes)
@@ -74,7 +74,7 @@ def _frozen(layout: Layout) -> Iterator[ParamTraffic]:
     at_least = min_itemsize(layout.axes.platform)
     for (name, leaf), stored_shape in zip(
             named_leaves(layout.state.frozen), jax.tree.leaves(layout.stored_shapes.frozen), strict=True):
-        parts, tensor_size = _num_parts(leaf.shape, leaf.sharding), _tensor_size(leaf.sharding)
+        parts, tensor_size = _num_parts(leaf.shape, leaf.sharding), _tensor_size(leaf.sharding, layout.axes)
         size, itemsize = leaf.size / tensor_size, leaf.dtype.itemsize
         once = size * (1 - tensor_size / parts)
         yield _as_read(layout, stored_shape, ParamTraffic(
@@ -94,9 +94,9 @@ def _num_parts(shape: Shape, sharding: jax.sharding.NamedSharding) -> int:
     return math.prod(shape) // max(1, math.prod(sharding.shard_shape(tuple(shape)))) or 1
 
 
-def _tensor_size(sharding: jax.sharding.NamedSharding) -> int:
+def _tensor_size(sharding: jax.sharding.NamedSharding, axes: MeshAxes) -> int:
     """Into how many parts tensor parallelism splits a leaf."""
-    return sharding.mesh.shape[TENSOR] if any(entry is not None for entry in compute_spec(sharding.spec)) else 1
+    return axes.tensor_size if any(entry is not None for entry in compute_spec(sharding.spec, axes)) else 1
 
 
 def _piece_sizes(shape: Shape, stacked: Sequence[int], parts: int, mesh: Mapping[str, int]) -> set[int]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from zero_jax.optim.whole_matrices import MATRICES_SCOPE
 from zero_jax.sharding.gather import GATHER_SCOPE, SCATTER
-from zero_jax.sharding.mesh import CONTEXT, TENSOR
 from zero_jax.step.contract_report import Contract
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.shapes import shape_bytes
@@ -19,7 +18,8 @@ def purpose_of(collective: Collective, contract: Contract) -> str:
     activations = contract.budget("activations")
     axes = collective.axes(contract.mesh)
     if activations and GATHER_SCOPE not in collective.op_name and (
-            axes == (TENSOR,) or axes == (CONTEXT,) and SCATTER not in collective.op_name):
+            len(axes) == 1 and axes[0] in activations.axes and (
+                axes[0] != contract.context or SCATTER not in collective.op_name)):
         return "activations"
     unmarked = collective.kind == "all-gather" and (contract.stage < 3 or not collective.op_name)
     if GATHER_SCOPE in collective.op_name or unmarked and _is_piece(collective, contract):

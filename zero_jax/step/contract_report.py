@@ -101,6 +101,7 @@ class Contract:
         state: what the layout makes of the state.
         num_microbatches: in how many of them parameters are gathered.
         num_reductions: how often gradients are reduced in a step.
+        context: the mesh axis over which the sequence is split.
     """
 
     stage: int
@@ -113,6 +114,7 @@ class Contract:
     state: StateBudget | None = None
     num_microbatches: int = 1
     num_reductions: int = 1
+    context: str = ""
 
     def budget(self, key: str) -> TrafficBudget | None:
         """The budget of this key, if there is one."""

@@ -26,7 +26,8 @@ def state_budget(layout: Layout) -> StateBudget:
     ideal, replicated, excess = 0.0, {}, {}
     for row in placements:
         is_sharded = layout.shards(row.name) and not row.name.startswith("variables/") and math.prod(row.shape) > 1
-        tensor_size = layout.tensor_size if any(entry is not None for entry in compute_spec(row.spec)) else 1
+        is_split = any(entry is not None for entry in compute_spec(row.spec, layout.axes))
+        tensor_size = layout.tensor_size if is_split else 1
         num_shards = layout.num_shards if is_sharded else 1
         least = (row.bytes + _padding(row, layout.num_shards)) / (num_shards * tensor_size)
         ideal += least

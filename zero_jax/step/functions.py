@@ -1,6 +1,7 @@
 """The functions of a step that JAX traces, from the state to the gradient and the next state, and their layout."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -8,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.lax import with_sharding_constraint as constrain
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
 from zero_jax.frontends.input_cast import casting_inputs
 from zero_jax.frontends.model_functions import ModelFunctions
+from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes, sharding_errors_explained
 from zero_jax.sharding.batch import Accumulation, abstract_batch, check_batch
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
@@ -38,6 +41,13 @@ from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Sc
 class StepFunctions:
     """What `ZeroTrainStep` compiles. Nothing here runs on devices by itself."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Every public method of a step may be called under any `jax.set_mesh`."""
+        super().__init_subclass__(**options)
+        for name, method in list(vars(cls).items()):
+            if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
+                setattr(cls, name, in_any_context(method))
+
     def __init__(self, model: ModelFunctions, optimizer: optax.GradientTransformationExtraArgs, loss: Loss,
                  axes: MeshAxes, options: StepOptions, given_params: Mapping[str, Any] | None = None):
         """As `make_zero_train_step` calls it; raises ValueError for options that cannot take effect on this mesh.
@@ -45,6 +55,7 @@ class StepFunctions:
         given_params: the values to start from, by name; None: those that `model` makes.
         """
         options.check(axes)
+        model.given = on_auto_axes(model.given, axes.mesh)
         self.axes, self.options = axes, options
         self.batch_sharding = axes.batch_sharding
         self._model, self._optimizer, self._loss, self._given_params = model, optimizer, loss, given_params
@@ -72,6 +83,16 @@ class StepFunctions:
         """As the step calls it."""
         return self._optimizer
 
+    def batch_target(self, *, steps: bool) -> Callable[[Any], NamedSharding]:
+        """Where an array of a batch belongs; steps: of several batches, (steps, global batch, ...)."""
+        def target(leaf: Any) -> NamedSharding:
+            spec = sharding_of_rank(self.batch_sharding, np.ndim(leaf) - steps).spec
+            divides = np.ndim(leaf) > steps and leaf.shape[int(steps)] % self.axes.batch_shards == 0
+            return NamedSharding(self.mesh, P(*[None] * steps, *spec) if divides else P())
+
+        return target
+
+    @in_any_context
     def layout(self, batch: Batch = None) -> Layout:
         """How every leaf of the state is stored, whatever the size of `batch`; it may be left out once known."""
         if batch is not None:
@@ -79,7 +100,7 @@ class StepFunctions:
         elif self._layout is None:
             raise UsageError("This step has no layout yet: call step.init or step.layout(batch) first.")
         if self._layout is None:
-            with loss_errors_explained(self._loss, batch):
+            with loss_errors_explained(self._loss, batch), sharding_errors_explained():
                 self._layout = trace_layout(
                     self._model, self._loss, self._optimizer, self.axes, self.options,
                     jax.eval_shape(self._guard.init), batch, read_by=self._with_inputs_cast(self._loss))

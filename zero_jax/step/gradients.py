@@ -10,7 +10,6 @@ from zero_jax.errors import UsageError
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.mesh import CONTEXT, DATA, TENSOR
 from zero_jax.step.losses import loss_and_metrics
 from zero_jax.step.options import StepOptions
 from zero_jax.transforms.activation_partitioning import Activations
@@ -84,7 +83,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
 
     gathers = layout.stage.shards_params and layout.num_shards > 1
     # On a flat GPU mesh the partitioner's own reductions are asynchronous: there only what it cannot scatter is edited.
-    uneven_only = not layout.axes.is_tpu and {DATA, CONTEXT, TENSOR} >= set(layout.mesh.axis_names)
+    uneven_only = not layout.axes.is_tpu and layout.axes.is_flat
     is_even = all(stored_shape.is_identity for stored_shape in jax.tree.leaves(layout.stored_shapes.params))
     scatters = reduced and not (uneven_only and is_even)
     on_loss = [
@@ -101,9 +100,9 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         (True, inline_calls),
         (True, compute_grads_in_reduce_dtype),
         (reduced, functools.partial(
-            communicate_once_per_loop, batch_size=activations.batch_size, axes=activations.batch)),
+            communicate_once_per_loop, batch_size=activations.batch_size, axes=layout.axes)),
         (reduced, functools.partial(
-            scatter_partial_gradients, batch_size=activations.batch_size, axes=activations.batch, uneven=uneven_only,
+            scatter_partial_gradients, batch_size=activations.batch_size, axes=layout.axes, uneven=uneven_only,
             split=activations.sequence)),
     ]
     loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled), first=remat_blocks)

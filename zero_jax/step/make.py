@@ -13,9 +13,10 @@ from zero_jax.frontends.given_values import own_values
 from zero_jax.frontends.model_functions import to_model_functions
 from zero_jax.optim.compatibility import takes_value
 from zero_jax.precision import Precision, precision_of
+from zero_jax.sharding.auto_axes import computing_on, sharding_errors_explained
 from zero_jax.sharding.batch import Accumulation
-from zero_jax.sharding.mesh import make_mesh
-from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.mesh import default_mesh
+from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
 from zero_jax.sharding.tensor_rules import TensorRule, rules_of
 from zero_jax.stages import stage_of
 from zero_jax.step.call_checks import check_loss
@@ -37,6 +38,7 @@ def make_zero_train_step(
     loss: Loss | None = None,
     mesh: Mesh | None = None,
     axis: str | Sequence[str] | None = None,
+    axis_roles: AxisRoles | None = None,
     precision: Precision | str | None = None,
     rng_streams: Sequence[str] | None = None,
     accumulate: int = 1,
@@ -64,8 +66,11 @@ def make_zero_train_step(
       loss: `loss(model, batch) -> scalar`, `(scalar, {name: metric})` or `(scalar, {name: metric}, weight)`, over the
         global batch; `weight`, the number of valid tokens say, is what the scalar is a mean over; a metric is an array
         or a `zero_jax.Metric`. `model` is a bound Linen module or the merged NNX module. Default: `next_token_loss`.
-      mesh: Default: `make_mesh()`, all live devices on the axis `data`.
+      mesh: Auto or Explicit axes (`jax.make_mesh`): a step computes on Auto ones, over the same devices. Default: the
+        mesh of `jax.set_mesh` where there is one, or `make_mesh()`, all live devices on the axis `data`.
       axis: the mesh axes that ZeRO shards over, major first. Default: `data`, or `data_0`, `data_1`, ...
+      axis_roles: the names of the mesh's axes by role, where they are not `data`, `replica`, `context` and `tensor`:
+        {"data": "fsdp", "tensor": "tp"}. `data` may have several, major first.
       precision: a policy's name ("fp32", "bf16", "fp16", "bf16-stochastic"), a `Precision`, or None: dtypes as the
         model declares them.
       rng_streams: Linen's RNG streams beside "params", given anew at each step; default: ("dropout",). NNX modules own
@@ -102,7 +107,7 @@ def make_zero_train_step(
     hpz_axes = _renamed("hpz_axes", hpz_axes, "secondary", secondary, ())
     rng_streams = texts("rng_streams", rng_streams, "(\"dropout\",)")
     zero_stage = stage_of(stage)
-    axes = MeshAxes.of(make_mesh() if mesh is None else mesh, axis)
+    axes = MeshAxes.of(default_mesh() if mesh is None else mesh, axis, axis_roles)
     optimizer = optax.adamw(3e-4) if optimizer is None else optimizer
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise UsageError(
@@ -116,8 +121,9 @@ def make_zero_train_step(
         hpz_axes=texts("hpz_axes", hpz_axes, "(\"data_1\",)"), combine_bytes=combine_bytes)
     loss = next_token_loss if loss is None else loss
     check_loss(loss)
-    return ZeroTrainStep(
-        to_model_functions(model, rng_streams), takes_value(optimizer), loss, axes, options, own_values(model))
+    with computing_on(axes.mesh), sharding_errors_explained():
+        functions = to_model_functions(model, rng_streams)
+    return ZeroTrainStep(functions, takes_value(optimizer), loss, axes, options, own_values(model))
 
 
 def _renamed(name: str, value: _T | None, old_name: str, old_value: _T | None, default: _T) -> _T:

@@ -76,7 +76,7 @@ class StepOptions:
         """How the activations of so many examples are sharded and stored."""
         host = self.partition_activations == "cpu"
         partition = self.partition_activations is True or host and axes.tensor in axes.mesh.axis_names
-        return Activations(axes.mesh, axes.batch, batch_size, partition=partition, host=host,
+        return Activations(axes, batch_size, partition=partition, host=host,
                            sequence=self.sequence_parallel)
 
     def compiler_options(self, axes: MeshAxes) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from zero_jax.errors import UsageError
+from zero_jax.sharding.auto_axes import on_auto_axes
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.stored_shape import StoredShape
 from zero_jax.state import ZeroState
@@ -103,6 +104,7 @@ def _put(given: Mapping[str, Any], field: str, layout: Layout, state: ZeroState)
 def place(value: Any, stored_shape: StoredShape, like: jax.ShapeDtypeStruct) -> jax.Array:
     """A copy of `value`, of true shape, as it is stored; each device receives its shard alone."""
     sharding: Any = like.sharding
+    value = on_auto_axes(value, sharding.mesh)
     if isinstance(value, jax.Array) and stored_shape.is_identity:
         # A copy first: device_put with may_alias=False shares memory where a device has what it needs (jax 0.10.2), and
         # the step, to which the state is donated, would delete the user's array.

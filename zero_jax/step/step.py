@@ -15,6 +15,7 @@ from zero_jax.distributed.initialize import on_host, put_global
 from zero_jax.errors import UsageError
 from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.model_functions import ModelFunctions
+from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes
 from zero_jax.sharding.batch import check_batch, ragged, rounded_up, split_steps
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.state import ZeroState, typed_key
@@ -152,6 +153,7 @@ class ZeroTrainStep(InspectableStep):
         the step's, such as the generator's; the same function each time, or it compiles anew.
         """
         check_is_state(state)
+        params = on_auto_axes(params, self.mesh)
         fun, layout = loss or self._loss, self.layout(batch)
         check_batch(batch, self.axes, self.accumulation.microbatches)
 
@@ -256,7 +258,7 @@ class ZeroTrainStep(InspectableStep):
                 compiled[whole] = jax.jit(run, in_shardings=shardings)
             return compiled[whole](state, batch, None if rng is None else typed_key(rng))
 
-        return call
+        return in_any_context(call, at=self)
 
     @property
     def _replicated(self) -> NamedSharding:

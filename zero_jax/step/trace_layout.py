@@ -56,7 +56,7 @@ def trace_layout(model: ModelFunctions, loss: Loss, optimizer: optax.GradientTra
         variables=variables, ema=None if options.ema is None else params, guard=guard_state, rng=rng)
     return make_layout(
         state, axes, options.layout_policy, optimizer=optimizer, reads=reads,
-        tensor_specs=tensor_specs(values, axes.mesh, options.tensor_rules, model.metadata))
+        tensor_specs=tensor_specs(values, axes, options.tensor_rules, model.metadata))
 
 
 def _check_read(params: Params, reads: Mapping[str, ParamAccess]) -> None:

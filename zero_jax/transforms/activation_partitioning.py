@@ -5,13 +5,11 @@ Sources: ZeRO, arXiv 1910.02054, section 6.1; Megatron-LM's sequence parallelism
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
@@ -39,7 +37,7 @@ from zero_jax.jaxpr.primitives import (
     permutation,
 )
 from zero_jax.sharding.gather import constrain, split_dim
-from zero_jax.sharding.mesh import CONTEXT, TENSOR
+from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import leaf_bytes
 
 HOSTS = ("cpu", "gpu", "cuda", "rocm", "tpu")
@@ -53,15 +51,14 @@ STASH_SCOPE = "zero_checkpoint"
 class Activations:
     """The layout of activations: arrays whose leading dim is the batch, and whose second is the sequence.
 
-    batch: the mesh axes over which the batch is split; batch_size: of the global batch. partition: checkpoints are
+    batch_size: of the global batch. partition: checkpoints are
     split over `tensor` (P_a); host: they are offloaded to host memory (P_a+cpu). sequence: between the products that
     `tensor` splits, activations (norms, dropout, the residual stream) are split along the sequence.
 
     Raises ValueError for a mesh that does not support these options.
     """
 
-    mesh: Mesh
-    batch: tuple[str, ...]
+    axes: MeshAxes
     batch_size: int
     partition: bool = False
     host: bool = False
@@ -73,15 +70,15 @@ class Activations:
         return self.partition or self.host
 
     def __post_init__(self) -> None:
-        if self.mesh.shape.get(TENSOR, 1) == 1 and (self.sequence or self.partition):
+        if not self.axes.tensor_enabled and (self.sequence or self.partition):
             what = "sequence_parallel" if self.sequence else "partition_activations"
-            raise UsageError(f"{what}: the mesh {dict(self.mesh.shape)} has no axis {TENSOR!r} to split over: build it "
-                             f"with zero_jax.make_mesh(tensor=...), or leave {what} out.")
-        device = self.mesh.devices.flat[0]
+            raise UsageError(f"{what}: the mesh {self.axes.sizes} has no axis {self.axes.tensor!r} to split over: "
+                             f"build it with zero_jax.make_mesh(tensor=...), or leave {what} out.")
+        device = self.axes.mesh.devices.flat[0]
         if self.host and device.platform not in HOSTS:
             raise UsageError(f"partition_activations=\"cpu\": {device.device_kind} of platform {device.platform!r} "
                              "has no pinned host memory that XLA moves arrays to: give True, which splits them over "
-                             "`tensor`.")
+                             f"{self.axes.tensor!r}.")
 
     def check(self, jaxpr: Jaxpr, *, checkpoints: bool) -> None:
         """Raises ValueError for what could not take effect on a traced loss. checkpoints: whether it has any."""
@@ -91,21 +88,25 @@ class Activations:
         if self.sequence and not _streams(jaxpr, self):
             raise UsageError(
                 "sequence_parallel: no product with a weight that `tensor` splits takes or gives an array of (batch, "
-                f"sequence, width) whose sequence divides over its {self.mesh.shape[TENSOR]} devices: give another "
+                f"sequence, width) whose sequence divides over its {self.axes.tensor_size} devices: give another "
                 "length, or leave it out.")
+
+    @property
+    def _degrees(self) -> tuple[int, int]:
+        return self.axes.tensor_size, self.axes.size(self.axes.context)
 
     def _spec(self, leaf: Any, dim: int | None) -> P:
         """Split over the batch, along the sequence where that is split, and over `tensor` in `dim`."""
-        entries: list[Any] = [self.batch, *[None] * (leaf.ndim - 1)]
-        if CONTEXT in self.mesh.axis_names:
-            entries[1] = CONTEXT
+        entries: list[Any] = [self.axes.batch, *[None] * (leaf.ndim - 1)]
+        if self.axes.context in self.axes.mesh.axis_names:
+            entries[1] = self.axes.context
         if dim is not None:
-            entries[dim] = (entries[dim], TENSOR) if entries[dim] else TENSOR
+            entries[dim] = (entries[dim], self.axes.tensor) if entries[dim] else self.axes.tensor
         return P(*entries)
 
     def _dim(self, leaf: Any) -> int | None:
         """The dim in which a checkpoint is split over `tensor`: the sequence if it divides, else the last that does."""
-        tensor_degree, context_degree = (self.mesh.shape.get(axis, 1) for axis in (TENSOR, CONTEXT))
+        tensor_degree, context_degree = self._degrees
         dims = [dim for dim in (1, *range(leaf.ndim - 1, 1, -1))
                 if leaf.shape[dim] % (tensor_degree * (context_degree if dim == 1 else 1)) == 0]
         return dims[0] if dims and tensor_degree > 1 else None
@@ -114,8 +115,8 @@ class Activations:
         dim = self._dim(leaf) if self.partition else None
         if self.partition and dim is None:
             raise UsageError(f"partition_activations: a checkpoint of shape {leaf.shape} has no dim behind the batch "
-                             f"that divides over the {self.mesh.shape[TENSOR]} devices of the axis {TENSOR!r} of the "
-                             f"mesh {dict(self.mesh.shape)}: give another length or width.")
+                             f"that divides over the {self.axes.tensor_size} devices of the axis {self.axes.tensor!r} "
+                             f"of the mesh {self.axes.sizes}: give another length or width.")
         return dim
 
     def is_activation(self, leaf: Any) -> bool:
@@ -129,8 +130,8 @@ class Activations:
         spec = self._spec(leaf, self._stored_dim(leaf))
         with jax.named_scope(STASH_SCOPE):
             if not self.sequence:  # else the split propagates into what computes the value
-                leaf = constrain(leaf, self.mesh, self._spec(leaf, None))
-            leaf = constrain(leaf, self.mesh, spec)
+                leaf = constrain(leaf, self.axes.mesh, self._spec(leaf, None))
+            leaf = constrain(leaf, self.axes.mesh, spec)
             return jax.device_put(leaf, jax.memory.Space.Host) if self.host else leaf
 
     def fetch(self, leaf: Any) -> Any:
@@ -141,8 +142,8 @@ class Activations:
         with jax.named_scope(STASH_SCOPE):
             if self.host:
                 leaf = jax.device_put(leaf, jax.memory.Space.Device)
-            leaf = constrain(leaf, self.mesh, self._spec(leaf, dim))
-            return leaf if self.sequence or dim is None else constrain(leaf, self.mesh, self._spec(leaf, None))
+            leaf = constrain(leaf, self.axes.mesh, self._spec(leaf, dim))
+            return leaf if self.sequence or dim is None else constrain(leaf, self.axes.mesh, self._spec(leaf, None))
 
     def split_sequence(self, jaxpr: Jaxpr) -> Jaxpr:
         """Splits the activations between tensor-parallel products along the sequence.
@@ -178,8 +179,8 @@ class Activations:
         of two activations (attention's two) the smaller, a key or value, is gathered forward, where recomputed and
         backward, and its gradient scattered in float32 (or all-reduced in half of that).
         """
-        tensor, context = (1 - 1 / self.mesh.shape.get(axis, 1) for axis in (TENSOR, CONTEXT))
-        share = 1.0 / math.prod(self.mesh.shape[axis] for axis in self.batch)
+        tensor, context = (1 - 1 / degree for degree in self._degrees)
+        share = 1.0 / self.axes.batch_shards
         return share * ((tensor and tensor * _elements(jaxpr, self)) + (context and context * _keys(jaxpr)))
 
     def _is_stream(self, aval: Any) -> bool:
@@ -187,11 +188,11 @@ class Activations:
 
     def gathered(self, value: Any) -> Any:
         """`value` with all of its sequence."""
-        return constrain(value, self.mesh, self._spec(value, None))
+        return constrain(value, self.axes.mesh, self._spec(value, None))
 
     def part(self, value: Any) -> Any:
         """`value` split along the sequence."""
-        return constrain(value, self.mesh, self._spec(value, 1))
+        return constrain(value, self.axes.mesh, self._spec(value, 1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -43,7 +43,7 @@ from zero_jax.jaxpr.primitives import (
     scatter_dropping,
 )
 from zero_jax.sharding.gather import names_of
-from zero_jax.sharding.mesh import CONTEXT, TENSOR
+from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.reduce_scatter import reduce_parts
 from zero_jax.transforms.scatter_calls import MOVES, SUMS, is_scatter, is_uneven
 
@@ -53,7 +53,7 @@ Split = dict[int, tuple[str, ...]]
 """Dim of an array -> the mesh axes that split it."""
 
 
-def scatter_partial_gradients(jaxpr: Jaxpr, *, batch_size: int, axes: tuple[str, ...], uneven: bool = False,
+def scatter_partial_gradients(jaxpr: Jaxpr, *, batch_size: int, axes: MeshAxes, uneven: bool = False,
                               split: bool = False) -> Jaxpr:
     """Sums and scatters explicitly every gradient whose product is found.
 
@@ -64,9 +64,9 @@ def scatter_partial_gradients(jaxpr: Jaxpr, *, batch_size: int, axes: tuple[str,
 
     Args:
       jaxpr: the program.
-      batch_size: of the global batch. A contracted dim of this size, or of a multiple, is split over `axes`, and the
-        next one over `context` where the mesh has it.
-      axes: the mesh axes over which the batch is split.
+      batch_size: of the global batch. A contracted dim of this size, or of a multiple, is split over `axes.batch`, and
+        the next one over `context` where the mesh has it.
+      axes: the mesh.
       uneven: only gradients that are stored in another shape than they have, or cast after the product that makes them
         (by a module whose `dtype` is not what it is given): each device's part is padded and cast before it is sent,
         since the partitioner all-reduces what it pads or casts after the sum.
@@ -86,11 +86,12 @@ def scatter_partial_gradients(jaxpr: Jaxpr, *, batch_size: int, axes: tuple[str,
 class PartialGradient:
     """The equations that make one device's part of a gradient, and the arrays that go into them."""
 
-    def __init__(self, makers: dict[Any, JaxprEqn], batch_size: int, axes: tuple[str, ...],
+    def __init__(self, makers: dict[Any, JaxprEqn], batch_size: int, mesh_axes: MeshAxes,
                  sharding: NamedSharding, split: bool, sums_rows: bool = False):
-        self.makers, self.batch_size, self.axes = makers, batch_size, axes
-        self.sharding, self.split, self.mesh = sharding, split, sharding.mesh
-        self.tensor_dim = next((dim for dim, entry in enumerate(sharding.spec) if TENSOR in names_of(P(entry))), None)
+        self.makers, self.batch_size, self.mesh_axes, self.axes = makers, batch_size, mesh_axes, mesh_axes.batch
+        self.sharding, self.split, self.mesh = sharding, split, mesh_axes.mesh
+        self.tensor_dim = next((dim for dim, entry in enumerate(sharding.spec)
+                                if mesh_axes.tensor in names_of(P(entry))), None)
         # Of biases, and of parameters that a module joins.
         self.sums_rows, self.moves = sums_rows, (*MOVES, "slice", "split") if sums_rows else MOVES
         self.eqns: list[JaxprEqn] = []
@@ -149,7 +150,7 @@ class PartialGradient:
                 origins += [(side, at) for at in range(shape_of(atom).ndim) if at not in (*summed, *shared)]
             if (origin := origins[dim]) is None:
                 return None
-            origin[0][origin[1]] = (TENSOR,)
+            origin[0][origin[1]] = (self.mesh_axes.tensor,)
         return None if self.split and dim is None else sides
 
     def _split_product(self, eqn: JaxprEqn, lefts: Sequence[int], rights: Sequence[int],
@@ -169,7 +170,8 @@ class PartialGradient:
         batch = self._batch(updates, rows)
         if batch is None or not self._is_zero(zeros) or dim is not None and (dims.rows != (dim,) or dims.clips):
             return False
-        return all([self._set_split(zeros, {} if dim is None else {dim: (TENSOR,)}), self._set_split(updates, batch),
+        of_rows = {} if dim is None else {dim: (self.mesh_axes.tensor,)}
+        return all([self._set_split(zeros, of_rows), self._set_split(updates, batch),
                     self._set_split(indices, {rows.index(at): axes for at, axes in batch.items()})])
 
     def _batch(self, atom: Any, dims: Sequence[int]) -> Split | None:
@@ -179,11 +181,12 @@ class PartialGradient:
         batch = min(fitting, key=lambda dim: shape[dim] != self.batch_size, default=None)
         if batch is None:
             return None
-        if CONTEXT not in self.mesh.axis_names:
+        context = self.mesh_axes.context
+        if context not in self.mesh.axis_names:
             return {batch: self.axes}
         has_sequence = (batch + 1 in dims and shape[batch] == self.batch_size
-                        and shape[batch + 1] % self.mesh.shape[CONTEXT] == 0)
-        return {batch: self.axes, batch + 1: (CONTEXT,)} if has_sequence else None
+                        and shape[batch + 1] % self.mesh.shape[context] == 0)
+        return {batch: self.axes, batch + 1: (context,)} if has_sequence else None
 
     def _is_zero(self, atom: Any) -> bool:
         while not is_literal(atom):
@@ -202,7 +205,7 @@ class PartialGradient:
         scope = scope_of(self.eqns[0])
 
         def part(*values: jax.Array) -> jax.Array:
-            return reduce_parts(_stored(scatter, self._own(values)), self.mesh, self.sharding.spec)
+            return reduce_parts(_stored(scatter, self._own(values)), self.mesh_axes, self.sharding.spec)
 
         summed = jax.shard_map(
             part, mesh=self.mesh, out_specs=self.sharding.spec, check_vma=False, in_specs=self._in_specs)
@@ -222,7 +225,7 @@ class PartialGradient:
     def reduced(self, scatter: JaxprEqn, parts: jax.Array) -> jax.Array:
         """What `scatter` makes of the sum of what `each` returned, or of sums of such."""
         reduce = jax.shard_map(
-            lambda own: reduce_parts(_stored(scatter, own[0]), self.mesh, self.sharding.spec), mesh=self.mesh,
+            lambda own: reduce_parts(_stored(scatter, own[0]), self.mesh_axes, self.sharding.spec), mesh=self.mesh,
             in_specs=P(self.axes), out_specs=self.sharding.spec, check_vma=False)
         return reduce(parts)
 
@@ -240,7 +243,7 @@ class PartialGradient:
         """A device's part of `eqn`. Where it has some of the rows of a table, it skips the updates of the others."""
         if primitive_of(eqn) == SCATTER_ADD and (split := self.splits[eqn.invars[0]]):
             zeros, indices, updates = args
-            indices = indices - jax.lax.axis_index(TENSOR) * zeros.shape[min(split)]
+            indices = indices - jax.lax.axis_index(self.mesh_axes.tensor) * zeros.shape[min(split)]
             return scatter_dropping(eqn, [zeros, indices, updates])
         return bind_eqn(eqn, args)
 

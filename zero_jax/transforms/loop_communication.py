@@ -41,11 +41,12 @@ from zero_jax.jaxpr.primitives import (
     out_shardings,
 )
 from zero_jax.sharding.gather import GATHERED
+from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.transforms.explicit_scatter import PartialGradient
 from zero_jax.transforms.scatter_calls import inlined, is_scatter
 
 
-def communicate_once_per_loop(jaxpr: Jaxpr, *, batch_size: int, axes: tuple[str, ...]) -> Jaxpr:
+def communicate_once_per_loop(jaxpr: Jaxpr, *, batch_size: int, axes: MeshAxes) -> Jaxpr:
     """Moves out of each loop what it gathers from loop-invariant parameters, and the reductions of their gradients.
 
     Why: a recurrent cell reads the same parameters in every round, so that the partitioner gathers them and reduces
@@ -60,8 +61,9 @@ def communicate_once_per_loop(jaxpr: Jaxpr, *, batch_size: int, axes: tuple[str,
 
     Args:
       jaxpr: the program.
-      batch_size: of the global batch; a contracted dim of this size, or of a multiple, is split over `axes`.
-      axes: the mesh axes over which the batch is split.
+      batch_size: of the global batch; a contracted dim of this size, or of a multiple, is split over
+        `axes.batch`.
+      axes: the mesh.
     """
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
@@ -114,7 +116,7 @@ class _Chain:
 class _Loop:
     """A loop and what may leave it: equations `before` it, and by the number of a carry the `sums` after it."""
 
-    def __init__(self, eqn: JaxprEqn, batch_size: int, axes: tuple[str, ...]):
+    def __init__(self, eqn: JaxprEqn, batch_size: int, axes: MeshAxes):
         closed = call_jaxpr(eqn)
         self.eqn, self.scan, self.axes, self.batch_size = eqn, Scan.of(eqn), axes, batch_size
         self.invars, self.outvars = closed.jaxpr.invars, closed.jaxpr.outvars
@@ -174,7 +176,8 @@ class _Loop:
 
     def _part(self, scatter: JaxprEqn) -> PartialGradient | None:
         sharding: NamedSharding = out_shardings(scatter)[0]
-        if set(self.axes) != set(sharding.mesh.axis_names):  # a model's own axes split it: the partitioner's to sum
+        # Where a model's own axes split it, it is the partitioner's to sum.
+        if set(self.axes.batch) != set(self.axes.mesh.axis_names):
             return None
         part = PartialGradient(self.makers, self.batch_size, self.axes, sharding, split=False, sums_rows=True)
         return part if part.add(scatter.invars[0], None) else None
