@@ -1,0 +1,68 @@
+"""Modules grown at random from what modules are made of, beside a plain Flax and Optax loop on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.oracle import oracle, slow, train
+from support.random_modules import PIECES, batches, draw, squares
+
+from zero_jax.transforms import explicit_scatter
+
+SGD = optax.sgd(0.05, momentum=0.9)
+FAST, NUM_SEEDS, GROUP = 6, 300, 10
+GROUPS = [slow(range(first, first + GROUP)) for first in range(FAST, FAST + NUM_SEEDS, GROUP)]
+
+
+def check(seed):
+    """Two steps of both: losses, parameters and variables."""
+    drawn = draw(seed)
+    options = {"batches": batches(), "loss": squares, "optimizer": SGD, "precision": drawn.precision}
+    one, many = oracle(drawn.model(), **options), train(drawn.model(), drawn.stage, 8, **options)
+    tolerance = 3e-2 if drawn.is_rounded else 2e-5
+    assert np.isfinite(many.losses).all()
+    np.testing.assert_allclose(many.losses, one.losses, rtol=tolerance, err_msg=str(drawn))
+    assert many.params.keys() == one.params.keys(), drawn
+    for found, expected in ((many.params, one.params), (many.variables, one.variables)):
+        for name in found.keys() & expected.keys():
+            a, b = (np.asarray(leaf[name], np.float64) for leaf in (found, expected))
+            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * (1 + np.abs(b).max()), err_msg=f"{name}: {drawn}")
+
+
+@pytest.mark.parametrize("seeds", [*[range(seed, seed + 1) for seed in range(FAST)], *GROUPS], ids=lambda seeds: (
+    f"{seeds.start}-{seeds.stop - 1}"))
+def test_a_module_grown_from_a_seed_has_the_numbers_of_one_device(seeds):
+    failed = {}
+    for seed in seeds:
+        try:
+            check(seed)
+        except Exception as error:
+            failed[seed] = f"{draw(seed)}: {type(error).__name__}: {error}"
+        jax.clear_caches()
+    assert not failed, "\n\n".join(failed.values())
+
+
+def test_seeds_draw_every_piece_and_setting():
+    drawn = [draw(seed) for seed in range(FAST + NUM_SEEDS)]
+    for flavour, pieces in PIECES.items():
+        assert {piece for each in drawn if each.flavour == flavour for piece in each.pieces} == pieces
+    assert {each.stage for each in drawn} == {0, 1, 2, 3} and len({each.hidden for each in drawn}) == 5
+    assert {each.precision for each in drawn} == {"fp32", "bf16"}
+    assert draw(3) == draw(3) and draw(3) != draw(4)
+
+
+def test_a_gradient_that_one_device_does_not_send_is_caught(monkeypatch):
+    """Negative control: of an uneven module at stage 3, whose reductions the library writes itself."""
+    seed = next(seed for seed in range(NUM_SEEDS) if not (drawn := draw(seed)).is_rounded and drawn.stage == 3
+                and drawn.hidden % 8 and drawn.pieces[0] == "dense")
+    right, sent = explicit_scatter.reduce_parts, []
+
+    def forgetful(value, axes, spec):
+        sent.append(spec)
+        return right(jnp.where(jax.lax.axis_index("data") == 7, 0, value), axes, spec)
+
+    monkeypatch.setattr(explicit_scatter, "reduce_parts", forgetful)
+    with pytest.raises(AssertionError):
+        check(seed)
+    assert sent
