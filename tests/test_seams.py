@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zero_jax
-from zero_jax.checkpoint import orbax_store
+from zero_jax.checkpoint import array_files, orbax_store
 from zero_jax.jaxpr import equations, primitives
 from zero_jax.jaxpr.equations import primitive_of, trace
 from zero_jax.planning.plan import refused_bytes
@@ -444,8 +444,8 @@ def test_files_of_a_checkpoint(saved):
             assert index.exists(), index
         assert list((path / "state" / "array_metadatas").iterdir()) and orbax_store.broken_index(path) is None
         assert all(name == "3" or re.fullmatch(rf"3{orbax_store._TEMPORARY}.*", name) for name in during), during
-        files = orbax_store.files_of(path, "params/w")
-        assert files and all((path / file).exists() for file in files) and not orbax_store.files_of(path, "params/v")
+        files = array_files.files_of(path, "params/w")
+        assert files and all((path / file).exists() for file in files) and not array_files.files_of(path, "params/v")
         abstract = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
         np.testing.assert_array_equal(orbax_store.read(path, {"params/w": abstract})["params/w"], array)
 

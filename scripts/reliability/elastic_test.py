@@ -138,9 +138,11 @@ def kill_one(run: Run, process: subprocess.Popen, starts: int, draw: random.Rand
     while not reached():
         if process.poll() is not None or time.monotonic() > end:
             raise AssertionError(f"{moment} was not seen: {run.output[-3000:]}")
-        time.sleep(0.005)
-    time.sleep(draw.uniform(0, 12) if moment == "start" else draw.uniform(0, 0.05))
+        time.sleep(0.02)
+    time.sleep(draw.uniform(0, 6) if moment == "start" else draw.uniform(0, 0.05))
     there = children(process.pid)
+    if not there:
+        raise AssertionError("the kill came too late")
     victim = draw.choice(sorted(there))
     os.kill(there[victim], signal.SIGKILL)
     return f"{victim} of {len(there)} at {moment}", time.monotonic()
@@ -156,9 +158,9 @@ def trial(run: Run, processes: int, kills: int, least: int | None, references: R
             end, steps = time.monotonic() + 300, len(run.rows)
             while run.output.count("Restart ") <= number:
                 assert time.monotonic() < end and process.poll() is None, f"no restart: {run.output[-3000:]}"
-                time.sleep(0.01)
+                time.sleep(0.05)
             while number + 1 == kills and process.poll() is None and not any("loss" in row for row in run.rows[steps:]):
-                time.sleep(0.01)
+                time.sleep(0.05)
             seconds += [time.monotonic() - when] if number + 1 == kills else []
         assert process.wait(timeout=600) == 0, f"status {process.returncode}: {run.output[-3000:]}"
     finally:

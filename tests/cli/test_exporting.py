@@ -46,7 +46,7 @@ def saved(tmp_path_factory):
     ("bf16", "huggingface", False), ("fp32", "own", True)])
 def test_what_is_exported_is_what_was_saved(tmp_path, saved, dtype, names, ema):
     folder, state, layout = saved
-    config = ExportConfig(folder, tmp_path / "x.safetensors", at=3, dtype=dtype, names=names, ema=ema)
+    config = ExportConfig(str(folder), tmp_path / "x.safetensors", at=3, dtype=dtype, names=names, ema=ema)
     assert export_command(config, devices=jax.devices()[:2]) == [tmp_path / "x.safetensors"]
     (path,) = export_params(tmp_path / "y.safetensors", state, layout, ema=ema, **(
         {"names": Names(**gpt2.huggingface(gpt2.PRESETS["tiny"]))} if names == "huggingface" else {}))
@@ -68,7 +68,7 @@ def test_what_is_exported_is_what_was_saved(tmp_path, saved, dtype, names, ema):
     ({"at": 3, "model": "resnet:tiny", "names": "huggingface"}, "has no function huggingface"),
 ])
 def test_what_cannot_be_exported(tmp_path, saved, options, message):
-    config = ExportConfig(saved[0], tmp_path / "x.safetensors", **options)
+    config = ExportConfig(str(saved[0]), tmp_path / "x.safetensors", **options)
     with pytest.raises(ValueError, match=message):
         export_command(config, devices=jax.devices()[:2])
     assert not [*tmp_path.iterdir()]

@@ -77,13 +77,13 @@ class Checkpoints:
         """Nothing is read or written yet.
 
         Args:
-          path: a folder for nothing else, local or what Orbax can reach, as gs://bucket/folder.
+          path: a folder for nothing else, local or gs://bucket/folder (with the extra gcs; as text, not as a Path).
           keep_last: how many of the intact checkpoints that were saved last stay when a newer one is complete; None:
             all of them. Those that `restore` has abandoned stay in addition, until as many have been saved since.
           keep_every: checkpoints whose number is a multiple of this are never removed; None: none are.
           read_only: nothing is written, so that `restore` does not roll back, and `save` raises ValueError.
 
-        Raises ValueError for numbers below 1.
+        Raises UsageError for numbers below 1, and for an object store that does not work here, as s3://.
         """
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -100,7 +100,7 @@ class Checkpoints:
 
         Where the process that has it is dead, the folder is taken over, which the returned message says (`save` logs
         it); of a process on another host that is found out in 20 seconds. Raises CheckpointError with host, process
-        and time where it is alive.
+        and time where it is alive. An object store has no lock, which the message says.
         """
         return self._folder.lock()
 

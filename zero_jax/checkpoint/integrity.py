@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from zero_jax.checkpoint import orbax_store as storage
+from zero_jax.checkpoint.array_files import files_of
 from zero_jax.checkpoint.manifest import CheckpointError, DamagedCheckpointError, Leaf, Manifest, parse
 from zero_jax.files import read_file
 
@@ -71,7 +72,7 @@ def _file(error: BaseException) -> str:
 
 def _files_of(path: Any, leaf: str) -> str:
     """The files that store a leaf's elements, as text; their folder where they are unknown or four and more."""
-    files = storage.files_of(path, leaf) if leaf else []
+    files = files_of(path, leaf) if leaf else []
     return ", ".join(str(path / file) for file in files) if 0 < len(files) < 4 else str(path / storage.ARRAYS)
 
 

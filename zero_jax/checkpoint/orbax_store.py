@@ -16,19 +16,18 @@ import sys
 import threading
 import time
 import traceback
-import urllib.parse
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import tensorstore
 from etils import epath
 from orbax.checkpoint.experimental import v1 as ocp
 
 from zero_jax.checkpoint.durable_files import new_file, rename, sync_tree
 from zero_jax.checkpoint.history import EARLIEST, PLACE, Place, parse_place
 from zero_jax.checkpoint.manifest import FORMAT
+from zero_jax.checkpoint.object_store import check_scheme, is_remote
 from zero_jax.errors import UsageError
 from zero_jax.files import read_file
 
@@ -38,13 +37,9 @@ _COMMITTED, _TEMPORARY, _REMOVED, _INDEX = "commit_success.txt", ".zero_jax-tmp"
 
 def folder(path: Any) -> epath.Path:
     """`path`, a string or a path, local or remote (gs://...), as Orbax takes it."""
+    check_scheme(path)
     path = epath.Path(path)
     return path if "://" in str(path) else path.expanduser().absolute()
-
-
-def is_remote(path: Any) -> bool:
-    """Whether `path` is in an object store, where nothing is synced or renamed."""
-    return "://" in str(path)
 
 
 def committed(root: epath.Path) -> list[int]:
@@ -62,7 +57,12 @@ def present(root: epath.Path) -> list[int]:
     if not root.is_dir():
         return []
     return sorted(int(each.name) for each in root.iterdir() if re.fullmatch(r"0|[1-9]\d{0,17}", each.name)
-                  and is_ours(each) and (is_committed(each) or not is_remote(root)))
+                  and is_ours(each) and (not is_remote(root) or _was_complete(each)))
+
+
+def _was_complete(path: epath.Path) -> bool:
+    """Whether a folder in an object store was a complete checkpoint: its commit file may be lost since."""
+    return is_committed(path) or (path / SIZES).exists()
 
 
 def is_ours(path: epath.Path) -> bool:
@@ -93,7 +93,7 @@ def unfinished(root: epath.Path) -> list[epath.Path]:
         return []
     return [each for each in root.iterdir() if re.fullmatch(rf"\d+{_TEMPORARY}.*", each.name)
             or re.fullmatch(r"\d+\.orbax-checkpoint-tmp.*", each.name) and is_ours(each)
-            or is_remote(root) and each.name.isdigit() and is_ours(each) and not is_committed(each)]
+            or is_remote(root) and each.name.isdigit() and is_ours(each) and not _was_complete(each)]
 
 
 def remove(path: epath.Path) -> None:
@@ -103,7 +103,8 @@ def remove(path: epath.Path) -> None:
         rename(path, removed)
         shutil.rmtree(removed)
         return
-    commit_path(path).unlink(missing_ok=True)
+    for file in (path / SIZES, commit_path(path)):
+        file.unlink(missing_ok=True)
     if (path / ARRAYS).exists():
         (path / ARRAYS).rmtree()
     path.rmtree()
@@ -215,29 +216,6 @@ def broken_index(path: epath.Path) -> epath.Path | None:
         except OSError:
             continue
     return None
-
-
-def files_of(path: epath.Path, name: str) -> list[str]:
-    """The files below `path` with the elements of the array `name`; empty where their index cannot be read."""
-    files, prefix = set(), f"{name}/".encode()
-    try:
-        arrays = str(path / ARRAYS) + "/"
-        base = tensorstore.KvStore.open(arrays if "://" in arrays else {"driver": "file", "path": arrays}).result()
-        root = tensorstore.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
-        nodes = [(root, b"")]
-        while nodes:
-            location, before = nodes.pop()
-            for entry in tensorstore.ocdbt.dump(base, location).result()["entries"]:
-                key = before + entry.get("subtree_common_prefix", entry["key"])
-                if "location" in entry and (key.startswith(prefix) or prefix.startswith(key)):
-                    nodes.append((entry["location"], key))
-                elif key.startswith(prefix) and not key.endswith(b"/zarr.json"):
-                    # A small value is stored in the node itself. A location is kind:folder:file:offset:size.
-                    _, *file, _, _ = entry.get("indirect_value", location).split(":")
-                    files.add(f"{ARRAYS}/{urllib.parse.unquote(''.join(file))}")
-    except Exception:  # a damaged index raises anything at all
-        return []
-    return sorted(files)
 
 
 def _is_not_raised_too(record: logging.LogRecord) -> bool:

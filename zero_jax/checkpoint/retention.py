@@ -13,6 +13,7 @@ from zero_jax.checkpoint.durable_files import make_folder, replace_json
 from zero_jax.checkpoint.history import PLACE, History
 from zero_jax.checkpoint.integrity import changed_files, read_manifest
 from zero_jax.checkpoint.manifest import CheckpointError, DamagedCheckpointError
+from zero_jax.checkpoint.object_store import is_remote
 from zero_jax.checkpoint.run_lock import RunLock
 from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, is_first
 from zero_jax.errors import UsageError
@@ -33,20 +34,25 @@ class Folder:
             raise UsageError("The path of checkpoints is empty: give a folder.")
         self.path = storage.folder(path)
         self.damaged: dict[int, str] = {}
-        self._lock = None if storage.is_remote(self.path) else RunLock(self.path)
+        self._lock = None if is_remote(self.path) else RunLock(self.path)
         if self._lock is not None:
             weakref.finalize(self, self._lock.release)
-        self._keep_last, self._keep_every = keep_last, keep_every
+        self._keep_last, self._keep_every, self._told = keep_last, keep_every, False
 
     def at(self, number: int) -> Any:
         """The path of a checkpoint."""
         return self.path / str(number)
 
     def lock(self) -> str:
-        """Claims the folder for this run; raises CheckpointError while another has it. Object stores have no locks.
+        """Claims the folder for this run; raises CheckpointError while another has it.
 
-        Returns a message where the folder is taken over from a dead process; on process 0.
+        Returns a message, on process 0, where the folder is taken over from a dead process, and the first time where it
+        is in an object store, which has no locks.
         """
+        if self._lock is None:
+            told, self._told = self._told, True
+            return "" if told or not is_first() else (
+                f"{self.path} is in an object store, which has no lock: see to it that one run at a time saves there.")
         return all_or_none(lambda: self._lock.acquire() if self._lock is not None and is_first() else "")
 
     def unlock(self) -> None:
@@ -106,7 +112,7 @@ class Folder:
         Raises CheckpointError if there is an intact one of that number which is not abandoned.
         """
         def clear() -> dict[str, Any]:
-            if not storage.is_remote(self.path):
+            if not is_remote(self.path):
                 make_folder(self.path)
             self.clear_unfinished()
             history = self._history()
@@ -118,7 +124,7 @@ class Folder:
                         f"{self.path} has a checkpoint {number} already: save to another folder, or remove it first.")
                 else:
                     LOG.warning("%s The new checkpoint %d replaces it.", self.damaged[number], number)
-                if storage.is_remote(self.path):
+                if is_remote(self.path):
                     storage.remove(self.at(number))
             elif not storage.is_free(self.at(number)):
                 raise CheckpointError(
@@ -138,7 +144,7 @@ class Folder:
             if self._lock is not None and (message := self._lock.acquire()):
                 LOG.warning(message)
             place, path = history.restored_place(number).to_json(), self.at(number) / PLACE
-            if storage.is_remote(path):
+            if is_remote(path):
                 path.write_text(json.dumps(place))
             else:
                 replace_json(path, place)

@@ -4,6 +4,7 @@ import glob
 import os
 from pathlib import Path
 
+from zero_jax.checkpoint.object_store import numbers_in
 from zero_jax.errors import UsageError
 
 
@@ -23,9 +24,12 @@ def simulates() -> bool:
     return not any(glob.glob(pattern) for pattern in files)
 
 
-def check_no_checkpoints(folder: Path) -> None:
-    """Raises ValueError if `folder` has checkpoints: a new run must not mix its own with them."""
-    steps = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+def check_no_checkpoints(folder: Path | str) -> None:
+    """Raises UsageError if `folder` has checkpoints: a new run must not mix its own with them."""
+    if isinstance(folder, str):
+        steps = numbers_in(folder)
+    else:
+        steps = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
     if steps:
         raise UsageError(
             f"{folder} has checkpoints of an earlier run, up to step {max(steps)}: --resume continues from there; for "

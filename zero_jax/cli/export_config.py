@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
 from zero_jax.errors import UsageError
 from zero_jax.interop.safetensors_file import check_target
 
@@ -12,8 +13,8 @@ from zero_jax.interop.safetensors_file import check_target
 class ExportConfig:
     """Write the parameters of a checkpoint as safetensors, for inference or for another library."""
 
-    checkpoint: Path
-    """Folder of the run's checkpoints, as runs/train/checkpoints."""
+    checkpoint: str
+    """Folder of the run's checkpoints, as runs/train/checkpoints or gs://bucket/folder."""
 
     out: Path
     """The file, *.safetensors; above --max-file-bytes several files and an index."""
@@ -38,8 +39,8 @@ class ExportConfig:
     """Largest size of the tensors in one file, in bytes."""
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint", "out"):
-            object.__setattr__(self, name, Path(getattr(self, name)).expanduser())
+        object.__setattr__(self, "out", Path(self.out).expanduser())
+        check_scheme(self.checkpoint)
         if self.max_file_bytes < 1:
             raise UsageError(f"max_file_bytes={self.max_file_bytes}: give at least 1.")
         if self.at is not None and self.at < 0:
@@ -47,6 +48,8 @@ class ExportConfig:
 
     def check(self) -> None:
         """Raises ValueError for what is wrong and can be known before JAX is imported."""
-        if not self.checkpoint.is_dir():
+        if is_remote(self.checkpoint):
+            numbers_in(self.checkpoint)
+        elif not Path(self.checkpoint).expanduser().is_dir():
             raise UsageError(f"checkpoint={self.checkpoint}: no such folder.")
         check_target(self.out)

@@ -4,10 +4,12 @@ import dataclasses
 import glob
 import math
 import os
+import re
 from pathlib import Path
 from typing import Literal, get_args
 
 from zero_jax.arguments import check_path
+from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
 from zero_jax.cli.environment import check_folder, check_no_checkpoints, simulates
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
 from zero_jax.cli.renamed import takes_old_names
@@ -155,6 +157,9 @@ class TrainConfig:
     """Folder for train.jsonl and loss.png, which a later run in the same folder overwrites, and for checkpoints, which
     it does not."""
 
+    save_to: str | None = None
+    """Folder of the checkpoints: local, or gs://bucket/folder with the extra gcs. None: checkpoints in out."""
+
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise UsageError(f"stage={self.stage!r} is not a ZeRO stage: give 0, 1, 2 or 3.")
@@ -187,6 +192,10 @@ class TrainConfig:
         if not self.data or "" in self.data:
             raise UsageError('data is empty: name files, or "python".')
         object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
+        if re.match(r"[a-z][a-z0-9]{1,9}:/", str(self.out)):
+            raise UsageError(f"out={self.out}: give a local folder, and --save-to for checkpoints in an object store.")
+        if self.save_to is not None:
+            check_scheme(self.save_to)
         object.__setattr__(self, "out", Path(self.out))
         if self.devices is not None:
             self.check_devices(self.devices)
@@ -228,9 +237,11 @@ class TrainConfig:
             raise UsageError(f"seq_len={self.seq_len} does not divide over context={self.context} devices.")
 
     @property
-    def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
-        return self.out / "checkpoints"
+    def checkpoints(self) -> Path | str:
+        """The folder of the run's checkpoints; text for one in an object store."""
+        if self.save_to is None:
+            return self.out / "checkpoints"
+        return self.save_to if is_remote(self.save_to) else Path(self.save_to)
 
     @property
     def token_file(self) -> bool:
@@ -252,6 +263,8 @@ class TrainConfig:
     def _check_checkpoints(self) -> None:
         if not self.resume:
             check_no_checkpoints(self.checkpoints)
+        elif isinstance(self.checkpoints, str):
+            numbers_in(self.checkpoints)  # which says what is wrong with it before JAX is imported
 
 
 class InspectConfig(TrainConfig):

