@@ -1,13 +1,10 @@
 """Checkpoints of a run: saved at any stage on any mesh, restored bit for bit at any other, or refused."""
 
-import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from importlib import metadata
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import jax
@@ -24,6 +21,7 @@ from zero_jax.checkpoint.manifest import (
     check_fit,
     check_json,
     check_names,
+    package_versions,
 )
 from zero_jax.checkpoint.retention import LOG, Folder
 from zero_jax.distributed.agreement import all_or_none
@@ -35,8 +33,6 @@ from zero_jax.step.step import ZeroTrainStep
 from zero_jax.tree import merge
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-_PACKAGES = ("zero-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +95,8 @@ class Checkpoints:
         """Claims the folder before the first save, so that a second run is refused before it trains.
 
         Where the process that has it is dead, the folder is taken over, which the returned message says (`save` logs
-        it); of a process on another host that is found out in 20 seconds. Raises CheckpointError with host, process
-        and time where it is alive. An object store has no lock, which the message says.
+        it); of a process on another host that is found out in 20 seconds. An object store has no lock, which the
+        message says. Raises CheckpointError with host, process and time where it is alive.
         """
         return self._folder.lock()
 
@@ -140,7 +136,7 @@ class Checkpoints:
         arrays, digests = logical.from_step(state, names)
         leaves = {name: dataclasses.replace(leaf, digest=digests[name])
                   for name, leaf in logical.leaves(names).items()}
-        manifest = Manifest(number, kind, leaves, _run(step), data, config, _versions())
+        manifest = Manifest(number, kind, leaves, _run(step), data, config, package_versions())
         try:
             if message := self._folder.lock():
                 LOG.warning(message)
@@ -224,6 +220,10 @@ class Checkpoints:
         """The one of `steps()` that was saved or restored last; None if there is none."""
         return self._folder.latest()
 
+    def heads(self) -> list[tuple[int, int] | None]:
+        """What `LocalCopies` needs to know of the latest checkpoint and of the one being saved."""
+        return self._folder.heads()
+
     def manifest(self, at: int | None = None) -> Manifest:
         """The manifest of the checkpoint `at` (default: the latest); no array is read. Raises CheckpointError."""
         number = self._folder.candidates(at)[0]
@@ -255,8 +255,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _first_good(self, at: int | None, fallback: bool, attempt: Any) -> tuple[int, Manifest, Any, tuple[str, ...]]:
@@ -289,12 +288,3 @@ class Checkpoints:
 def _run(step: ZeroTrainStep) -> dict[str, Any]:
     return {"stage": step.stage.number, "mesh": step.axes.sizes, "devices": step.mesh.size,
             "platform": step.axes.platform, "processes": jax.process_count()}
-
-
-def _versions() -> dict[str, str]:
-    def known(names: Iterable[str]) -> Iterable[tuple[str, str]]:
-        for name in names:
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                yield name, metadata.version(name)
-
-    return dict(known(_PACKAGES))

@@ -73,6 +73,11 @@ class History:
         """The last one that was saved or restored; None where there is none."""
         return max(self._places, key=lambda number: (self._places[number].last, number), default=None)
 
+    @property
+    def position(self) -> tuple[int, int] | None:
+        """(number, count of the last save or restore) of the head; None where there is none."""
+        return None if self.head is None else (self.head, self._places[self.head].last)
+
     def branch(self, number: int | None) -> list[int]:
         """`number` and what it descends from, newest first; empty for None."""
         if number is None:

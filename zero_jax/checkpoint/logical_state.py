@@ -148,7 +148,7 @@ class LogicalState:
             row = self._rows[name]
             empty = self._array(name, leaf)
             array = arrays[name] if name in arrays else jnp.zeros(empty.shape, empty.dtype)
-            logical[name] = jax.random.wrap_key_data(array, impl=_impl(row.stored)) if row.is_key else array
+            logical[name] = jax.random.wrap_key_data(array, impl=key_impl(row.stored)) if row.is_key else array
         words = digests(list(logical.values()), [self._rows[name].sharding for name in logical])
         for name, leaf in logical.items():
             row = self._rows[name]
@@ -178,7 +178,7 @@ def _on_bits(move: Callable[[jax.Array], jax.Array], leaf: jax.Array) -> jax.Arr
     return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(leaf, unsigned)), leaf.dtype)
 
 
-def _impl(key: jax.ShapeDtypeStruct) -> Any:
+def key_impl(key: jax.ShapeDtypeStruct) -> Any:
     """The implementation of an abstract typed key, as `jax.random.wrap_key_data` takes it."""
     implementations: list[Any] = []
 

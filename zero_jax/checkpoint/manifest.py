@@ -3,12 +3,14 @@
 It is read, and compared with what the step expects, before any array is read.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from importlib import metadata
 from typing import Any
 
 from zero_jax.errors import UsageError
@@ -17,6 +19,8 @@ FORMAT, VERSION = "zero_jax checkpoint", 1
 
 PARAMS = ("params", "frozen", "variables")
 """The parts of a state that inference needs: all that a checkpoint of kind "params" contains."""
+
+PACKAGES = ("zero-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 class CheckpointError(UsageError):
@@ -178,6 +182,15 @@ def check_fit(manifest: Manifest, wanted: Mapping[str, Leaf], where: str, *, cas
         listed = "; ".join(text for _, text in faults[:3])
         more = f"; and {len(faults) - 3} more leaves" if len(faults) > 3 else ""
         raise CheckpointError(f"{where} does not fit this step: {listed}{more}. {_advice(name for name, _ in faults)}")
+
+
+def package_versions() -> dict[str, str]:
+    """The versions of the packages that save, of those that are installed."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _kind(name: str) -> str:

@@ -37,6 +37,7 @@ class Folder:
         self._lock = None if is_remote(self.path) else RunLock(self.path)
         if self._lock is not None:
             weakref.finalize(self, self._lock.release)
+        self._heads: list[tuple[int, int] | None] = []
         self._keep_last, self._keep_every, self._told = keep_last, keep_every, False
 
     def at(self, number: int) -> Any:
@@ -106,6 +107,15 @@ class Folder:
     def _history(self) -> History:
         return History({number: storage.place_of(self.at(number)) for number in storage.present(self.path)})
 
+    def heads(self) -> list[tuple[int, int] | None]:
+        """(number, count in the history) of the latest checkpoint, None for none; last the one that is being saved.
+
+        A copy of a later state that was made under one of these continues from it (`local_copies`). On process 0.
+        """
+        if not is_first():
+            return [None]
+        return self._heads or [self._history().position]
+
     def prepare(self, number: int) -> dict[str, Any] | None:
         """Removes what unfinished saves left. Returns the place of the checkpoint that is about to be saved; process 0.
 
@@ -129,12 +139,15 @@ class Folder:
             elif not storage.is_free(self.at(number)):
                 raise CheckpointError(
                     f"{self.at(number)} is no checkpoint of zero_jax and stays as it is: save to another folder.")
-            return history.new_place(number).to_json()
+            place = history.new_place(number)
+            self._heads = [history.position, (number, place.last)]
+            return place.to_json()
 
         return all_or_none(lambda: clear() if is_first() else None)
 
     def note_restored(self, number: int) -> None:
         """Makes the checkpoint `number` the latest one, which it may not be because others were saved later."""
+        self._heads = []
         if not is_first():
             return
         try:

@@ -133,8 +133,9 @@ def make_folder(path: Path) -> None:
 class Loop:
     """The compiled step and evaluator, both sets of batches, and where to report.
 
-    save: called with (step number, state) when a checkpoint is due, or None. compare: with the state every
-    `check_replicas` steps and before a save, or None. memory: text printed with each step.
+    save, copy: called with (step number, state) when a checkpoint, or a local copy, is due, or None.
+    compare: with the state every `check_replicas` steps and before a save, or None.
+    memory: text printed with each step.
     seconds, timed_steps: of training, without validation and saving. preempted: whether a signal ended the loop.
     """
 
@@ -151,6 +152,7 @@ class Loop:
     memory: str
     save: Callable[[int, Any], Any] | None = None
     compare: Callable[[Any], Any] | None = None
+    copy: Callable[[int, Any], Any] | None = None
     seconds: float = 0.0
     timed_steps: int = 0
     preempted: bool = False
@@ -191,6 +193,12 @@ class Loop:
                 self.log.sync()
                 self.save(number, state)
                 self._clock, saved = time.perf_counter(), number
+            if self.copy and number % (self.config.local_every or 1) == 0:
+                if waiting:
+                    self._record(*waiting)
+                waiting = None
+                self.copy(number, state)
+                self._clock = time.perf_counter()
             if number % self.config.eval_every == 0 or number == self.config.steps:
                 if waiting:
                     self._record(*waiting)

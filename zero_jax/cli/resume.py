@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from zero_jax.checkpoint.checkpoint import Checkpoints, Restored
+from zero_jax.checkpoint.local_copies import LocalCopies
 from zero_jax.checkpoint.manifest import CheckpointError
 from zero_jax.cli.renamed import current_options
 from zero_jax.cli.train_config import TrainConfig
@@ -30,12 +31,21 @@ def fixed(config: TrainConfig) -> dict[str, Any]:
     return current_options({name: plain(getattr(config, name)) for name in FIXED})
 
 
-def resumed(config: TrainConfig, checkpoints: Checkpoints, step: ZeroTrainStep, batches: Batches, console: Console
-            ) -> Restored | None:
+def resumed(config: TrainConfig, checkpoints: Checkpoints, copies: LocalCopies | None, step: ZeroTrainStep,
+            batches: Batches, console: Console) -> Restored | None:
     """The last intact checkpoint in the layout of `step`, with `batches` at its position; None where there is none.
+
+    Local copies that are newer go first; those that the run does not continue from are removed.
 
     Raises ValueError where the checkpoint belongs to another run, with each option that differs and both values.
     """
+    if copies is not None:
+        if restored := copies.restore(step, batches[0], heads=checkpoints.heads()):
+            batches.restore(restored.data)
+            console.print(f"Resumed after step {restored.step} of {config.steps} from the copies in "
+                          f"{config.local_checkpoints}.", soft_wrap=True)
+            return restored
+        copies.clear()
     if not checkpoints.steps():
         console.print(f"{config.checkpoints} has no checkpoint yet: the run starts from the beginning.", soft_wrap=True)
         return None

@@ -14,6 +14,7 @@ import optax
 from rich.console import Console
 
 from zero_jax.checkpoint.checkpoint import Checkpoints
+from zero_jax.checkpoint.local_copies import LocalCopies
 from zero_jax.cli.environment import simulates
 from zero_jax.cli.generate import generate, next_logits
 from zero_jax.cli.loop import Loop, MetricsLog, make_folder
@@ -106,7 +107,10 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
     checkpoints = Checkpoints(config.checkpoints, keep_last=config.max_to_keep)
     if config.save_every and (message := checkpoints.lock()):
         console.print(message, soft_wrap=True)
-    restored = resumed(config, checkpoints, step, batches, console) if config.resume else None
+    copies = LocalCopies(config.local_checkpoints, fixed(config)) if config.local_checkpoints else None
+    restored = resumed(config, checkpoints, copies, step, batches, console) if config.resume else None
+    if copies is not None and not config.resume:
+        copies.clear()
     after = restored.step if restored else 0
     log = MetricsLog(config.out / "train.jsonl", after=after if config.resume else None, writes=is_first())
     if log.lost:
@@ -135,17 +139,23 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
         def save(number: int, state: Any) -> None:
             checkpoints.save(step, state, at=number, data=batches.state(), config=fixed(config))
 
+        def copy(number: int, state: Any) -> None:
+            assert copies is not None
+            copies.save(step, state, at=number, data=batches.state(), heads=checkpoints.heads())
+
         watchdog = Watchdog(config.hang_after, process=jax.process_index(), end=config.hang_exit)
         with ProgressReporter(console, total=config.steps) as progress, watchdog:
             loop = Loop(config, compiled, step.evaluator(ema=config.ema is not None), batches, held_out, log,
                         progress, watchdog, preemption, bigram, f"state {size_text(layout.device_bytes)}/device",
                         save if config.save_every else None,
-                        step.check_replicas if config.check_replicas else None)
+                        step.check_replicas if config.check_replicas else None, copy if copies else None)
             try:
                 state = loop.run(state, after=after)
             except KeyboardInterrupt:
                 interrupted = True
         checkpoints.wait()
+        if copies is not None and config.save_every:
+            copies.clear()  # the last state is saved
         interrupted = interrupted or preemption.signal == signal.SIGINT
         asked = preemption.signal if loop.preempted or interrupted else None
         preemption.release()  # the run is saved: Ctrl-C ends what follows

@@ -160,6 +160,13 @@ class TrainConfig:
     save_to: str | None = None
     """Folder of the checkpoints: local, or gs://bucket/folder with the extra gcs. None: checkpoints in out."""
 
+    local_checkpoints: Path | None = None
+    """Folder on a disk of each host, or in its memory, for copies of the state between checkpoints: a restart on the
+    same devices, with --resume, continues from the last copy. None: none are made."""
+
+    local_every: int | None = None
+    """Steps between two such copies."""
+
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise UsageError(f"stage={self.stage!r} is not a ZeRO stage: give 0, 1, 2 or 3.")
@@ -170,7 +177,8 @@ class TrainConfig:
         if self.reduce == "once" and self.accumulate == 1:
             raise UsageError("reduce=once without accumulate: the gradient of one batch is reduced once already.")
         for name in ("accumulate", "devices", "replica", "tensor", "context",
-                     "batch_size", "seq_len", "steps", "eval_every", "max_bytes", "max_to_keep"):
+                     "batch_size", "seq_len", "steps", "eval_every", "max_bytes", "max_to_keep",
+                     "local_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: give at least 1.")
@@ -188,6 +196,8 @@ class TrainConfig:
                              "copies to compare: give replica=2 or more, a lower stage, or leave it out.")
         if self.hang_exit and self.hang_after is None:
             raise UsageError("hang_exit without hang_after: say after how many seconds.")
+        if (self.local_checkpoints is None) != (self.local_every is None):
+            raise UsageError("local_checkpoints and local_every belong together: give both, or neither.")
         check_path("out", self.out)
         if not self.data or "" in self.data:
             raise UsageError('data is empty: name files, or "python".')
@@ -195,6 +205,7 @@ class TrainConfig:
         if re.match(r"[a-z][a-z0-9]{1,9}:/", str(self.out)):
             raise UsageError(f"out={self.out}: give a local folder, and --save-to for checkpoints in an object store.")
         if self.save_to is not None:
+            check_path("save_to", self.save_to)
             check_scheme(self.save_to)
         object.__setattr__(self, "out", Path(self.out))
         if self.devices is not None:
@@ -259,6 +270,8 @@ class TrainConfig:
                 if not path.stat().st_size:
                     raise UsageError(f"data: {name}: the file is empty: give one with text or tokens.")
         check_folder("out", self.out)
+        if self.local_checkpoints is not None:
+            check_folder("local_checkpoints", self.local_checkpoints)
 
     def _check_checkpoints(self) -> None:
         if not self.resume:

@@ -28,6 +28,11 @@ def broadcast_from_first(numbers: Sequence[int]) -> list[int]:
     return [(int(high) << 32) + int(low) for high, low in multihost_utils.broadcast_one_to_all(mine)]
 
 
+def gather(array: np.ndarray) -> np.ndarray:
+    """The `array` of every process, stacked by process; of one process a view of its own."""
+    return array[None] if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(array))
+
+
 def all_or_none(do: Callable[[], T]) -> T:
     """The result of `do()`. Raises on every process if it raises on any, so that none continues alone."""
     error: Exception | None = None
