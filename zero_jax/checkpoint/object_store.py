@@ -38,6 +38,9 @@ def check_scheme(path: Any) -> None:
         raise UsageError(f"{text} names no bucket: give {SCHEME}://bucket/folder.")
     if importlib.util.find_spec(PACKAGE) is None:
         raise UsageError(f"{text} needs the package {PACKAGE}: pip install 'zero-jax[{EXTRA}]'.")
+    from fsspec.config import conf  # which gcsfs brings
+
+    conf.setdefault(SCHEME, {}).setdefault("use_listings_cache", False)  # others change what is in a bucket, too
 
 
 def numbers_in(path: str) -> list[int]:
