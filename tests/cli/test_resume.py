@@ -146,6 +146,7 @@ def test_what_may_change_and_what_may_not_are_all_options():
             "out", "save_to", "local_checkpoints", "local_every", "samples", "distributed", "heartbeat", "hang_after",
             "out", "save_to", "local_checkpoints", "local_every", "samples", "distributed", "heartbeat", "hang_after",
             "hang_exit", "check_replicas"}
+            "hang_exit", "check_replicas"}
     assert {*FIXED, *free} == {field.name for field in dataclasses.fields(TrainConfig)} and not free & {*FIXED}
     assert json.loads(json.dumps(fixed(TINY), allow_nan=False)) == fixed(TINY)
 

