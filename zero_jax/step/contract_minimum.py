@@ -55,8 +55,7 @@ def _whole_reductions(reduce: TrafficResult, contract: Contract) -> Iterator[str
     whole = []
     for c in reduce.collectives:
         num_large = sum(shape_bytes(*shape) > small for shape in c.shapes)
-        # As of position embeddings: XLA scatters none. One that it combined with others has no name.
-        is_sum = num_large == 1 and (c.op_name.endswith("/reduce_sum") or not c.op_name)
+        is_sum = num_large == 1 and c.op_name.endswith("/reduce_sum")  # as of position embeddings: XLA scatters none
         if c.kind == "all-reduce" and set(c.axes(contract.mesh)) & set(contract.zero_axes) and num_large and not is_sum:
             whole.append(c)
     if total_bytes(whole) > WHOLE_SHARE * reduce.budget.communication_bytes:
