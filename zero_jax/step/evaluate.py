@@ -23,8 +23,9 @@ def evaluate(model: ModelFunctions, fun: Loss, layout: Layout, state: ZeroState,
     """
     weights = state.params if state.weights is None else state.weights
     if ema:
-        gathered = gather_compute_params(state.ema, layout)
-        weights = jax.tree.map(constrain, state.ema, layout.shardings.params) if gathered is None else gathered
+        average = jax.tree.map(lambda leaf, param: leaf.astype(param.dtype), state.ema, state.params)
+        gathered = gather_compute_params(average, layout)
+        weights = jax.tree.map(constrain, average, layout.shardings.params) if gathered is None else gathered
     variables = state.variables if rng is None else reseeded(model, state.variables, rng)
     out, _, _ = model.run(fun, merge(weights, state.frozen), variables, rng, batch, layout.uses, train=False)
     return values(out)

@@ -10,6 +10,7 @@ import optax
 from zero_jax.errors import UsageError
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.optim.compatibility import check_optimizer
+from zero_jax.precision import average_dtype
 from zero_jax.sharding.batch import abstract_batch
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.make_layout import make_layout
@@ -53,7 +54,8 @@ def trace_layout(model: ModelFunctions, loss: Loss, optimizer: optax.GradientTra
 
     state = ZeroState(
         step=jax.ShapeDtypeStruct((), jnp.int32), params=params, weights=None, frozen=frozen, opt_state=None,
-        variables=variables, ema=None if options.ema is None else params, guard=guard_state, rng=rng)
+        variables=variables, guard=guard_state, rng=rng, ema=None if options.ema is None else jax.tree.map(
+            lambda leaf: leaf.update(dtype=average_dtype(leaf.dtype)), params))
     return make_layout(
         state, axes, options.layout_policy, optimizer=optimizer, reads=reads,
         tensor_specs=tensor_specs(values, axes.mesh, options.tensor_rules, model.metadata))
