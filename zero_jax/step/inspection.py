@@ -5,11 +5,11 @@ from typing import Any
 import jax
 
 from zero_jax.jaxpr.equations import trace
-from zero_jax.sharding.batch import abstract_batch
 from zero_jax.state import ZeroState
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.contract import Contract, Report, contract_of
 from zero_jax.step.functions import StepFunctions
+from zero_jax.step.losses import takes_key
 from zero_jax.typing import Batch, Loss
 from zero_jax.xla.devices import compiled_for
 
@@ -41,13 +41,17 @@ class InspectableStep(StepFunctions):
         """What a step may send: kinds of collectives, mesh axes, bytes per device."""
         activation_bytes, layout = 0.0, self.layout(batch)
         if self.axes.tensor_enabled or self.axes.context_enabled:
-            num_microbatches = self.accumulation.microbatches
-            microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
-                (leaf.shape[0] // num_microbatches, *leaf.shape[1:]), leaf.dtype), abstract_batch(batch))
-            traced = trace(self.evaluator(), layout.state, microbatch)
-            activations = self.options.activations(self.axes, jax.tree.leaves(microbatch)[0].shape[0])
+            size = self.batches.size(batch) // self.accumulation.microbatches
+            microbatch = self.batches.resized(batch, size)
+            traced = self.trace_forward(microbatch)
+            activations = self.options.activations(self.axes, size)
             activation_bytes = activations.communication_bytes(traced.jaxpr)
         return contract_of(layout, self.accumulation, self._optimizer, activation_bytes)
+
+    def trace_forward(self, batch: Batch) -> Any:
+        """The jaxpr of the loss in evaluation, of the whole state."""
+        key = (jax.eval_shape(lambda: jax.random.key(0)),) if takes_key(self._loss) else ()
+        return trace(self.evaluator(), self.abstract_state(batch), self.abstract_batch(batch), *key)
 
     def verify(self, batch: Batch) -> Report:
         """Compiles the step and checks it against its contract: what is sent for what, beside what was promised.

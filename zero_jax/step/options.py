@@ -7,6 +7,7 @@ from zero_jax.arguments import is_number, shown
 from zero_jax.errors import UsageError
 from zero_jax.precision import Precision
 from zero_jax.sharding.batch import Accumulation
+from zero_jax.sharding.batch_layout import BatchLayout, BatchRule
 from zero_jax.sharding.make_layout import LayoutPolicy
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.tensor_rules import TensorRule
@@ -37,6 +38,7 @@ class StepOptions:
     partition_activations: bool | str = False
     hpz_axes: AxisNames = ()
     combine_bytes: int | None = None
+    batch_specs: tuple[BatchRule, ...] = ()
 
     def __post_init__(self) -> None:
         if self.ema is not None and not (is_number(self.ema) and 0 <= self.ema < 1):
@@ -63,6 +65,7 @@ class StepOptions:
             raise UsageError(f"tensor_rules: the mesh {axes.sizes} has no axis {axes.tensor!r} to split over: build "
                              "it with zero_jax.make_mesh(tensor=...), or leave tensor_rules out.")
         # Each of these raises for what it cannot be made of.
+        BatchLayout(axes, self.batch_specs)
         self.activations(axes, 1)
         self.compiler_options(axes)
 

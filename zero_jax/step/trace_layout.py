@@ -18,7 +18,7 @@ from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.tensor_rules import tensor_specs
 from zero_jax.state import ZeroState
-from zero_jax.step.losses import checked
+from zero_jax.step.losses import checked, with_key
 from zero_jax.step.options import StepOptions
 from zero_jax.step.trainable import check_trainable, check_written, split_trainable
 from zero_jax.tree import cast_floating, map_named, merge, named_leaves
@@ -36,7 +36,8 @@ def trace_layout(model: ModelFunctions, loss: Loss, optimizer: optax.GradientTra
     rng, given = jax.eval_shape(lambda: jax.random.key(0)), jax.eval_shape(lambda: model.given)
 
     # First, the model's values.
-    values, variables = jax.eval_shape(lambda *args: model.init(checked(loss), *args), rng, batch, given)
+    values, variables = jax.eval_shape(
+        lambda *args: model.init(checked(with_key(loss, None)), *args), rng, batch, given)
     check_trainable(values, frozen=options.frozen, keep=precision.keep)
     params, frozen = split_trainable(values, options.frozen)
     params = jax.eval_shape(lambda tree: cast_floating(tree, precision.params), params)
@@ -46,7 +47,7 @@ def trace_layout(model: ModelFunctions, loss: Loss, optimizer: optax.GradientTra
     as_read = map_named(lambda name, leaf: leaf.update(dtype=precision.read_dtype(name, leaf.dtype)),
                         merge(params, frozen))
     read_batch = jax.eval_shape(lambda batch: cast_floating(batch, precision.compute), batch)
-    reads = model.reads(checked(read_by or loss), as_read, variables, rng,
+    reads = model.reads(checked(with_key(read_by or loss, None)), as_read, variables, rng,
                         read_batch if precision.cast_batch is True else batch)
     _check_read(params, reads)
     check_written(params, reads, precision, options.accumulation)
