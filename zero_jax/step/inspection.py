@@ -56,8 +56,11 @@ class InspectableStep(StepFunctions):
     def verify(self, batch: Batch) -> Report:
         """Compiles the step and checks it against its contract: what is sent for what, beside what was promised.
 
-        Raises ContractError (a ValueError) if it sends more, with the operation, its bytes, its source line and
-        what to do.
+        Raises ContractError (a ValueError) if it sends more, or does not do what its stage is for (leaves stay whole,
+        gradients are summed whole or in fewer bits than declared, gathers stand in loops over time, nothing is sent for
+        a parameter, the whole model is in memory), or if a GPU would copy other rows of host memory than the program
+        says: with the operation, its bytes, its source line and what to do. It compiles the step alone; `multi`,
+        `gradients`, `apply_gradients` and evaluators are programs of their own, of the same functions, and unchecked.
         """
         return self.compiled_step(batch).verify()
 

@@ -17,6 +17,7 @@ from zero_jax.transforms.activation_partitioning import Activations
 from zero_jax.transforms.remat import Remat
 from zero_jax.typing import AxisNames, Pattern
 from zero_jax.xla.devices import combine_options
+from zero_jax.xla.host_slices import walk_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,4 +85,6 @@ class StepOptions:
 
     def compiler_options(self, axes: MeshAxes) -> dict[str, Any]:
         """XLA's options for the devices of the mesh."""
-        return combine_options(axes.mesh.devices.flat[0], self.combine_bytes)
+        device = axes.mesh.devices.flat[0]
+        walks = walk_options(device) if self.partition_activations == "cpu" else {}
+        return combine_options(device, self.combine_bytes) | walks
