@@ -51,6 +51,10 @@ class ZeroState:
         return f"ZeroState(mesh={mesh}, stored_params={elements:,}, bytes_per_device={device_bytes:,})"
 
 
+FROM_PARAMS = ("params", "weights", "frozen", "opt_state", "ema")
+"""The fields of a state that hold the parameters, or follow from them."""
+
+
 def typed_key(rng: object) -> PRNGKey:
     """`rng`, a JAX PRNG key of either kind, as a typed one; raises ValueError for anything else."""
     if not isinstance(rng, jax.Array):

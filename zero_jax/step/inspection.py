@@ -1,16 +1,17 @@
 """A step before it runs: lowered, compiled, and checked against its contract, on live devices or target topologies."""
 
+import dataclasses
 from typing import Any
 
 import jax
 
 from zero_jax.jaxpr.equations import trace
-from zero_jax.state import ZeroState
+from zero_jax.state import FROM_PARAMS, ZeroState
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.contract import Contract, Report, contract_of
 from zero_jax.step.functions import StepFunctions
 from zero_jax.step.losses import takes_key
-from zero_jax.typing import Batch, Loss
+from zero_jax.typing import Batch, Loss, PRNGKey
 from zero_jax.xla.devices import compiled_for
 
 
@@ -77,6 +78,12 @@ class InspectableStep(StepFunctions):
     def _jit(self, batch: Batch) -> Any:
         raise NotImplementedError
 
-    def _initializer(self, batch: Batch) -> Any:
-        layout, shardings = self.layout(batch), (None, None, self._batch_shardings(batch))
-        return jax.jit(self._init, in_shardings=shardings, out_shardings=layout.shardings)
+    def _initializer(self, batch: Batch, *, params: bool = True) -> Any:
+        """The compiled `init`; params: False leaves out the parameters and what follows from them, drawing none."""
+        kept = {} if params else dict.fromkeys(FROM_PARAMS)
+
+        def make(rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
+            return dataclasses.replace(self._init(rng, given, batch), **kept)
+
+        shardings = dataclasses.replace(self.layout(batch).shardings, **kept)
+        return jax.jit(make, in_shardings=(None, None, self._batch_shardings(batch)), out_shardings=shardings)

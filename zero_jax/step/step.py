@@ -64,12 +64,15 @@ class ZeroTrainStep(InspectableStep):
         """
         rng = typed_key(rng)
         self.batches.check(batch)
-        make = self._initializer(batch)
+        given = self._given_params if params is None else named_values(params)
+        make = self._initializer(batch, params=given is None)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
             batch = jax.tree.map(zeros_of, self.abstract_batch(batch))
         state = make(rng, self._model.given, batch)
-        given = self._given_params if params is None else named_values(params)
-        return state if given is None else self._with_values(state, given)
+        if given is None:
+            return state
+        like = self.layout().state
+        return self._with_values(dataclasses.replace(state, params=like.params, frozen=like.frozen), given)
 
     def with_params(self, state: ZeroState, params: Pytree) -> ZeroState:
         """`state` from other parameters, whose optimizer state, average and copy for the model are made anew.
