@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.lax import with_sharding_constraint as constrain
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
 from zero_jax.frontends.input_cast import casting_inputs
@@ -189,6 +190,10 @@ class StepFunctions:
             merge(shapes.params, shapes.frozen), merge(stored.params, stored.frozen))
         return other_reads(self._model, with_key(self._with_inputs_cast(fun), None), as_read, stored.variables,
                            *jax.eval_shape(lambda: (rng, batch)))
+
+    @property
+    def _replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, P())
 
     @property
     def _stochastic(self) -> bool:

@@ -264,10 +264,6 @@ class ZeroTrainStep(InspectableStep):
 
         return call
 
-    @property
-    def _replicated(self) -> NamedSharding:
-        return NamedSharding(self.mesh, P())
-
     def _with_values(self, state: ZeroState, given: Mapping[str, Any]) -> ZeroState:
         return with_values(state, given, layout=self.layout(), optimizer=self._optimizer)
 
