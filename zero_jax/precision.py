@@ -99,6 +99,14 @@ class Precision:
             self.read_dtype(name, stored))
 
 
+def average_dtype(stored: Any) -> Any:
+    """The dtype of the moving average of a parameter: at least float32, since a small step rounds away in fewer bits.
+
+    In bfloat16 an average of decay 0.999 does not move at all.
+    """
+    return jnp.promote_types(stored, jnp.float32)
+
+
 POLICIES = {
     "fp32": Precision(params=jnp.float32, compute=jnp.float32),
     "bf16": Precision(params=jnp.float32, compute=jnp.bfloat16),

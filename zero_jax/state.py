@@ -25,7 +25,8 @@ class ZeroState:
     frozen: the other parameters, in the dtype in which the model reads them; sharded at stage 3.
     opt_state: the optimizer's state; sharded from stage 1 on.
     variables: what the model owns beside parameters (batch statistics, RNG streams, frozen variables).
-    ema: the moving average of `params`, sharded as the optimizer's moments; None without one.
+    ema: the moving average of `params`, in float32 or what is wider, sharded as the optimizer's moments; None without
+        one.
     guard: the count of bad steps and the loss scale (`guard.GuardState`); None without loss scale and guard.
     rng: the typed key from which each step's randomness is derived.
     """
@@ -48,6 +49,10 @@ class ZeroState:
                            for leaf, sharding in zip(leaves, shardings, strict=True))
         elements = sum(leaf.size for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "size"))
         return f"ZeroState(mesh={mesh}, stored_params={elements:,}, bytes_per_device={device_bytes:,})"
+
+
+FROM_PARAMS = ("params", "weights", "frozen", "opt_state", "ema")
+"""The fields of a state that hold the parameters, or follow from them."""
 
 
 def typed_key(rng: object) -> PRNGKey:

@@ -49,7 +49,7 @@ AxisNames: TypeAlias = tuple[str, ...]
 """Mesh axes, major first."""
 
 Loss: TypeAlias = Callable[[Any, Batch], Any]
-"""`loss(model, batch)`: a scalar, `(scalar, metrics)` or `(scalar, metrics, weight)`."""
+"""`loss(model, batch)`, or `loss(model, batch, rng)`: a scalar, `(scalar, metrics)` or `(scalar, metrics, weight)`."""
 
 Pattern: TypeAlias = str
 """A regular expression that `re.search` applies to a parameter's name, such as `blocks/attention/kernel`."""

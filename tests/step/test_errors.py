@@ -57,7 +57,6 @@ def test_what_is_no_optimizer(wrong):
     (batch(12), "batch of 12 does not divide over the 8 devices"),
     (batch(4), "batch of 4 does not divide over the 8 devices"),
     (batch(0), "batch of 0 does not divide"),
-    ({**batch(), "scale": np.float32(1)}, "batch\\['scale'\\] is a scalar"),
     ({}, "batch is empty"),
 ])
 @pytest.mark.parametrize("call", ["init", "layout", "lower"])

@@ -137,7 +137,7 @@ def test_other_errors_of_a_loss_are_its_own():
 
 
 @pytest.mark.parametrize(("loss", "message"), [
-    (lambda params, batch, rng: 0.0, "takes .*rng.*called as loss\\(model, batch\\).*partial"),
+    (lambda params, batch, scale: 0.0, "takes .*scale.*called as loss\\(model, batch\\).*partial"),
     (lambda model: 0.0, "called as loss\\(model, batch\\)"), ("mse", "loss='mse' is a str")])
 def test_what_cannot_be_called_as_a_loss(loss, message):
     with pytest.raises(ValueError, match=message):

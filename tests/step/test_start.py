@@ -403,3 +403,23 @@ def test_an_evaluator_takes_a_key(model):
     one, again, other = (evaluate(state, batch_of(), jax.random.key(seed)) for seed in (1, 1, 2))
     np.testing.assert_array_equal(one, again)
     assert not np.allclose(one, other)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_given_parameters_are_not_drawn_before(given):
+    """Negative control: without any they are."""
+    draws = []
+
+    def drawn(key, shape, dtype=jnp.float32):
+        def draw():
+            draws.append(shape)
+            return np.ones(shape, dtype)
+
+        return jax.pure_callback(draw, jax.ShapeDtypeStruct(shape, dtype))
+
+    model = nn.Dense(13, kernel_init=drawn)
+    params = {"kernel": np.full((16, 13), 0.5, np.float32), "bias": np.zeros(13, np.float32)}
+    step = step_of(model=model)
+    state = step.init(KEY, batch_of(), **({"params": params} if given else {}))
+    assert float(step.params(state)["kernel"][0, 0]) == (0.5 if given else 1.0)
+    assert bool(draws) != given

@@ -41,14 +41,14 @@ def formulas(layout: Layout) -> dict[str, tuple[str, float]]:
     parameters are stored. In fp32 the sum of the first three is `Stage.state_bytes`.
     """
     stage, weights = layout.stage, layout.state.weights
-    stored, read = (max((leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)), default=0)
-                    for tree in (layout.state.params, weights))
+    stored, read, average = (max((leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)), default=0)
+                             for tree in (layout.state.params, weights, layout.state.ema))
     terms = {"params": (stored, stage.shards_params or (weights is not None and stage.shards_optimizer)),
              "opt_state": (2 * stored, stage.shards_optimizer)}
     if weights is not None:
         terms["weights"] = (read, False)
     if layout.state.ema is not None:
-        terms["ema"] = (stored, stage.shards_optimizer)
+        terms["ema"] = (average, stage.shards_optimizer)
     return {kind: (f"{size} P" + ("/N" if split else ""),
                    size * layout.num_params / (layout.num_shards if split else 1))
             for kind, (size, split) in terms.items()}

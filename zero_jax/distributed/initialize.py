@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding
@@ -98,6 +99,14 @@ def put_global(tree: Any, sharding: Sharding) -> Any:
     """NumPy arrays, the same on every process, as global arrays of that sharding."""
     return jax.tree.map(lambda value: jax.make_array_from_callback(
         value.shape, sharding_of_rank(sharding, value.ndim), lambda index: value[index]), tree)
+
+
+def zeros_of(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """A global array of zeros (of a key dtype: keys of them) with the shape, dtype and sharding of `like`."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.jit(lambda: jax.lax.full(like.shape, 0, like.dtype), out_shardings=like.sharding)()
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: np.zeros(
+        like.shape, like.dtype)[index])
 
 
 def local(devices: Sequence[jax.Device]) -> list[jax.Device]:

@@ -21,13 +21,13 @@ def casting_inputs(fun: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
 
     A Linen model does so in every method that `fun` calls, its submodules' too; an NNX model in its `__call__`.
     """
-    def with_casts(model: Any, batch: Any) -> Any:
+    def with_casts(model: Any, batch: Any, **key: Any) -> Any:
         if isinstance(model, nn.Module):
             with nn.intercept_methods(_outermost_casts(model, dtype)):
-                return fun(model, batch)
+                return fun(model, batch, **key)
         if isinstance(model, nnx.Module) and callable(model):
             object.__setattr__(model, "__class__", _casting_class(type(model), dtype))
-        return fun(model, batch)
+        return fun(model, batch, **key)
 
     return with_casts
 

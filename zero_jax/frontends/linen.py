@@ -94,12 +94,13 @@ class Linen:
         return {name: tree for name, tree in variables.items() if name not in self._transient}
 
     def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
-            *, train: bool = True) -> tuple[Any, Any, dict[str, Any]]:
+            *, train: bool = True, reads: Mapping[str, ParamAccess] | None = None
+            ) -> tuple[Any, Any, dict[str, Any]]:
         """(`fun(bound module, batch)`, new variables, none: Linen's parameters are not written); read through `uses`.
 
         None in place of a use, or of all of them, means as it is.
         """
-        return *self._run(fun, params, variables, rng, batch, uses, self._reads), {}
+        return *self._run(fun, params, variables, rng, batch, uses, self._reads if reads is None else reads), {}
 
     def _run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
              reads: Mapping[str, ParamAccess]) -> tuple[Any, Any]:

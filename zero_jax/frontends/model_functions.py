@@ -1,6 +1,6 @@
 """A Linen or NNX model as pure functions: below this module there is one path for both."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import flax.linen as nn
@@ -34,10 +34,11 @@ class ModelFunctions(Protocol):
         ...
 
     def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
-            *, train: bool = True) -> tuple[Any, Any, dict[str, Any]]:
+            *, train: bool = True, reads: Mapping[str, ParamAccess] | None = None
+            ) -> tuple[Any, Any, dict[str, Any]]:
         """(`fun(model, batch)`, new variables, the parameters that it overwrote, by name, in their true shapes).
 
-        Every parameter is read through its leaf of `uses`.
+        Every parameter is read through its leaf of `uses`. reads: how `fun` does so; None: as `reads` found last.
         """
         ...
 
@@ -63,6 +64,15 @@ def to_model_functions(model: Any, streams: Sequence[str]) -> ModelFunctions:
     raise UsageError(
         f"model={shown(model)} is a {type(model).__name__}, not a Flax module: give a flax.linen.Module, a "
         "flax.nnx.Module, or a function of rngs that makes an nnx.Module.")
+
+
+def other_reads(model: ModelFunctions, fun: Callable[..., Any], *args: Any) -> dict[str, ParamAccess]:
+    """`model.reads(fun, *args)` of another function than the loss, after which `model` is as it was before."""
+    kept = dict(vars(model))
+    try:
+        return model.reads(fun, *args)
+    finally:
+        vars(model).update(kept)
 
 
 def reseeded(model: ModelFunctions, variables: Any, rng: Any) -> Any:

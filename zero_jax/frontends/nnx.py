@@ -95,10 +95,12 @@ class Nnx:
         return variables
 
     def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
-            *, train: bool = True) -> tuple[Any, Any, dict[str, Any]]:
+            *, train: bool = True, reads: Mapping[str, ParamAccess] | None = None
+            ) -> tuple[Any, Any, dict[str, Any]]:
         """(`fun(module, batch)`, new variables, overwritten parameters); each is read through its leaf of `uses`."""
-        out, new, final = self._run(fun, params, variables, batch, uses, self._reads, train=train)
-        return out, new, {name: final[name] for name, read in self._reads.items() if read.written and name in final}
+        reads = self._reads if reads is None else reads
+        out, new, final = self._run(fun, params, variables, batch, uses, reads, train=train)
+        return out, new, {name: final[name] for name, read in reads.items() if read.written and name in final}
 
     def with_streams(self, variables: Any, rng: jax.Array) -> Any:
         """`variables` with the key of every random stream derived from `rng`."""

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.errors import UsageError
-from zero_jax.jaxpr.equations import trace
 from zero_jax.planning.flops import traced_flops
 from zero_jax.planning.memory import MemoryReport, Transformer, memory_report
 from zero_jax.planning.timing import Timing, predict
@@ -25,6 +24,7 @@ from zero_jax.stages import STAGES
 from zero_jax.step.contract_report import Report
 from zero_jax.step.make import make_zero_train_step
 from zero_jax.step.step import ZeroTrainStep
+from zero_jax.tree import named_leaves
 from zero_jax.xla import devices as xla_devices
 from zero_jax.xla.targets import Target, target_of
 
@@ -144,11 +144,12 @@ def examine(step: ZeroTrainStep, batch: Any, target: Target | None = None,
             transformer: Transformer | None = None) -> Plan:
     """The plan of an existing step, on the target topology `target` or on live devices (None)."""
     began = time.perf_counter()
-    layout, leaf = step.layout(batch), jax.tree.leaves(batch)[0]
+    layout, size = step.layout(batch), step.batches.size(batch)
+    leaf = next((leaf for name, leaf in named_leaves(batch) if step.batches.is_example(name, leaf)), None)
     known = None if target is None else target.chip.memory_bytes - RESERVED.get(target.chip.platform, 0)
 
     def make_plan(needed: int, host: int = 0, refused: str = "", **compiled_fields: Any) -> Plan:
-        return Plan(target=target, stage=step.stage.number, batch_size=leaf.shape[0], mesh=dict(step.mesh.shape),
+        return Plan(target=target, stage=step.stage.number, batch_size=size, mesh=dict(step.mesh.shape),
                     layout=layout, memory_bytes=known, needed_bytes=needed, host_bytes=host, refused=refused,
                     compile_seconds=time.perf_counter() - began,
                     **({"memory": None, "communication": None, "links": {}, "timing": None} | compiled_fields))
@@ -164,8 +165,9 @@ def examine(step: ZeroTrainStep, batch: Any, target: Target | None = None,
     timing, links = None, collections.defaultdict[Any, float](float)
     if target is not None:
         coords = [xla_devices.coords(device) for device in step.mesh.devices.flat]
-        tokens = leaf.size if leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer) else leaf.shape[0]
-        forward = traced_flops(trace(step.evaluator(), step.abstract_state(batch), step.abstract_batch(batch)))
+        is_text = leaf is not None and leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
+        tokens = leaf.size if leaf is not None and is_text else size
+        forward = traced_flops(step.trace_forward(batch))
         timing = predict(compiled.schedule, target, coords, tokens=tokens, model_flops=3 * forward)
         for collective in itertools.chain.from_iterable(each.collectives for each in compiled.report.results):
             link = target.link([coords[device] for device in collective.group]).name

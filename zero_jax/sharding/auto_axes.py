@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
 from zero_jax.state import ZeroState
+from zero_jax.tree import path_name
 from zero_jax.typing import Pytree
 
 _ARRAYS = {"rng", "batch", "batches", "gradients", "loss", "variables"}
@@ -49,26 +50,26 @@ def computing_on(mesh: Mesh) -> Iterator[None]:
             yield
 
 
-def on_auto_axes(tree: Pytree, mesh: Mesh, target: Callable[[Any], NamedSharding] | None = None) -> Pytree:
+def on_auto_axes(tree: Pytree, mesh: Mesh, target: Callable[[str, Any], NamedSharding] | None = None) -> Pytree:
     """`tree`, whose arrays with Explicit axes are such with Auto axes; those of states are so already.
 
-    target: the sharding of each of these arrays, and of those that `jax.set_mesh` made replicated over some mesh;
-    default: that which it has, or inside of a `jit` any.
+    target: the sharding of each of these arrays, by name, and of those that `jax.set_mesh` made replicated over some
+    mesh; default: that which it has, or inside of a `jit` any.
     """
-    def move(leaf: Any) -> Any:
+    def move(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
         is_explicit = AxisType.Explicit in _typed_mesh(leaf).axis_types
         if not is_explicit and (target is None or not _is_replicated(leaf)):
             return leaf
         if target is not None:
-            return jax.device_put(leaf, target(leaf))
+            return jax.device_put(leaf, target(path_name(path), leaf))
         own = None if isinstance(leaf, Tracer) else leaf.sharding
         if not isinstance(own, NamedSharding) or own.is_fully_replicated or not isinstance(own.mesh, Mesh):
             return jax.device_put(leaf, NamedSharding(mesh, P()))
         return jax.device_put(leaf, NamedSharding(auto_mesh(own.mesh), own.spec))
 
-    return jax.tree.map(move, tree, is_leaf=lambda leaf: isinstance(leaf, ZeroState))
+    return jax.tree.map_with_path(move, tree, is_leaf=lambda leaf: isinstance(leaf, ZeroState))
 
 
 def as_context(tree: Pytree) -> Pytree:

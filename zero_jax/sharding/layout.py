@@ -62,6 +62,7 @@ class Layout:
         gradients: a `NamedSharding` for each trainable parameter's gradient as the optimizer takes it.
         uses: for each parameter how the model reads it, a `gather.ParamUse`, or None (as it is stored).
         reads: by the name of a parameter, how the model accesses it, from its trace.
+        replicated_batch: names of the leaves of a batch that are whole on every device.
     """
 
     axes: MeshAxes
@@ -71,6 +72,7 @@ class Layout:
     gradients: Pytree
     uses: Pytree
     reads: Mapping[str, ParamAccess]
+    replicated_batch: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -148,6 +150,8 @@ class Layout:
         lines.append("gathered up front: " + (", ".join(up_front) or "none"))
         unused = [name for name, access in self.reads.items() if not access.count]
         lines.append("unused parameters: " + (", ".join(unused) or "none"))
+        if self.replicated_batch:
+            lines.append("leaves of the batch that are whole on every device: " + ", ".join(self.replicated_batch))
         return "\n".join(lines)
 
     def _note(self, name: str, leaf: jax.ShapeDtypeStruct, stored_shape: StoredShape) -> str:

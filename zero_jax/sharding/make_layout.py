@@ -48,7 +48,7 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
 
     Args:
       state: `jax.ShapeDtypeStruct`s of true shapes, parameters in the dtype in which they are stored. `weights` and
-        `opt_state` are not read: they follow from the parameters. `ema`: any tree, or None for no average.
+        `opt_state` are not read: they follow from the parameters. `ema`: of the same shapes, or None for no average.
       axes: the mesh.
       policy: stage, precision and so on.
       optimizer: whose state is stored too.
@@ -116,7 +116,7 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
             frozen=jax.tree.map(put, frozen, frozen_specs, frozen_shapes),
             opt_state=jax.tree.map(put, jax.eval_shape(optimizer.init, params), opt_specs, opt_shapes),
             variables=replicated(state.variables),
-            ema=jax.tree.map(put, params, sharded_specs, param_shapes) if has_ema else None,
+            ema=jax.tree.map(put, state.ema, sharded_specs, param_shapes) if has_ema else None,
             guard=replicated(state.guard), rng=replicated(state.rng)),
         stored_shapes=ZeroState(
             step=identity_shapes(state.step), params=param_shapes, weights=param_shapes if has_weights else None,

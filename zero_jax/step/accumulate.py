@@ -20,31 +20,32 @@ from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.reduce_scatter import reduce_parts
 from zero_jax.step.gradients import ForwardInputs, ForwardOutput, GradientFunction
 from zero_jax.step.metrics import combine
+from zero_jax.step.microbatches import Microbatches, is_key
 from zero_jax.tree import map_named, named_leaves, with_dtypes_of
-from zero_jax.typing import Batch, DType, Gradients, Params, Pytree, Scalar
+from zero_jax.typing import DType, Gradients, Params, Pytree, Scalar
 
 
 def accumulate_gradients(
     gradient: GradientFunction, accumulation: Accumulation, layout: Layout, weights: Params, inputs: ForwardInputs,
-    batch: Batch, scale: Scalar
+    microbatches: Microbatches, scale: Scalar
 ) -> tuple[ForwardOutput, Gradients]:
     """The output and gradient of a whole batch as the weighted mean over its microbatches.
 
     Gradients are summed in float32, or what is wider, and sharded as `layout.gradients`.
     """
     run = _reduce_once if accumulation.once else _reduce_every
-    return run(gradient, accumulation.microbatches, layout, weights, inputs, batch, scale)
+    return run(gradient, microbatches, layout, weights, inputs, scale)
 
 
 def _reduce_every(
-    gradient: GradientFunction, num_microbatches: int, layout: Layout, weights: Params, inputs: ForwardInputs,
-    batch: Batch, scale: Scalar
+    gradient: GradientFunction, microbatches: Microbatches, layout: Layout, weights: Params, inputs: ForwardInputs,
+    scale: Scalar
 ) -> tuple[ForwardOutput, Gradients]:
     def body(carry: Any, xs: Any) -> Any:
         grad_sum, variables = carry
-        index, microbatch = xs
+        index, examples = xs
         round_inputs = inputs._replace(variables=variables, rng=jax.random.fold_in(inputs.rng, index))
-        output, grads = gradient(weights, round_inputs, microbatch, scale)
+        output, grads = gradient(weights, round_inputs, microbatches.one(examples, index), scale)
         # Else XLA:TPU moves sums over devices out of the loop, which then carries whole gradients; libtpu 0.0.48 adds
         # an embedding's rows wrongly when it does (openxla/xla issue 49143).
         grads = jax.lax.optimization_barrier(grads)
@@ -55,16 +56,15 @@ def _reduce_every(
 
     zeros = jax.tree.map(lambda leaf, sharding: constrain(jnp.zeros(leaf.shape, _sum_dtype(leaf)), sharding),
                          weights, layout.gradients)
-    microbatches = jax.tree.map(lambda leaf: _split(leaf, num_microbatches, layout, by_device=False), batch)
     (grad_sum, variables), outputs = jax.lax.scan(
-        body, (zeros, inputs.variables), (jnp.arange(num_microbatches), microbatches))
+        body, (zeros, inputs.variables), (jnp.arange(microbatches.number), microbatches.examples(by_device=False)))
     output, weight = _weighted_mean(outputs)
     return output._replace(variables=variables), jax.tree.map(lambda total: total / weight, grad_sum)
 
 
 def _reduce_once(
-    gradient: GradientFunction, num_microbatches: int, layout: Layout, weights: Params, inputs: ForwardInputs,
-    batch: Batch, scale: Scalar
+    gradient: GradientFunction, microbatches: Microbatches, layout: Layout, weights: Params, inputs: ForwardInputs,
+    scale: Scalar
 ) -> tuple[ForwardOutput, Gradients]:
     mesh, axes, num_devices = layout.mesh, layout.axes.batch, layout.axes.batch_shards
 
@@ -75,15 +75,17 @@ def _reduce_once(
     def device_key(device: Any) -> jax.Array:
         return jax.random.fold_in(inputs.rng, device)
 
-    in_axes = None, ForwardInputs._make((None, 0, 0)), 0, None
+    devices = jnp.arange(num_devices)
+    in_axes = None, ForwardInputs._make((None, 0, 0)), microbatches.device_dims, None
     gradient_of_each = jax.vmap(gradient, in_axes=in_axes, spmd_axis_name=axes)
-    device_keys = jax.vmap(device_key)(jnp.arange(num_devices))
+    device_keys = jax.vmap(device_key)(devices)
 
     def body(carry: Any, xs: Any) -> Any:
         grad_sum, variables = carry
-        index, microbatch = xs
+        index, examples = xs
         keys = jax.vmap(jax.random.fold_in, (0, None))(device_keys, index)
-        output, grads = gradient_of_each(weights, ForwardInputs(inputs.frozen, variables, keys), microbatch, scale)
+        output, grads = gradient_of_each(
+            weights, ForwardInputs(inputs.frozen, variables, keys), microbatches.one(examples, index, devices), scale)
         grad_sum = jax.tree.map(lambda total, grad, sharding: constrain(
             total + jnp.reshape(output.weight, (-1, *[1] * (grad.ndim - 1))) * grad.astype(total.dtype),
             by_device(sharding)), grad_sum, grads, layout.gradients)
@@ -92,10 +94,10 @@ def _reduce_once(
     def zeros(leaf: Any, sharding: NamedSharding) -> Any:
         return constrain(jnp.zeros((num_devices, *leaf.shape), _sum_dtype(leaf)), by_device(sharding))
 
-    microbatches = jax.tree.map(lambda leaf: _split(leaf, num_microbatches, layout, by_device=True), batch)
     device_variables = jax.tree.map(lambda leaf: _copy_to_devices(leaf, num_devices), inputs.variables)
     carry = jax.tree.map(zeros, weights, layout.gradients), device_variables
-    (grad_sum, variables), outputs = jax.lax.scan(body, carry, (jnp.arange(num_microbatches), microbatches))
+    (grad_sum, variables), outputs = jax.lax.scan(
+        body, carry, (jnp.arange(microbatches.number), microbatches.examples(by_device=True)))
     output, weight = _weighted_mean(outputs)
 
     def reduce(name: str, total: Any, like: Any, sharding: NamedSharding) -> Any:
@@ -108,18 +110,6 @@ def _reduce_once(
     uses = dict(named_leaves(layout.uses))  # no entry where a parameter is read as it is stored
     grads = map_named(reduce, grad_sum, weights, layout.gradients)
     return output._replace(variables=jax.tree.map(_join_devices, variables, inputs.variables)), grads
-
-
-def _split(leaf: jax.Array, num_microbatches: int, layout: Layout, *, by_device: bool) -> jax.Array:
-    """A leaf of the batch as (microbatches, rows, ...), or (microbatches, devices, rows, ...).
-
-    Each microbatch takes rows of every device.
-    """
-    axes = layout.axes
-    parts = leaf.reshape(axes.batch_shards, num_microbatches, -1, *leaf.shape[1:]).swapaxes(0, 1)
-    if not by_device:
-        parts = parts.reshape(num_microbatches, -1, *leaf.shape[1:])
-    return constrain(parts, NamedSharding(axes.mesh, P(None, axes.batch)))
 
 
 def _weighted_mean(outputs: ForwardOutput) -> tuple[ForwardOutput, Scalar]:
@@ -138,7 +128,7 @@ def _sum_dtype(leaf: Any) -> DType:
 def _copy_to_devices(leaf: Any, num_devices: int) -> Pytree:
     """A variable for each device. Random streams must differ, or devices drop the same units."""
     copies = jnp.broadcast_to(leaf, (num_devices, *leaf.shape))
-    if not _is_key(leaf):
+    if not is_key(leaf):
         return copies
     flat = jax.vmap(lambda keys, i: jax.vmap(lambda key: jax.random.fold_in(key, i))(keys.reshape(-1)))
     return flat(copies, jnp.arange(num_devices)).reshape(copies.shape)
@@ -146,10 +136,6 @@ def _copy_to_devices(leaf: Any, num_devices: int) -> Pytree:
 
 def _join_devices(leaf: Any, before: Any) -> Any:
     """The devices' variables as one: means of statistics, the first of counters, random streams as they were."""
-    if _is_key(before):
+    if is_key(before):
         return before
     return leaf.mean(0).astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf[0]
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

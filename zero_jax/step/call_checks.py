@@ -33,10 +33,11 @@ def check_loss(loss: Any) -> None:
     except (TypeError, ValueError):  # of a builtin
         return
     try:
-        signature.bind(None, None)
+        signature.bind(None, None, **({"rng": None} if "rng" in signature.parameters else {}))
     except TypeError as error:
-        raise UsageError(f"The loss takes {signature}, and it is called as loss(model, batch): bind its other "
-                         "arguments with functools.partial, and let the batch hold what changes.") from error
+        raise UsageError(f"The loss takes {signature}, and it is called as loss(model, batch), with rng=key "
+                         "where it takes rng: bind its other arguments with functools.partial, and let the batch hold "
+                         "what changes.") from error
 
 
 @contextlib.contextmanager

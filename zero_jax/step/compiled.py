@@ -11,6 +11,7 @@ from zero_jax.step.contract_report import Contract, Report
 from zero_jax.xla import events
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.events import Event
+from zero_jax.xla.host_slices import HostSlice, host_slices
 from zero_jax.xla.parser import Module, parse
 from zero_jax.xla.schedule import schedule
 
@@ -51,7 +52,12 @@ class CompiledStep:
     @functools.cached_property
     def report(self) -> Report:
         """The collectives, the state and the gathered parameters beside the contract."""
-        return check(self.collectives, self.contract, self.gathered_bytes)
+        return check(self.collectives, self.contract, self.gathered_bytes, self.host_slices)
+
+    @functools.cached_property
+    def host_slices(self) -> tuple[HostSlice, ...]:
+        """The slices of host memory that its loops read and write; of a program for GPUs, where they may be wrong."""
+        return tuple(host_slices(self.module)) if self.contract.platform in ("gpu", "cuda") else ()
 
     @functools.cached_property
     def gathered_bytes(self) -> int:
@@ -64,7 +70,7 @@ class CompiledStep:
 
     def verify(self) -> Report:
         """`report`; raises ContractError (a ValueError) if the step sends more than its contract says, or does less."""
-        return verify(self.collectives, self.contract, self.gathered_bytes)
+        return verify(self.collectives, self.contract, self.gathered_bytes, self.host_slices)
 
     @property
     def device_bytes(self) -> int:

@@ -19,8 +19,16 @@ from zero_jax.step.contract_params import min_itemsize, param_pieces, param_traf
 from zero_jax.step.contract_purpose import purpose_of, sorted_dims, split_by_purpose
 from zero_jax.step.contract_report import Contract, Report, TrafficBudget, TrafficResult
 from zero_jax.step.contract_state import state_budget, state_violations
-from zero_jax.step.contract_violations import SMALL_LEAF, TOLERANCE, gather_notes, reduce_notes, violations
+from zero_jax.step.contract_violations import (
+    SMALL_LEAF,
+    TOLERANCE,
+    gather_notes,
+    reduce_notes,
+    slice_violations,
+    violations,
+)
 from zero_jax.xla.hlo import Collective, collectives
+from zero_jax.xla.host_slices import HostSlice
 
 
 class ContractError(ValueError):
@@ -82,11 +90,12 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
                     state_budget(layout), num_microbatches, num_reductions, axes.context)
 
 
-def check(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0) -> Report:
+def check(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0,
+          slices: Sequence[HostSlice] = ()) -> Report:
     """How a compiled program, its text or its collectives, keeps `contract`; it does if there are no violations.
 
     gathered_bytes: the most that gathered parameters take on a device at one time (`contract_memory.gathered_at_once`);
-    0 where that is not known.
+    0 where that is not known. slices: of host memory, in the program's loops.
     """
     by_purpose: dict[str, list[Collective]] = {budget.key: [] for budget in contract.budgets}
     for combined in collectives(program) if isinstance(program, str) else program:
@@ -98,13 +107,14 @@ def check(program: str | Sequence[Collective], contract: Contract, gathered_byte
     results = {budget.key: TrafficResult(budget, tuple(by_purpose[budget.key]), notes.get(budget.key, ()))
                for budget in contract.budgets}
     broken = (*violations(results, contract), *shortfalls(results, contract), *state_violations(contract),
-              *memory_violations(results, contract, gathered_bytes))
+              *memory_violations(results, contract, gathered_bytes), *slice_violations(slices))
     return Report(contract, tuple(results.values()), broken)
 
 
-def verify(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0) -> Report:
+def verify(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0,
+           slices: Sequence[HostSlice] = ()) -> Report:
     """As `check`, but raises ContractError with each offending operation, its bytes, its source and what to do."""
-    report = check(program, contract, gathered_bytes)
+    report = check(program, contract, gathered_bytes, slices)
     if report.violations:
         raise ContractError(f"The compiled step breaks its contract.\n{report}")
     return report

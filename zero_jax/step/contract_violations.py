@@ -8,6 +8,7 @@ from zero_jax.sharding.stored_update import UPDATE_SCOPE
 from zero_jax.step.contract_purpose import purpose_of, total_bytes
 from zero_jax.step.contract_report import Contract, TrafficBudget, TrafficResult
 from zero_jax.xla.collective import Collective
+from zero_jax.xla.host_slices import ANNOTATOR, FIXED, HostSlice
 
 TOLERANCE = 0.04
 """Share of a budget by which a program may exceed it."""
@@ -44,6 +45,16 @@ def violations(results: Mapping[str, TrafficResult], contract: Contract) -> Iter
     if total_bytes(wrong) > rest_bytes:
         yield (f"parameters are gathered over {' x '.join(wrong[0].axes(contract.mesh))}, not only over "
                f"{' x '.join(gather.budget.axes) or 'no axis'}: {explain(wrong, contract)}")
+
+
+def slice_violations(slices: Iterable[HostSlice]) -> Iterator[str]:
+    """A line for each slice of host memory that a GPU would take from other rows than its index says."""
+    for each in slices:
+        if not each.is_right:
+            yield (f"{each}. The GPU copies by the walk, so that these would be other rows: XLA's pass {ANNOTATOR} has "
+                   "this fault (openxla/xla pull requests 46231 and 46308). Turn it off, as the step does for its own "
+                   f"checkpoints: XLA_FLAGS=--xla_disable_hlo_passes={ANNOTATOR}; or take a jaxlib from "
+                   f"{'.'.join(map(str, FIXED))} on.")
 
 
 def reduced_bytes(collectives: Iterable[Collective], contract: Contract) -> float:

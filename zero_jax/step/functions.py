@@ -1,12 +1,13 @@
 """The functions of a step that JAX traces, from the state to the gradient and the next state, and their layout."""
 
+import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import Mesh, NamedSharding
@@ -14,13 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
 from zero_jax.frontends.input_cast import casting_inputs
-from zero_jax.frontends.model_functions import ModelFunctions
+from zero_jax.frontends.model_functions import ModelFunctions, other_reads
 from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes, sharding_errors_explained
-from zero_jax.sharding.batch import Accumulation, abstract_batch, check_batch
+from zero_jax.sharding.batch import Accumulation, abstract_batch
+from zero_jax.sharding.batch_layout import BatchLayout
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.mesh import sharding_of_rank
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
 from zero_jax.step.accumulate import accumulate_gradients
@@ -29,12 +31,14 @@ from zero_jax.step.evaluate import evaluate
 from zero_jax.step.gradients import ForwardInputs, ForwardOutput, gradient_function
 from zero_jax.step.guard import GuardLogic
 from zero_jax.step.init import initial_state
+from zero_jax.step.losses import takes_key, with_key
 from zero_jax.step.metrics import values
+from zero_jax.step.microbatches import Microbatches
 from zero_jax.step.options import StepOptions
 from zero_jax.step.trace_layout import trace_layout
 from zero_jax.step.trainable import split_trainable
 from zero_jax.step.update import apply_update, step_metrics, unscaled_gradients
-from zero_jax.tree import cast_floating
+from zero_jax.tree import cast_floating, map_named, merge
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
 
 
@@ -57,7 +61,7 @@ class StepFunctions:
         options.check(axes)
         model.given = on_auto_axes(model.given, axes.mesh)
         self.axes, self.options = axes, options
-        self.batch_sharding = axes.batch_sharding
+        self.batch_sharding, self.batches = axes.batch_sharding, BatchLayout(axes, options.batch_specs)
         self._model, self._optimizer, self._loss, self._given_params = model, optimizer, loss, given_params
         self._guard = GuardLogic(options.guard, options.precision.loss_scale)
         self._layout: Layout | None = None
@@ -83,40 +87,32 @@ class StepFunctions:
         """As the step calls it."""
         return self._optimizer
 
-    def batch_target(self, *, steps: bool) -> Callable[[Any], NamedSharding]:
-        """Where an array of a batch belongs; steps: of several batches, (steps, global batch, ...)."""
-        def target(leaf: Any) -> NamedSharding:
-            spec = sharding_of_rank(self.batch_sharding, np.ndim(leaf) - steps).spec
-            divides = np.ndim(leaf) > steps and leaf.shape[int(steps)] % self.axes.batch_shards == 0
-            return NamedSharding(self.mesh, P(*[None] * steps, *spec) if divides else P())
-
-        return target
+    def batch_target(self, *, steps: bool) -> Callable[[str, Any], NamedSharding]:
+        """Where a leaf of a batch belongs; steps: of several batches, (steps, global batch, ...)."""
+        return functools.partial(self.batches.target, steps=steps)
 
     @in_any_context
     def layout(self, batch: Batch = None) -> Layout:
         """How every leaf of the state is stored, whatever the size of `batch`; it may be left out once known."""
         if batch is not None:
-            check_batch(batch, self.axes)
+            self.batches.check(batch)
         elif self._layout is None:
             raise UsageError("This step has no layout yet: call step.init or step.layout(batch) first.")
         if self._layout is None:
             with loss_errors_explained(self._loss, batch), sharding_errors_explained():
-                self._layout = trace_layout(
+                layout = trace_layout(
                     self._model, self._loss, self._optimizer, self.axes, self.options,
                     jax.eval_shape(self._guard.init), batch, read_by=self._with_inputs_cast(self._loss))
+            self._layout = dataclasses.replace(layout, replicated_batch=self.batches.replicated(batch))
         return self._layout
 
     def abstract_batch(self, batch: Batch) -> Any:
         """`batch` as `jax.ShapeDtypeStruct`s with shardings."""
-        def place(leaf: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of_rank(
-                self.batch_sharding, len(leaf.shape)))
-
-        return jax.tree.map(place, abstract_batch(batch))
+        return self.batches.abstract(batch)
 
     def _init(self, rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
         model_rng, step_rng = jax.random.split(rng)
-        params, variables = self._model.init(self._loss, model_rng, batch, given)
+        params, variables = self._model.init(with_key(self._loss, model_rng), model_rng, batch, given)
         return initial_state(
             *split_trainable(params, self.options.frozen), variables, rng=step_rng, optimizer=self._optimizer,
             layout=self.layout(batch), guard=self._guard)
@@ -139,8 +135,7 @@ class StepFunctions:
     def _constrained_step(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
         """A step inside a larger program, in which nothing else says how the state is sharded."""
         shardings = self.layout(batch).shardings
-        batch = jax.tree.map(lambda leaf: constrain(
-            leaf, sharding_of_rank(self.batch_sharding, np.ndim(leaf))), batch)
+        batch = jax.tree.map(constrain, batch, self.batches.shardings(batch))
         state, metrics = self._step(jax.tree.map(constrain, state, shardings), batch)
         return jax.tree.map(constrain, state, shardings), metrics
 
@@ -176,12 +171,14 @@ class StepFunctions:
         options, layout, batch = self.options, self.layout(batch), self._cast(batch)
         num_microbatches = options.accumulation.microbatches
         scale = state.guard.scale if self._guard.loss_scale else None
-        activations = options.activations(self.axes, jax.tree.leaves(batch)[0].shape[0] // num_microbatches)
-        gradient = gradient_function(self._model, self._with_inputs_cast(loss), layout, options, activations)
+        activations = options.activations(self.axes, self.batches.size(batch) // num_microbatches)
+        gradient = gradient_function(self._model, self._with_inputs_cast(loss), layout, options, activations,
+                                     self._reads_of(loss, batch, key))
         inputs = ForwardInputs(state.frozen, state.variables, key)
         if num_microbatches == 1:
             return gradient(weights, inputs, batch, scale)
-        return accumulate_gradients(gradient, options.accumulation, layout, weights, inputs, batch, scale)
+        microbatches = Microbatches(options.accumulation.microbatches, self.axes, self.batches, batch)
+        return accumulate_gradients(gradient, options.accumulation, layout, weights, inputs, microbatches, scale)
 
     def _update(self, state: ZeroState, output: ForwardOutput, grads: Gradients, key: PRNGKey
                 ) -> tuple[ZeroState, Metrics]:
@@ -194,8 +191,25 @@ class StepFunctions:
             state, grads, layout=self.layout(), guard=self._guard, stochastic=self._stochastic)
 
     def _evaluate(self, fun: Loss, state: ZeroState, batch: Batch, rng: PRNGKey | None, *, ema: bool) -> Any:
-        return evaluate(self._model, self._with_inputs_cast(fun), self.layout(), state, self._cast(batch), ema=ema,
-                        rng=rng)
+        batch = self._cast(batch)
+        return evaluate(self._model, self._with_inputs_cast(fun), self.layout(), state, batch, ema=ema, rng=rng,
+                        reads=self._reads_of(fun, batch, rng))
+
+    def _reads_of(self, fun: Loss, batch: Batch, rng: PRNGKey | None) -> Mapping[str, ParamAccess]:
+        """How `fun(model, batch)` reads each parameter: another than the step's loss may read past the hooks."""
+        layout = self.layout()
+        if fun is self._loss:
+            return layout.reads
+        shapes, stored = layout.stored_shapes, layout.state
+        as_read = map_named(lambda name, shape, leaf: jax.ShapeDtypeStruct(
+            shape.shape, self.options.precision.read_dtype(name, leaf.dtype)),
+            merge(shapes.params, shapes.frozen), merge(stored.params, stored.frozen))
+        return other_reads(self._model, with_key(self._with_inputs_cast(fun), None), as_read, stored.variables,
+                           *jax.eval_shape(lambda: (rng, batch)))
+
+    @property
+    def _replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, P())
 
     @property
     def _stochastic(self) -> bool:
@@ -210,13 +224,13 @@ class StepFunctions:
         precision = self.options.precision
         if precision.compute is None or precision.cast_batch != "inputs":
             return fun
-        return casting_inputs(fun, precision.compute)
+        cast: Any = casting_inputs(fun, precision.compute)
+        cast.takes_key = takes_key(fun)
+        return cast
 
     def _cast(self, batch: Batch) -> Any:
         precision = self.options.precision
         return cast_floating(batch, precision.compute) if precision.cast_batch is True else batch
 
     def _batch_shardings(self, batch: Batch) -> Any:
-        if self.axes.context not in self.axes.zero:
-            return self.batch_sharding
-        return jax.tree.map(lambda leaf: sharding_of_rank(self.batch_sharding, np.ndim(leaf)), batch)
+        return self.batch_sharding if self.batches.is_even(batch) else self.batches.shardings(batch)

@@ -1,7 +1,7 @@
 """Forward and backward: the loss of a batch, or of one microbatch, and the gradient of each trainable parameter."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -10,7 +10,8 @@ from zero_jax.errors import UsageError
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.sharding.layout import Layout
-from zero_jax.step.losses import loss_and_metrics
+from zero_jax.sharding.param_access import ParamAccess
+from zero_jax.step.losses import loss_and_metrics, with_key
 from zero_jax.step.options import StepOptions
 from zero_jax.transforms.activation_partitioning import Activations
 from zero_jax.transforms.explicit_scatter import scatter_partial_gradients
@@ -57,11 +58,11 @@ None: nothing does."""
 
 
 def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options: StepOptions,
-                      activations: Activations) -> GradientFunction:
+                      activations: Activations, reads: Mapping[str, ParamAccess]) -> GradientFunction:
     """The gradient of `loss`, which backward reduces and scatters.
 
-    activations: how those of the batches that it will get are sharded. With `options.accumulation.once` gradients are
-    left as sums over what the function sees.
+    activations: how those of the batches that it will get are sharded. reads: how `loss` reads parameters. With
+    `options.accumulation.once` gradients are left as sums over what the function sees.
     """
     remat, reduced = options.remat, not options.accumulation.once
 
@@ -69,7 +70,8 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
                 ) -> tuple[Scalar, ForwardOutput]:
         weights, by_gradient = trainable
         params, before = merge(weights, inputs.frozen), {**inputs.variables, **by_gradient}
-        out, variables, written = model.run(loss, params, before, inputs.rng, batch, layout.uses)
+        out, variables, written = model.run(
+            with_key(loss, inputs.rng), params, before, inputs.rng, batch, layout.uses, reads=reads)
         variables = with_dtypes_of(variables, before)
         value, metrics, weight = loss_and_metrics(out)
         return value if scale is None else value * scale, ForwardOutput(value, metrics, weight, variables, written)

@@ -32,7 +32,7 @@ def initial_state(
     return ZeroState(
         step=jnp.zeros((), jnp.int32), params=params, weights=gather_compute_params(params, layout), frozen=frozen,
         opt_state=_strong(init_stored(layout, optimizer, params)), variables=_strong(variables),
-        ema=None if layout.state.ema is None else params, guard=guard.init(), rng=rng)
+        ema=_average(params, layout), guard=guard.init(), rng=rng)
 
 
 def with_new_params(
@@ -45,13 +45,19 @@ def with_new_params(
     jax.tree.map(lambda leaf: leaf.delete(), (state.weights, state.opt_state, state.ema))
 
     def derive(params: Params) -> tuple[Params | None, OptState, Params | None]:
-        ema = None if state.ema is None else jax.tree.map(jnp.copy, params)
-        return gather_compute_params(params, layout), _strong(init_stored(layout, optimizer, params)), ema
+        opt_state = _strong(init_stored(layout, optimizer, params))
+        return gather_compute_params(params, layout), opt_state, _average(params, layout)
 
     shardings = layout.shardings
     out_shardings = (shardings.weights, shardings.opt_state, shardings.ema)
     weights, opt_state, ema = jax.jit(derive, out_shardings=out_shardings)(params)
     return dataclasses.replace(state, params=params, weights=weights, opt_state=opt_state, ema=ema, **fields)
+
+
+def _average(params: Params, layout: Layout) -> Params | None:
+    """The moving average before the first step; None where the layout has none."""
+    like = layout.state.ema
+    return None if like is None else jax.tree.map(lambda param, to: jnp.copy(param).astype(to.dtype), params, like)
 
 
 def _strong(tree: Pytree) -> Pytree:

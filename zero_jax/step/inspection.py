@@ -1,16 +1,17 @@
 """A step before it runs: lowered, compiled, and checked against its contract, on live devices or target topologies."""
 
+import dataclasses
 from typing import Any
 
 import jax
 
 from zero_jax.jaxpr.equations import trace
-from zero_jax.sharding.batch import abstract_batch
-from zero_jax.state import ZeroState
+from zero_jax.state import FROM_PARAMS, ZeroState
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.contract import Contract, Report, contract_of
 from zero_jax.step.functions import StepFunctions
-from zero_jax.typing import Batch, Loss
+from zero_jax.step.losses import takes_key
+from zero_jax.typing import Batch, Loss, PRNGKey
 from zero_jax.xla.devices import compiled_for
 
 
@@ -41,19 +42,26 @@ class InspectableStep(StepFunctions):
         """What a step may send: kinds of collectives, mesh axes, bytes per device."""
         activation_bytes, layout = 0.0, self.layout(batch)
         if self.axes.tensor_enabled or self.axes.context_enabled:
-            num_microbatches = self.accumulation.microbatches
-            microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
-                (leaf.shape[0] // num_microbatches, *leaf.shape[1:]), leaf.dtype), abstract_batch(batch))
-            traced = trace(self.evaluator(), layout.state, microbatch)
-            activations = self.options.activations(self.axes, jax.tree.leaves(microbatch)[0].shape[0])
+            size = self.batches.size(batch) // self.accumulation.microbatches
+            microbatch = self.batches.resized(batch, size)
+            traced = self.trace_forward(microbatch)
+            activations = self.options.activations(self.axes, size)
             activation_bytes = activations.communication_bytes(traced.jaxpr)
         return contract_of(layout, self.accumulation, self._optimizer, activation_bytes)
+
+    def trace_forward(self, batch: Batch) -> Any:
+        """The jaxpr of the loss in evaluation, of the whole state."""
+        key = (jax.eval_shape(lambda: jax.random.key(0)),) if takes_key(self._loss) else ()
+        return trace(self.evaluator(), self.abstract_state(batch), self.abstract_batch(batch), *key)
 
     def verify(self, batch: Batch) -> Report:
         """Compiles the step and checks it against its contract: what is sent for what, beside what was promised.
 
-        Raises ContractError (a ValueError) if it sends more, with the operation, its bytes, its source line and
-        what to do.
+        Raises ContractError (a ValueError) if it sends more, or does not do what its stage is for (leaves stay whole,
+        gradients are summed whole or in fewer bits than declared, gathers stand in loops over time, nothing is sent for
+        a parameter, the whole model is in memory), or if a GPU would copy other rows of host memory than the program
+        says: with the operation, its bytes, its source line and what to do. It compiles the step alone; `multi`,
+        `gradients`, `apply_gradients` and evaluators are programs of their own, of the same functions, and unchecked.
         """
         return self.compiled_step(batch).verify()
 
@@ -70,6 +78,12 @@ class InspectableStep(StepFunctions):
     def _jit(self, batch: Batch) -> Any:
         raise NotImplementedError
 
-    def _initializer(self, batch: Batch) -> Any:
-        layout, shardings = self.layout(batch), (None, None, self._batch_shardings(batch))
-        return jax.jit(self._init, in_shardings=shardings, out_shardings=layout.shardings)
+    def _initializer(self, batch: Batch, *, params: bool = True) -> Any:
+        """The compiled `init`; params: False leaves out the parameters and what follows from them, drawing none."""
+        kept = {} if params else dict.fromkeys(FROM_PARAMS)
+
+        def make(rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
+            return dataclasses.replace(self._init(rng, given, batch), **kept)
+
+        shardings = dataclasses.replace(self.layout(batch).shardings, **kept)
+        return jax.jit(make, in_shardings=(None, None, self._batch_shardings(batch)), out_shardings=shardings)

@@ -1,5 +1,6 @@
 """The default loss, and what a loss and an optimizer tell as metrics."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import optax
 
 from zero_jax.errors import UsageError
 from zero_jax.step.metrics import as_metrics, is_array
-from zero_jax.typing import Batch, Loss, Metrics, OptState, Scalar
+from zero_jax.typing import Batch, Loss, Metrics, OptState, PRNGKey, Scalar
 
 
 def next_token_loss(model: Any, batch: Batch) -> Any:
@@ -24,6 +25,31 @@ def next_token_loss(model: Any, batch: Batch) -> Any:
     weights = batch["weights"].astype(jnp.float32)
     total = weights.sum()
     return (losses * weights).sum() / jnp.where(total == 0, 1.0, total), {}, total
+
+
+LOSS = 0x1055
+"""Folded into the key of a step, or of a microbatch, for the loss's own draws, which no stream of the model shares."""
+
+
+def takes_key(fun: Any) -> bool:
+    """Whether a loss, or a function for an evaluator, has a parameter `rng`."""
+    if hasattr(fun, "takes_key"):
+        return fun.takes_key
+    try:
+        return "rng" in inspect.signature(fun).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return False
+
+
+def with_key(fun: Any, rng: PRNGKey | None) -> Any:
+    """`fun(model, batch)` with the key for its own draws bound, where it takes one; None: any key, to learn shapes."""
+    if not takes_key(fun):
+        return fun
+
+    def keyed(model: Any, batch: Batch) -> Any:
+        return fun(model, batch, rng=jax.random.fold_in(jax.random.key(0) if rng is None else rng, LOSS))
+
+    return keyed
 
 
 def loss_and_metrics(out: Any) -> tuple[jax.Array, Metrics, Scalar]:

@@ -15,6 +15,7 @@ from zero_jax.optim.compatibility import takes_value
 from zero_jax.precision import Precision, precision_of
 from zero_jax.sharding.auto_axes import computing_on, sharding_errors_explained
 from zero_jax.sharding.batch import Accumulation
+from zero_jax.sharding.batch_layout import BatchRule
 from zero_jax.sharding.mesh import default_mesh
 from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
 from zero_jax.sharding.tensor_rules import TensorRule, rules_of
@@ -52,6 +53,7 @@ def make_zero_train_step(
     partition_activations: bool | str = False,
     hpz_axes: str | Sequence[str] | None = None,
     combine_bytes: int | None = None,
+    batch_specs: Sequence[BatchRule] = (),
     streams: Sequence[str] | None = None,
     secondary: str | Sequence[str] | None = None,
 ) -> ZeroTrainStep:
@@ -98,6 +100,10 @@ def make_zero_train_step(
         weights sharded over these alone, from which backward gathers without leaving the node (hpZ of ZeRO++, arXiv
         2306.10209).
       combine_bytes: the largest buffer into which XLA may combine collectives (C_B); None: as it does by itself.
+      batch_specs: for leaves of the batch that are no examples (a graph's edges, a table, a key as uint32): pairs of a
+        pattern (`re.search` in the leaf's name) and a `PartitionSpec` over axes of the mesh, or None for leaves that
+        are whole on every device, as ("edges", P("data")). Scalars and typed keys need no rule. With `accumulate`
+        every microbatch gets what is whole, and of a typed key one of its own; what a rule shards is refused.
       streams: deprecated, the former name of `rng_streams`.
       secondary: deprecated, the former name of `hpz_axes`.
 
@@ -118,7 +124,8 @@ def make_zero_train_step(
         accumulation=Accumulation(accumulate, reduce), frozen=patterns("frozen", frozen, "(\"embed\", \"norm\")"),
         ema=ema, guard=guard, tensor_rules=rules_of(tensor_rules), sequence_parallel=sequence_parallel,
         remat=remat_of(remat), partition_activations=partition_activations,
-        hpz_axes=texts("hpz_axes", hpz_axes, "(\"data_1\",)"), combine_bytes=combine_bytes)
+        hpz_axes=texts("hpz_axes", hpz_axes, "(\"data_1\",)"), combine_bytes=combine_bytes,
+        batch_specs=tuple(batch_specs))
     loss = next_token_loss if loss is None else loss
     check_loss(loss)
     with computing_on(axes.mesh), sharding_errors_explained():

@@ -7,6 +7,7 @@ from zero_jax.arguments import is_number, shown
 from zero_jax.errors import UsageError
 from zero_jax.precision import Precision
 from zero_jax.sharding.batch import Accumulation
+from zero_jax.sharding.batch_layout import BatchLayout, BatchRule
 from zero_jax.sharding.make_layout import LayoutPolicy
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.tensor_rules import TensorRule
@@ -16,6 +17,7 @@ from zero_jax.transforms.activation_partitioning import Activations
 from zero_jax.transforms.remat import Remat
 from zero_jax.typing import AxisNames, Pattern
 from zero_jax.xla.devices import combine_options
+from zero_jax.xla.host_slices import walk_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class StepOptions:
     partition_activations: bool | str = False
     hpz_axes: AxisNames = ()
     combine_bytes: int | None = None
+    batch_specs: tuple[BatchRule, ...] = ()
 
     def __post_init__(self) -> None:
         if self.ema is not None and not (is_number(self.ema) and 0 <= self.ema < 1):
@@ -63,6 +66,7 @@ class StepOptions:
             raise UsageError(f"tensor_rules: the mesh {axes.sizes} has no axis {axes.tensor!r} to split over: build "
                              "it with zero_jax.make_mesh(tensor=...), or leave tensor_rules out.")
         # Each of these raises for what it cannot be made of.
+        BatchLayout(axes, self.batch_specs)
         self.activations(axes, 1)
         self.compiler_options(axes)
 
@@ -81,4 +85,6 @@ class StepOptions:
 
     def compiler_options(self, axes: MeshAxes) -> dict[str, Any]:
         """XLA's options for the devices of the mesh."""
-        return combine_options(axes.mesh.devices.flat[0], self.combine_bytes)
+        device = axes.mesh.devices.flat[0]
+        walks = walk_options(device) if self.partition_activations == "cpu" else {}
+        return combine_options(device, self.combine_bytes) | walks

@@ -24,7 +24,8 @@ def with_values(state: ZeroState, given: Mapping[str, Any], *, layout: Layout,
     """`state` from `given`: a value for each parameter, and for any of the variables, in their true shapes, by name.
 
     Names of Linen's collections may begin with `params/`. The copy that the model reads, the average and the
-    optimizer's state are made anew; `state` is deleted once everything was checked and placed.
+    optimizer's state are made anew; `state`, whose parameters may be abstract, is deleted once everything was checked
+    and placed.
     """
     params, variables = merge(layout.stored_shapes.params, layout.stored_shapes.frozen), layout.stored_shapes.variables
     known = {name for name, _ in [*named_leaves(params), *named_leaves(variables)]}
@@ -37,7 +38,7 @@ def with_values(state: ZeroState, given: Mapping[str, Any], *, layout: Layout,
         state, trees["params"], optimizer=optimizer, layout=layout, frozen=trees["frozen"],
         variables=trees["variables"])
     for leaf in old:
-        if id(leaf) not in new:
+        if isinstance(leaf, jax.Array) and id(leaf) not in new:
             leaf.delete()
     return result
 

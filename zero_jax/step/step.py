@@ -6,22 +6,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.distributed.initialize import on_host, put_global
+from zero_jax.distributed.initialize import on_host, zeros_of
 from zero_jax.errors import UsageError
 from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes
-from zero_jax.sharding.batch import check_batch, ragged, rounded_up, split_steps
+from zero_jax.sharding.batch import split_steps
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.state import ZeroState, typed_key
 from zero_jax.step.call_checks import check_gradients, check_is_state, check_loss, check_state, check_values, is_traced
 from zero_jax.step.guard import BadStepMonitor
 from zero_jax.step.inspection import InspectableStep
+from zero_jax.step.losses import takes_key
 from zero_jax.step.options import StepOptions
 from zero_jax.step.replicas import Replicas, compare, copies_digests, replicas_of
 from zero_jax.step.start import as_train_state, check_train_state, with_optimizer_state, with_values
@@ -64,13 +64,16 @@ class ZeroTrainStep(InspectableStep):
         for a batch that does not fit the mesh, and for parameters that do not fit the model.
         """
         rng = typed_key(rng)
-        check_batch(batch, self.axes)
-        make = self._initializer(batch)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
-            batch = put_global(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), batch), self.batch_sharding)
-        state = make(rng, self._model.given, batch)
+        self.batches.check(batch)
         given = self._given_params if params is None else named_values(params)
-        return state if given is None else self._with_values(state, given)
+        make = self._initializer(batch, params=given is None)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
+            batch = jax.tree.map(zeros_of, self.abstract_batch(batch))
+        state = make(rng, self._model.given, batch)
+        if given is None:
+            return state
+        like = self.layout().state
+        return self._with_values(dataclasses.replace(state, params=like.params, frozen=like.frozen), given)
 
     def with_params(self, state: ZeroState, params: Pytree) -> ZeroState:
         """`state` from other parameters, whose optimizer state, average and copy for the model are made anew.
@@ -120,7 +123,7 @@ class ZeroTrainStep(InspectableStep):
         """
         check_is_state(state)
         if is_traced(state, batch):
-            check_batch(batch, self.axes, self.accumulation.microbatches)
+            self.batches.check(batch, self.accumulation.microbatches)
             return self._constrained_step(state, batch)
         check_values(batch, self._loss)
         return self._run(self._jitted or self._jit(batch), state, batch)
@@ -134,10 +137,10 @@ class ZeroTrainStep(InspectableStep):
         check_is_state(state)
         check_values(batches, self._loss)
         first = split_steps(batches)
-        check_batch(first, self.axes, self.accumulation.microbatches)
-        layout, spec = self.layout(first), self.batch_sharding.spec
-        shardings = jax.tree.map(lambda leaf: NamedSharding(
-            self.mesh, P(None, *spec[:len(leaf.shape)])), first)
+        self.batches.check(first, self.accumulation.microbatches)
+        layout = self.layout(first)
+        shardings = jax.tree.map(lambda each: NamedSharding(self.mesh, P(None, *each.spec)),
+                                 self.batches.shardings(first))
         return self._run(self._jit_once(
             "multi", self._steps, (layout.shardings, shardings), (layout.shardings, self._replicated),
             donate_argnums=0), state, batches)
@@ -155,7 +158,7 @@ class ZeroTrainStep(InspectableStep):
         check_is_state(state)
         params = on_auto_axes(params, self.mesh)
         fun, layout = loss or self._loss, self.layout(batch)
-        check_batch(batch, self.axes, self.accumulation.microbatches)
+        self.batches.check(batch, self.accumulation.microbatches)
 
         def run(state: ZeroState, batch: Batch, params: Params | None) -> Any:
             return self._gradients(state, batch, params, fun)
@@ -221,9 +224,8 @@ class ZeroTrainStep(InspectableStep):
     def forgive(self, state: ZeroState) -> ZeroState:
         """`state` with no bad steps behind it: what stopped goes on."""
         check_is_state(state)
-        if state.guard is None:
-            return state
-        return dataclasses.replace(state, guard=dataclasses.replace(state.guard, bad=jnp.zeros_like(state.guard.bad)))
+        guard = state.guard and dataclasses.replace(state.guard, bad=jnp.zeros_like(state.guard.bad))
+        return dataclasses.replace(state, guard=guard)
 
     def params(self, state: ZeroState) -> Params:
         """The parameters of `state` in their true shapes, in as many parts as those allow."""
@@ -244,25 +246,23 @@ class ZeroTrainStep(InspectableStep):
             raise UsageError("evaluator(ema=True): this step keeps no average; make it with ema=0.999, say.")
         if fun is not None:
             check_loss(fun)
-        compiled: dict[bool, Any] = {}
+        compiled: dict[Any, Any] = {}
 
         def run(state: ZeroState, batch: Batch, rng: PRNGKey | None) -> Any:
             return self._evaluate(fun or self._loss, state, batch, rng, ema=ema)
 
         def call(state: ZeroState, batch: Batch, rng: PRNGKey | None = None) -> Any:
             check_is_state(state)
-            whole = ragged(batch, self.axes)
-            if whole not in compiled:
-                layout = self.layout(rounded_up(batch, self.axes) if whole else batch)
+            if rng is None and takes_key(fun or self._loss):
+                raise UsageError("This function takes rng: give the evaluator a key, evaluate(state, batch, key).")
+            kind = (whole := self.batches.is_ragged(batch)), jax.tree.structure(batch)
+            if kind not in compiled:
+                layout = self.layout(self.batches.rounded_up(batch) if whole else batch)
                 shardings = (layout.shardings, self._replicated if whole else self._batch_shardings(batch), None)
-                compiled[whole] = jax.jit(run, in_shardings=shardings)
-            return compiled[whole](state, batch, None if rng is None else typed_key(rng))
+                compiled[kind] = jax.jit(run, in_shardings=shardings)
+            return compiled[kind](state, batch, None if rng is None else typed_key(rng))
 
         return in_any_context(call, at=self)
-
-    @property
-    def _replicated(self) -> NamedSharding:
-        return NamedSharding(self.mesh, P())
 
     def _with_values(self, state: ZeroState, given: Mapping[str, Any]) -> ZeroState:
         return with_values(state, given, layout=self.layout(), optimizer=self._optimizer)
@@ -276,14 +276,14 @@ class ZeroTrainStep(InspectableStep):
             # What does not fit gets its own message.
             check_state(state, self.layout())
             if compiled is self._jitted:
-                check_batch(args[0], self.axes, self.accumulation.microbatches)
+                self.batches.check(args[0], self.accumulation.microbatches)
             raise
         if self._guard.active:
             self._monitor.record(metrics)
         return state, metrics
 
     def _jit(self, batch: Batch) -> Any:
-        check_batch(batch, self.axes, self.accumulation.microbatches)
+        self.batches.check(batch, self.accumulation.microbatches)
         layout = self.layout(batch)
         if self._jitted is None:
             self._jitted = self._jit_of(self._step, (layout.shardings, self._batch_shardings(batch)),

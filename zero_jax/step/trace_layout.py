@@ -10,6 +10,7 @@ import optax
 from zero_jax.errors import UsageError
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.optim.compatibility import check_optimizer
+from zero_jax.precision import average_dtype
 from zero_jax.sharding.batch import abstract_batch
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.make_layout import make_layout
@@ -17,7 +18,7 @@ from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.tensor_rules import tensor_specs
 from zero_jax.state import ZeroState
-from zero_jax.step.losses import checked
+from zero_jax.step.losses import checked, with_key
 from zero_jax.step.options import StepOptions
 from zero_jax.step.trainable import check_trainable, check_written, split_trainable
 from zero_jax.tree import cast_floating, map_named, merge, named_leaves
@@ -35,7 +36,8 @@ def trace_layout(model: ModelFunctions, loss: Loss, optimizer: optax.GradientTra
     rng, given = jax.eval_shape(lambda: jax.random.key(0)), jax.eval_shape(lambda: model.given)
 
     # First, the model's values.
-    values, variables = jax.eval_shape(lambda *args: model.init(checked(loss), *args), rng, batch, given)
+    values, variables = jax.eval_shape(
+        lambda *args: model.init(checked(with_key(loss, None)), *args), rng, batch, given)
     check_trainable(values, frozen=options.frozen, keep=precision.keep)
     params, frozen = split_trainable(values, options.frozen)
     params = jax.eval_shape(lambda tree: cast_floating(tree, precision.params), params)
@@ -45,7 +47,7 @@ def trace_layout(model: ModelFunctions, loss: Loss, optimizer: optax.GradientTra
     as_read = map_named(lambda name, leaf: leaf.update(dtype=precision.read_dtype(name, leaf.dtype)),
                         merge(params, frozen))
     read_batch = jax.eval_shape(lambda batch: cast_floating(batch, precision.compute), batch)
-    reads = model.reads(checked(read_by or loss), as_read, variables, rng,
+    reads = model.reads(checked(with_key(read_by or loss, None)), as_read, variables, rng,
                         read_batch if precision.cast_batch is True else batch)
     _check_read(params, reads)
     check_written(params, reads, precision, options.accumulation)
@@ -53,7 +55,8 @@ def trace_layout(model: ModelFunctions, loss: Loss, optimizer: optax.GradientTra
 
     state = ZeroState(
         step=jax.ShapeDtypeStruct((), jnp.int32), params=params, weights=None, frozen=frozen, opt_state=None,
-        variables=variables, ema=None if options.ema is None else params, guard=guard_state, rng=rng)
+        variables=variables, guard=guard_state, rng=rng, ema=None if options.ema is None else jax.tree.map(
+            lambda leaf: leaf.update(dtype=average_dtype(leaf.dtype)), params))
     return make_layout(
         state, axes, options.layout_policy, optimizer=optimizer, reads=reads,
         tensor_specs=tensor_specs(values, axes, options.tensor_rules, model.metadata))

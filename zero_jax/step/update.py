@@ -57,7 +57,7 @@ def apply_update(
             (new_params, opt_state), (params, state.opt_state), jax.random.fold_in(key, ROUNDING))
     new_params = jax.tree.map(constrain, new_params, layout.gradients)
     average = None if ema is None else jax.tree.map(
-        lambda old, param: (ema * old + (1 - ema) * param).astype(old.dtype), state.ema, new_params)
+        lambda old, param: (ema * old + (1 - ema) * param.astype(old.dtype)).astype(old.dtype), state.ema, new_params)
 
     # Second, the guard: a bad step changes nothing.
     step, variables, guard_state, guard_metrics = state.step + 1, output.variables, state.guard, {}

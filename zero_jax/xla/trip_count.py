@@ -1,10 +1,12 @@
-"""How often a while loop of compiled HLO runs: from the compiler's annotation, or from its counter and condition."""
+"""How often a while loop of compiled HLO runs, and what its counters are in a round."""
 
 import math
+import operator
 import re
 
 from zero_jax.xla.parser import Frame, Instruction, Module
 
+_ARITHMETIC = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min, "maximum": max}
 _SAME_VALUE = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape")
 
 
@@ -114,3 +116,43 @@ def _element(module: Module, frame: Frame, name: str, index: int) -> tuple[Frame
     if body.instructions[carried.operands[0]].opcode != "parameter":
         return None
     return _element(module, frame, loop.operands[0], index)
+
+
+def value_in_round(module: Module, frame: Frame, name: str, loop: Instruction, number: int) -> int | None:
+    """The integer `name` in round `number` of `loop`, in whose body `frame` is; None where it cannot be computed.
+
+    Followed through copies, fusions and asynchronous calls to the loop's counters, and through integer arithmetic.
+    """
+    frame, instruction = _resolve(module, frame, name)
+    opcode, operands = instruction.opcode, instruction.operands
+    if opcode == "constant":
+        return _constant(module, frame, instruction.name)
+    if opcode == "parameter" and frame.caller is not None and frame.parent is not None and (
+            frame.caller.opcode in ("fusion-start", "async-start", "call-start")):
+        caller = frame.caller.operands[int(instruction.arguments)]
+        return value_in_round(module, frame.parent, caller, loop, number)
+    if opcode == "get-tuple-element":
+        return _counter_in_round(module, frame, instruction, loop, number)
+    values = [value_in_round(module, frame, operand, loop, number) for operand in operands]
+    if opcode == "compare" and len(values) == 2 and None not in values:
+        left, right = (value or 0 for value in values)
+        return int({"LT": left < right, "LE": left <= right, "GT": left > right, "GE": left >= right,
+                    "EQ": left == right, "NE": left != right}[instruction.attribute("direction")])
+    if opcode == "select" and len(values) == 3 and values[0] is not None:
+        return values[1 if values[0] else 2]
+    if opcode not in _ARITHMETIC or len(values) != 2 or None in values:
+        return None
+    return _ARITHMETIC[opcode](*(value or 0 for value in values))
+
+
+def _counter_in_round(module: Module, frame: Frame, element: Instruction, loop: Instruction, number: int) -> int | None:
+    """An element of what `loop` carries, into which its body adds a constant in each round."""
+    if frame.caller is not loop or frame.parent is None or (
+            frame.computation.instructions[element.operands[0]].opcode != "parameter"):
+        return None
+    index = int(element.attribute("index"))
+    start = _element(module, frame.parent, loop.operands[0], index)
+    after = _element(module, frame, frame.computation.root, index)
+    first = _constant(module, *start) if start else None
+    step = _steps(module, *after, index) if after else None
+    return None if first is None or step is None else first + number * step

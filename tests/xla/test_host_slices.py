@@ -1,0 +1,130 @@
+"""Slices of host memory in loops: the walk that XLA:GPU copies by, beside the index of the program."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from zero_jax.step.contract_violations import slice_violations
+from zero_jax.xla import devices as xla_devices
+from zero_jax.xla.host_slices import ANNOTATOR, host_slices, walk_options
+
+PROGRAM = """HloModule jit_step, num_partitions=1
+
+%sliced (p0: bf16[6,2,8], p1: s32[], p2: s32[]) -> bf16[1,2,8] {{
+  %p0 = bf16[6,2,8]{{2,1,0:S(5)}} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = s32[] parameter(2)
+  %slice = bf16[1,2,8]{{2,1,0}} dynamic-slice(%p0, %p1, %p2, %p2), dynamic_slice_sizes={{1,2,8}}, metadata={{op_name="a/b" source_file="m.py" source_line=7}}, backend_config={{{walk}}}
+  ROOT %copied = bf16[1,2,8]{{2,1,0}} copy(%slice)
+}}
+
+%reversed (q: s32[]) -> s32[] {{
+  %q = s32[] parameter(0)
+  %five = s32[] constant(5)
+  ROOT %minus = s32[] subtract(%five, %q)
+}}
+
+%body (b: (s32[], bf16[6,2,8], bf16[1,2,8], s32[])) -> (s32[], bf16[6,2,8], bf16[1,2,8], s32[]) {{
+  %b = (s32[], bf16[6,2,8]{{2,1,0:S(5)}}, bf16[1,2,8]{{2,1,0}}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%b), index=0
+  %data = s32[] get-tuple-element(%b), index=3
+  %more = s32[] multiply(%data, %i)
+  %one = s32[] constant(1)
+  %zero = s32[] constant(0)
+  %host = bf16[6,2,8]{{2,1,0:S(5)}} get-tuple-element(%b), index=1
+  %back = s32[] fusion(%i), kind=kLoop, calls=%reversed
+  %start = ((bf16[6,2,8]{{2,1,0:S(5)}}, s32[], s32[]), bf16[1,2,8]{{2,1,0}}, u32[]) fusion-start(%host, %{index}, %zero), kind=kCustom, calls=%sliced
+  %done = bf16[1,2,8]{{2,1,0}} fusion-done(%start)
+  %next = s32[] add(%i, %one)
+  ROOT %out = (s32[], bf16[6,2,8]{{2,1,0:S(5)}}, bf16[1,2,8]{{2,1,0}}, s32[]) tuple(%next, %host, %done, %more)
+}}
+
+%cond (c: (s32[], bf16[6,2,8], bf16[1,2,8], s32[])) -> pred[] {{
+  %c = (s32[], bf16[6,2,8]{{2,1,0:S(5)}}, bf16[1,2,8]{{2,1,0}}, s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%c), index=0
+  %six = s32[] constant(6)
+  ROOT %less = pred[] compare(%j, %six), direction=LT
+}}
+
+ENTRY %main (x: bf16[6,2,8], y: bf16[1,2,8], n: s32[]) -> (s32[], bf16[6,2,8], bf16[1,2,8], s32[]) {{
+  %x = bf16[6,2,8]{{2,1,0:S(5)}} parameter(0)
+  %y = bf16[1,2,8]{{2,1,0}} parameter(1)
+  %n = s32[] parameter(2)
+  %nought = s32[] constant(0)
+  %first = (s32[], bf16[6,2,8]{{2,1,0:S(5)}}, bf16[1,2,8]{{2,1,0}}, s32[]) tuple(%nought, %x, %y, %n)
+  ROOT %loop = (s32[], bf16[6,2,8]{{2,1,0:S(5)}}, bf16[1,2,8]{{2,1,0}}, s32[]) while(%first), condition=%cond, body=%body
+}}
+"""  # noqa: E501 (lines of a compiled program)
+
+
+def sliced(index, walk):
+    """The slice of a program whose loop reads row `index` ("i", "back" or one that data decides) by `walk`."""
+    text = "" if walk is None else (
+        f'"dynamic_slice_config":{{"loop_index":"0","byte_offset":"{walk[0]}","byte_stride":"{walk[1]}"}}')
+    (found,) = host_slices(PROGRAM.format(index=index, walk=text))
+    return found
+
+
+@pytest.mark.parametrize("index, walk, is_right", [
+    ("i", (0, 32), True), ("i", None, True), ("back", (160, -32), True), ("back", None, True), ("data", None, True),
+    ("back", (0, 32), False),  # what jaxlib 0.10.2 writes
+    ("i", (160, -32), False), ("i", (0, 64), False), ("i", (32, 32), False), ("data", (0, 32), False)])
+def test_a_walk_is_held_against_the_index(index, walk, is_right):
+    found = sliced(index, walk)
+    assert found.is_right == is_right and found.walk == walk and not found.writes
+    offsets = tuple(range(0, 192, 32))
+    assert found.offsets == {"i": offsets, "back": offsets[::-1], "data": None}[index]
+
+
+def test_what_is_told():
+    (line,) = slice_violations([sliced("back", (0, 32)), sliced("back", (160, -32))])
+    assert line.startswith("slice reads from the host's memory by an index that begins at bytes 160, 128, 96, ..., "
+                           "with a walk from byte 0 in steps of 32; from a/b (m.py:7). The GPU copies by the walk")
+    assert f"XLA_FLAGS=--xla_disable_hlo_passes={ANNOTATOR}" in line
+    (line,) = slice_violations([sliced("data", (0, 32))])
+    assert "an index that cannot be followed" in line
+
+
+def test_options(monkeypatch):
+    if extra := xla_devices.missing_compiler("h100:8"):
+        pytest.skip(f"needs {extra}")
+    device = xla_devices.target_devices("h100:8")[0]
+    assert walk_options(jax.devices()[0]) == {}
+    monkeypatch.setattr("zero_jax.xla.host_slices.FIXED", (999, 0))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_foo=1 --xla_disable_hlo_passes=a,b")
+    assert walk_options(device) == {"xla_disable_hlo_passes": f"a,b,{ANNOTATOR}"}
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert walk_options(device) == {"xla_disable_hlo_passes": ANNOTATOR}
+    monkeypatch.setattr("zero_jax.xla.host_slices.FIXED", (0, 0))
+    assert walk_options(device) == {}
+
+
+def test_residuals_on_the_host_are_read_by_their_index():
+    """A scan's residuals, compiled for an H100. Negative control: a jaxlib that needs the option is wrong without."""
+    if extra := xla_devices.missing_compiler("h100:8"):
+        pytest.skip(f"needs {extra}")
+    device = xla_devices.target_devices("h100:8")[0]
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device",
+        offload_dst="pinned_host")
+
+    def loss(x, kernels):
+        @functools.partial(jax.checkpoint, policy=policy)
+        def layer(x, kernel):
+            return jnp.tanh(jax.ad_checkpoint.checkpoint_name(x, "x") @ kernel), None
+
+        return jnp.sum(jax.lax.scan(layer, x, kernels)[0])
+
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding) for shape in ((64, 128), (6, 128, 128))]
+    lowered = jax.jit(jax.grad(loss, argnums=1)).lower(*shapes)
+    options = walk_options(device)
+    found = host_slices(xla_devices.compiled_for(lowered, device, options).as_text())
+    assert {each.writes for each in found} == {True, False} and all(each.is_right for each in found)
+    starts = sorted(each.offsets[0] for each in found)
+    assert starts == [0, 5 * 64 * 128 * 4]
+    if options:
+        wrong = host_slices(xla_devices.compiled_for(lowered, device, {}).as_text())
+        assert [each.is_right for each in wrong if not each.writes] == [False]

@@ -1,0 +1,135 @@
+"""Which rows of host memory the loops of a compiled program read and write, by its index and by what a GPU runs.
+
+XLA:GPU writes the walk of a slice in a loop beside it, as an offset and a stride in bytes, and copies by these alone.
+Of jaxlib 0.10.2 the walk of a reversed slice in host memory is a forward one, so that a backward pass reads the rows of
+other layers without a word (openxla/xla pull requests 46231 and 46308).
+"""
+
+import dataclasses
+import importlib.metadata
+import os
+import re
+from collections.abc import Iterator
+
+import jax
+
+from zero_jax.xla.parser import Frame, Instruction, Module, parse
+from zero_jax.xla.shapes import Array, shape_bytes
+from zero_jax.xla.trip_count import trip_count, value_in_round
+
+HOST = 5
+"""The memory space of the host."""
+
+ANNOTATOR = "dynamic-slice-annotator"
+"""The pass of XLA:GPU that writes walks."""
+
+FIXED = (0, 12)
+"""The version of jaxlib whose walks of reversed slices were seen to be right (0.12.0.1; 0.10.2's are wrong)."""
+
+_SLICES = {"dynamic-slice": 1, "dynamic-update-slice": 2}
+"""Opcodes, and the number of their first index operand."""
+_WALK = re.compile(r'"byte_offset":"(-?\d+)","byte_stride":"(-?\d+)"')
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSlice:
+    """A slice of an array in host memory, in a loop.
+
+    Attributes:
+        name: of the instruction. op_name, source: where the program's author wrote it.
+        writes: whether it is an update.
+        offsets: the bytes at which its rounds begin, by its index; None where they cannot be computed.
+        walk: the offset and stride in bytes that the compiler wrote beside it; None where it wrote none, and the index
+            itself is used.
+    """
+
+    name: str
+    op_name: str
+    source: str
+    writes: bool
+    offsets: tuple[int, ...] | None
+    walk: tuple[int, int] | None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the rows that are read or written are those of the index."""
+        if self.walk is None:
+            return True
+        start, stride = self.walk
+        return self.offsets is not None and all(
+            start + i * stride == offset for i, offset in enumerate(self.offsets))
+
+    def __str__(self) -> str:
+        rows = "an index that cannot be followed"
+        if self.offsets is not None:
+            more = ", ..." * (len(self.offsets) > 3)
+            rows = f"an index that begins at bytes {', '.join(map(str, self.offsets[:3]))}{more}"
+        walk = "no walk" if self.walk is None else f"a walk from byte {self.walk[0]} in steps of {self.walk[1]}"
+        return (f"{self.name} {'writes to' if self.writes else 'reads from'} the host's memory by {rows}, with {walk}; "
+                f"from {self.op_name[-160:] or 'the compiler'}" + (f" ({self.source})" if self.source else ""))
+
+
+def host_slices(program: str | Module) -> list[HostSlice]:
+    """The slices of arrays in host memory in the loops of a compiled program, its text or parsed."""
+    module = parse(program)
+    return list(_in_frame(module, Frame(module.computations[module.entry], None, None), None))
+
+
+def walk_options(device: jax.Device) -> dict[str, str]:
+    """XLA's options under which slices of host memory in loops are right on `device`: of a faulty jaxlib, no walks.
+
+    Each slice then takes its index as it is, and is copied as asynchronously as before. Passes that XLA_FLAGS turns off
+    stay off.
+    """
+    version = tuple(map(int, re.findall(r"\d+", importlib.metadata.version("jaxlib"))[:2]))
+    if device.platform not in ("gpu", "cuda") or version >= FIXED:
+        return {}
+    others = re.findall(r"--xla_disable_hlo_passes=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    return {"xla_disable_hlo_passes": ",".join(dict.fromkeys([*",".join(others).split(","), ANNOTATOR])).lstrip(",")}
+
+
+def _in_frame(module: Module, frame: Frame, loop: tuple[Frame, Instruction] | None) -> Iterator[HostSlice]:
+    """Those of a computation, and of all that it calls; loop: the innermost, in the frame of its caller."""
+    for instruction in frame.computation.instructions.values():
+        array = _sliced(frame, instruction)
+        if array is not None and loop is not None:
+            op_name, source = module.metadata(instruction)
+            walk = _WALK.search(instruction.tail)
+            yield HostSlice(instruction.name, op_name, source, instruction.opcode == "dynamic-update-slice",
+                            _offsets(module, frame, instruction, array, loop),
+                            (int(walk[1]), int(walk[2])) if walk else None)
+        for callee in instruction.callees:
+            if instruction.opcode == "while" and callee == instruction.attribute("condition"):
+                continue
+            inner = (frame, instruction) if instruction.opcode == "while" else loop
+            yield from _in_frame(module, Frame(module.computations[callee], instruction, frame), inner)
+
+
+def _sliced(frame: Frame, instruction: Instruction) -> Array | None:
+    """The array in host memory that `instruction` slices or updates; None where it does neither."""
+    if instruction.opcode not in _SLICES or not instruction.operands:
+        return None
+    array = frame.computation.arrays(instruction.operands[0]).get(())
+    return array if array is not None and array.space == HOST else None
+
+
+def _offsets(module: Module, frame: Frame, instruction: Instruction, array: Array,
+             loop: tuple[Frame, Instruction]) -> tuple[int, ...] | None:
+    """Where each round begins, in bytes, clamped as HLO clamps an index."""
+    rounds = trip_count(module, *loop)
+    first = _SLICES[instruction.opcode]
+    part = (frame.computation.arrays(instruction.operands[1]) if first == 2 else instruction.arrays).get(())
+    if rounds is None or part is None:
+        return None
+    strides, step = dict.fromkeys(range(len(array.dims)), 0), shape_bytes(array.dtype, ())
+    for dim in array.minor_to_major or reversed(range(len(array.dims))):
+        strides[dim], step = step, step * array.dims[dim]
+    offsets = []
+    for i in range(rounds):
+        indices = [value_in_round(module, frame, name, loop[1], i) for name in instruction.operands[first:]]
+        if None in indices:
+            return None
+        offsets.append(sum(
+            strides[dim] * min(max(index or 0, 0), array.dims[dim] - part.dims[dim])
+            for dim, index in enumerate(indices)))
+    return tuple(offsets)
