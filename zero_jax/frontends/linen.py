@@ -149,13 +149,17 @@ class Linen:
             if not more:
                 return self._reads
             on_entry |= more
+        self._traced_plainly(fun, params, variables, rng, batch)  # which raises what the model does by itself
         raise UsageError(f"The parameters of {type(self._module).__name__} cannot be read through boxes.")
 
     def _grown(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any) -> tuple[str, ...]:
         if not variables:
             return ()
-        _, new = jax.eval_shape(lambda p, v, r, b: self._run(fun, p, v, r, b, None, {}), params, variables, rng, batch)
+        _, new = self._traced_plainly(fun, params, variables, rng, batch)
         return tuple(name for name in variables if jax.tree.structure(new[name]) != jax.tree.structure(variables[name]))
+
+    def _traced_plainly(self, fun: Callable[..., Any], *args: Any) -> Any:
+        return jax.eval_shape(lambda p, v, r, b: self._run(fun, p, v, r, b, None, {}), *args)
 
     def _keys(self, rng: jax.Array) -> dict[str, jax.Array]:
         return {name: jax.random.fold_in(rng, i) for i, name in enumerate(self._streams)}
