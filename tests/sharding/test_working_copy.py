@@ -11,6 +11,7 @@ from support.workloads import token_batches
 import zero_jax
 from models import gpt2
 from zero_jax.sharding import compute_params as gather_compute_params
+from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import named_leaves
 
 EVEN = gpt2.Config(4, 32, 2, vocab_size=64, max_length=16)
@@ -54,7 +55,7 @@ def test_layers_in_rounds_are_the_layers_at_once(config, sizes, monkeypatch):
     assert "all_gather" in looped and "all_gather" not in text
     assert not different(rounds, once)
     with monkeypatch.context() as on_tpu:
-        on_tpu.setattr(gather_compute_params, "is_tpu", lambda mesh: True)
+        on_tpu.setattr(MeshAxes, "is_tpu", True)
         whole, other = copied(layout, 1, monkeypatch)
     assert not different(whole, once) and other != looped
     if "data" in sizes:

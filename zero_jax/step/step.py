@@ -225,7 +225,7 @@ class ZeroTrainStep(InspectableStep):
         """`state` with no bad steps behind it: what stopped goes on."""
         check_is_state(state)
         guard = state.guard and dataclasses.replace(state.guard, bad=jnp.zeros_like(state.guard.bad))
-        return dataclasses.replace(state, guard=guard)
+        return dataclasses.replace(state, guard=guard) if guard else state
 
     def params(self, state: ZeroState) -> Params:
         """The parameters of `state` in their true shapes, in as many parts as those allow."""
