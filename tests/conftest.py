@@ -36,10 +36,17 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 
 def pytest_configure(config):
-    """A folder for what is compiled once per run (support/programs.py): workers inherit its name."""
+    """A folder for what is compiled once per run: workers inherit its name.
+
+    Programs for targets are kept as text (support/programs.py), those for CPUs by JAX: two thirds of what tests of one
+    folder compile was compiled before, by another test or worker.
+    """
     if "ZERO_JAX_TEST_PROGRAMS" not in os.environ:
         os.environ["ZERO_JAX_TEST_PROGRAMS"] = folder = tempfile.mkdtemp()
         config.add_cleanup(lambda: (shutil.rmtree(folder), os.environ.pop("ZERO_JAX_TEST_PROGRAMS")))
+    jax.config.update("jax_compilation_cache_dir", os.path.join(os.environ["ZERO_JAX_TEST_PROGRAMS"], "cpu"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_collection_finish(session):

@@ -1,6 +1,7 @@
 """The layers: which package may import which, read from the sources; nothing is imported here."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,9 +38,15 @@ ONLY: dict[str, set[str]] = {
 """The packages that alone may import a dependency."""
 
 
+@functools.cache
+def nodes(source: str) -> list[ast.AST]:
+    """Everything in the syntax tree of `source`."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def imported(source: str) -> Iterator[str]:
     """Every dotted name that `source` imports, at any depth; `from a import b` gives a.b."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -48,11 +55,14 @@ def imported(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def attributes(source: str) -> Iterator[str]:
+@functools.cache
+def attributes(source: str) -> list[str]:
     """Every dotted expression in `source`: jax._src.core and its like need no import."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
+    def dotted_name(node: ast.expr) -> str:
+        return f"{dotted_name(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else (
+            node.id if isinstance(node, ast.Name) else "()")
+
+    return [dotted_name(node) for node in nodes(source) if isinstance(node, ast.Attribute)]
 
 
 def layer_of(name: str) -> str | None:
@@ -104,7 +114,7 @@ def opened_equations(module: str, source: str) -> list[str]:
                                                for key, value in zip(node.keys, node.values, strict=True)))
 
     broken = [f"{module} opens an equation: {ast.unparse(node)}: zero_jax/jaxpr has functions for that"
-              for node in ast.walk(ast.parse(source)) if opened(node)]
+              for node in nodes(source) if opened(node)]
     return broken + [message for name in attributes(source) if name.startswith("jax.extend")
                      for message in only(module, name)]
 
@@ -114,7 +124,7 @@ def plain_value_errors(module: str, source: str) -> list[str]:
     if module in ("xla.parser", "xla.shapes"):  # of what XLA wrote, and no user
         return []
     return [f"{module}, line {node.lineno}: raise UsageError, or another error that is not what a user gave"
-            for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)
+            for node in nodes(source) if isinstance(node, ast.Raise)
             and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) == "ValueError"]
 
 
