@@ -6,7 +6,7 @@ import chex
 import numpy as np
 import optax
 import pytest
-from support.oracle import loss_difference, oracle, param_difference, train
+from support.oracle import loss_difference, oracle, param_difference, slow, train
 from support.zoo import CASES, IMAGES, VECTORS, ConvNet, classify
 
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -26,7 +26,10 @@ def trained(name):
     return train(CASES[name].model, 3, 8, **options(CASES[name]))
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = {"encoder-decoder", "convolutional net"}
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in LONG else name for name in CASES])
 def test_model_is_one_device(name):
     one, many = alone(name), trained(name)
     assert loss_difference(many, one) < 2e-6

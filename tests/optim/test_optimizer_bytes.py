@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.command_line import run
-from support.oracle import loss_difference, oracle, param_difference, train
+from support.oracle import loss_difference, oracle, param_difference, slow, train
 from support.workloads import KEY_BIAS, token_batches
 
 import zero_jax
@@ -63,7 +63,8 @@ def test_the_memory_report_tells_what_is_stored():
     assert "bfloat16" in report["momentum"].note
 
 
-@pytest.mark.parametrize("name", ["adamw-bf16-momentum", "adafactor", "lion-bf16-momentum"])  # the table has the others
+@pytest.mark.parametrize("name", [  # the table has the others
+    "adamw-bf16-momentum", slow("adafactor"), slow("lion-bf16-momentum")])
 def test_trajectory_is_one_device(name):
     model, optimizer = gpt2.build(SMALL), OPTIMIZERS[name](learning_rate=1e-3, weight_decay=0.1)
     one = oracle(model, batches=token_batches(3), optimizer=optimizer)

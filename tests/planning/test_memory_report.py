@@ -90,6 +90,7 @@ def test_the_classes_are_all_there_is(target):
         assert memory.temp_size_in_bytes - report["fragmentation"].compiled == pytest.approx(alive, rel=0.01)
 
 
+@pytest.mark.slow
 def test_gathered_weights_at_stage_3():
     """At most two layers (or the embedding), however deep the model; kept ones grow with it."""
     shallow, deep, kept = (compiled_bytes("gathered weights", f"h100 stage 3, {rest}") for rest in (
@@ -99,6 +100,7 @@ def test_gathered_weights_at_stage_3():
     assert 0 < compiled_bytes("gathered weights", ACTIVE) <= 2.1 * 2 * 12 * 256**2
 
 
+@pytest.mark.slow
 def test_what_grows_with_what():
     shallow, deep = "h100 stage 3, 4 layers", "h100 stage 3, 12 layers"
     assert compiled_bytes("activations", deep) > 1.6 * compiled_bytes("activations", shallow)

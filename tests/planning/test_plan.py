@@ -37,7 +37,7 @@ def planned(target, stage, config=SMALL):
     return plan(gpt2.build(config), stage, target, tokens(target.num_devices), precision="bf16", optimizer=ADAMW)
 
 
-@pytest.mark.parametrize("target", ["h100:8", "v5e:2x4"])
+@pytest.mark.parametrize("target", ["h100:8", slow("v5e:2x4")])
 def test_a_plan_is_what_the_compiler_says(target):
     """In the same step, compiled apart from the plan."""
     result, memory = planned(target, 3), program(f"{target.partition(':')[0]} stage 3").memory

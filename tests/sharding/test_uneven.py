@@ -171,7 +171,7 @@ class LoopsWithinLoops(nn.Module):
 
 
 @pytest.mark.parametrize(("model", "num_devices"), [
-    (Normalised(), 7), (Mixture, 5), (Ensemble(), 5), (LoopsWithinLoops(), 7)],
+    slow(Normalised(), 7), slow(Mixture, 5), slow(Ensemble(), 5), (LoopsWithinLoops(), 7)],
     ids=["read on entry", "nnx", "vmap", "loops"])
 def test_models_of_others_are_one_device(model, num_devices):
     rng = np.random.default_rng(0)

@@ -86,6 +86,7 @@ def stacks(text, *shape):
     return found
 
 
+@pytest.mark.slow
 def test_partitioned_checkpoints():
     local = BATCH // 2
     _, whole, step = compiled(**CHECKPOINTED)
