@@ -118,6 +118,9 @@ class BatchLayout:
         examples = [(name, leaf) for name, leaf in leaves if self.is_example(name, leaf)]
         if examples:
             self._check_examples(examples, num_microbatches)
+        elif not self.rules:
+            raise UsageError("The batch has no leaf whose leading dim is the global batch: give a pytree of arrays "
+                             "with one, or batch_specs=... for leaves that are no examples.")
         elif num_microbatches > 1:
             raise UsageError(f"accumulate={num_microbatches} splits the examples of a batch, and this one has none: "
                              "it has scalars and leaves of batch_specs alone: give accumulate=1.")

@@ -7,6 +7,7 @@ import jax
 
 from zero_jax.jaxpr.equations import trace
 from zero_jax.state import FROM_PARAMS, ZeroState
+from zero_jax.step.call_checks import loss_errors_explained
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.contract import Contract, Report, contract_of
 from zero_jax.step.functions import StepFunctions
@@ -26,7 +27,8 @@ class InspectableStep(StepFunctions):
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """The step lowered for `batch` (arrays or `jax.ShapeDtypeStruct`s); its mesh may be of a target topology."""
-        return self._jit(batch).lower(self.abstract_state(batch), self.abstract_batch(batch))
+        with loss_errors_explained(self._loss, batch):
+            return self._jit(batch).lower(self.abstract_state(batch), self.abstract_batch(batch))
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """`lower`, compiled for the mesh's devices, live or of a target topology; calls of the step do not use it."""
