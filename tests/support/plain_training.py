@@ -47,10 +47,11 @@ def plain_training(model: Any, optimizer: Any, loss: Callable[..., Any], batches
     @jax.jit
     def step(number: Any, params: Any, variables: Any, opt_state: Any, batch: Any) -> Any:
         def loss_of(params: Any) -> Any:
-            out, new = apply(cast(params), variables, jax.random.fold_in(step_key, number), cast(batch))
+            out, *new = apply(cast(params), variables, jax.random.fold_in(step_key, number), cast(batch))
             return (out[0] if isinstance(out, tuple) else out), new
 
-        (value, variables), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        (value, (variables, written)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        params = params if compute is not None else written
         updates, opt_state = update(grads, opt_state, params, value)
         return optax.apply_updates(params, updates), variables, opt_state, value, optax.tree.norm(grads)
 
@@ -75,7 +76,7 @@ def update_of(optimizer: Any) -> Callable[..., Any]:
 
 
 def linen_functions(module: nn.Module, loss: Callable[..., Any], rng_streams: Sequence[str]) -> tuple[Any, Any]:
-    """(init(key, batch) -> (params, variables), apply(params, variables, key, batch) -> (loss, variables))."""
+    """(init(key, batch) -> (params, variables), apply(params, variables, key, batch) -> (loss, variables, params))."""
     def keys(key: Any) -> dict[str, Any]:
         return {name: jax.random.fold_in(key, number) for number, name in enumerate(rng_streams)}
 
@@ -88,7 +89,7 @@ def linen_functions(module: nn.Module, loss: Callable[..., Any], rng_streams: Se
     def apply(params: Any, variables: Any, key: Any, batch: Any) -> tuple[Any, Any]:
         out, new = nn.apply(loss, module, mutable=[*variables, *SOWN])(
             {"params": params, **variables}, batch, rngs=keys(key))
-        return out, {name: new[name] for name in variables}
+        return out, {name: new[name] for name in variables}, params
 
     return init, apply
 
@@ -109,6 +110,7 @@ def nnx_functions(make: Callable[..., nnx.Module], loss: Callable[..., Any]) -> 
             nnx.replace_by_pure_dict(state, values)
         module = nnx.merge(graphdef, *states)
         out = loss(module, batch)
-        return out, pure(*nnx.split(module, nnx.Param, ...)[1:])[1]
+        params, variables = pure(*nnx.split(module, nnx.Param, ...)[1:])
+        return out, variables, params  # which the module may have overwritten, as nnx.SpectralNorm does
 
     return init, apply
