@@ -100,7 +100,7 @@ class References:
                 if not path.name.isdigit() or int(path.name) > after:
                     shutil.rmtree(path)
         process = run.start(devices // DEVICES, *["--resume"] * (len(counts) > 1))
-        if process.wait(timeout=600):
+        if process.wait(timeout=1800):
             raise RuntimeError(f"a run without kills failed: {run.output[-3000:]}")
         return run
 
@@ -162,7 +162,7 @@ def trial(run: Run, processes: int, kills: int, least: int | None, references: R
             while number + 1 == kills and process.poll() is None and not any("loss" in row for row in run.rows[steps:]):
                 time.sleep(0.05)
             seconds += [time.monotonic() - when] if number + 1 == kills else []
-        assert process.wait(timeout=600) == 0, f"status {process.returncode}: {run.output[-3000:]}"
+        assert process.wait(timeout=1800) == 0, f"status {process.returncode}: {run.output[-3000:]}"
     finally:
         process.kill()
         process.wait()

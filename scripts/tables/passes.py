@@ -1,12 +1,12 @@
 """Each jaxpr pass of the train step left out: temporaries and bytes sent of the compiled step, as a Markdown table.
 
-    python scripts/tables/passes.py                                    # ten minutes on 2 idle cores; no accelerator
+    python scripts/tables/passes.py                                    # a quarter of an hour on 2 idle cores
     python scripts/tables/passes.py --passes isolate_inner_remat
 
-A step of GPT-2 124M (vocabulary 50304, stage 3, bf16, 4 x 1024 tokens on each device) is compiled for 8 H100, then
-once more with one pass replaced by the identity. Each pass is shown on a step that needs it. Temporaries are per
-device; sent is what each device sends in a step, in bytes per parameter. These are the costs in the docstrings of
-zero_jax.transforms.
+A step of GPT-2 124M (vocabulary 50304, stage 3, bf16, 4 x 1024 tokens on each device) is compiled for 8 H100, without
+an accelerator, then once more with one pass replaced by the identity. Each pass is shown on a step that needs it.
+Temporaries are per device; sent is what each device sends in a step, in bytes per parameter. These are the costs in the
+docstrings of zero_jax.transforms.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 from unittest import mock
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -22,37 +23,56 @@ import zero_jax
 from models import gpt2
 from zero_jax.step import gradients
 from zero_jax.transforms import gather_remat
+from zero_jax.transforms.activation_partitioning import Activations
 from zero_jax.xla import hlo
 from zero_jax.xla.devices import target_devices
 
 LENGTH = 1024
 BATCH_PER_DEVICE = 4
+GPT2 = gpt2.PRESETS["124m"]
+SLICE = {"num_layers": 4, "width": 1024, "num_heads": 16}
 REDUCED_IN_FLOAT32 = zero_jax.Precision(params=jnp.float32, compute=jnp.bfloat16, reduce=jnp.float32)
+
+
+class Lstm(nn.Module):
+    """Whose weights are read at each token."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        return nn.Dense(2048)(nn.RNN(nn.LSTMCell(256))(nn.Embed(2048, 256)(tokens)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step that needs the pass `name`. config: changes of the model's; options: of make_zero_train_step."""
+    """A step that needs the pass `name`. config: changes of GPT-2's, or another `model`; options: of the step."""
 
     name: str
     step: str = ""
     target: str = "h100:8"
+    tensor: int = 1
+    length: int = LENGTH
+    model: nn.Module | None = None
     config: dict = dataclasses.field(default_factory=dict)
     options: dict = dataclasses.field(default_factory=dict)
 
 
 CASES = (
+    Case("checkpoint_blocks", "remat=\"full\"", options={"remat": "full"}),
     Case("duplicate_param_reads"),
+    Case("split_sequence", "6 layers, tensor=2, remat=\"full\"", tensor=2, config={"num_layers": 6},
+         options={"remat": "full", "tensor_rules": gpt2.tensor_rules(GPT2), "sequence_parallel": True}),
     Case("tag_derived_as_gathered", "modules in bf16, parameters in fp32", config={"dtype": jnp.bfloat16},
          options={"precision": None}),
     Case("isolate_inner_remat", "the model checkpoints its blocks", config={"remat": True}),
     Case("remat_scan_bodies"),
-    Case("name_scan_carries", "Remat(every=4)", options={"remat": zero_jax.Remat(every=4)}),
+    Case("name_scan_carries", "48 layers, Remat(every=4)", config={"num_layers": 48},
+         options={"remat": zero_jax.Remat(every=4)}),
     Case("keep_all_but_gathered"),
+    Case("merge_scatters", "4 layers of width 1024, 256 chips", target="v5e:16x16", config=SLICE),
     Case("inline_calls", "reduced in fp32", options={"precision": REDUCED_IN_FLOAT32}),
     Case("compute_grads_in_reduce_dtype", "reduced in fp32", options={"precision": REDUCED_IN_FLOAT32}),
-    Case("scatter_partial_gradients", "4 layers of width 1024, 256 chips", target="v5e:16x16",
-         config={"num_layers": 4, "width": 1024, "num_heads": 16}),
+    Case("communicate_once_per_loop", "an LSTM of width 256 over 16 tokens", length=16, model=Lstm()),
+    Case("scatter_partial_gradients", "4 layers of width 1024, 256 chips", target="v5e:16x16", config=SLICE),
 )
 
 
@@ -60,17 +80,21 @@ def left_out(name):
     """What stands for the pass `name`: the identity, or for the checkpoint policy one that saves everything."""
     if name == "keep_all_but_gathered":
         return jax.checkpoint_policies.everything_saveable
+    if name == "split_sequence":
+        return lambda self, jaxpr: jaxpr
+    if name == "checkpoint_blocks":
+        return lambda closed, names, remat: closed
     return lambda jaxpr, **_: jaxpr
 
 
 def measure(case):
     """(MiB of temporaries, bytes sent per parameter) of a device."""
     devices = target_devices(case.target)
-    config = dataclasses.replace(gpt2.PRESETS["124m"], **{"vocab_size": 50304, **case.config})
+    config = dataclasses.replace(GPT2, **{"vocab_size": 50304, **case.config})
     step = zero_jax.make_zero_train_step(
-        gpt2.build(config), 3, mesh=zero_jax.make_mesh(devices=devices), optimizer=optax.adamw(1e-3),
-        **{"precision": "bf16", **case.options})
-    shape = (BATCH_PER_DEVICE * len(devices), LENGTH)
+        case.model or gpt2.build(config), 3, mesh=zero_jax.make_mesh(devices=devices, tensor=case.tensor),
+        optimizer=optax.adamw(1e-3), **{"precision": "bf16", **case.options})
+    shape = (BATCH_PER_DEVICE * len(devices), case.length)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}
     compiled = step.compile(batch)
     sent = sum(each.communication_bytes * each.count for each in hlo.collectives(compiled.as_text()))
@@ -90,7 +114,7 @@ def main():
         key = (case.target, case.step)
         temporaries, sent = measured[key] = measured.get(key) or measure(case)
         with contextlib.ExitStack() as patches:
-            for module in (gradients, gather_remat):  # the policy is used in both
+            for module in (gradients, gather_remat, Activations):  # the policy is used in the first and the second
                 if hasattr(module, case.name):
                     patches.enter_context(mock.patch.object(module, case.name, left_out(case.name)))
             temporaries_without, sent_without = measure(case)

@@ -159,16 +159,16 @@ def test_batches_errors():
     make(num_tokens=9, batch_size=1)
     for name in ("batch_size", "length"):
         for value in (0, -1):
-            with pytest.raises(ValueError, match=f"{name}={value} must be at least 1"):
+            with pytest.raises(ValueError, match=f"{name}={value}: give at least 1"):
                 make(**{name: value})
-        with pytest.raises(ValueError, match=f"{name}=2.0 is not a whole number"):
+        with pytest.raises(ValueError, match=f"{name}=2.0: give a whole number"):
             make(**{name: 2.0})
-    with pytest.raises(ValueError, match="seed=-1 must be at least 0"):
+    with pytest.raises(ValueError, match="seed=-1: give at least 0"):
         make(seed=-1)
     for position in (-1, -8):
-        with pytest.raises(ValueError, match=f"position={position} must be at least 0"):
+        with pytest.raises(ValueError, match=f"position={position}: give at least 0"):
             make().seek(position)
-        with pytest.raises(ValueError, match=f"position={position} must be at least 0"):
+        with pytest.raises(ValueError, match=f"position={position}: give at least 0"):
             make()[position]
     for tokens in (np.zeros((4, 100), int), np.zeros(100), [1] * 100, np.zeros(100, bool)):
         with pytest.raises(ValueError, match="is not a 1-D numpy array of integers"):

@@ -46,7 +46,7 @@ def run(precision, stage):
 
 
 @pytest.mark.parametrize(("precision", "stage"), [
-    slow("fp32", 0), slow("fp32", 1), slow("fp32", 2), ("fp32", 3), slow("bf16", 3)])
+    slow("fp32", 0), slow("fp32", 1), slow("fp32", 2), slow("fp32", 3), slow("bf16", 3)])
 def test_tiny_is_one_device(precision, stage):
     one, many = alone(precision), run(precision, stage)
     assert many.losses[-1] < many.losses[0]

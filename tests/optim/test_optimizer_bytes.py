@@ -82,6 +82,7 @@ def test_the_command_line_knows_the_same_names():
         TrainConfig(optimizer="adam")
 
 
+@pytest.mark.slow
 def test_a_plan_tells_the_bytes_saved():
     if extra := xla_devices.missing_compiler("h100:8"):
         pytest.skip(f"needs {extra}")

@@ -106,6 +106,7 @@ def test_steps_without_one_backward_pass_are_refused(changes):
         saved_activations(step_of("full", **changes), batch_of())
 
 
+@pytest.mark.slow
 def test_a_row():
     """Temporaries alone, for one in which they are most of the memory; by another policy's formula they are not it."""
     mesh, batch = mesh_of("h100:8"), batch_of()

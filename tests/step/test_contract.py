@@ -48,7 +48,7 @@ def test_communication_is_the_papers(target, stage):
 
 
 @pytest.mark.parametrize("flavour, scanned, remat", [
-    row if row in {("linen", True, False), ("nnx", False, False)} else slow(*row)
+    row if row == ("linen", True, False) else slow(*row)
     for row in itertools.product(("linen", "nnx"), (True, False), (True, False))])
 def test_communication_of_every_way_to_write_the_model(flavour, scanned, remat):
     name = "h100 stage 3" + (
@@ -84,7 +84,7 @@ def dtypes(name, kind):
 
 @pytest.mark.parametrize("name, dtype", [
     ("h100 stage 3", "bf16"), ("h100 stage 3, reduce fp32", "f32"), ("v5e stage 3", "bf16"),
-    ("v5p stage 1, reduce fp32", "f32"), slow("h100 stage 2", "bf16"), slow("h100 stage 2, reduce fp32", "f32"),
+    slow("v5p stage 1, reduce fp32", "f32"), ("h100 stage 2", "bf16"), slow("h100 stage 2, reduce fp32", "f32"),
     slow("v5e stage 2", "bf16"), slow("v5e stage 2, reduce fp32", "f32"), slow("v5e stage 3, reduce fp32", "f32")])
 def test_gradients_are_reduced_in_the_dtype_asked_for(name, dtype):
     assert dtypes(name, "reduce-scatter") == {dtype}

@@ -7,7 +7,6 @@ done, so the next batch is read meanwhile unless the loop waits for the metrics 
 """
 
 import functools
-import operator
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zero_jax.arguments import whole
 from zero_jax.errors import UsageError
 
 _FINGERPRINT_BLOCKS, _BLOCK_TOKENS = 16, 256  # few: each block is one seek in a mapped file
@@ -69,9 +69,9 @@ class Batches:
                 " zero_jax.data.corpus.load, or give np.asarray(ids).ravel()"
             )
         self.tokens = tokens
-        self.batch_size = _count("batch_size", batch_size, least=1)
-        self.length = _count("length", length, least=1)
-        self.seed = _count("seed", seed, least=0)
+        self.batch_size = whole("batch_size", batch_size, 1)
+        self.length = whole("length", length, 1)
+        self.seed = whole("seed", seed, 0)
         self.sharding = sharding
         self.vocab_size = vocab_size
         self.num_windows = max(0, len(tokens) - 1) // self.length
@@ -102,7 +102,7 @@ class Batches:
 
     def seek(self, position: int) -> None:
         """Continues with batch `position`."""
-        self._position = _count("position", position, least=0)
+        self._position = whole("position", position, 0)
 
     def state(self) -> dict[str, int]:
         """The position, and the values for which it is valid: plain JSON.
@@ -145,7 +145,7 @@ class Batches:
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         """Batch number `position` (from 0, without end), without changing `self.position`."""
-        windows = self._windows(_count("position", position, least=0))
+        windows = self._windows(whole("position", position, 0))
         if self.sharding is None:
             rows = self._read(windows)
             return {"inputs": rows[:, :-1].copy(), "targets": rows[:, 1:].copy()}
@@ -209,14 +209,3 @@ def _order(num_windows: int, seed: int, epoch: int) -> np.ndarray:
     """
     words = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(num_windows)
     return np.argsort(words, kind="stable")
-
-
-def _count(name: str, value: int, *, least: int) -> int:
-    """`value` as an int, which must be whole and no less than `least`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise UsageError(f"{name}={value!r} is not a whole number; give an int") from None
-    if number < least:
-        raise UsageError(f"{name}={number} must be at least {least}")
-    return number
