@@ -12,11 +12,11 @@ import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, and for processes that tests start
 # Compiling is most of the time of the tests. Of code generation for CPUs LLVM's optimizations are half, and the MLIR
-# emitters two thirds of the rest: 4.1 CPU seconds for a small GPT-2 step become 1.3. What crosses between devices stays
-# the same; without the emitters scatters become loops, which support/programs.py does not want. XLA aborts on a flag
-# that it does not know, and jaxlib 0.12 does not know the second.
+# emitters two thirds of the rest: 4.1 CPU seconds for a small GPT-2 step become 1.3. One module of LLVM's instead of 32
+# is another tenth of the tests' time. What crosses between devices stays the same; without the emitters scatters become
+# loops, which support/programs.py does not want. XLA aborts on a flag that it does not know: jaxlib 0.12 the third.
 os.environ["XLA_FLAGS"] = " ".join([
-    "--xla_backend_optimization_level=0",
+    "--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1",
     *["--xla_cpu_use_fusion_emitters=false"] * importlib.metadata.version("jaxlib").startswith("0.10."),
     os.environ.get("XLA_FLAGS", "")])
 

@@ -77,7 +77,8 @@ def test_without_names_groups_of_blocks_save_every_block(monkeypatch):
     assert saved_activations(step_of(zero_jax.Remat(every=4)), batch_of()).stacked == STREAM
 
 
-@pytest.mark.parametrize("name", ["every 2", slow("full"), slow("dots")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["every 2", "full", "dots"])
 def test_the_compiled_loop_carries_that_once(name):
     saved = saved_activations(step_of(SAVED[name][0]), batch_of())
     assert stacked(compiled(name).as_text(), saved.rounds) == saved.stacked

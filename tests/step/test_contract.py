@@ -58,12 +58,13 @@ def test_communication_of_every_way_to_write_the_model(flavour, scanned, remat):
     assert not [line for line in found if scanned or "loop" not in line]
 
 
-@pytest.mark.parametrize("control", ["annotated", "kept"])
+@pytest.mark.parametrize("control", ["annotated", slow("kept")])
 def test_the_check_tells_other_programs(control):
     """Negative controls: plain annotation, and a gather whose result is kept for backward."""
     assert broken_promises(program(f"h100 stage 3, {control}"), 3)
 
 
+@pytest.mark.slow
 def test_stage_1_is_already_stage_2():
     """One program: gradients are scattered where backward reaches them (zero_jax/stages.py says why)."""
     moved = [[(c.kind, c.shapes, c.count) for c in program(f"h100 stage {stage}").collectives] for stage in (1, 2, 3)]
