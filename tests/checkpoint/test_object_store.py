@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
     ("s3://bucket/run", r"s3://bucket/run: Orbax 0.12 writes arrays to local folders and to gs:// only: give one of"),
     ("az://bucket/run", "Orbax 0.12 writes arrays to local folders and to gs:// only"),
     ("gs://", "gs:// names no bucket"),
+    ("gs://bucket/run[1]", "gcsfs takes .* for a pattern: give a name without them"),
     (Path("gs://bucket/run"), "gs:/bucket/run was gs:// before pathlib.Path removed a slash: give it as text"),
     ("gs://bucket/run", r"gs://bucket/run needs the package gcsfs: pip install 'zero-jax\[gcs\]'")])
 def test_stores_that_do_not_work_are_refused(path, message, monkeypatch):

@@ -148,12 +148,23 @@ def test_an_error_in_the_users_module_is_told_with_its_line(number, tmp_path, mo
     assert "Traceback (most recent call last)" in run("train", "--model", f"mine{number}:small", "--tensor", "2").stderr
 
 
+def test_an_error_in_a_forward_pass_is_told_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "narrow.py").write_text(
+        "import flax.linen as nn\nPRESETS = {'small': None}\n\nclass Narrow(nn.Module):\n    @nn.compact\n"
+        "    def __call__(self, tokens):\n        x = nn.Embed(256, 8)(tokens)\n        return x @ x\n\n"
+        "def build(config):\n    return Narrow()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = run("train", "--model", "narrow:small", "--batch-size", "8", "--seq-len", "16", "--max-bytes", "20000",
+               "--out", str(tmp_path / "out"))
+    told = f"error: the module raises in {tmp_path}/narrow.py, line 8: return x @ x: TypeError: dot_general requires"
+    assert done.returncode == 2 and done.stderr.startswith(told) and "Traceback" not in done.stderr
+
+
 def test_an_error_that_is_not_the_users_is_shown_as_it_is(monkeypatch):
     """Negative control: not every ValueError is bad input."""
-    def fails(config):
-        raise ValueError("of JAX")
-
-    monkeypatch.setattr(TrainConfig, "check", fails)
+    names = {}
+    exec("def fails(config):\n    raise ValueError('of JAX')", names)  # whose code is in no file of a user
+    monkeypatch.setattr(TrainConfig, "check", names["fails"])
     with pytest.raises(ValueError, match="of JAX"):
         run("train")
 

@@ -36,6 +36,8 @@ def check_scheme(path: Any) -> None:
                 if scheme == "s3" else "."))
     if not text.partition("://")[2].strip("/"):
         raise UsageError(f"{text} names no bucket: give {SCHEME}://bucket/folder.")
+    if set(text) & set("*?[]"):
+        raise UsageError(f"{text}: {PACKAGE} takes *, ? and brackets for a pattern: give a name without them.")
     if importlib.util.find_spec(PACKAGE) is None:
         raise UsageError(f"{text} needs the package {PACKAGE}: pip install 'zero-jax[{EXTRA}]'.")
     from fsspec.config import conf  # which gcsfs brings

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from zero_jax.cli.export_config import ExportConfig
-from zero_jax.cli.model_lookup import current_name
+from zero_jax.cli.model_lookup import current_name, told, users_line
 from zero_jax.cli.plan_config import PlanConfig
 from zero_jax.cli.renamed import current_args
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
@@ -39,9 +39,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
     0, or 1 for a run that failed, 2 for bad input (one message on standard error), 3 for a plan that does not fit,
     75 for a run that saved and ended on SIGTERM, 129 for one that did on SIGHUP, 130 for one that did on Ctrl-C; 130
-    after a second or another Ctrl-C, too, 124 for a run that hung (--hang-exit). An error that is neither bad input nor
-    a bad step is raised as it is, with which Python ends with 1. ZERO_JAX_TRACEBACK=1 in the environment shows the
-    traceback of the others, too.
+    after a second or another Ctrl-C, too, 124 for a run that hung (--hang-exit). What the user's own code raises, in a
+    forward pass say, is bad input, and told with its line. An error that is neither that nor a bad step is raised as it
+    is, with which Python ends with 1. ZERO_JAX_TRACEBACK=1 in the environment shows the traceback of the others, too.
     """
     args, renamed = current_args(sys.argv[1:] if args is None else args)
     for line in renamed:
@@ -60,6 +60,10 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
+    except Exception as error:
+        if where := users_line(error):
+            return _failed(UsageError(told(error, where)), 2)
+        raise
 
 
 def version_text() -> str:

@@ -117,13 +117,27 @@ def errors_told(model: str) -> Iterator[None]:
         if isinstance(error, UsageError):
             raise
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not _is_installed(frame.filename)] or [*frames]
-        where = f"{own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else "its module"
+        where = users_line(error) or (_shown(frames[-1]) if frames else "its module")
         if isinstance(error, SyntaxError) and error.filename is not None:
             where = f"{error.filename}, line {error.lineno}: {(error.text or '').strip()}"
-        what = "ends the process" if isinstance(error, SystemExit) else "raises"
-        raise UsageError(f"model={model!r}: the module {what} in {where}: {type(error).__name__}: {error}. "
-                         "ZERO_JAX_TRACEBACK=1 in the environment shows the traceback.") from error
+        raise UsageError(f"model={model!r}: {told(error, where)}") from error
+
+
+def users_line(error: BaseException) -> str | None:
+    """The innermost line of the user's own code that `error` passed; None where it passed none."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_installed(frame.filename)]
+    return _shown(own[-1]) if own else None
+
+
+def told(error: BaseException, where: str) -> str:
+    """What a module of the user raises, in a line."""
+    what = "ends the process" if isinstance(error, SystemExit) else "raises"
+    return (f"the module {what} in {where}: {type(error).__name__}: {error}. ZERO_JAX_TRACEBACK=1 in the environment "
+            "shows the traceback.")
+
+
+def _shown(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename}, line {frame.lineno}: {frame.line}"
 
 
 def _told(function: Callable[..., Any], model: str) -> Callable[..., Any]:
@@ -138,8 +152,8 @@ def _told(function: Callable[..., Any], model: str) -> Callable[..., Any]:
 def _is_installed(file: str) -> bool:
     """Whether a source file is of Python, of an installed package or of zero_jax, and so none of the user's."""
     folders = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return file.startswith("<") or any(
-        file.startswith(folder + os.sep) for folder in [*folders, str(Path(__file__).resolve().parents[1])])
+    ours = [str(folder) for folder in (Path(__file__).resolve().parents[1], _folder_of_ours()) if folder]
+    return file.startswith("<") or any(file.startswith(folder + os.sep) for folder in [*folders, *ours])
 
 
 def current_name(name: str) -> str:

@@ -71,9 +71,9 @@ class ParamUse:
         The second is cast on the shard, then gathered, and has no derivative. Gradients of several reads are added at
         the carrier, in the dtype in which they are reduced.
         """
-        carrier = value if value.dtype == self.reduce else _carrier(value, self)
-        value = jax.lax.stop_gradient(value)
-        return carrier, _gather(_gather_secondary(value, self) if self.secondary else value, self)
+        carrier: Any = value if value.dtype == self.reduce else _carrier(value, self)
+        shard: Any = jax.lax.stop_gradient(value)
+        return carrier, _gather(_gather_secondary(shard, self) if self.secondary else shard, self)
 
     def read(self, carrier: jax.Array, gathered: jax.Array) -> jax.Array:
         """`gathered`, as a function of `carrier`: its transpose reduces and scatters the gradient of this read."""
