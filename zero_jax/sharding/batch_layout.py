@@ -102,6 +102,7 @@ class BatchLayout:
     def check(self, batch: Batch, num_microbatches: int = 1) -> None:
         """Raises ValueError unless every leaf divides as it is sharded, and all examples are equally many.
 
+        Of several processes none has the whole batch: there its sharded leaves are global arrays, not NumPy's.
         With an axis `context` every second dim of examples is the sequence, and must divide over it.
         """
         leaves = named_leaves(batch)
@@ -113,6 +114,11 @@ class BatchLayout:
                                  f"{', '.join(name for name, _ in leaves)}.")
         for name, leaf in leaves:
             check_dtype(name, leaf)
+            if isinstance(leaf, np.ndarray) and any(self.spec(name, leaf)) and jax.process_count() > 1:
+                raise UsageError(f"batch[{name!r}] is a NumPy array, and there are {jax.process_count()} processes, of "
+                                 "which each has examples of its own: make a global array of them with "
+                                 "jax.make_array_from_process_local_data, or take zero_jax.data.batches.Batches, which "
+                                 "does.")
             if not self.is_example(name, leaf):
                 self._check_own(name, leaf, num_microbatches)
         examples = [(name, leaf) for name, leaf in leaves if self.is_example(name, leaf)]
