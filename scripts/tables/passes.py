@@ -23,7 +23,6 @@ import zero_jax
 from models import gpt2
 from zero_jax.step import gradients
 from zero_jax.transforms import gather_remat
-from zero_jax.transforms.activation_partitioning import Activations
 from zero_jax.xla import hlo
 from zero_jax.xla.devices import target_devices
 
@@ -44,7 +43,10 @@ class Lstm(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step that needs the pass `name`. config: changes of GPT-2's, or another `model`; options: of the step."""
+    """A step that needs the pass `name`. config: changes of GPT-2's, or another `model`; options: of the step.
+
+    without: those that switch the pass off; default: the identity in its place.
+    """
 
     name: str
     step: str = ""
@@ -54,19 +56,20 @@ class Case:
     model: nn.Module | None = None
     config: dict = dataclasses.field(default_factory=dict)
     options: dict = dataclasses.field(default_factory=dict)
+    without: dict | None = None
 
 
 CASES = (
-    Case("checkpoint_blocks", "remat=\"full\"", options={"remat": "full"}),
+    Case("checkpoint_blocks", "remat=\"full\"", options={"remat": "full"}, without={"remat": None}),
     Case("duplicate_param_reads"),
     Case("split_sequence", "6 layers, tensor=2, remat=\"full\"", tensor=2, config={"num_layers": 6},
-         options={"remat": "full", "tensor_rules": gpt2.tensor_rules(GPT2), "sequence_parallel": True}),
+         options={"remat": "full", "tensor_rules": gpt2.tensor_rules(GPT2), "sequence_parallel": True},
+         without={"sequence_parallel": False}),
     Case("tag_derived_as_gathered", "modules in bf16, parameters in fp32", config={"dtype": jnp.bfloat16},
          options={"precision": None}),
     Case("isolate_inner_remat", "the model checkpoints its blocks", config={"remat": True}),
     Case("remat_scan_bodies"),
-    Case("name_scan_carries", "48 layers, Remat(every=4)", config={"num_layers": 48},
-         options={"remat": zero_jax.Remat(every=4)}),
+    Case("name_scan_carries", "48 layers, remat=\"full\"", config={"num_layers": 48}, options={"remat": "full"}),
     Case("keep_all_but_gathered"),
     Case("merge_scatters", "4 layers of width 1024, 256 chips", target="v5e:16x16", config=SLICE),
     Case("inline_calls", "reduced in fp32", options={"precision": REDUCED_IN_FLOAT32}),
@@ -80,10 +83,6 @@ def left_out(name):
     """What stands for the pass `name`: the identity, or for the checkpoint policy one that saves everything."""
     if name == "keep_all_but_gathered":
         return jax.checkpoint_policies.everything_saveable
-    if name == "split_sequence":
-        return lambda self, jaxpr: jaxpr
-    if name == "checkpoint_blocks":
-        return lambda closed, names, remat: closed
     return lambda jaxpr, **_: jaxpr
 
 
@@ -114,10 +113,11 @@ def main():
         key = (case.target, case.step)
         temporaries, sent = measured[key] = measured.get(key) or measure(case)
         with contextlib.ExitStack() as patches:
-            for module in (gradients, gather_remat, Activations):  # the policy is used in the first and the second
-                if hasattr(module, case.name):
+            for module in (gradients, gather_remat):  # the policy is used in both
+                if case.without is None and hasattr(module, case.name):
                     patches.enter_context(mock.patch.object(module, case.name, left_out(case.name)))
-            temporaries_without, sent_without = measure(case)
+            temporaries_without, sent_without = measure(
+                dataclasses.replace(case, options={**case.options, **(case.without or {})}))
         print(f"| `{case.name}` | {case.step} | {temporaries:,.0f} | {temporaries_without:,.0f} | {sent:.2f} | "
               f"{sent_without:.2f} |", flush=True)
 

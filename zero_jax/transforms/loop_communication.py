@@ -51,8 +51,8 @@ def communicate_once_per_loop(jaxpr: Jaxpr, *, batch_size: int, axes: MeshAxes) 
 
     Why: a recurrent cell reads the same parameters in every round, so that the partitioner gathers them and reduces
     their gradients as often as there are rounds.
-    Cost without: 75.4 instead of 4.6 MB sent by each device at stage 3, 60.7 instead of 3.7 at stage 2 (an LSTM over 16
-    steps, 256 wide, on `h100:8`).
+    Cost without: 22.2 instead of 4.67 bytes sent per parameter (an LSTM of width 256 over 16 tokens between layers that
+    are read once, stage 3, bf16, `h100:8`).
     Order: after `compute_grads_in_reduce_dtype`, which widens the products that are moved here; before
     `scatter_partial_gradients`, which edits reductions where they are.
 

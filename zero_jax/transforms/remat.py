@@ -123,8 +123,7 @@ def name_scan_carries(jaxpr: Jaxpr) -> Jaxpr:
     Why: a policy is asked about what a body computes. Without the name it saves what leaves a round, of every block
     where several are one checkpoint, and backward computes what enters a round from that by another loop: all
     checkpoints are in memory twice.
-    Cost without: 72 instead of 18 MiB saved by blocks (the 124M program with `Remat(every=4)`); 3.77 instead of 3.11
-    GB of temporaries for GPT-2 1.5B with remat="full".
+    Cost without: 2360 instead of 2066 MiB of temporaries (the 124M program with 48 layers and remat="full").
     Order: last of the passes on the loss. The name must stand in the loop's body and outside of the call that
     `remat_scan_bodies` makes of it, in which the outer policy does not look.
     """
