@@ -45,7 +45,8 @@ STEP = {"stage": [0, 3], "precision": ["bf16", None], "axis": ["data"], "frozen"
         "accumulate": [2], "guard": [zero_jax.Guard()],
         "mesh": [], "loss": [squared], "optimizer": [optax.sgd(0.1)], "reduce": ["once"],
         "rng_streams": ["dropout"], "tensor_rules": [()], "sequence_parallel": [False], "remat": ["full"],
-        "partition_activations": [False], "hpz_axes": [()], "combine_bytes": [None], "model": [Net()]}
+        "partition_activations": [False], "hpz_axes": [()], "combine_bytes": [None],
+        "overlap": [False], "model": [Net()]}
 
 
 def options(table, most=3):

@@ -215,6 +215,8 @@ def test_rules_that_are_refused(rules, metadata, message):
     ({}, {"remat": "half"}, "remat='half': give one of 'full', 'dots'"),
     ({}, {"remat": zero_jax.Remat(every="sqrt")}, "the model checkpoints its blocks itself"),
     ({}, {"combine_bytes": 2**20}, "combine_bytes=1048576: XLA has no option on 'cpu'"),
+    ({}, {"overlap": True}, "overlap=True changes nothing on 'cpu': its collectives block"),
+    ({}, {"overlap": 3}, "overlap=3: give True, or a mapping"),
     ({"context": 2}, {"accumulate": 2, "reduce": "once"}, "reduce=\"once\" with an axis 'context'"),
     ({"context": 8}, {"length": 12}, "must divide over the 8 devices of the axis 'context'"),
     ({"tensor": 4}, {"tensor_rules": RULES, "sequence_parallel": True, "length": 14}, "sequence divides over its 4"),

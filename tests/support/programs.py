@@ -245,6 +245,8 @@ PROGRAMS: dict[str, Row] = {
                              options={"loss": classify_images}),
     "v5p stage 1, reduce fp32": Row(V5P, 1, options=REDUCE_FP32),
     "v5p stage 3": gpt2_row(V5P, 3, config=REMAT),
+    "v5p stage 3, overlap": Row(V5P, 3, options={"overlap": True}),
+    "v6e stage 3, overlap": Row("v6e:2x4", 3, options={"overlap": True}),
     "v5p stage 3, hybrid": Row(V5P, 3, NNX, {"data": 4, "replica": 2}),
     "v5p stage 3, annotated": Row(V5P, 3, change=annotated),
     "v5p stage 3, flat slice": Row(V5P, 3, sizes={"data": 8}),

@@ -72,6 +72,9 @@ class PlanConfig:
     partition_activations: Literal["no", "yes", "cpu"] = "no"
     """Split checkpointed activations over the tensor axis (P_a); cpu: also offload them to host memory."""
 
+    overlap: bool = False
+    """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute, at a cost in memory."""
+
     search: Literal["no", "fit", "layers"] = "no"
     """fit: the smallest stage, largest batch and least remat that fit; layers: the deepest model."""
 

@@ -76,6 +76,9 @@ class TrainConfig:
     partition_activations: Literal["no", "yes", "cpu"] = "no"
     """Split checkpointed activations over the tensor axis (P_a); cpu: also offload them to host memory."""
 
+    overlap: bool = False
+    """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute, at a cost in memory."""
+
     remat: RematName = "model"
     """Activation checkpointing. model: as the preset does it; no, yes: the model's own, off or on; full, dots, sqrt:
     from outside, saving each block's input, also its products, or the input of every sqrt-th block."""

@@ -1,7 +1,7 @@
 """`make_zero_train_step`: the public constructor of a step, whose arguments become `StepOptions` and `MeshAxes`."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import optax
@@ -53,6 +53,7 @@ def make_zero_train_step(
     partition_activations: bool | str = False,
     hpz_axes: str | Sequence[str] | None = None,
     combine_bytes: int | None = None,
+    overlap: bool | Mapping[str, Any] = False,
     batch_specs: Sequence[BatchRule] = (),
     streams: Sequence[str] | None = None,
     secondary: str | Sequence[str] | None = None,
@@ -100,6 +101,8 @@ def make_zero_train_step(
         weights sharded over these alone, from which backward gathers without leaving the node (hpZ of ZeRO++, arXiv
         2306.10209).
       combine_bytes: the largest buffer into which XLA may combine collectives (C_B); None: as it does by itself.
+      overlap: on TPU v5p and v6e, True lets the SparseCores gather and reduce while the TensorCores compute, and costs
+        memory; a mapping changes XLA's options for it. Elsewhere it is refused, as it would change nothing.
       batch_specs: for leaves of the batch that are no examples (a graph's edges, a table, a key as uint32): pairs of a
         pattern (`re.search` in the leaf's name) and a `PartitionSpec` over axes of the mesh, or None for leaves that
         are whole on every device, as ("edges", P("data")). Scalars and typed keys need no rule. With `accumulate`
@@ -125,7 +128,7 @@ def make_zero_train_step(
         ema=ema, guard=guard, tensor_rules=rules_of(tensor_rules), sequence_parallel=sequence_parallel,
         remat=remat_of(remat), partition_activations=partition_activations,
         hpz_axes=texts("hpz_axes", hpz_axes, "(\"data_1\",)"), combine_bytes=combine_bytes,
-        batch_specs=tuple(batch_specs))
+        overlap=overlap, batch_specs=tuple(batch_specs))
     loss = next_token_loss if loss is None else loss
     check_loss(loss)
     with computing_on(axes.mesh), sharding_errors_explained():

@@ -1,6 +1,7 @@
 """All that `make_zero_train_step` was asked for beside model, optimizer, loss and mesh, validated in one place."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from zero_jax.arguments import is_number, shown
@@ -18,6 +19,7 @@ from zero_jax.transforms.remat import Remat
 from zero_jax.typing import AxisNames, Pattern
 from zero_jax.xla.devices import combine_options
 from zero_jax.xla.host_slices import walk_options
+from zero_jax.xla.overlap import overlap_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,7 @@ class StepOptions:
     partition_activations: bool | str = False
     hpz_axes: AxisNames = ()
     combine_bytes: int | None = None
+    overlap: bool | Mapping[str, Any] = False
     batch_specs: tuple[BatchRule, ...] = ()
 
     def __post_init__(self) -> None:
@@ -87,4 +90,4 @@ class StepOptions:
         """XLA's options for the devices of the mesh."""
         device = axes.mesh.devices.flat[0]
         walks = walk_options(device) if self.partition_activations == "cpu" else {}
-        return combine_options(device, self.combine_bytes) | walks
+        return combine_options(device, self.combine_bytes) | walks | overlap_options(device, self.overlap)
