@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from support.oracle import slow
 
 import zero_jax
@@ -61,3 +62,49 @@ def test_decoding_with_a_cache(stage, gathered):
     # Negative control: other parameters go on with other tokens.
     other = {**params, "Dense_0": jax.tree.map(lambda leaf: -leaf, params["Dense_0"])}
     assert not np.array_equal(found, generate(other, tokens[:, :PROMPT]))
+
+
+class NnxDecoder(nnx.Module):
+    """The same in NNX, whose attention has the cache as variables."""
+
+    def __init__(self, rngs):
+        self.embed, self.head = nnx.Embed(VOCAB, 36, rngs=rngs), nnx.Linear(36, VOCAB, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(3, 36, decode=False, rngs=rngs)
+
+    def __call__(self, tokens, decode=False):
+        x = self.embed(tokens)
+        x = x + self.attention(x, mask=None if decode else nnx.make_causal_mask(tokens), decode=decode)
+        return self.head(nnx.tanh(x))
+
+
+def nnx_generate(model, prompt, loop):
+    """`prompt` continued up to LENGTH tokens, int32 (batch, LENGTH)."""
+    model.attention.init_cache((prompt.shape[0], LENGTH, 36))
+    tokens = jnp.pad(prompt, ((0, 0), (0, LENGTH - PROMPT)))
+
+    def one(position, carry):
+        model, tokens = carry
+        logits = model(jax.lax.dynamic_slice_in_dim(tokens, position, 1, axis=1), decode=True)
+        following = jnp.where(position + 1 < PROMPT, tokens[:, position + 1], logits[:, 0].argmax(-1))
+        return model, tokens.at[:, position + 1].set(following)
+
+    if loop == "fori_loop":
+        return nnx.fori_loop(0, LENGTH - 1, one, (model, tokens))[1]
+    for position in range(LENGTH - 1):
+        _, tokens = one(position, (model, tokens))
+    return tokens
+
+
+@pytest.mark.parametrize("stage, loop", [(3, "fori_loop"), slow(3, "python"), slow(1, "fori_loop")])
+def test_decoding_in_nnx(stage, loop):
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (8, LENGTH)).astype(np.int32)
+    batch = {"inputs": tokens, "targets": tokens}
+    step = zero_jax.make_zero_train_step(NnxDecoder, stage)
+    state = step.init(jax.random.key(0), batch)
+    found = step.evaluator(lambda model, batch: nnx_generate(model, batch["inputs"][:, :PROMPT], loop))(state, batch)
+    alone = NnxDecoder(nnx.Rngs(0))
+    expected = nnx_generate(alone, tokens[:, :PROMPT], "python")  # negative control: its own parameters are others
+    assert not np.array_equal(found, expected)
+    nnx.update(alone, jax.device_get(step.params(state)))
+    np.testing.assert_array_equal(found, nnx_generate(alone, tokens[:, :PROMPT], "python"))
+    np.testing.assert_array_equal(found[:, PROMPT:], alone(found).argmax(-1)[:, PROMPT - 1:-1])
