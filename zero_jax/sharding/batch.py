@@ -22,7 +22,7 @@ class Accumulation:
     def __post_init__(self) -> None:
         if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
             raise UsageError(f"accumulate={self.microbatches!r}: give the number of microbatches, at least 1.")
-        if self.reduce not in ("every", "once"):
+        if not isinstance(self.reduce, str) or self.reduce not in ("every", "once"):
             raise UsageError(f"reduce={self.reduce!r}: give \"every\" (each microbatch's gradient is reduced and "
                              "scattered) or \"once\" (the sum of them is).")
         if self.once and self.microbatches == 1:
