@@ -130,7 +130,7 @@ def test_kills_in_a_save(root, bucket):
         return {name.split("/")[1] for name in names} - {
             name.split("/")[1] for name in names if name.endswith("commit_success.txt")}
 
-    for _ in range(6):
+    for _ in range(10):
         flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"  # the rest of them round alike
         env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "XLA_FLAGS": flags}
         with subprocess.Popen([sys.executable, "-c", PROGRAM, root], env=env, stdout=subprocess.PIPE,
@@ -148,6 +148,20 @@ def test_kills_in_a_save(root, bucket):
     assert unfinished, "no kill was inside of a save"
     saved(root, 1000)
     assert {name.split("/")[1] for name in bucket.names(f"{folder}/")} <= {*map(str, Checkpoints(root).steps())}
+
+
+@pytest.mark.slow
+def test_what_a_kill_left_before_the_manifest_is_replaced(root, bucket):
+    """And the control: where nothing says that it is ours, it stays."""
+    folder = root.rpartition("/")[2]
+    for number in (7, 8):
+        bucket.write(f"{folder}/{number}/state/d/part", b"unfinished")
+    bucket.write(f"{folder}/7.zero_jax-tmp/saving", b"{}")
+    saved(root, 7)
+    assert Checkpoints(root).steps() == [7] and not bucket.names(f"{folder}/7.zero_jax-tmp")
+    with pytest.raises(zero_jax.checkpoint.manifest.CheckpointError, match="8 is no checkpoint of zero_jax and stays"):
+        saved(root, 8)
+    assert bucket.names(f"{folder}/8/") == [f"{folder}/8/state/d/part"]
 
 
 @pytest.mark.slow

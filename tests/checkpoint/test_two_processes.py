@@ -121,7 +121,7 @@ def test_in_an_object_store(trunk):
     from support.bucket import served
 
     with served() as bucket:
-        lines = run("gs://bucket/run", ("train", 1), ("save", 10), ("train", 1), ("save", 20), ("train", 1), ("save", 30))
+        lines = run("gs://bucket/run", *(action for at in (10, 20, 30) for action in (("train", 1), ("save", at))))
         assert only(lines, "STEPS") == [["30", "20", "30"]] and only(lines, "LOSS") == trunk[1]
         for name in bucket.names("run/30/"):
             if "/d/" in name:

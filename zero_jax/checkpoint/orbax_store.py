@@ -1,8 +1,9 @@
 """The only module that uses Orbax, and through it local and remote file systems.
 
 A checkpoint is the folder `<root>/<step>` with `state`, the arrays, and `manifest`, JSON. Orbax writes both into
-`<root>/<step>.zero_jax-tmp`, a name that no other program gives; a thread syncs that and renames it. Where a file
-system cannot rename, Orbax writes a commit file at the end.
+`<root>/<step>.zero_jax-tmp`, a name that no other program gives; a thread syncs that and renames it. An object store
+cannot rename: there Orbax writes a commit file at the end, and until then an object under that name says whose the
+unfinished folder is.
 """
 
 import contextlib
@@ -91,9 +92,13 @@ def unfinished(root: epath.Path) -> list[epath.Path]:
     """
     if not root.is_dir():
         return []
-    return [each for each in root.iterdir() if re.fullmatch(rf"\d+{_TEMPORARY}.*", each.name)
-            or re.fullmatch(r"\d+\.orbax-checkpoint-tmp.*", each.name) and is_ours(each)
-            or is_remote(root) and each.name.isdigit() and is_ours(each) and not _was_complete(each)]
+    children = list(root.iterdir())
+    names = {each.name for each in children}
+    in_place = [each for each in children if is_remote(root) and each.name.isdigit() and not _was_complete(each)
+                and (f"{each.name}{_TEMPORARY}" in names or is_ours(each))]
+    # Last what says whose those are: a removal may be interrupted, too.
+    return in_place + [each for each in children if re.fullmatch(rf"\d+{_TEMPORARY}.*", each.name)
+                       or re.fullmatch(r"\d+\.orbax-checkpoint-tmp.*", each.name) and is_ours(each)]
 
 
 def remove(path: epath.Path) -> None:
@@ -117,7 +122,10 @@ def write(path: epath.Path, arrays: Mapping[str, jax.Array], manifest: dict[str,
     is replaced.
     """
     logging.getLogger("absl").addFilter(_is_not_raised_too)
-    staged = path if is_remote(path) else path.parent / f"{path.name}{_TEMPORARY}"
+    temporary = path.parent / f"{path.name}{_TEMPORARY}"
+    staged = path if is_remote(path) else temporary
+    if is_remote(path) and jax.process_index() == 0:
+        (temporary / "saving").write_text(json.dumps(place))
     with _context():
         response = ocp.save_checkpointables_async(staged, {ARRAYS: dict(arrays), MANIFEST: manifest | {"order": place}})
     if jax.process_index() != 0:
@@ -152,6 +160,7 @@ def _publish(staged: epath.Path, path: epath.Path, place: Any) -> None:
     if is_remote(path):
         (path / PLACE).write_text(json.dumps(place))
         (path / SIZES).write_text(json.dumps(sizes(path)))
+        (path.parent / f"{path.name}{_TEMPORARY}").rmtree()
         return
     for name, value in ((PLACE, place), (SIZES, sizes(staged))):
         with new_file(staged / name) as file:
