@@ -30,7 +30,7 @@ from zero_jax.sharding import gather, stored_optimizer
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.stored_shape import identity_shape
 from zero_jax.state import ZeroState
-from zero_jax.transforms import reduce_dtype, scatter_calls
+from zero_jax.transforms import gather_remat, reduce_dtype, scatter_calls
 from zero_jax.xla import hlo, parser, replica_groups, schedule, shapes
 
 JAXPR, PROVENANCE, PARSER = "jaxpr/primitives.py", "xla/provenance.py", "xla/parser.py"
@@ -84,6 +84,7 @@ SAMPLES = {
         jnp.sin, mesh=zero_jax.make_mesh(8), in_specs=P("data"), out_specs=P("data"))(x), X),
     primitives.CONSTRAINT: (lambda x: gather.constrain(x, zero_jax.make_mesh(8), P("data")), X),
     "transpose": (jnp.transpose, X), "reduce_sum": (jnp.sum, X), "copy": (jax.lax.copy_p.bind, X),
+    "stop_gradient": (jax.lax.stop_gradient, X),
     "broadcast_in_dim": (lambda x: jnp.broadcast_to(x, (2, 8, 4)), X),
     "add_any": (jax.grad(lambda x: (jnp.sin(x) * jnp.cos(x)).sum()), X),
 }
@@ -98,6 +99,7 @@ def test_primitives_have_the_names_by_which_passes_know_them(name):
 
 TABLES = {
     "sharding/stored_optimizer.py": {*stored_optimizer._ELEMENTWISE, *stored_optimizer._NEUTRAL},
+    "transforms/gather_remat.py": set(gather_remat._FREE) - {"stop_gradient"},  # among the samples
     "transforms/scatter_calls.py": set(scatter_calls._FOLLOWED),
     "transforms/reduce_dtype.py": {*reduce_dtype._MOVES, *reduce_dtype._SUMS},
     JAXPR: set(primitives.CALLS) - {"closed_call"},  # gone in JAX 0.12
