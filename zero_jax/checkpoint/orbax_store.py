@@ -122,15 +122,19 @@ def write(path: epath.Path, arrays: Mapping[str, jax.Array], manifest: dict[str,
     is replaced.
     """
     logging.getLogger("absl").addFilter(_is_not_raised_too)
-    temporary = path.parent / f"{path.name}{_TEMPORARY}"
-    staged = path if is_remote(path) else temporary
+    staged = path if is_remote(path) else _temporary(path)
     if is_remote(path) and jax.process_index() == 0:
-        (temporary / "saving").write_text(json.dumps(place))
+        (_temporary(path) / "saving").write_text(json.dumps(place))
     with _context():
         response = ocp.save_checkpointables_async(staged, {ARRAYS: dict(arrays), MANIFEST: manifest | {"order": place}})
     if jax.process_index() != 0:
         return response
     return _Save(response, lambda: _publish(staged, path, place))
+
+
+def _temporary(path: epath.Path) -> epath.Path:
+    """What stands beside a checkpoint while it is saved."""
+    return path.parent / f"{path.name}{_TEMPORARY}"
 
 
 class _Save:
@@ -160,7 +164,7 @@ def _publish(staged: epath.Path, path: epath.Path, place: Any) -> None:
     if is_remote(path):
         (path / PLACE).write_text(json.dumps(place))
         (path / SIZES).write_text(json.dumps(sizes(path)))
-        (path.parent / f"{path.name}{_TEMPORARY}").rmtree()
+        _temporary(path).rmtree()
         return
     for name, value in ((PLACE, place), (SIZES, sizes(staged))):
         with new_file(staged / name) as file:

@@ -155,6 +155,8 @@ def _gather(value: jax.Array, use: ParamUse) -> jax.Array:
     return checkpoint_name(value, GATHERED)
 
 
+# What these two gather has no derivative (`ParamUse.gather`), so that their rules never run. They are such calls for
+# the passes and the checkpoint policy, which know a gather by its form.
 _gather.defvjp(lambda value, use: (_gather(value, use), value), lambda use, value, _: (jnp.zeros_like(value),))
 _gather_secondary.defvjp(
     lambda value, use: (_gather_secondary(value, use), jnp.zeros((0,), value.dtype)),

@@ -38,8 +38,8 @@ from zero_jax.jaxpr.primitives import (
 )
 from zero_jax.sharding.gather import GATHERED, SECONDARY
 
-_FREE = ("reshape", "squeeze", "broadcast_in_dim", "stop_gradient")
-"""Primitives whose results are never saved, whatever they are of: XLA makes them anew for nothing."""
+_NEVER_SAVED = ("reshape", "squeeze", "broadcast_in_dim", "stop_gradient")
+"""Primitives whose results cost nothing to compute again, whatever they are of."""
 
 
 def duplicate_param_reads(jaxpr: Jaxpr) -> Jaxpr:
@@ -95,7 +95,7 @@ def tag_derived_as_gathered(jaxpr: Jaxpr, derived: Iterable[Var] = ()) -> Jaxpr:
                 inputs = [var for var, atom in zip(inner.invars, eqn.invars, strict=True) if _is_among(atom, gathered)]
                 eqn = with_call_jaxpr(eqn, tag_derived_as_gathered(inner, inputs))
             elif all_gathered and (is_call or not inner_jaxprs(eqn)):
-                eqn = eqn if primitive_of(eqn) in _FREE else _tagged(eqn)
+                eqn = eqn if primitive_of(eqn) in _NEVER_SAVED else _tagged(eqn)
                 gathered.update(eqn.outvars)
         eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)
@@ -149,7 +149,7 @@ def keep_all_but_gathered(prim: Any, *avals: Any, **params: Any) -> bool:
     and makes infinities of the other's largest values (a float8_e4m3fn of 448, say).
     """
     may_change = prim.name in ("complex", "fft") or any(map(_changes_when_saved, policy_dtypes(avals, params)))
-    return not may_change and prim.name not in _FREE and GATHERED not in policy_names(prim, params)
+    return not may_change and prim.name not in _NEVER_SAVED and GATHERED not in policy_names(prim, params)
 
 
 def _changes_when_saved(dtype: Any) -> bool:
