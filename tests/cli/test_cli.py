@@ -2,10 +2,12 @@
 
 import ast
 import dataclasses
+import inspect
 import os
 import platform
 import subprocess
 import sys
+import textwrap
 from importlib import metadata
 
 import numpy as np
@@ -193,11 +195,15 @@ def test_help_and_what_is_refused_early_import_no_jax():
 
 
 def test_every_field_says_what_it_is():
-    source = ast.parse((ROOT / "zero_jax/cli/train_config.py").read_text())
-    config = next(node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "TrainConfig")
-    for field, text in zip(config.body, config.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign):
-            assert isinstance(text, ast.Expr), f"{ast.unparse(field)} has no docstring"
+    fields = set()
+    for options in TrainConfig.__mro__[:-1]:
+        config = ast.parse(textwrap.dedent(inspect.getsource(options))).body[0]
+        assert isinstance(config, ast.ClassDef)
+        for field, text in zip(config.body, config.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign):
+                assert isinstance(text, ast.Expr), f"{ast.unparse(field)} has no docstring"
+                fields.add(ast.unparse(field.target))
+    assert fields == {field.name for field in dataclasses.fields(TrainConfig)}
 
 
 def test_old_options_are_taken_with_one_line_each():

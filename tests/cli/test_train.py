@@ -52,8 +52,9 @@ def test_model_parallelism_is_an_option_and_changes_no_number(tmp_path):
 
 
 def test_the_command_writes_log_and_curve(tmp_path):
-    done = run_process(*train_args(
-        tmp_path, "--steps", "3", "--eval-every", "2", "--devices", "4", "--replica", "2"))
+    (tmp_path / "options.toml").write_text(
+        'steps = 3\neval-every = 3\ndevices = 4\nreplica = 2\nschedule = "constant"\nwarmup = 0.34\n')
+    done = run_process(*train_args(tmp_path, "--config", str(tmp_path / "options.toml"), "--eval-every", "2"))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -63,6 +64,10 @@ def test_the_command_writes_log_and_curve(tmp_path):
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert set(steps[0]) == {"step", "loss", "grad_norm", "learning_rate", "skipped", "tokens_per_second"}
     assert [row["step"] for row in rows if "validation_loss" in row] == [2, 3]
+    # The default, a cosine, would have 0.55 of the peak in the third.
+    np.testing.assert_allclose([row["learning_rate"] for row in steps], [0, 3e-3, 3e-3], rtol=1e-5)
+    assert "not the default:\nmodel = " in done.stdout
+    assert 'schedule = "constant"' in (tmp_path / "config.toml").read_text()
     assert last["summary"]["validation_loss"] == rows[-1]["validation_loss"]
     for words in (" parameters, N = 2 shards", "temporaries", "continued by the model"):
         assert words in done.stdout

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from zero_jax.cli.config_file import expand_config
 from zero_jax.cli.export_config import ExportConfig
 from zero_jax.cli.model_lookup import current_name, told, users_line
 from zero_jax.cli.plan_config import PlanConfig
@@ -132,6 +133,7 @@ def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | ExportConfig | Lau
         raise UsageError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
     commands = {"train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
                 "launch": LaunchConfig}
+    args = expand_config(args, {name: commands[name] for name in ("train", "inspect")})
     for option in PATHS:  # an empty text is the current folder to pathlib
         if f"{option}=" in args or any(pair == (option, "") for pair in itertools.pairwise(args)):
             raise UsageError(f"{option} is empty: give the path of a file or folder.")

@@ -15,7 +15,8 @@ from zero_jax.data.batches import Batches
 from zero_jax.step.step import ZeroTrainStep
 
 FIXED = ("model", "data", "max_bytes", "precision", "optimizer", "batch_size", "ema", "seq_len",
-         "steps", "learning_rate", "warmup", "weight_decay", "grad_clip_norm", "seed", "init_from")
+         "steps", "schedule", "learning_rate", "warmup", "decay", "final_rate",
+         "weight_decay", "grad_clip_norm", "seed", "init_from")
 """The options that determine the losses of a run. Stage, mesh, devices, and what is printed and saved may change."""
 
 
@@ -49,10 +50,11 @@ def resumed(config: TrainConfig, checkpoints: Checkpoints, copies: LocalCopies |
     if not checkpoints.steps():
         console.print(f"{config.checkpoints} has no checkpoint yet: the run starts from the beginning.", soft_wrap=True)
         return None
-    asked = fixed(config)
+    # An option that the saving version did not have: its default is what was done then.
+    asked, defaults = fixed(config), fixed(TrainConfig())
 
     def check(saved: Any) -> None:
-        saved = current_options(saved) if isinstance(saved, dict) else {}
+        saved = defaults | (current_options(saved) if isinstance(saved, dict) else {})
         wrong = [f"{name}={saved.get(name)!r} saved but {name}={asked[name]!r} given"
                  for name in FIXED if saved.get(name) != asked[name]]
         if wrong:

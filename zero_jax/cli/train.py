@@ -15,6 +15,7 @@ from rich.console import Console
 
 from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.checkpoint.local_copies import LocalCopies
+from zero_jax.cli.config_file import config_text, save_config
 from zero_jax.cli.environment import simulates
 from zero_jax.cli.generate import generate, next_logits
 from zero_jax.cli.loop import Loop, MetricsLog, make_folder
@@ -44,6 +45,7 @@ from zero_jax.interop.naming import OWN, Names
 from zero_jax.interop.params_io import import_params, model_leaves
 from zero_jax.interop.safetensors_file import find_tensors
 from zero_jax.optim.presets import OPTIMIZERS
+from zero_jax.optim.schedules import make_schedule
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh import make_mesh, simulate_devices
 from zero_jax.step.guard import Guard
@@ -116,7 +118,12 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
     if log.lost:
         console.print(f"Lost: {log.lost} steps that were taken after step {after}; they are taken again.")
     interrupted, samples = False, ()
+    versions = {name: metadata.version(name) for name in ("jax", "flax", "optax")}
     try:
+        if is_first():
+            path = save_config(config, config.out, {"zero_jax": metadata.version("zero-jax"), **versions})
+            changed = config_text(config, only_changed=True) or "none\n"
+            console.print(f"Options, all in {path}; not the default:\n{changed}", soft_wrap=True)
         console.print(
             f"{config.model} in {config.precision} at stage {config.stage} on {len(devices)} {devices[0].platform} "
             f"devices; {len(train_part):,} tokens to train on, {len(eval_part):,} held out", soft_wrap=True)
@@ -126,7 +133,6 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
         # Compiled ahead of time, for its memory analysis; calling `step` itself would compile it again.
         compiled = step.lower(batches[0]).compile()
         console.print(memory_text(compiled.memory_analysis()), soft_wrap=True)
-        versions = {name: metadata.version(name) for name in ("jax", "flax", "optax")}
         log.write(config=_plain(config), versions=versions, devices=[str(device) for device in devices],
                       bigram_loss=bigram, state_bytes_per_device=layout.device_bytes, resumed_after=after,
                       lost_steps=log.lost)
@@ -197,9 +203,7 @@ def devices_of(config: TrainConfig) -> list[jax.Device]:
 
 def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device]) -> ZeroTrainStep:
     """The train step of `config`: its optimizer with clipping and a schedule, on a mesh of `devices`."""
-    warmup = min(round(config.warmup * config.steps), config.steps - 1)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0 if warmup else config.learning_rate, config.learning_rate, warmup, config.steps, config.learning_rate / 10)
+    schedule = make_schedule(config.schedule, **config.schedule_arguments(config.steps))
     # The injected rate is part of the state, so that the step's metrics report it.
     make = functools.partial(OPTIMIZERS[config.optimizer], weight_decay=config.weight_decay)
     injected = optax.inject_hyperparams(lambda learning_rate: make(learning_rate))(learning_rate=schedule)

@@ -13,6 +13,7 @@ from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
 from zero_jax.cli.environment import check_folder, check_no_checkpoints, simulates
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
 from zero_jax.cli.renamed import takes_old_names
+from zero_jax.cli.schedule_options import ScheduleOptions
 from zero_jax.distributed.launch import COORDINATOR
 from zero_jax.errors import UsageError
 from zero_jax.interop.safetensors_file import find_tensors
@@ -33,10 +34,9 @@ Optimizer = Literal[
     "adamw", "adamw-bf16-momentum", "adafactor", "lion", "lion-bf16-momentum", "sgd-momentum", "lamb"]
 
 
-@takes_old_names
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """Train a language model at a ZeRO stage."""
+class RunOptions:
+    """What is trained, on what, and how it is divided."""
 
     stage: Literal[0, 1, 2, 3] = 3
     """What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
@@ -112,12 +112,6 @@ class TrainConfig:
     steps: int = 700
     """Optimizer steps."""
 
-    learning_rate: float = 3e-3
-    """Peak of the schedule: linear warmup, then a cosine down to a tenth."""
-
-    warmup: float = 0.1
-    """Fraction of the steps that warm up, since early gradients are large."""
-
     weight_decay: float = 0.1
     """Decoupled, per unit of learning rate."""
 
@@ -170,6 +164,12 @@ class TrainConfig:
     local_every: int | None = None
     """Steps between two such copies."""
 
+
+@takes_old_names
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(ScheduleOptions, RunOptions):
+    """Train a language model at a ZeRO stage. --config run.toml: options from a file, by the same names; flags win."""
+
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise UsageError(f"stage={self.stage!r} is not a ZeRO stage: give 0, 1, 2 or 3.")
@@ -185,8 +185,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: give at least 1.")
-        for name, low, high in (("learning_rate", 0, 10), ("warmup", 0, 1), ("weight_decay", 0, 10),
-                                ("grad_clip_norm", 1e-9, math.inf), ("seed", 0, 2**32 - 1),
+        for name, low, high in (("weight_decay", 0, 10), ("grad_clip_norm", 1e-9, math.inf), ("seed", 0, 2**32 - 1),
                                 ("max_bad_steps", 0, 2**31 - 1),
                                 ("save_every", 0, math.inf), ("check_replicas", 0, math.inf),
                                 ("heartbeat", 1, 86400), ("hang_after", 0.01, 86400),
@@ -194,6 +193,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise UsageError(f"{name}={value} is not within {low} to {high}.")
+        self.check_schedule()
         if self.check_replicas and self.stage == 3 and self.replica == 1:
             raise UsageError("check_replicas at stage 3: each device stores a shard of its own, and there are no "
                              "copies to compare: give replica=2 or more, a lower stage, or leave it out.")
