@@ -92,6 +92,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, interrupted, whole):
     heads = [row["resumed_after"] for row in lines(out) if "config" in row]
     assert heads[0] == 0 and heads[1] in (4, 8) and len(heads) == 2
     assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [8, 12]
+    assert all(0 <= row["data_wait"] < 60 for row in lines(out) if "loss" in row)
     # The control: from the checkpoint with other batches, the losses are others.
     assert losses(whole)[9] != losses(whole)[10]
 
@@ -144,7 +145,7 @@ def test_what_may_change_and_what_may_not_are_all_options():
     free = {"stage", "devices", "replica", "tensor", "context", "sequence_parallel", "overlap", "partition_activations",
             "remat", "accumulate", "reduce", "max_bad_steps", "eval_every", "save_every", "max_to_keep", "resume",
             "out", "save_to", "local_checkpoints", "local_every", "samples", "distributed", "heartbeat", "hang_after",
-            "hang_exit", "check_replicas"}
+            "hang_exit", "check_replicas", "prefetch"}
     assert {*FIXED, *free} == {field.name for field in dataclasses.fields(TrainConfig)} and not free & {*FIXED}
     assert json.loads(json.dumps(fixed(TINY), allow_nan=False)) == fixed(TINY)
 

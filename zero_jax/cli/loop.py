@@ -20,6 +20,7 @@ from zero_jax.checkpoint.durable_files import sync
 from zero_jax.cli.report import ProgressReporter, draw_curves, process_bytes, size_text
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.data.batches import Batches
+from zero_jax.data.prefetch import Prefetched, StarvationMonitor
 from zero_jax.distributed.preemption import Preemption
 from zero_jax.distributed.watchdog import Watchdog
 from zero_jax.errors import UsageError
@@ -27,8 +28,8 @@ from zero_jax.step.guard import BadStepError
 
 EVAL_BATCHES = 16
 
-Metrics = tuple[int, dict[str, jax.Array]]
-"""The number of a step and its metrics."""
+Metrics = tuple[int, dict[str, jax.Array], float]
+"""The number of a step, its metrics, and the seconds that it waited for its batch."""
 
 
 class MetricsLog:
@@ -142,7 +143,7 @@ class Loop:
     config: TrainConfig
     step: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
     evaluate: Callable[[Any, Any], jax.Array]
-    batches: Batches
+    batches: Prefetched
     held_out: Batches
     log: MetricsLog
     progress: ProgressReporter
@@ -169,6 +170,7 @@ class Loop:
         """
         waiting: Metrics | None = None
         self._clock, saved = time.perf_counter(), after
+        self._starvation = StarvationMonitor()
         for number in range(after + 1, self.config.steps + 1):
             if self.preemption.asked(number):
                 return self._leave(number - 1, state, waiting, saved)
@@ -176,7 +178,7 @@ class Loop:
             state, metrics = self.step(state, next(self.batches))
             if waiting:
                 self._record(*waiting)
-            waiting = number, metrics
+            waiting = number, metrics, self.batches.waited
             saves = self.save and (number % self.config.save_every == 0 or number == self.config.steps)
             if self.compare and (saves or number % self.config.check_replicas == 0):
                 if waiting:
@@ -221,11 +223,12 @@ class Loop:
         self.progress.say(f"Asked to end ({name}) after step {number}: {outcome}.")
         return state
 
-    def _record(self, number: int, metrics: dict[str, jax.Array]) -> None:
+    def _record(self, number: int, metrics: dict[str, jax.Array], data_wait: float) -> None:
         row = {name: float(value) for name, value in metrics.items()}  # blocks until the step is done
         now = time.perf_counter()
-        rate = self.config.batch_size * self.config.seq_len / (now - self._clock)
-        self.seconds, self.timed_steps, self._clock = self.seconds + now - self._clock, self.timed_steps + 1, now
+        seconds = now - self._clock
+        rate = self.config.batch_size * self.config.seq_len / seconds
+        self.seconds, self.timed_steps, self._clock = self.seconds + seconds, self.timed_steps + 1, now
         stopped, bad = row.pop("stopped"), row.pop("bad")
         if stopped:
             raise BadStepError(
@@ -238,7 +241,9 @@ class Loop:
             row = {name: value for name, value in row.items() if np.isfinite(value)}
         else:
             self.log.train.append((number, row["loss"]))
-        self.log.write(step=number, **row, tokens_per_second=round(rate, 1))
+        self.log.write(step=number, **row, tokens_per_second=round(rate, 1), data_wait=round(data_wait, 6))
+        if message := self._starvation.observe(waited=data_wait, seconds=seconds):
+            self.progress.say(f"step {number:5d}  {message}")
         self.progress.tick(number, loss=row.get("loss", math.nan), tokens_per_second=self.tokens_per_second,
                          memory=f"{self.memory}, process peak {size_text(process_bytes())}")
 

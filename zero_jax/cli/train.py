@@ -36,6 +36,7 @@ from zero_jax.cli.resume import fixed, resumed
 from zero_jax.cli.train_config import SIMULATED_DEVICES, TrainConfig
 from zero_jax.data import corpus
 from zero_jax.data.batches import Batches
+from zero_jax.data.prefetch import Prefetched
 from zero_jax.distributed.agreement import all_or_none, is_first
 from zero_jax.distributed.initialize import choose_devices, initialize, local, on_host, put_global
 from zero_jax.distributed.preemption import Preemption
@@ -150,8 +151,9 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
             copies.save(step, state, at=number, data=batches.state(), heads=checkpoints.heads())
 
         watchdog = Watchdog(config.hang_after, process=jax.process_index(), end=config.hang_exit)
-        with ProgressReporter(console, total=config.steps) as progress, watchdog:
-            loop = Loop(config, compiled, step.evaluator(ema=config.ema is not None), batches, held_out, log,
+        feed = Prefetched(batches, depth=config.prefetch)
+        with ProgressReporter(console, total=config.steps) as progress, watchdog, feed:
+            loop = Loop(config, compiled, step.evaluator(ema=config.ema is not None), feed, held_out, log,
                         progress, watchdog, preemption, bigram, f"state {size_text(layout.device_bytes)}/device",
                         save if config.save_every else None,
                         step.check_replicas if config.check_replicas else None, copy if copies else None)

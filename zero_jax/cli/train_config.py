@@ -1,7 +1,6 @@
 """The configuration of training. Nothing here imports JAX, so that bad input is refused at once."""
 
 import dataclasses
-import glob
 import math
 import os
 import re
@@ -10,6 +9,7 @@ from typing import Literal, get_args
 
 from zero_jax.arguments import check_path
 from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
+from zero_jax.cli.data_options import DataOptions
 from zero_jax.cli.environment import check_folder, check_no_checkpoints, simulates
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
 from zero_jax.cli.renamed import takes_old_names
@@ -20,9 +20,6 @@ from zero_jax.interop.safetensors_file import find_tensors
 
 SIMULATED_DEVICES, MAX_SIMULATED_DEVICES = 8, 1024
 """CPU devices to simulate where there is no accelerator, and how many there may be."""
-
-BYTES = 256
-"""Vocabulary size of text, which is read as bytes."""
 
 PrecisionName = Literal["fp32", "bf16", "fp16", "bf16-stochastic"]
 
@@ -44,12 +41,6 @@ class RunOptions:
     model: str = "gpt2:bytes"
     """MODULE:PRESET. One of ours (gpt2, gpt2_nnx, resnet), or any module on the path or in this folder that has PRESETS
     and build(config)."""
-
-    data: tuple[str, ...] = ("python",)
-    """Text files, folders and globs, read as bytes; or one token file (.bin, .npy); or "python", its own library."""
-
-    max_bytes: int | None = None
-    """Read no more text than this, in bytes. None: all."""
 
     devices: int | None = None
     """How many to use, over all processes. None: all accelerators, or 8 simulated CPU devices where there are none."""
@@ -167,7 +158,7 @@ class RunOptions:
 
 @takes_old_names
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(ScheduleOptions, RunOptions):
+class TrainConfig(ScheduleOptions, DataOptions, RunOptions):
     """Train a language model at a ZeRO stage. --config run.toml: options from a file, by the same names; flags win."""
 
     def __post_init__(self) -> None:
@@ -180,7 +171,7 @@ class TrainConfig(ScheduleOptions, RunOptions):
         if self.reduce == "once" and self.accumulate == 1:
             raise UsageError("reduce=once without accumulate: the gradient of one batch is reduced once already.")
         for name in ("accumulate", "devices", "replica", "tensor", "context",
-                     "batch_size", "seq_len", "steps", "eval_every", "max_bytes", "max_to_keep",
+                     "batch_size", "seq_len", "steps", "eval_every", "max_to_keep",
                      "local_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -202,9 +193,7 @@ class TrainConfig(ScheduleOptions, RunOptions):
         if (self.local_checkpoints is None) != (self.local_every is None):
             raise UsageError("local_checkpoints and local_every belong together: give both, or neither.")
         check_path("out", self.out)
-        if not self.data or "" in self.data:
-            raise UsageError('data is empty: name files, or "python".')
-        object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
+        self.check_data_options()
         if re.match(r"[a-z][a-z0-9]{1,9}:/", str(self.out)):
             raise UsageError(f"out={self.out}: give a local folder, and --save-to for checkpoints in an object store.")
         if self.save_to is not None:
@@ -231,7 +220,7 @@ class TrainConfig(ScheduleOptions, RunOptions):
         if self.devices is None and simulates() and not (self.distributed or COORDINATOR in os.environ):
             self.check_devices(SIMULATED_DEVICES)
         choice = with_remat(find_model(self.model), self.remat)
-        choice.check(seq_len=self.seq_len, vocab_size=None if self.token_file else BYTES)
+        choice.check(seq_len=self.seq_len, vocab_size=self.data_vocab_size())
         choice.tensor_rules(self.tensor)
         return choice
 
@@ -257,21 +246,8 @@ class TrainConfig(ScheduleOptions, RunOptions):
             return self.out / "checkpoints"
         return self.save_to if is_remote(self.save_to) else Path(self.save_to)
 
-    @property
-    def token_file(self) -> bool:
-        """Whether the data are ids of some tokenizer, and not text read as bytes."""
-        return Path(self.data[0]).suffix in (".bin", ".npy")
-
     def _check_files(self) -> None:
-        for name in self.data:
-            path = Path(name).expanduser()
-            if self.data != ("python",) and not path.exists() and not glob.glob(str(path), recursive=True):
-                raise UsageError(f"data: {name}: no such file, folder or glob match.")
-            if path.exists() and not path.is_dir():
-                if not path.is_file():
-                    raise UsageError(f"data: {name}: it is a pipe, a socket or a device: give a file.")
-                if not path.stat().st_size:
-                    raise UsageError(f"data: {name}: the file is empty: give one with text or tokens.")
+        self.check_data()
         check_folder("out", self.out)
         if self.local_checkpoints is not None:
             check_folder("local_checkpoints", self.local_checkpoints)

@@ -2,8 +2,7 @@
 
 Batch k is a pure function of (tokens, seed, k), so a run is resumed by a number, without replaying. NumPy and not
 grain: grain would replace the six lines of `_order` and `_windows`, but it shards by process, whereas here the sharding
-of the batch decides which rows a process reads. There is no prefetching thread: a jitted step returns before it is
-done, so the next batch is read meanwhile unless the loop waits for the metrics of every step.
+of the batch decides which rows a process reads. `prefetch` reads ahead in a thread.
 """
 
 import functools
@@ -77,7 +76,7 @@ class Batches:
         self.num_windows = max(0, len(tokens) - 1) // self.length
         self.batches_per_epoch = self.num_windows // self.batch_size
         self._position = 0
-        self._epoch, self._permutation = -1, np.empty(0, np.int64)  # of the epoch last asked for
+        self._ordered = -1, np.empty(0, np.int64)  # the epoch last asked for; replaced at once, since threads read
         if self.num_windows < self.batch_size:
             needed = self.batch_size * self.length + 1
             raise UsageError(
@@ -167,9 +166,11 @@ class Batches:
     def _windows(self, position: int) -> np.ndarray:
         """Numbers of the windows of one batch: int64 (batch_size,)."""
         epoch, k = divmod(position, self.batches_per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._permutation = epoch, _order(self.num_windows, self.seed, epoch)
-        return self._permutation[k * self.batch_size : (k + 1) * self.batch_size]
+        ordered, permutation = self._ordered
+        if epoch != ordered:
+            permutation = _order(self.num_windows, self.seed, epoch)
+            self._ordered = epoch, permutation
+        return permutation[k * self.batch_size : (k + 1) * self.batch_size]
 
     def _read(self, windows: np.ndarray) -> np.ndarray:
         """Inputs and the last target of each window: int32 (len(windows), length + 1)."""
