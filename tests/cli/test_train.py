@@ -19,9 +19,10 @@ from support.oracle import slow
 import zero_jax
 from models import gpt2
 from zero_jax.cli import report
+from zero_jax.cli.data_options import BYTES
 from zero_jax.cli.generate import generate, next_logits
 from zero_jax.cli.train import train
-from zero_jax.cli.train_config import BYTES, TrainConfig
+from zero_jax.cli.train_config import TrainConfig
 from zero_jax.data import corpus
 from zero_jax.precision import POLICIES
 from zero_jax.stages import STAGES
