@@ -17,6 +17,7 @@ import pytest
 from etils import epath
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
 from jax.extend.core import primitives as jax_primitives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -83,6 +84,7 @@ SAMPLES = {
     primitives.SHARD_MAP: (lambda x: jax.shard_map(
         jnp.sin, mesh=zero_jax.make_mesh(8), in_specs=P("data"), out_specs=P("data"))(x), X),
     primitives.CONSTRAINT: (lambda x: gather.constrain(x, zero_jax.make_mesh(8), P("data")), X),
+    primitives.PALLAS: (pl.pallas_call(lambda x, out: None, grid=(4, 2), out_shape=X), X),
     "transpose": (jnp.transpose, X), "reduce_sum": (jnp.sum, X), "copy": (jax.lax.copy_p.bind, X),
     "stop_gradient": (jax.lax.stop_gradient, X),
     "broadcast_in_dim": (lambda x: jnp.broadcast_to(x, (2, 8, 4)), X),
@@ -121,6 +123,7 @@ def read(name, accessor):
 ACCESSORS = {  # primitive: what the seam reads of its sample, and what that is
     "scan": (primitives.SCAN, primitives.Scan.of, primitives.Scan(1, 1, 8, True, 1)),
     "rounds": (primitives.SCAN, primitives.num_rounds, 8),
+    "grid": (primitives.PALLAS, primitives.num_rounds, 8),
     "body": (primitives.SCAN, lambda eqn: len(primitives.call_jaxpr(eqn).jaxpr.invars), 3),
     "branches": (primitives.COND, lambda eqn: len(primitives.branches(eqn)), 2),
     "jit": (primitives.JIT, primitives.jit_name, "sin"),

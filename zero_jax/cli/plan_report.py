@@ -159,6 +159,10 @@ def _timing_table(plan: Plan) -> Table:
     table.add_row(f"step, bound by {timing.bound}", f"{timing.seconds:.3g}", style="bold")
     table.add_row("tokens per second", f"{timing.tokens_per_second:,.0f}")
     table.add_row("MFU, and HFU with recomputation", f"{timing.mfu:.1%}", f"{timing.hfu:.1%}")
+    if timing.palm_mfu is not None:
+        table.add_row("MFU by PaLM's formula, 6 N + 12 L h s a token", f"{timing.palm_mfu:.1%}")
+    for call in timing.uncounted:
+        table.add_row(f"NOT COUNTED, so that the step is slower than this: {call}")
     return table
 
 

@@ -1,6 +1,7 @@
 """The primitives that zero_jax knows, and their parameters under names that do not change with JAX."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from zero_jax.jaxpr.equations import (
 SCAN, COND, JIT = primitives.scan_p.name, primitives.cond_p.name, primitives.jit_p.name
 REMAT, CUSTOM_VJP = primitives.remat_p.name, primitives.custom_vjp_call_p.name
 NAME, CONVERT, DOT, CONV = "name", "convert_element_type", "dot_general", "conv_general_dilated"
+CUDNN_ATTENTION, PALLAS = "dot_product_attention_fwd_wrapper", "pallas_call"
 GATHER_ROWS, SCATTER_ADD, SHARD_MAP, CONSTRAINT = "gather", "scatter-add", "shard_map", "sharding_constraint"
 """Names of primitives, as `primitive_of` returns them."""
 
@@ -119,7 +121,12 @@ class Scan:
 
 
 def num_rounds(eqn: JaxprEqn) -> int:
-    """How often `eqn` evaluates its inner jaxprs: the length of a scan, else 1 (a while loop's is unknown)."""
+    """How often `eqn` evaluates its inner jaxprs: the length of a scan, the grid of a Pallas kernel, else 1.
+
+    A while loop's is unknown, and a dim of a grid that is computed counts once.
+    """
+    if eqn.primitive.name == PALLAS:
+        return math.prod(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
     return eqn.params["length"] if eqn.primitive.name == SCAN else 1
 
 

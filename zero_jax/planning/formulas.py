@@ -119,3 +119,12 @@ def _check_degrees(**degrees: int) -> None:
     for name, degree in degrees.items():
         if degree < 1:
             raise UsageError(f"{name}={degree} is not a number of devices: give 1 or more.")
+
+
+def palm_flops(num_params: float, layers: int, hidden: int, length: int) -> float:
+    """FLOPs of a token, forward and backward: 6 N + 12 L H Q T (PaLM, arXiv 2204.02311, appendix B).
+
+    >>> f"{palm_flops(540.35e9, 118, 18432, 2048) / 1e12:.2f} TFLOP"
+    '3.30 TFLOP'
+    """
+    return 6.0 * num_params + 12.0 * layers * hidden * length

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from zero_jax.errors import UsageError
 from zero_jax.planning.flops import traced_flops
+from zero_jax.planning.formulas import palm_flops
 from zero_jax.planning.memory import MemoryReport, Transformer, memory_report
 from zero_jax.planning.timing import Timing, predict
 from zero_jax.sharding.layout import Layout
@@ -168,7 +169,10 @@ def examine(step: ZeroTrainStep, batch: Any, target: Target | None = None,
         is_text = leaf is not None and leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
         tokens = leaf.size if leaf is not None and is_text else size
         forward = traced_flops(step.trace_forward(batch))
-        timing = predict(compiled.schedule, target, coords, tokens=tokens, model_flops=3 * forward)
+        timing = predict(
+            compiled.schedule, target, coords, tokens=tokens, model_flops=3 * forward,
+            palm_flops=transformer and tokens * palm_flops(
+                layout.num_params, transformer.layers, transformer.hidden, transformer.length))
         for collective in itertools.chain.from_iterable(each.collectives for each in compiled.report.results):
             link = target.link([coords[device] for device in collective.group]).name
             links[link, collective.axes(step.mesh.shape)] += collective.communication_bytes * collective.count

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from zero_jax.xla.events import Done, Event, Loop, Start, Work, totals
+from zero_jax.xla.events import Done, Event, Loop, Start, Work, opaque_calls, totals
 from zero_jax.xla.targets import Target
 
 # Seconds to start a collective, and for each hop of its ring. GPU: NCCL's own model (src/graph/tuning.cc, ring, LL:
@@ -54,6 +54,8 @@ class Timing:
         tokens_per_second: of all devices.
         mfu: model FLOPs utilisation: the model's FLOPs over the peak's.
         hfu: hardware FLOPs utilisation: those of the program, with recomputation, over the peak's.
+        palm_mfu: MFU with PaLM's formula for the model's FLOPs; None where the model is not known as a transformer.
+        uncounted: custom calls whose FLOPs are in none of these, as "target (op_name)".
     """
 
     seconds: float
@@ -64,6 +66,8 @@ class Timing:
     tokens_per_second: float
     mfu: float
     hfu: float
+    palm_mfu: float | None = None
+    uncounted: tuple[str, ...] = ()
 
     @property
     def exposed_seconds(self) -> dict[str, float]:
@@ -78,7 +82,7 @@ class Timing:
 
 def predict(
     events: Iterable[Event], target: Target, coords: Sequence[tuple[int, ...]], *, tokens: float, model_flops: float,
-    rates: Rates | None = None
+    palm_flops: float | None = None, rates: Rates | None = None
 ) -> Timing:
     """Predicted time of one run of `events` on every device of `coords`.
 
@@ -90,6 +94,7 @@ def predict(
         coords: of each partition: `[xla_devices.coords(d) for d in mesh.devices.flat]`.
         tokens: of a step, on all devices.
         model_flops: of a step, on all devices, without recomputation.
+        palm_flops: the same by PaLM's formula, if it is known.
         rates: default: `Rates()`.
     """
     events, peak = tuple(events), target.chip.peak_flops["bf16"]
@@ -98,10 +103,12 @@ def predict(
     clock, seconds = device.clock, device.clock["now"]
     links, spent = ({key[1]: value for key, value in clock.items() if key[0] == kind} for kind in ("link", "spent"))
     each = 1 / seconds if seconds else 0.0
+    uncounted = dict.fromkeys(f"{call.opaque} ({call.op_name or call.name})" for call in opaque_calls(events))
     return Timing(
         seconds=seconds, compute_seconds=clock["flops"], hbm_seconds=clock["bytes"], communication_seconds=links,
         spent=dict.fromkeys(("compute", "memory", *links), 0.0) | spent, tokens_per_second=tokens * each,
-        mfu=model_flops * each / len(coords) / peak, hfu=sum(totals(events).flops.values()) * each / peak)
+        mfu=model_flops * each / len(coords) / peak, hfu=sum(totals(events).flops.values()) * each / peak,
+        palm_mfu=None if palm_flops is None else palm_flops * each / len(coords) / peak, uncounted=tuple(uncounted))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Cost of an instruction of compiled HLO: FLOPs of its matrix products, and bytes to and from HBM.
 
-Only matrix products count as FLOPs (dot, convolution, and library calls for them): 2 for each multiply and add.
-Elementwise operations, reductions and softmax are bound by the bytes they move, so they have bytes and no FLOPs.
-Attention kernels behind a custom call (cuDNN) are opaque and have no FLOPs either.
+Only matrix products count as FLOPs (dot, convolution, and kernels that compute them, see `kernels`): 2 for each
+multiply and add. Elementwise operations, reductions and softmax are bound by the bytes they move, so they have bytes
+and no FLOPs.
 """
 
 import functools
@@ -11,8 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from zero_jax.xla.kernels import kernel_flops, wider
 from zero_jax.xla.parser import Computation, Frame, Instruction, Module
-from zero_jax.xla.shapes import Array, Shape, integers, shape_bytes
+from zero_jax.xla.shapes import Array
 
 WRAPPERS = ("fusion", "fusion-start", "call-start", "async-start")  # one instruction that runs a whole computation
 _TAP = re.compile(r"\b(size|stride|pad|lhs_dilate|rhs_dilate)=([\dx_-]+)")
@@ -23,7 +24,6 @@ _FREE = {
 _FREE_CALLS = (
     "AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "AsyncCollectiveStart", "AsyncCollectiveDone",
 )  # fmt: skip
-_CUDNN_ROLES = {"Forward": "io", "BiasActivationForward": "io", "BackwardInput": "oi", "BackwardFilter": "if"}
 _SLICES = ("dynamic-slice", "slice", "gather")
 _RESHAPES = ("bitcast", "copy", "convert", "reshape", "transpose")
 _COLLECTIVE = re.compile(r"(all-gather|all-reduce|reduce-scatter|(ragged-)?all-to-all|collective-\w+)$")
@@ -102,10 +102,9 @@ def _flops(memo: dict[str, Counter[str]], module: Module, within: Computation, i
             amount = 2.0 * math.prod(instruction.shapes[0][1]) * math.prod(contracted)
         else:
             amount = _convolution(instruction, left[1], right[1], instruction.shapes[0][1])
-        return Counter({_wider(left, right): amount})
-    target = instruction.custom_call_target if instruction.opcode == "custom-call" else ""
-    if target.startswith(("__cublas$", "__cudnn$")):
-        return _library(target, instruction, [table[name].shapes[0] for name in instruction.operands])
+        return Counter({wider(left, right): amount})
+    if instruction.opcode == "custom-call" and not instruction.callees:
+        return kernel_flops(instruction, [table[name].shapes[0] for name in instruction.operands], _convolution)
     total: Counter[str] = Counter()
     for name in instruction.callees if instruction.opcode in (*WRAPPERS, "call", "custom-call") else ():
         if name not in memo:
@@ -113,22 +112,6 @@ def _flops(memo: dict[str, Counter[str]], module: Module, within: Computation, i
             memo[name] = sum((_flops(memo, module, inside, i) for i in inside.instructions.values()), Counter())
         total += memo[name]
     return total
-
-
-def _library(target: str, instruction: Instruction, operands: list[Shape]) -> Counter:
-    """FLOPs of a call to cuBLAS or cuDNN: its first result is the product, the others are scratch."""
-    (dtype, left), result = operands[0], instruction.shapes[0][1]
-    if target.startswith("__cublas$"):
-        dims = re.search(r"lhs_contracting_dimensions[^[]*\[([^]]*)", instruction.tail)
-        contracted = [left[dim] for dim in integers(dims[1])] if dims else [left[-1]]
-        return Counter({_wider(operands[0], operands[1]): 2.0 * math.prod(result) * math.prod(contracted)})
-    roles = _CUDNN_ROLES.get(target.removeprefix("__cudnn$conv"))
-    if roles is None:
-        return Counter()
-    right = operands[1][1]
-    # A gradient convolution has the FLOPs of the forward one, whose operands its labels name.
-    image, kernel, out = {"io": (left, right, result), "oi": (result, right, left), "if": (left, result, right)}[roles]
-    return Counter({dtype: _convolution(instruction, image, kernel, out)})
 
 
 def _convolution(instruction: Instruction, image: tuple, kernel: tuple, out: tuple) -> float:
@@ -165,10 +148,6 @@ def _valid_taps(
 
 def _at(window: dict[str, str], key: str, at: int) -> int:
     return int(window[key].split("x")[at]) if key in window else 1
-
-
-def _wider(*shapes: Shape) -> str:
-    return max((dtype for dtype, _ in shapes), key=lambda dtype: shape_bytes(dtype, (8,)))
 
 
 def _elements(instruction: Instruction) -> int:

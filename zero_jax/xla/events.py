@@ -17,6 +17,7 @@ class Work:
         op_name: the JAX name stack it comes from; "" if the compiler introduced it.
         flops: FLOPs of its matrix products by dtype of the operands; empty if it has none.
         hbm_bytes: bytes that it reads from HBM and writes to it.
+        opaque: what a custom call calls, where its FLOPs are not known here (`kernels.is_opaque`); else "".
     """
 
     name: str
@@ -24,6 +25,7 @@ class Work:
     op_name: str
     flops: Mapping[str, float]
     hbm_bytes: float
+    opaque: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,15 @@ def totals(events: Iterable[Event]) -> Totals:
             flops.update({dtype: event.trips * amount for dtype, amount in inside.flops.items()})
             hbm_bytes += event.trips * inside.hbm_bytes
     return Totals(dict(flops), hbm_bytes)
+
+
+def opaque_calls(events: Iterable[Event]) -> Iterator[Work]:
+    """The custom calls of `events` whose FLOPs are not known, in order; once for a loop."""
+    for event in events:
+        if isinstance(event, Work) and event.opaque:
+            yield event
+        elif isinstance(event, Loop):
+            yield from opaque_calls(event.body)
 
 
 def overlapped(events: Iterable[Event]) -> list[Overlap]:

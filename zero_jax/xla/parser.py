@@ -1,7 +1,8 @@
 """HLO text -> computations of instructions: their arrays, operands, attributes and the computations they call.
 
-One instruction per line, `%name = shape opcode(operands), attribute=value, ...`. An instruction parses a part of its
-line when that part is first asked for: a program has a hundred thousand of them, and most parts are never read.
+One instruction per line, `%name = shape opcode(operands), attribute=value, ...`; the metadata of a Pallas kernel breaks
+its line. An instruction parses a part of its line when that part is first asked for: a program has a hundred thousand
+of them, and most parts are never read.
 """
 
 import dataclasses
@@ -100,6 +101,11 @@ class Computation:
     instructions: dict[str, Instruction]
     root: str = ""
 
+    def extend_last(self, text: str) -> None:
+        """Adds `text` to the tail of the last instruction, whose line was broken before it."""
+        name, last = self.instructions.popitem()
+        self.instructions[name] = dataclasses.replace(last, tail=last.tail + text)
+
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
         """`(instruction, position)` of every use of a name as an operand."""
@@ -175,6 +181,8 @@ def parse(text: str | Module) -> Module:
                 entry = header[2] if header[1] else entry
             elif current is None:
                 preamble.append(line)
+            elif line not in ("", "}") and current.instructions:
+                current.extend_last(line)
         elif match := _INSTRUCTION.match(line):
             root, name, shape, opcode, tail = match.groups()
             current.instructions[name] = Instruction(name, opcode, shape, tail)

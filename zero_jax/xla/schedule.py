@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from zero_jax.xla import cost
 from zero_jax.xla.collective import Collective, Execution, chain_of, is_sync, kind_of, read_collective
 from zero_jax.xla.events import Done, Event, Loop, Start, Work, collectives, totals, with_overlap
+from zero_jax.xla.kernels import is_opaque
 from zero_jax.xla.parser import Frame, Instruction, Module, parse
 from zero_jax.xla.provenance import Flow, Value, search
 from zero_jax.xla.trip_count import trip_count
@@ -99,9 +100,11 @@ class _Walk:
     def _work(self, frame: Frame, instruction: Instruction) -> list[Work]:
         flops = cost.flops(self.module, frame, instruction)
         hbm_bytes = cost.hbm_bytes(self.module, frame, instruction)
-        if not flops and not hbm_bytes:
+        opaque = instruction.custom_call_target if is_opaque(instruction, flops) else ""
+        if not flops and not hbm_bytes and not opaque:
             return []
-        return [Work(instruction.name, instruction.opcode, self.module.metadata(instruction)[0], flops, hbm_bytes)]
+        op_name = self.module.metadata(instruction)[0]
+        return [Work(instruction.name, instruction.opcode, op_name, flops, hbm_bytes, opaque)]
 
     def _collective(self, frame: Frame, instruction: Instruction, execution: Execution) -> list:
         chain = chain_of(instruction)
