@@ -198,8 +198,14 @@ def active(layers, **changes) -> gpt2.Config:
     return gpt2.Config(layers, 256, 8, vocab_size=512, max_length=64, **changes)
 
 
-def accumulated(target, stage, reduce) -> Row:
-    return Row(target, stage, batch=(8, 32), options={"accumulate": 8, "reduce": reduce})
+def accumulated(target, stage, reduce, **changes) -> Row:
+    return Row(target, stage, batch=(8, 32), **{"options": {"accumulate": 8, "reduce": reduce}} | changes)
+
+
+def gathered_once(target, reduce, **options) -> Row:
+    sizes = {"data": (2, 4)} if options else {}
+    return accumulated(target, 3, reduce, sizes=sizes, options={
+        "accumulate": 8, "reduce": reduce, "gather": "step", **options})
 
 
 PROGRAMS: dict[str, Row] = {
@@ -274,6 +280,9 @@ PROGRAMS: dict[str, Row] = {
     # Microbatches.
     **{f"{name} stage {stage}, reduced {reduce}": accumulated(target, stage, reduce)
        for name, target in (("h100", H100), ("v5e", V5E)) for stage in (2, 3) for reduce in ("every", "once")},
+    **{f"{name} stage 3, gathered once, reduced {reduce}": gathered_once(target, reduce)
+       for name, target in (("h100", H100), ("v5e", V5E)) for reduce in ("every", "once")},
+    "h100 stage 3, gathered once inside the node": gathered_once("h100:2x4", "every", hpz_axes="data_1"),
 }
 
 

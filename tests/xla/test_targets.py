@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import zero_jax
-from zero_jax.xla import targets
-from zero_jax.xla.targets import Link, target_of
+from zero_jax.xla.chip import read_chip
+from zero_jax.xla.targets import Link, known_targets, target_of
 
 FILES = sorted((Path(zero_jax.__file__).parent / "xla" / "chips").iterdir())
 H100 = (Path(zero_jax.__file__).parent / "xla" / "chips" / "h100.toml").read_text()
@@ -25,7 +25,7 @@ def written(tmp_path: Path, text: str) -> str:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_files(file):
     """Each is a chip with examples of its own, a source for its figures, and figures of the right size."""
-    chip = targets.read_chip(str(file))
+    chip = read_chip(str(file))
     assert chip.examples and all(target_of(text).chip == chip for text in chip.examples)
     assert "# Source" in file.read_text()
     assert 15 * GB < chip.memory_bytes < 200 * GB and 40 * GB < chip.host_memory_bytes < 300 * GB
@@ -37,8 +37,8 @@ def test_files(file):
 
 
 def test_known_targets():
-    assert {text.split(":")[0] for text in targets.known_targets()} == {file.stem for file in FILES}
-    assert {"h100:8", "h100:16x8", "v5e:2x4", "v5p:4x4x8", "v100-32gb:25x16"} <= set(targets.known_targets())
+    assert {text.split(":")[0] for text in known_targets()} == {file.stem for file in FILES}
+    assert {"h100:8", "h100:16x8", "v5e:2x4", "v5p:4x4x8", "v100-32gb:25x16"} <= set(known_targets())
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_unknown_targets_name_the_nearest(text, nearest):
     with pytest.raises(ValueError) as error:
         target_of(text)
     assert repr(text) in str(error.value) and f"nearest is {nearest!r}" in str(error.value)
-    assert all(known in str(error.value) for known in targets.known_targets())
+    assert all(known in str(error.value) for known in known_targets())
 
 
 @pytest.mark.parametrize(
@@ -205,6 +205,6 @@ def test_links(text, coords, link):
 
 
 def test_jax_is_not_imported():
-    code = "import sys; from zero_jax.xla import targets; targets.target_of('h100:8'); print('jax' in sys.modules)"
+    code = "import sys; from zero_jax.xla.targets import target_of; target_of('h100:8'); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

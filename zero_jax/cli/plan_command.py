@@ -33,8 +33,9 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
     length = config.seq_len or choice.config.max_length
     optimizer = OPTIMIZERS[config.optimizer](learning_rate=1e-3, weight_decay=0.1)
     options = {"precision": config.precision, "mesh": config.mesh or -1, "optimizer": optimizer,
-               "accumulate": config.accumulate, "reduce": config.reduce, "tensor": config.tensor,
-               "context": config.context, "replica": config.replica, **residual_options(config, choice)}
+               "accumulate": config.accumulate, "reduce": config.reduce, "gather": config.gather,
+               "tensor": config.tensor, "context": config.context, "replica": config.replica,
+               **residual_options(config, choice)}
 
     def batch(per_device: int) -> Any:
         shape = (per_device * config.groups, length)

@@ -6,10 +6,11 @@ import warnings
 from pathlib import Path
 from typing import Literal, get_args
 
+from zero_jax.cli.choices import Gather, Optimizer, PrecisionName, Reduce, RematName, check_gather
 from zero_jax.cli.environment import check_folder
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
 from zero_jax.cli.renamed import REMAT_VALUES, takes_old_names
-from zero_jax.cli.train_config import Optimizer, PrecisionName, Reduce, RematName, with_remat
+from zero_jax.cli.train_config import with_remat
 from zero_jax.errors import UsageError
 from zero_jax.xla.targets import Target, target_of
 
@@ -37,6 +38,10 @@ class PlanConfig:
 
     reduce: Reduce = "every"
     """Reduce-scatter every microbatch's gradient, or their sum once."""
+
+    gather: Gather = "use"
+    """With microbatches at stage 3: gather parameters at each use, or once a step into a copy that all microbatches
+    read; auto: once a step where that takes at most half of a device's memory."""
 
     seq_len: int | None = None
     """Tokens per sequence. None: the model's max_length."""
@@ -100,6 +105,10 @@ class PlanConfig:
         if self.batch_per_device % self.accumulate:
             raise UsageError(f"batch_per_device={self.batch_per_device} does not divide into {self.accumulate} "
                              "microbatches: give a multiple.")
+        check_gather(self.gather, self.stage, self.accumulate)
+        if self.gather != "use" and (self.search == "fit" or self.png is not None):
+            raise UsageError(f"gather={self.gather} is for stage 3 alone, and search=fit and png compile every stage: "
+                             "leave it out.")
         if self.png is not None and self.png.suffix != ".png":
             raise UsageError(f"png={self.png} does not end in .png.")
 

@@ -20,6 +20,8 @@ from zero_jax.step.contract import Report
 def plan_tables(plan: Plan) -> RenderableType:
     """The complete report: whether it fits, memory by purpose, communication by purpose and link, predicted time."""
     parts: list[RenderableType] = [verdict(plan), replicated_text(plan.layout), optimizer_text(plan.layout)]
+    if plan.layout.gather_note:
+        parts.append(f"Parameters are gathered {plan.layout.gather_note}")
     if plan.memory is not None:
         parts += [memory_table(plan.memory), largest_table(plan.memory)]
     if plan.communication is not None:
@@ -104,6 +106,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "links": [{"link": link, "axes": axes, "bytes": sent} for (link, axes), sent in plan.links.items()],
         "timing": plan.timing and dataclasses.asdict(plan.timing) | {"bound": plan.timing.bound},
         **dict(zip(("optimizer_bytes", "adamw_bytes"), optimizer_bytes(plan.layout), strict=True)),
+        "gather": plan.layout.gather_note,
         "replicated": [{"name": row.name, "bytes": row.bytes} for row in plan.layout.replicated()],
     }
 

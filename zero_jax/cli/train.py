@@ -213,8 +213,8 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device])
     mesh = make_mesh(replica=config.replica, tensor=config.tensor, context=config.context, devices=devices)
     return make_zero_train_step(
         choice.build(choice.config), config.stage, optimizer=optimizer, mesh=mesh, precision=config.precision,
-        accumulate=config.accumulate, reduce=config.reduce, ema=config.ema, guard=Guard(skip=config.max_bad_steps),
-        **residual_options(config, choice))
+        accumulate=config.accumulate, reduce=config.reduce, gather=config.gather, ema=config.ema,
+        guard=Guard(skip=config.max_bad_steps), **residual_options(config, choice))
 
 
 def residual_options(config: TrainConfig | PlanConfig, choice: ModelChoice) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from zero_jax.arguments import check_path
 from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
+from zero_jax.cli.choices import Gather, Optimizer, PrecisionName, Reduce, RematName, check_gather
 from zero_jax.cli.data_options import DataOptions
 from zero_jax.cli.environment import check_folder, check_no_checkpoints, simulates
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
@@ -20,15 +21,6 @@ from zero_jax.interop.safetensors_file import find_tensors
 
 SIMULATED_DEVICES, MAX_SIMULATED_DEVICES = 8, 1024
 """CPU devices to simulate where there is no accelerator, and how many there may be."""
-
-PrecisionName = Literal["fp32", "bf16", "fp16", "bf16-stochastic"]
-
-Reduce = Literal["every", "once"]
-
-RematName = Literal["model", "no", "yes", "full", "dots", "sqrt"]
-
-Optimizer = Literal[
-    "adamw", "adamw-bf16-momentum", "adafactor", "lion", "lion-bf16-momentum", "sgd-momentum", "lamb"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +82,10 @@ class RunOptions:
 
     reduce: Reduce = "every"
     """Reduce-scatter every microbatch's gradient and sum the shards, or sum on each device and reduce once."""
+
+    gather: Gather = "use"
+    """With microbatches at stage 3: gather parameters at each use, or once a step into a copy that all microbatches
+    read; auto: once a step where that takes at most half of a device's memory."""
 
     ema: float | None = None
     """Decay of a moving average of the parameters, which validation then uses. None: no average."""
@@ -165,11 +161,12 @@ class TrainConfig(ScheduleOptions, DataOptions, RunOptions):
         if self.stage not in (0, 1, 2, 3):
             raise UsageError(f"stage={self.stage!r} is not a ZeRO stage: give 0, 1, 2 or 3.")
         for name, kind in (("precision", PrecisionName), ("optimizer", Optimizer), ("reduce", Reduce),
-                           ("remat", RematName)):
+                           ("gather", Gather), ("remat", RematName)):
             if (value := getattr(self, name)) not in get_args(kind):
                 raise UsageError(f"{name}={value!r} is unknown{nearest(value, [*get_args(kind)])}")
         if self.reduce == "once" and self.accumulate == 1:
             raise UsageError("reduce=once without accumulate: the gradient of one batch is reduced once already.")
+        check_gather(self.gather, self.stage, self.accumulate)
         for name in ("accumulate", "devices", "replica", "tensor", "context",
                      "batch_size", "seq_len", "steps", "eval_every", "max_to_keep",
                      "local_every"):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zero_jax.arguments import shown
 from zero_jax.errors import UsageError, printable
 from zero_jax.tree import named_leaves
 from zero_jax.typing import Batch
@@ -14,10 +15,15 @@ from zero_jax.typing import Batch
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
-    """Gradient accumulation: microbatches per step, reduced after "every" microbatch or "once" after the last."""
+    """Gradient accumulation: microbatches per step, reduced after "every" microbatch or "once" after the last.
+
+    gather: at stage 3, each parameter is gathered at every "use", or once a "step" before the first microbatch; "auto":
+    the latter where memory allows.
+    """
 
     microbatches: int = 1
     reduce: str = "every"
+    gather: str = "use"
 
     def __post_init__(self) -> None:
         if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
@@ -27,6 +33,12 @@ class Accumulation:
                              "scattered) or \"once\" (the sum of them is).")
         if self.once and self.microbatches == 1:
             raise UsageError("reduce=\"once\" without accumulate: the gradient of one batch is reduced once already.")
+        if not isinstance(self.gather, str) or self.gather not in ("use", "step", "auto"):
+            raise UsageError(f"gather={shown(self.gather)}: give \"use\" (each microbatch gathers a parameter where it "
+                             "is read), \"step\" (it is gathered once, before the first microbatch) or \"auto\".")
+        if self.gather != "use" and self.microbatches == 1:
+            raise UsageError(f"gather={self.gather!r} without accumulate: the one batch of a step gathers parameters "
+                             "where it reads them: give accumulate=4, say, or leave gather out.")
 
     @property
     def once(self) -> bool:

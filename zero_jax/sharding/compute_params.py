@@ -1,4 +1,7 @@
-"""The compute copy of the weights at stages 0 to 2: gathered from the master weights, in the compute dtype."""
+"""The compute copy of the weights: gathered from the master weights, in the compute dtype.
+
+Stages 0 to 2 store one. A step of stage 3 may make one for its microbatches (`step_weights`).
+"""
 
 import itertools
 from typing import Any
@@ -25,19 +28,23 @@ def gather_compute_params(params: Any, layout: Layout, donated: Any = None) -> A
     """
     if layout.state.weights is None:
         return None
+    return gather_copy(params, layout.gradients, layout.state.weights, layout.stored_shapes.params, layout, donated)
 
+
+def gather_copy(params: Any, shards: Any, likes: Any, stored_shapes: Any, layout: Layout, donated: Any = None) -> Any:
+    """`params`, of the shardings `shards`, cast and gathered to be as `likes`; see `gather_compute_params`."""
     def copy(name: str, param: jax.Array, shard: Any, like: Any, stored_shape: Any, donated: Any = None) -> jax.Array:
         param, layers = param.astype(like.dtype), stored_shape.identity_dim(layout.reads[name].stacked)
-        if layers is None or compute_spec(shard.spec, layout.axes) == shard.spec:  # nothing to slice, or to gather
-            return gather(param, layout.axes, shard.spec)
+        whole = compute_spec(shard.spec, layout.axes)
+        if layers is None or shard.spec == whole or like.sharding.spec != whole:  # no slices, or no whole weights
+            return gather(param, layout.axes, shard.spec, like.sharding.spec)
         rounds = _rounds(like.shape[layers], leaf_bytes(like.sharding.shard_shape(like.shape), like.dtype))
         if rounds == 1:
             return gather(param, layout.axes, shard.spec)
         donated = jnp.zeros(like.shape, like.dtype) if donated is None else donated
         return _gather_rounds(param, donated, layout.axes, shard.spec, layers, rounds)
 
-    return map_named(copy, params, layout.gradients, layout.state.weights, layout.stored_shapes.params,
-                     *[] if donated is None else [donated])
+    return map_named(copy, params, shards, likes, stored_shapes, *[] if donated is None else [donated])
 
 
 def _rounds(layers: int, size: int) -> int:

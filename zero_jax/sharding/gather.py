@@ -73,7 +73,8 @@ class ParamUse:
         """
         carrier: Any = value if value.dtype == self.reduce else _carrier(value, self)
         shard: Any = jax.lax.stop_gradient(value)
-        return carrier, _gather(_gather_secondary(shard, self) if self.secondary else shard, self)
+        two_hops = self.secondary and secondary_spec(self.stored, self.axes, self.secondary) != self.stored
+        return carrier, _gather(_gather_secondary(shard, self) if two_hops else shard, self)
 
     def read(self, carrier: jax.Array, gathered: jax.Array) -> jax.Array:
         """`gathered`, as a function of `carrier`: its transpose reduces and scatters the gradient of this read."""
@@ -112,29 +113,29 @@ def compute_spec(spec: P, axes: MeshAxes) -> P:
     return P(*[axes.tensor if axes.tensor in names_of(P(entry)) else None for entry in spec])
 
 
-def gather(value: jax.Array, axes: MeshAxes, spec: P) -> jax.Array:
-    """`value`, which is laid out by `spec`, as it is used: replicated, or split over `tensor` alone."""
+def gather(value: jax.Array, axes: MeshAxes, spec: P, target: P | None = None) -> jax.Array:
+    """`value`, which is laid out by `spec`, as it is used: replicated, or split over `tensor` alone; or by `target`."""
+    remaining = set() if target is None else set(names_of(target)) - {axes.tensor}
     with jax.named_scope(GATHER_SCOPE):
-        for step in gather_sequence(spec, axes):
-            value = constrain(value, axes.mesh, step)
+        for step in gather_sequence(spec, axes, tuple(remaining)):
+            if set(names_of(step)) >= remaining:
+                value = constrain(value, axes.mesh, step)
     return value
 
 
-def _secondary(use: ParamUse) -> P:
-    """The spec of what is gathered over all axes but the secondary ones and `tensor`."""
-    remaining = {use.axes.tensor, *use.secondary}
-    entries = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in use.stored]
-    return P(*[tuple(name for name in entry if name in remaining) or None for entry in entries])
+def secondary_spec(spec: P, axes: MeshAxes, secondary: Sequence[str]) -> P:
+    """The spec of what is gathered from `spec` over all axes but the secondary ones and `tensor`."""
+    remaining = {axes.tensor, *secondary}
+    entries = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in spec]
+    kept = [tuple(name for name in entry if name in remaining) for entry in entries]
+    return P(*[None if not names else names[0] if len(names) == 1 else names for names in kept])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather_secondary(value: jax.Array, use: ParamUse) -> jax.Array:
-    value, target = constrain(value, use.mesh, use.stored).astype(use.dtype), _secondary(use)
-    with jax.named_scope(GATHER_SCOPE):
-        for step in gather_sequence(use.stored, use.axes, use.secondary):
-            if set(names_of(step)) >= set(names_of(target)):
-                value = constrain(value, use.mesh, step)
-    return checkpoint_name(value, SECONDARY)
+    value = constrain(value, use.mesh, use.stored).astype(use.dtype)
+    target = secondary_spec(use.stored, use.axes, use.secondary)
+    return checkpoint_name(gather(value, use.axes, use.stored, target), SECONDARY)
 
 
 def names_of(spec: P) -> list[str]:
@@ -147,7 +148,7 @@ def _gather(value: jax.Array, use: ParamUse) -> jax.Array:
     # The first constraint matters: under jax.checkpoint the residual passes an optimization barrier, and without it
     # sharding propagation gathers before the barrier, so that forward and backward share one gather and the whole
     # weight stays alive between them. The second keeps the cast on the shard: what is sent is of use.dtype.
-    spec = _secondary(use) if use.secondary else use.stored
+    spec = secondary_spec(use.stored, use.axes, use.secondary) if use.secondary else use.stored
     value = constrain(value, use.mesh, spec).astype(use.dtype)
     value = use.stored_shape.load(gather(value, use.axes, spec))
     if use.stored_shape.merges:  # XLA:GPU cannot tile a product that takes a slice of a merged weight as its operand

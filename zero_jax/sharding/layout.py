@@ -63,6 +63,9 @@ class Layout:
         uses: for each parameter how the model reads it, a `gather.ParamUse`, or None (as it is stored).
         reads: by the name of a parameter, how the model accesses it, from its trace.
         replicated_batch: names of the leaves of a batch that are whole on every device.
+        step_weights: the copy of all parameters that a step gathers once for its microbatches, as
+            `jax.ShapeDtypeStruct`s with shardings; None: they are gathered where they are read.
+        gather_note: how often parameters are gathered and why, where `gather=` was given.
     """
 
     axes: MeshAxes
@@ -73,6 +76,8 @@ class Layout:
     uses: Pytree
     reads: Mapping[str, ParamAccess]
     replicated_batch: tuple[str, ...] = ()
+    step_weights: Pytree | None = None
+    gather_note: str = ""
 
     @property
     def mesh(self) -> Mesh:
@@ -88,6 +93,14 @@ class Layout:
     def tensor_size(self) -> int:
         """Over how many devices tensor parallelism splits the model."""
         return self.axes.tensor_size
+
+    @property
+    def gathers_at_use(self) -> bool:
+        """Whether the model gathers parameters where it reads them: at stage 3, unless from copies that are whole."""
+        if not self.stage.shards_params or self.num_shards == 1:
+            return False
+        copies, sizes = jax.tree.leaves(self.state.weights), self.axes.zero_sizes
+        return not copies or any(parts_of(leaf.sharding.spec, sizes) > 1 for leaf in copies)
 
     @property
     def num_params(self) -> int:
@@ -150,6 +163,8 @@ class Layout:
         lines.append("gathered up front: " + (", ".join(up_front) or "none"))
         unused = [name for name, access in self.reads.items() if not access.count]
         lines.append("unused parameters: " + (", ".join(unused) or "none"))
+        if self.gather_note:
+            lines.append(f"parameters are gathered {self.gather_note}")
         if self.replicated_batch:
             lines.append("leaves of the batch that are whole on every device: " + ", ".join(self.replicated_batch))
         return "\n".join(lines)

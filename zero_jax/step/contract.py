@@ -13,6 +13,7 @@ import jax
 from zero_jax.optim.whole_matrices import moved
 from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.step_weights import microbatch_layout, step_weights_bytes
 from zero_jax.step.contract_memory import memory_violations
 from zero_jax.step.contract_minimum import shortfalls
 from zero_jax.step.contract_params import min_itemsize, param_pieces, param_traffic
@@ -39,9 +40,9 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
                 activation_bytes: float = 0.0) -> Contract:
     """What a step of this layout may send; exact for every leaf, padding included.
 
-    With microbatches, stage 3 gathers in each of them, and gradients are reduced in each or once. Of `optimizer` only
-    what `whole_matrices` moves may be sent. activation_bytes: what a step's activations may send over `tensor` and
-    `context` (`Activations.communication_bytes`).
+    With microbatches, stage 3 gathers in each of them or once a step, and gradients are reduced in each or once. Of
+    `optimizer` only what `whole_matrices` moves may be sent. activation_bytes: what a step's activations may send over
+    `tensor` and `context` (`Activations.communication_bytes`).
 
     For simulated devices the contract is what XLA:CPU can keep: it sends bfloat16 as float32. There and at stage 0 a
     tied embedding, as a rule the largest leaf, is reduced for each of its reads.
@@ -49,13 +50,12 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
     mesh, stage, platform = layout.axes.sizes, layout.stage, layout.axes.platform
 
     # First, parameters and gradients, and how often microbatches send them.
-    params, pieces = param_traffic(layout), param_pieces(layout)
+    num_microbatches = 1 if accumulation is None else accumulation.microbatches
+    params, pieces = param_traffic(layout, num_microbatches), param_pieces(layout)
     gathered, reduced = sum(each.gathered_bytes for each in params), sum(each.reduced_bytes for each in params)
     if platform == "cpu" or not stage.shards_optimizer:
         reduced += max((each.reduced_bytes for each in params), default=0.0)
-    num_microbatches = 1 if accumulation is None else accumulation.microbatches
     num_reductions = 1 if accumulation is None or accumulation.once else num_microbatches
-    gathered *= num_microbatches if stage.shards_params else 1
     reduced *= num_reductions
 
     # Second, what is small. A batch norm sums two statistics forward, again where it is recomputed, two backward.
@@ -66,6 +66,9 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
 
     zero_axes = layout.axes.zero if stage.shards_optimizer else ()
     how = "the forward and once more for the backward pass" if stage.shards_params else "all devices after the update"
+    copies = microbatch_layout(layout)
+    if layout.step_weights is not None:
+        how = "all microbatches of a step" + ", and in each of them over the hpZ axes" * copies.gathers_at_use
     budgets = [
         TrafficBudget(f"parameters gathered for {how}" if zero_axes else "no parameter gathered", ("all-gather",),
                       zero_axes, gathered, pieces, "gather"),
@@ -87,7 +90,8 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
             "activations summed, gathered and scattered", ("all-reduce", "all-gather", "reduce-scatter"), model_axes,
             activation_bytes * num_microbatches * (2 if platform == "cpu" else 1), key="activations"))
     return Contract(stage.number, mesh, platform, slack, tuple(budgets), zero_axes, params,
-                    state_budget(layout), num_microbatches, num_reductions, axes.context)
+                    state_budget(layout), num_microbatches if copies.gathers_at_use else 1, num_reductions,
+                    axes.context, step_weights_bytes(layout))
 
 
 def check(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0,

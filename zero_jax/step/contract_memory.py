@@ -18,15 +18,15 @@ def gathered_limit(collectives: Iterable[Collective], contract: Contract) -> flo
     """Bytes that gathered parameters may take at one time at stage 3; infinite at others, and on simulated devices.
 
     Half of all layers, the parameters that are no part of a repeated layer, and two of the largest gathers, one that is
-    used and one under way, each as it is stored and as it is read. XLA combines small gathers, and may gather all of a
-    small model at once.
+    used and one under way, each as it is stored and as it is read; and the step's own copy of them. XLA combines small
+    gathers, and may gather all of a small model at once.
     """
     if contract.stage < 3 or contract.platform == "cpu" or not contract.zero_axes:
         return float("inf")
     repeated = sum(each.bytes for each in contract.params if each.slices * each.copies > 1)
     others = sum(each.bytes for each in contract.params) - repeated
     largest = max((each.payload_bytes for each in collectives if purpose_of(each, contract) == "gather"), default=0)
-    return others + repeated / 2 + 4 * largest
+    return others + repeated / 2 + 4 * largest + contract.copy_bytes
 
 
 def gathered_at_once(module: Module) -> int:
@@ -60,7 +60,7 @@ def memory_violations(results: Mapping[str, TrafficResult], contract: Contract, 
         names = ", ".join(each.name for each in sorted(up_front, key=lambda each: -each.bytes)[:3])
         cause = (f"{names} and others are gathered up front, since their module reads them other than through Flax's "
                  "accessor, or overwrites them.")
-    elif total_elements(gathers) < 1.1 * contract.num_microbatches * sum(each.gathered for each in contract.params):
+    elif total_elements(gathers) < 1.1 * contract.num_gathers * sum(each.gathered for each in contract.params):
         cause = ("they are gathered once, and kept from the forward to the backward pass: look for a checkpoint policy "
                  "of the model's own that saves them.")
     else:

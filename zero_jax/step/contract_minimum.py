@@ -35,7 +35,7 @@ def shortfalls(results: Mapping[str, TrafficResult], contract: Contract) -> Iter
     """A line for each way in which a program does less than its stage says. results: by the key of the budget."""
     gather, reduce = results["gather"], results["reduce"]
     if gather.communication_bytes <= gather.budget.communication_bytes + contract.slack:  # else it is told already
-        passes = contract.num_microbatches if contract.stage == 3 else 1
+        passes = contract.num_gathers
         yield from _repeated_in_loops(gather, passes, "gathered", contract)
     if reduced_bytes(reduce.collectives, contract) <= reduce.budget.communication_bytes + contract.slack:
         yield from _whole_reductions(reduce, contract)

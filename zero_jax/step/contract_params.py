@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from zero_jax.sharding.gather import compute_spec
+from zero_jax.sharding.gather import ParamUse, compute_spec
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.partition import parts_of
 from zero_jax.sharding.stored_shape import StoredShape
 from zero_jax.step.contract_report import ParamTraffic
 from zero_jax.tree import named_leaves
@@ -24,9 +25,9 @@ def min_itemsize(platform: str) -> int:
     return 4 if platform == "cpu" else 1
 
 
-def param_traffic(layout: Layout) -> tuple[ParamTraffic, ...]:
+def param_traffic(layout: Layout, num_microbatches: int = 1) -> tuple[ParamTraffic, ...]:
     """Of each parameter of `layout`, the trainable ones first."""
-    traffic = [*_trainable(layout), *_frozen(layout)]
+    traffic = [*_trainable(layout, num_microbatches), *_frozen(layout, num_microbatches)]
     keys = [(re.sub(r"\d+", "", each.name), each.size) for each in traffic]
     copies = Counter(keys)
     return tuple(dataclasses.replace(each, copies=copies[key]) for each, key in zip(traffic, keys, strict=True))
@@ -46,7 +47,7 @@ def param_pieces(layout: Layout) -> dict[int | tuple[int, ...], str]:
     return pieces
 
 
-def _trainable(layout: Layout) -> Iterator[ParamTraffic]:
+def _trainable(layout: Layout, num_microbatches: int) -> Iterator[ParamTraffic]:
     """What the gathers of a trainable parameter and the reduction of its gradient send."""
     stage, at_least = layout.stage, min_itemsize(layout.axes.platform)
     weights = dict(named_leaves(layout.state.params if layout.state.weights is None else layout.state.weights))
@@ -59,8 +60,8 @@ def _trainable(layout: Layout) -> Iterator[ParamTraffic]:
         dtypes = (weights[name].dtype,) * 2 if use is None else (use.dtype, use.reduce)
         read, reduce = (np.dtype(dtype).itemsize for dtype in dtypes)
         gathers = 1 - 1 / shards
-        if stage.shards_params:
-            gathers += 1 - 1 / (layout.axes.size(*use.secondary) if use is not None and use.secondary else shards)
+        if stage.shards_params and use is not None:
+            gathers = _gathers(layout, use, shards, num_microbatches)
         replicas = layout.mesh.size // parts
         scattered, summed = size * (1 - 1 / shards), 2 * size / shards * (1 - 1 / replicas)
         yield _as_read(layout, stored_shape, ParamTraffic(
@@ -69,16 +70,33 @@ def _trainable(layout: Layout) -> Iterator[ParamTraffic]:
             reduced_bytes=max(reduce, at_least) * (scattered + summed)))
 
 
-def _frozen(layout: Layout) -> Iterator[ParamTraffic]:
-    """Frozen parameters are gathered only: forward and backward."""
-    at_least = min_itemsize(layout.axes.platform)
+def _gathers(layout: Layout, use: ParamUse, shards: int, num_microbatches: int) -> float:
+    """What a step of stage 3 sends to gather a parameter that is in `shards`, over its size.
+
+    Each microbatch gathers it forward and backward, or the step does so once for all of them; in part, where the copy
+    stays sharded over the hpZ axes.
+    """
+    whole, within = 1 - 1 / shards, 1 - 1 / parts_of(use.stored, {
+        name: layout.axes.size(name) for name in use.secondary or layout.axes.zero})
+    if layout.step_weights is None:
+        return num_microbatches * (whole + within)
+    if not use.secondary:
+        return whole
+    return whole - within + num_microbatches * 2 * within
+
+
+def _frozen(layout: Layout, num_microbatches: int) -> Iterator[ParamTraffic]:
+    """Frozen parameters are gathered only."""
+    at_least, uses = min_itemsize(layout.axes.platform), dict(named_leaves(layout.uses))
     for (name, leaf), stored_shape in zip(
             named_leaves(layout.state.frozen), jax.tree.leaves(layout.stored_shapes.frozen), strict=True):
         parts, tensor_size = _num_parts(leaf.shape, leaf.sharding), _tensor_size(leaf.sharding, layout.axes)
         size, itemsize = leaf.size / tensor_size, leaf.dtype.itemsize
-        once = size * (1 - tensor_size / parts)
+        once, use = size * (1 - tensor_size / parts), uses.get(name)
+        gathers = 0.0 if use is None or not layout.stage.shards_params else _gathers(
+            layout, use, parts // tensor_size, num_microbatches)
         yield _as_read(layout, stored_shape, ParamTraffic(
-            name, size, once, 0.0, itemsize, itemsize, gathered_bytes=2 * once * max(itemsize, at_least)))
+            name, size, once, 0.0, itemsize, itemsize, gathered_bytes=size * gathers * max(itemsize, at_least)))
 
 
 def _as_read(layout: Layout, stored_shape: StoredShape, traffic: ParamTraffic) -> ParamTraffic:

@@ -40,7 +40,7 @@ class ParamTraffic:
         reduced: that each device sends to reduce and scatter its gradient once; 0 where it is frozen.
         read_itemsize: bytes of an element in the dtype in which the model reads it.
         reduce_itemsize: the same of the dtype in which its gradient is reduced.
-        gathered_bytes: that each device may send for its gathers, in each microbatch at stage 3.
+        gathered_bytes: that each device may send for its gathers in a step.
         reduced_bytes: that each device may send for one reduction of its gradient.
         slices: into how many parts loops of the model's own cut it, each of which is gathered by itself.
         copies: how many parameters have its shape and, but for numbers, its name: layers that no loop runs over.
@@ -99,7 +99,8 @@ class Contract:
         zero_axes: the mesh axes over which the stage shards; none at stage 0.
         params: what must be sent for each parameter.
         state: what the layout makes of the state.
-        num_microbatches: in how many of them parameters are gathered.
+        num_gathers: in how many microbatches parameters are gathered: 1 where a step gathers them once for all.
+        copy_bytes: on each device of the copy of the parameters that a step gathers for its microbatches.
         num_reductions: how often gradients are reduced in a step.
         context: the mesh axis over which the sequence is split.
     """
@@ -112,9 +113,10 @@ class Contract:
     zero_axes: AxisNames = ()
     params: tuple[ParamTraffic, ...] = ()
     state: StateBudget | None = None
-    num_microbatches: int = 1
+    num_gathers: int = 1
     num_reductions: int = 1
     context: str = ""
+    copy_bytes: int = 0
 
     def budget(self, key: str) -> TrafficBudget | None:
         """The budget of this key, if there is one."""

@@ -23,6 +23,7 @@ from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
+from zero_jax.sharding.step_weights import gather_step_weights, microbatch_layout
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
 from zero_jax.step.accumulate import accumulate_gradients
@@ -172,9 +173,11 @@ class StepFunctions:
         num_microbatches = options.accumulation.microbatches
         scale = state.guard.scale if self._guard.loss_scale else None
         activations = options.activations(self.axes, self.batches.size(batch) // num_microbatches)
+        weights, frozen = gather_step_weights(weights, state.frozen, layout)
+        layout = microbatch_layout(layout)
         gradient = gradient_function(self._model, self._with_inputs_cast(loss), layout, options, activations,
                                      self._reads_of(loss, batch, key))
-        inputs = ForwardInputs(state.frozen, state.variables, key)
+        inputs = ForwardInputs(frozen, state.variables, key)
         if num_microbatches == 1:
             return gradient(weights, inputs, batch, scale)
         microbatches = Microbatches(options.accumulation.microbatches, self.axes, self.batches, batch)

@@ -83,7 +83,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         activations.check(closed.jaxpr, checkpoints=has_checkpoints(closed.jaxpr))
         return closed
 
-    gathers = layout.stage.shards_params and layout.num_shards > 1
+    gathers = layout.gathers_at_use
     # On a flat GPU mesh the partitioner's own reductions are asynchronous: there only what it cannot scatter is edited.
     uneven_only = not layout.axes.is_tpu and layout.axes.is_flat
     is_even = all(stored_shape.is_identity for stored_shape in jax.tree.leaves(layout.stored_shapes.params))

@@ -44,6 +44,7 @@ def make_zero_train_step(
     rng_streams: Sequence[str] | None = None,
     accumulate: int = 1,
     reduce: str = "every",
+    gather: str = "use",
     frozen: Pattern | Sequence[Pattern] = (),
     ema: float | None = None,
     guard: Guard | None = None,
@@ -83,6 +84,12 @@ def make_zero_train_step(
       reduce: "every" microbatch's gradient is reduced, and shards of it summed; or each device sums its own and they
         are reduced "once": the communication of one batch, and a whole gradient in float32 on each device. Then each
         device's rows are a microbatch of their own, in batch statistics too.
+      gather: at stage 3 with `accumulate`: parameters are gathered at each "use", twice in every microbatch, and
+        dropped; or once a "step", before the first microbatch, into a copy in the compute dtype that all of them read:
+        whole on each device, or sharded over `hpz_axes`, among which microbatches then gather. Gradients are then
+        rounded to the compute dtype after their reduction, as at stages 1 and 2. "auto": "step" where the state, the
+        copy and the sums of gradients take at most half of the memory of a device of the mesh, if its kind is known;
+        `step.layout(batch).describe()` tells.
       frozen: patterns (`re.search` in a parameter's name, as `blocks/attention/kernel`) of parameters that are not
         trained: no gradient, no optimizer state, and stored in the dtype in which the model reads them.
       ema: decay of a moving average of the parameters, sharded as the optimizer's state; None: no average.
@@ -124,7 +131,8 @@ def make_zero_train_step(
             "say.")
     options = StepOptions(
         stage=zero_stage, precision=precision_of(precision, platform=axes.platform),
-        accumulation=Accumulation(accumulate, reduce), frozen=patterns("frozen", frozen, "(\"embed\", \"norm\")"),
+        accumulation=Accumulation(accumulate, reduce, gather),
+        frozen=patterns("frozen", frozen, "(\"embed\", \"norm\")"),
         ema=ema, guard=guard, tensor_rules=rules_of(tensor_rules), sequence_parallel=sequence_parallel,
         remat=remat_of(remat), partition_activations=partition_activations,
         hpz_axes=texts("hpz_axes", hpz_axes, "(\"data_1\",)"), combine_bytes=combine_bytes,

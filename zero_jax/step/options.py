@@ -24,7 +24,7 @@ from zero_jax.xla.overlap import overlap_options
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """The arguments of `make_zero_train_step` of the same names; `accumulation` is its `accumulate` and `reduce`.
+    """The arguments of `make_zero_train_step` of the same names; `accumulation` has three: `accumulate` and so on.
 
     What is wrong on any mesh raises ValueError here, what is wrong on one mesh in `check`.
     """
@@ -62,6 +62,12 @@ class StepOptions:
         if unknown or self.hpz_axes and (self.stage.number < 3 or set(self.hpz_axes) == set(axes.zero)):
             raise UsageError(f"hpz_axes={self.hpz_axes} at stage {self.stage.number}: give some of the axes "
                              f"{axes.zero} that ZeRO shards over in the mesh {axes.sizes}, but not all, and stage 3.")
+        if self.accumulation.gather != "use" and self.stage.number < 3:
+            raise UsageError(f"gather={self.accumulation.gather!r} at stage {self.stage.number}: its parameters are "
+                             "whole on every device all the time: leave gather out, or take stage 3.")
+        if self.accumulation.gather == "step" and axes.zero_size == 1:
+            raise UsageError(f"gather=\"step\" in the mesh {axes.sizes}, where ZeRO shards over one device: there is "
+                             "nothing to gather: leave it out.")
         if self.accumulation.once and axes.context in axes.zero:
             raise UsageError(f"reduce=\"once\" with an axis {axes.context!r}: each of its devices has a part of every "
                              "example, and no batch of its own: give reduce=\"every\".")

@@ -16,6 +16,7 @@ from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.make_layout import make_layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
+from zero_jax.sharding.step_weights import with_step_weights
 from zero_jax.sharding.tensor_rules import tensor_specs
 from zero_jax.state import ZeroState
 from zero_jax.step.losses import checked, with_key
@@ -57,9 +58,10 @@ def trace_layout(model: ModelFunctions, loss: Loss, optimizer: optax.GradientTra
         step=jax.ShapeDtypeStruct((), jnp.int32), params=params, weights=None, frozen=frozen, opt_state=None,
         variables=variables, guard=guard_state, rng=rng, ema=None if options.ema is None else jax.tree.map(
             lambda leaf: leaf.update(dtype=average_dtype(leaf.dtype)), params))
-    return make_layout(
+    layout = make_layout(
         state, axes, options.layout_policy, optimizer=optimizer, reads=reads,
         tensor_specs=tensor_specs(values, axes, options.tensor_rules, model.metadata))
+    return with_step_weights(layout, options.accumulation)
 
 
 def _check_read(params: Params, reads: Mapping[str, ParamAccess]) -> None:

@@ -1,7 +1,7 @@
 """Devices of target topologies: ahead-of-time compilation for GPUs and TPU slices that this machine does not have.
 
 `jax.jit(...).lower(shapes on them).compile(compiler_options=compiler_options(device))` gives the scheduled program of
-an H100 or a TPU pod, and its memory, on a laptop. The chips are described in `zero_jax.xla.targets`.
+an H100 or a TPU pod, and its memory, on a laptop. The chips are described in `zero_jax.xla.chip`.
 """
 
 import contextlib
@@ -18,7 +18,8 @@ import jax
 from jax.experimental import topologies
 
 from zero_jax.errors import UsageError
-from zero_jax.xla.targets import Chip, Gpu, Target, known_targets, target_of
+from zero_jax.xla.chip import Chip, Gpu
+from zero_jax.xla.targets import Target, known_targets, target_of
 
 __all__ = ["compiler_options", "coords", "target_devices", "known_targets", "missing_compiler"]
 
