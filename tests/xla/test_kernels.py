@@ -11,6 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.targets import mesh_of
 
+from zero_jax import Remat
+from zero_jax.jaxpr import primitives
+from zero_jax.jaxpr.equations import all_eqns, primitive_of
 from zero_jax.planning.flops import traced_flops
 from zero_jax.planning.timing import predict
 from zero_jax.xla.events import opaque_calls, totals
@@ -125,3 +128,18 @@ def test_kernels_in_a_compiled_program_are_counted(attention):
     assert not list(opaque_calls(program))
     products = totals(program).flops["bf16"] / (PRODUCT * 128 / DIM)
     assert products == pytest.approx(9, rel=0.01)  # two forward; three and four in two kernels backward
+
+
+def test_remat_of_dots_computes_no_attention_kernel_twice():
+    array = jax.ShapeDtypeStruct((1, 2, 256, 128), jnp.bfloat16)
+
+    def forward_kernels(policy):
+        def loss(x):
+            return flash(x * 2, x, x).astype(jnp.float32).sum()
+
+        jaxpr = jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=Remat(policy).saveable)))(array)
+        kernels = [eqn for eqn in all_eqns(jaxpr.jaxpr) if primitive_of(eqn) == primitives.PALLAS]
+        return sum("bwd" not in str(eqn.params["name"]) for eqn in kernels)
+
+    assert forward_kernels("dots") == 1
+    assert forward_kernels("full") == 2

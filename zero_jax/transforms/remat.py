@@ -29,13 +29,32 @@ from zero_jax.jaxpr.equations import (
     variable_like,
     variables,
 )
-from zero_jax.jaxpr.primitives import JIT, REMAT, SCAN, Scan, call_jaxpr, name_eqn, with_call_jaxpr, with_policy
+from zero_jax.jaxpr.primitives import (
+    CUDNN_ATTENTION,
+    JIT,
+    PALLAS,
+    REMAT,
+    SCAN,
+    Scan,
+    call_jaxpr,
+    name_eqn,
+    with_call_jaxpr,
+    with_policy,
+)
 
-POLICIES: dict[str, Any] = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
-"""By name: save nothing but the inputs of blocks; save the products with weights, too."""
+
+def _products(prim: Any, *avals: Any, **params: Any) -> bool:
+    """A checkpoint policy: products with weights are saved, and the results of attention kernels.
+
+    A kernel's are one array and a number for each row, and to compute them again takes its two products; the scores of
+    XLA's attention, products with batch dims, are as large as the square of the sequence and are not saved.
+    """
+    dots: Any = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return prim.name in (CUDNN_ATTENTION, PALLAS) or dots(prim, *avals, **params)
+
+
+POLICIES: dict[str, Any] = {"full": jax.checkpoint_policies.nothing_saveable, "dots": _products}
+"""By name: save nothing but the inputs of blocks; save the products with weights and of attention kernels, too."""
 
 CARRIED = "zero_carried"
 """The `checkpoint_name` of what a loop carries."""
@@ -45,9 +64,10 @@ CARRIED = "zero_carried"
 class Remat:
     """What is saved for the backward pass; the rest is computed again.
 
-    policy: "full" (only the inputs of a block), "dots" (the products with weights as well), a tuple of names (what the
-    model names with `jax.ad_checkpoint.checkpoint_name`), or a policy of `jax.checkpoint_policies`. It replaces those
-    of checkpoints that the model has. every: blocks per checkpoint, or "sqrt" for the square root of their number.
+    policy: "full" (only the inputs of a block), "dots" (the products with weights and of attention kernels as well), a
+    tuple of names (what the model names with `jax.ad_checkpoint.checkpoint_name`), or a policy of
+    `jax.checkpoint_policies`. It replaces those of checkpoints that the model has. every: blocks per checkpoint, or
+    "sqrt" for the square root of their number.
 
     Raises ValueError for an unknown policy, or for `every` below 1.
     """
