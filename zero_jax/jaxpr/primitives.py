@@ -88,6 +88,12 @@ def policy_names(primitive: Any, params: Mapping[str, Any]) -> tuple[str, ...]:
     return ()
 
 
+def is_attention_kernel(primitive: Any, params: Mapping[str, Any]) -> bool:
+    """Whether what a checkpoint policy is called with is a kernel of cuDNN's or Pallas's, or a custom_vjp of one."""
+    inner = params["call_jaxpr"].jaxpr.eqns if primitive.name == CUSTOM_VJP else ()
+    return any(name in (CUDNN_ATTENTION, PALLAS) for name in (primitive.name, *(eqn.primitive.name for eqn in inner)))
+
+
 def policy_dtypes(avals: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
     """The dtype of the result of what a checkpoint policy is called with, if its parameters say it, else its operands'.
 

@@ -30,13 +30,12 @@ from zero_jax.jaxpr.equations import (
     variables,
 )
 from zero_jax.jaxpr.primitives import (
-    CUDNN_ATTENTION,
     JIT,
-    PALLAS,
     REMAT,
     SCAN,
     Scan,
     call_jaxpr,
+    is_attention_kernel,
     name_eqn,
     with_call_jaxpr,
     with_policy,
@@ -50,7 +49,7 @@ def _products(prim: Any, *avals: Any, **params: Any) -> bool:
     XLA's attention, products with batch dims, are as large as the square of the sequence and are not saved.
     """
     dots: Any = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return prim.name in (CUDNN_ATTENTION, PALLAS) or dots(prim, *avals, **params)
+    return is_attention_kernel(prim, params) or dots(prim, *avals, **params)
 
 
 POLICIES: dict[str, Any] = {"full": jax.checkpoint_policies.nothing_saveable, "dots": _products}
