@@ -50,6 +50,8 @@ BAD_INPUT = {
     "no preset": (["train", "--model", "gpt2"], "name a preset, as in gpt2:PRESET. There are: tiny"),
     "not a model": (["train", "--model", "json:tiny"], "json lacks PRESETS"),
     "file": (["train", "--data", "no/such.txt"], "no/such.txt: no such file"),
+    "evaluation file": (["train", "--eval-data", "no/such.txt"], "eval_data: no/such.txt: no such file"),
+    "no evaluation": (["train", "--eval-batches", "0"], "eval_batches=0: give at least 1"),
     "batch": (["train", "--batch-size", "12"], "batch_size=12 does not divide over 8 devices"),
     "batch, told devices": (["train", "--batch-size", "4", "--devices", "3"], "batch_size=4 does not divide over 3"),
     "replica": (["train", "--replica", "3"], "replica=3 does not divide the 8 devices"),
@@ -113,6 +115,16 @@ def test_data_without_a_run_in_it(tmp_path, write, expected):
     write(tmp_path / "text.txt")
     done = run("train", "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"))
     assert (done.returncode, done.stdout) == (2, "") and expected in message(done)
+
+
+def test_an_evaluation_set_of_another_kind_or_too_short(tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(100, dtype=np.uint16))
+    (tmp_path / "text.txt").write_text("too short")
+    args = ("train", "--eval-data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"))
+    done = run(*args, "--data", str(tmp_path / "ids.npy"))
+    assert done.returncode == 2 and "one is a file of tokens and the other is text" in message(done)
+    done = run(*args)
+    assert done.returncode == 2 and "eval_data has 9 tokens, and one batch takes 2,049" in message(done)
 
 
 def test_ids_beyond_the_models_vocabulary(tmp_path):

@@ -19,7 +19,7 @@ from zero_jax.cli.export_command import export_command
 from zero_jax.cli.export_config import ExportConfig
 from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.resume import fixed
-from zero_jax.cli.train import step_of
+from zero_jax.cli.step_from_config import step_of
 from zero_jax.cli.train_config import TrainConfig
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from rich.console import Console
 from support import command_line
 
 from zero_jax.checkpoint.checkpoint import Checkpoints
-from zero_jax.cli.loop import MetricsLog
+from zero_jax.cli.metrics_log import MetricsLog
 from zero_jax.cli.resume import FIXED, fixed
 from zero_jax.cli.train import train
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
@@ -143,9 +143,9 @@ def test_every_option_that_matters_is_compared(whole, change):
 
 def test_what_may_change_and_what_may_not_are_all_options():
     free = {"stage", "devices", "replica", "tensor", "context", "sequence_parallel", "overlap", "partition_activations",
-            "remat", "accumulate", "reduce", "gather", "max_bad_steps", "eval_every", "save_every", "max_to_keep",
-            "resume", "out", "save_to", "local_checkpoints", "local_every", "samples", "distributed", "heartbeat",
-            "hang_after", "hang_exit", "check_replicas", "prefetch"}
+            "remat", "accumulate", "reduce", "gather", "max_bad_steps", "eval_every", "eval_batches", "save_every",
+            "max_to_keep", "resume", "out", "save_to", "local_checkpoints", "local_every", "samples", "distributed",
+            "heartbeat", "hang_after", "hang_exit", "check_replicas", "prefetch"}
     assert {*FIXED, *free} == {field.name for field in dataclasses.fields(TrainConfig)} and not free & {*FIXED}
     assert json.loads(json.dumps(fixed(TINY), allow_nan=False)) == fixed(TINY)
 

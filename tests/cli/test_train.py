@@ -63,14 +63,26 @@ def test_the_command_writes_log_and_curve(tmp_path):
     assert first["config"]["stage"] == 3 and len(first["devices"]) == 4 and first["bigram_loss"] > 1
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
-    assert set(steps[0]) == {"step", "loss", "grad_norm", "learning_rate", "skipped", "tokens_per_second"}
+    assert set(steps[0]) == {
+        "step", "loss", "grad_norm", "learning_rate", "skipped", "seconds", "tokens_per_second", "tflops_per_device",
+        "mfu", "hfu", "memory_bytes", "data_wait"}
+    row = steps[-1]
+    assert row["tokens_per_second"] == pytest.approx(8 * 32 / row["seconds"], rel=1e-3) and row["mfu"] is None
+    # 6 FLOPs for each token and parameter of a product: the blocks' matrices and the output layer; and attention's.
+    products = 2 * 12 * 64**2 + 256 * 64 + 2 * 2 * 32 * 64
+    assert row["tflops_per_device"] * 4e12 * row["seconds"] == pytest.approx(6 * 8 * 32 * products, rel=1e-3)
     assert [row["step"] for row in rows if "validation_loss" in row] == [2, 3]
     # The default, a cosine, would have 0.55 of the peak in the third.
     np.testing.assert_allclose([row["learning_rate"] for row in steps], [0, 3e-3, 3e-3], rtol=1e-5)
     assert "not the default:\nmodel = " in done.stdout
     assert 'schedule = "constant"' in (tmp_path / "config.toml").read_text()
     assert last["summary"]["validation_loss"] == rows[-1]["validation_loss"]
-    for words in (" parameters, N = 2 shards", "temporaries", "continued by the model"):
+    evaluation = next(row for row in rows if "validation_loss" in row)
+    assert np.exp(evaluation["validation_loss"]) == pytest.approx(evaluation["validation_perplexity"])
+    assert 0 <= evaluation["validation_accuracy"] <= 1
+    for words in (" parameters, N = 2 shards", "Mesh: replica 2 x data 2, 4 cpu devices; stage 3 (P_os+g+p), 2 shards.",
+                  "the peak of a cpu is not known", "of it ", "sent by each device per step", "MFU n/a", "temporaries",
+                  "continued by the model"):
         assert words in done.stdout
 
 

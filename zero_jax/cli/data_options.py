@@ -35,15 +35,7 @@ class DataOptions:
 
     def check_data(self) -> None:
         """Raises ValueError for data that are not there, or empty."""
-        for name in self.data:
-            path = Path(name).expanduser()
-            if self.data != ("python",) and not path.exists() and not glob.glob(str(path), recursive=True):
-                raise UsageError(f"data: {name}: no such file, folder or glob match.")
-            if path.exists() and not path.is_dir():
-                if not path.is_file():
-                    raise UsageError(f"data: {name}: it is a pipe, a socket or a device: give a file.")
-                if not path.stat().st_size:
-                    raise UsageError(f"data: {name}: the file is empty: give one with text or tokens.")
+        check_data_files("data", self.data)
 
     def data_vocab_size(self) -> int | None:
         """The size of the data's vocabulary, where it is known before they are read."""
@@ -52,4 +44,22 @@ class DataOptions:
     @property
     def token_file(self) -> bool:
         """Whether the data are ids of some tokenizer, and not text read as bytes."""
-        return Path(self.data[0]).suffix in (".bin", ".npy")
+        return is_token_file(self.data)
+
+
+def is_token_file(data: tuple[str, ...]) -> bool:
+    """Whether these are ids of some tokenizer, and not text."""
+    return Path(data[0]).suffix in (".bin", ".npy")
+
+
+def check_data_files(option: str, data: tuple[str, ...]) -> None:
+    """Raises ValueError for files of `option` that are not there, cannot be read as data, or are empty."""
+    for name in data:
+        path = Path(name).expanduser()
+        if data != ("python",) and not path.exists() and not glob.glob(str(path), recursive=True):
+            raise UsageError(f"{option}: {name}: no such file, folder or glob match.")
+        if path.exists() and not path.is_dir():
+            if not path.is_file():
+                raise UsageError(f"{option}: {name}: it is a pipe, a socket or a device: give a file.")
+            if not path.stat().st_size:
+                raise UsageError(f"{option}: {name}: the file is empty: give one with text or tokens.")

@@ -14,7 +14,7 @@ from zero_jax.cli.export_config import ExportConfig
 from zero_jax.cli.model_lookup import ModelChoice, find_model, short_name
 from zero_jax.cli.renamed import current_options
 from zero_jax.cli.resume import FIXED
-from zero_jax.cli.train import step_of
+from zero_jax.cli.step_from_config import step_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.errors import UsageError
 from zero_jax.interop.naming import OWN, Names

@@ -12,7 +12,7 @@ from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.plan_config import PlanConfig
 from zero_jax.cli.plan_report import draw_stages, finite, plan_json, plan_tables, search_table, verdict
 from zero_jax.cli.report import make_console, state_table
-from zero_jax.cli.train import devices_of, residual_options, step_of
+from zero_jax.cli.step_from_config import devices_of, residual_options, step_of
 from zero_jax.cli.train_config import InspectConfig
 from zero_jax.optim.presets import OPTIMIZERS
 from zero_jax.planning.memory import Transformer

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from zero_jax.sharding.layout import Layout, Placement
@@ -146,6 +145,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
     table.add_row("validation loss", loss("validation_loss"), style="bold")
     table.add_row("bigram model's", loss("bigram_loss"))
+    if summary["validation_accuracy"] is not None:
+        table.add_row("perplexity, accuracy", f"{summary['validation_perplexity']:,.3f}, "
+                      f"{100 * summary['validation_accuracy']:.1f} %")
     table.add_row("training loss", loss("loss"))
     table.add_row("speed", f"{summary['tokens_per_second']:,.0f} tokens/s")
     table.add_row("peak memory", size_text(summary["peak_bytes"]))
@@ -166,37 +168,12 @@ def process_bytes() -> int:
 
 def peak_bytes(devices: Sequence[Any]) -> int:
     """Peak memory on any of `devices` so far; of this process where they are simulated."""
-    stats = [device.memory_stats() or {} for device in devices]
-    return max(stat.get("peak_bytes_in_use", 0) for stat in stats) or process_bytes()
+    return device_bytes(devices) or process_bytes()
 
 
-class ProgressReporter:
-    """A progress bar on a terminal, elsewhere a line for every twentieth of the steps. Use it in a `with`."""
-
-    def __init__(self, console: Console, *, total: int):
-        self._console, self._every = console, max(1, total // 20)
-        self._progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[status]}"),
-            TimeRemainingColumn(), console=console, refresh_per_second=2, disable=not console.is_terminal)
-        self._task = self._progress.add_task("", total=total, status="")
-
-    def __enter__(self) -> "ProgressReporter":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def tick(self, step: int, *, loss: float, tokens_per_second: float, memory: str) -> None:
-        """Step number `step` is done."""
-        status = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  {memory}"
-        self._progress.update(self._task, completed=step, status=status)
-        if not self._console.is_terminal and step % self._every == 0:
-            self.say(f"step {step:5d}  {status}")
-
-    def say(self, text: str) -> None:
-        """A line above the bar."""
-        self._console.print(text, soft_wrap=True)
+def device_bytes(devices: Sequence[Any]) -> int:
+    """Peak memory on any of `devices` so far, as they report it; 0 where they report nothing, as simulated ones."""
+    return max(((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices), default=0)
 
 
 def _group(name: str, params: Sequence[str]) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from zero_jax.cli.train_config import TrainConfig
 from zero_jax.data.batches import Batches
 from zero_jax.step.step import ZeroTrainStep
 
-FIXED = ("model", "data", "max_bytes", "precision", "optimizer", "batch_size", "ema", "seq_len",
+FIXED = ("model", "data", "eval_data", "max_bytes", "precision", "optimizer", "batch_size", "ema", "seq_len",
          "steps", "schedule", "learning_rate", "warmup", "decay", "final_rate",
          "weight_decay", "grad_clip_norm", "seed", "init_from")
 """The options that determine the losses of a run. Stage, mesh, devices, and what is printed and saved may change."""

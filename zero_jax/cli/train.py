@@ -1,7 +1,6 @@
 """A training run: corpus, model, step, loop, and the files that it writes."""
 
 import dataclasses
-import functools
 import signal
 import time
 from importlib import metadata
@@ -10,51 +9,45 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from rich.console import Console
 
 from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.checkpoint.local_copies import LocalCopies
 from zero_jax.cli.config_file import config_text, save_config
-from zero_jax.cli.environment import simulates
-from zero_jax.cli.generate import generate, next_logits
-from zero_jax.cli.loop import Loop, MetricsLog, make_folder
+from zero_jax.cli.evaluation import token_sums
+from zero_jax.cli.loop import Loop
+from zero_jax.cli.metrics_log import MetricsLog, make_folder
 from zero_jax.cli.model_lookup import ModelChoice
-from zero_jax.cli.plan_config import PlanConfig
+from zero_jax.cli.progress import ProgressReporter
 from zero_jax.cli.report import (
-    ProgressReporter,
     make_console,
     memory_text,
     optimizer_text,
     peak_bytes,
     replicated_text,
-    size_text,
     state_table,
     summary_table,
 )
 from zero_jax.cli.resume import fixed, resumed
-from zero_jax.cli.train_config import SIMULATED_DEVICES, TrainConfig
+from zero_jax.cli.run_head import head_lines, memory_bytes
+from zero_jax.cli.samples import continuations
+from zero_jax.cli.step_from_config import devices_of, step_of
+from zero_jax.cli.train_config import TrainConfig
 from zero_jax.data import corpus
 from zero_jax.data.batches import Batches
 from zero_jax.data.prefetch import Prefetched
 from zero_jax.distributed.agreement import all_or_none, is_first
-from zero_jax.distributed.initialize import choose_devices, initialize, local, on_host, put_global
+from zero_jax.distributed.initialize import initialize, local
 from zero_jax.distributed.preemption import Preemption
 from zero_jax.distributed.watchdog import Watchdog
 from zero_jax.errors import UsageError
 from zero_jax.interop.naming import OWN, Names
 from zero_jax.interop.params_io import import_params, model_leaves
 from zero_jax.interop.safetensors_file import find_tensors
-from zero_jax.optim.presets import OPTIMIZERS
-from zero_jax.optim.schedules import make_schedule
+from zero_jax.planning.flops import step_flops
 from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.mesh import make_mesh, simulate_devices
-from zero_jax.step.guard import Guard
-from zero_jax.step.make import make_zero_train_step
-from zero_jax.step.step import ZeroTrainStep
-from zero_jax.transforms.remat import Remat
-
-PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 64, 160, 0.7
+from zero_jax.step.compiled import CompiledStep
+from zero_jax.xla.live_chip import chip_of_kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +62,8 @@ class Summary:
     steps: int
     loss: float | None
     validation_loss: float | None
+    validation_perplexity: float | None
+    validation_accuracy: float | None
     bigram_loss: float | None
     tokens_per_second: float
     seconds: float
@@ -100,7 +95,7 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
     all_or_none(lambda: make_folder(config.out) if is_first() else None)
     vocab_size = getattr(choice.config, "vocab_size", None)
     tokens = corpus.load(config.data, max_bytes=config.max_bytes, vocab_size=vocab_size)
-    train_part, eval_part = _split(tokens, config)
+    train_part, eval_part = _parts(tokens, config, vocab_size)
     step = step_of(config, choice, devices)
     shape = {"batch_size": config.batch_size, "length": config.seq_len, "sharding": step.batch_sharding,
              "vocab_size": vocab_size}
@@ -125,15 +120,19 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
             path = save_config(config, config.out, {"zero_jax": metadata.version("zero-jax"), **versions})
             changed = config_text(config, only_changed=True) or "none\n"
             console.print(f"Options, all in {path}; not the default:\n{changed}", soft_wrap=True)
-        console.print(
-            f"{config.model} in {config.precision} at stage {config.stage} on {len(devices)} {devices[0].platform} "
-            f"devices; {len(train_part):,} tokens to train on, {len(eval_part):,} held out", soft_wrap=True)
         console.print(state_table(layout))
         console.print(replicated_text(layout), soft_wrap=True)
         console.print(optimizer_text(layout), soft_wrap=True)
         # Compiled ahead of time, for its memory analysis; calling `step` itself would compile it again.
         compiled = step.lower(batches[0]).compile()
+        program = CompiledStep(compiled.as_text() or "", compiled.memory_analysis(), layout, step.contract(batches[0]))
+        chip = chip_of_kind(devices[0].device_kind)
+        flops = step_flops(step.trace_forward(batches[0]), program.schedule, num_devices=len(devices),
+                           peak=chip and chip.peak_flops["bf16"])
         console.print(memory_text(compiled.memory_analysis()), soft_wrap=True)
+        for line in (*head_lines(config, program, flops, devices[0].device_kind, devices[0].platform),
+                     f"Data: {len(train_part):,} tokens to train on, {len(eval_part):,} to evaluate on."):
+            console.print(line, soft_wrap=True)
         log.write(config=_plain(config), versions=versions, devices=[str(device) for device in devices],
                       bigram_loss=bigram, state_bytes_per_device=layout.device_bytes, resumed_after=after,
                       lost_steps=log.lost)
@@ -153,10 +152,11 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
         watchdog = Watchdog(config.hang_after, process=jax.process_index(), end=config.hang_exit)
         feed = Prefetched(batches, depth=config.prefetch)
         with ProgressReporter(console, total=config.steps) as progress, watchdog, feed:
-            loop = Loop(config, compiled, step.evaluator(ema=config.ema is not None), feed, held_out, log,
-                        progress, watchdog, preemption, bigram, f"state {size_text(layout.device_bytes)}/device",
-                        save if config.save_every else None,
-                        step.check_replicas if config.check_replicas else None, copy if copies else None)
+            sums = step.evaluator(token_sums, ema=config.ema is not None)
+            loop = Loop(
+                config, compiled, sums, feed, held_out, log, progress, watchdog, preemption, bigram, flops,
+                local(devices), memory_bytes(program), save if config.save_every else None,
+                step.check_replicas if config.check_replicas else None, copy if copies else None)
             try:
                 state = loop.run(state, after=after)
             except KeyboardInterrupt:
@@ -168,11 +168,12 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
         asked = preemption.signal if loop.preempted or interrupted else None
         preemption.release()  # the run is saved: Ctrl-C ends what follows
         if not interrupted and not loop.preempted:
-            samples = _samples(config, step, state, eval_part)
+            samples = continuations(config, step, state, eval_part)
         curve = log.draw(f"{config.model}, stage {config.stage}, {len(devices)} devices", bigram)
         summary = Summary(
             steps=log.last_step, loss=log.train[-1][1] if log.train else None,
-            validation_loss=log.validation[-1][1] if log.validation else None, bigram_loss=bigram,
+            bigram_loss=bigram, **{f"validation_{name}": log.evaluation.get(f"validation_{name}")
+                                   for name in ("loss", "perplexity", "accuracy")},
             tokens_per_second=loop.tokens_per_second, seconds=time.perf_counter() - started,
             peak_bytes=peak_bytes(local(devices)), log=log.path, curve=curve, samples=samples,
             interrupted=interrupted, preempted=loop.preempted and not interrupted, signal=asked)
@@ -186,46 +187,6 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
     return summary
 
 
-def devices_of(config: TrainConfig) -> list[jax.Device]:
-    """The devices of the run, over all processes; simulated where there is no accelerator."""
-    if simulates() and not jax.distributed.is_initialized():
-        simulate_devices(config.devices or SIMULATED_DEVICES)
-    try:
-        devices = jax.devices()
-    except RuntimeError as error:
-        raise UsageError(f"JAX finds no devices ({error}): JAX_PLATFORMS=cpu simulates them.") from error
-    number = config.devices or len(devices)
-    if number > len(devices):
-        raise UsageError(
-            f"devices={number}, but there are {len(devices)} of kind {devices[0].platform}: give fewer, or set "
-            "JAX_PLATFORMS=cpu to simulate them.")
-    config.check_devices(number)
-    return choose_devices(number)
-
-
-def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device]) -> ZeroTrainStep:
-    """The train step of `config`: its optimizer with clipping and a schedule, on a mesh of `devices`."""
-    schedule = make_schedule(config.schedule, **config.schedule_arguments(config.steps))
-    # The injected rate is part of the state, so that the step's metrics report it.
-    make = functools.partial(OPTIMIZERS[config.optimizer], weight_decay=config.weight_decay)
-    injected = optax.inject_hyperparams(lambda learning_rate: make(learning_rate))(learning_rate=schedule)
-    optimizer = optax.chain(optax.clip_by_global_norm(config.grad_clip_norm), injected)
-    mesh = make_mesh(replica=config.replica, tensor=config.tensor, context=config.context, devices=devices)
-    return make_zero_train_step(
-        choice.build(choice.config), config.stage, optimizer=optimizer, mesh=mesh, precision=config.precision,
-        accumulate=config.accumulate, reduce=config.reduce, gather=config.gather, ema=config.ema,
-        guard=Guard(skip=config.max_bad_steps), **residual_options(config, choice))
-
-
-def residual_options(config: TrainConfig | PlanConfig, choice: ModelChoice) -> dict[str, Any]:
-    """Model parallelism and activation options of a configuration, as arguments of `make_zero_train_step`."""
-    return {
-        "tensor_rules": choice.tensor_rules(config.tensor), "sequence_parallel": config.sequence_parallel,
-        "overlap": config.overlap,
-        "remat": {"full": "full", "dots": "dots", "sqrt": Remat(every="sqrt")}.get(config.remat),
-        "partition_activations": {"no": False, "yes": True}.get(config.partition_activations, "cpu")}
-
-
 def _names_in(path: Path, layout: Layout, choice: ModelChoice) -> Names:
     """The naming of a file: ours where a tensor has a name of ours, else that of the model's module (Hugging Face)."""
     fields = choice.tensor_names()
@@ -233,9 +194,16 @@ def _names_in(path: Path, layout: Layout, choice: ModelChoice) -> Names:
     return OWN if fields is None or ours & find_tensors(path).keys() else Names(**fields)
 
 
-def _split(tokens: np.ndarray, config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
-    """(training part, held-out part): a twentieth is held out, at least one batch."""
+def _parts(tokens: np.ndarray, config: TrainConfig, vocab_size: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(training part, evaluation part): the set of `eval_data`, or a twentieth that is held out, at least one batch."""
     one_batch = config.batch_size * config.seq_len + 1
+    if config.eval_data:
+        parts = tokens, corpus.load(config.eval_data, max_bytes=config.max_bytes, vocab_size=vocab_size)
+        for name, part in zip(("data", "eval_data"), parts, strict=True):
+            if len(part) < one_batch:
+                raise UsageError(f"{name} has {len(part):,} tokens, and one batch takes {one_batch:,}: give more, or a "
+                                 f"smaller batch_size={config.batch_size} or seq_len={config.seq_len}.")
+        return parts
     if len(tokens) < 2 * one_batch + config.seq_len:
         raise UsageError(
             f"The data has {len(tokens):,} tokens, and two batches, one of them held out, take {2 * one_batch:,}: give "
@@ -248,34 +216,6 @@ def _bigram(config: TrainConfig, vocab_size: int | None, *parts: np.ndarray) -> 
     if vocab_size is None or vocab_size > 4096:
         return None  # its table of counts has the square of that
     return corpus.bigram_loss(*parts, vocab_size=vocab_size)
-
-
-def _samples(config: TrainConfig, step: ZeroTrainStep, state: Any, eval_part: np.ndarray) -> tuple[str, ...]:
-    """Continuations of held-out text, or of held-out ids where tokens are not bytes."""
-    if not config.samples:
-        return ()
-    devices = step.batch_sharding.num_devices
-    rows = -(-config.samples // devices) * devices
-    prompt = min(PROMPT_TOKENS, config.seq_len)
-    starts = np.arange(rows) * (len(eval_part) - prompt) // rows
-    prompts = np.stack([eval_part[start : start + prompt] for start in starts])
-    evaluate = step.evaluator(next_logits, ema=config.ema is not None)
-
-    def logits(batch: Any) -> np.ndarray:
-        # Sharded like any batch: otherwise every device would compute all rows.
-        return on_host(evaluate(state, put_global(batch, step.batch_sharding)))
-
-    new = generate(logits, prompts, num_tokens=SAMPLE_TOKENS, length=config.seq_len,
-                   temperature=TEMPERATURE, seed=config.seed)
-
-    def text(ids: np.ndarray) -> str:
-        if config.token_file:
-            return " ".join(map(str, ids))
-        # An untrained model generates control characters, which a terminal would interpret.
-        return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in corpus.decode(ids))
-
-    return tuple(f"--- held-out text:\n{text(prompts[i])}\n--- continued by the model:\n{text(new[i])}"
-                 for i in range(config.samples))
 
 
 def _plain(row: Any) -> dict[str, Any]:

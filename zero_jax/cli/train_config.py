@@ -12,6 +12,7 @@ from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
 from zero_jax.cli.choices import Gather, Optimizer, PrecisionName, Reduce, RematName, check_gather
 from zero_jax.cli.data_options import DataOptions
 from zero_jax.cli.environment import check_folder, check_no_checkpoints, simulates
+from zero_jax.cli.evaluation_options import EvaluationOptions
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
 from zero_jax.cli.renamed import takes_old_names
 from zero_jax.cli.schedule_options import ScheduleOptions
@@ -108,9 +109,6 @@ class RunOptions:
     seed: int = 0
     """Of initialisation, batch order and generated text."""
 
-    samples: int = 2
-    """Continuations of held-out text to print at the end."""
-
     check_replicas: int = 0
     """Steps between comparisons of what several devices have copies of, which finds devices that compute wrongly; also
     before each save. For stages 0 to 2, or with replica. 0: never."""
@@ -120,9 +118,6 @@ class RunOptions:
 
     hang_exit: bool = False
     """Also end that process, with status 124."""
-
-    eval_every: int = 100
-    """Steps between validations, each on the same held-out batches, at most 16."""
 
     init_from: Path | None = None
     """Start from the parameters in a safetensors file (or an index of such files, or a folder with one), by the names
@@ -154,7 +149,7 @@ class RunOptions:
 
 @takes_old_names
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(ScheduleOptions, DataOptions, RunOptions):
+class TrainConfig(EvaluationOptions, ScheduleOptions, DataOptions, RunOptions):
     """Train a language model at a ZeRO stage. --config run.toml: options from a file, by the same names; flags win."""
 
     def __post_init__(self) -> None:
@@ -168,7 +163,7 @@ class TrainConfig(ScheduleOptions, DataOptions, RunOptions):
             raise UsageError("reduce=once without accumulate: the gradient of one batch is reduced once already.")
         check_gather(self.gather, self.stage, self.accumulate)
         for name in ("accumulate", "devices", "replica", "tensor", "context",
-                     "batch_size", "seq_len", "steps", "eval_every", "max_to_keep",
+                     "batch_size", "seq_len", "steps", "max_to_keep",
                      "local_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -177,11 +172,12 @@ class TrainConfig(ScheduleOptions, DataOptions, RunOptions):
                                 ("max_bad_steps", 0, 2**31 - 1),
                                 ("save_every", 0, math.inf), ("check_replicas", 0, math.inf),
                                 ("heartbeat", 1, 86400), ("hang_after", 0.01, 86400),
-                                ("samples", 0, 64), ("ema", 0, 1 - 1e-9)):
+                                ("ema", 0, 1 - 1e-9)):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise UsageError(f"{name}={value} is not within {low} to {high}.")
         self.check_schedule()
+        self.check_evaluation()
         if self.check_replicas and self.stage == 3 and self.replica == 1:
             raise UsageError("check_replicas at stage 3: each device stores a shard of its own, and there are no "
                              "copies to compare: give replica=2 or more, a lower stage, or leave it out.")
@@ -245,6 +241,7 @@ class TrainConfig(ScheduleOptions, DataOptions, RunOptions):
 
     def _check_files(self) -> None:
         self.check_data()
+        self.check_eval_data(self.token_file)
         check_folder("out", self.out)
         if self.local_checkpoints is not None:
             check_folder("local_checkpoints", self.local_checkpoints)

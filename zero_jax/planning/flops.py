@@ -1,6 +1,8 @@
-"""FLOPs of a model as written: the matrix products and convolutions of its jaxpr, before any compiler."""
+"""FLOPs: of a model as written (the products and convolutions of its jaxpr) and of its compiled step; MFU and HFU."""
 
+import dataclasses
 import math
+from collections.abc import Iterable
 
 from zero_jax.jaxpr.equations import ClosedJaxpr, Jaxpr, JaxprEqn, closed_jaxpr, inner_jaxprs, primitive_of, shape_of
 from zero_jax.jaxpr.primitives import (
@@ -14,6 +16,7 @@ from zero_jax.jaxpr.primitives import (
     dot_dims,
     num_rounds,
 )
+from zero_jax.xla.events import Event, opaque_calls, totals
 
 
 def traced_flops(jaxpr: Jaxpr | ClosedJaxpr) -> float:
@@ -42,3 +45,47 @@ def _flops(eqn: JaxprEqn) -> float:
         return traced_flops(call_jaxpr(eqn))
     inside = [traced_flops(inner) for inner in inner_jaxprs(eqn)]
     return max(inside, default=0.0) if primitive == COND else sum(inside) * num_rounds(eqn)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of one train step on all devices, and what they come to in a step of so many seconds.
+
+    Attributes:
+        model: of the model as written: three times those of its forward pass, without recomputation.
+        program: of the compiled program on all devices, with what it recomputes and what devices repeat; None where it
+            calls kernels whose FLOPs are not known.
+        num_devices: that share them.
+        peak: dense bf16 FLOP/s of one device, whatever the precision, as in `plan`; None where it is not known.
+    """
+
+    model: float
+    program: float | None
+    num_devices: int
+    peak: float | None
+
+    def tflops(self, seconds: float) -> float:
+        """TFLOP/s of one device, of the model as written: what does not grow by recomputing more."""
+        return self.model / seconds / self.num_devices / 1e12
+
+    def mfu(self, seconds: float) -> float | None:
+        """Model FLOPs utilisation: model / (seconds x devices x peak); arXiv 2204.02311, appendix B."""
+        return None if self.peak is None else self.model / (seconds * self.num_devices * self.peak)
+
+    def hfu(self, seconds: float) -> float | None:
+        """Hardware FLOPs utilisation: program / (seconds x devices x peak)."""
+        if self.peak is None or self.program is None:
+            return None
+        return self.program / (seconds * self.num_devices * self.peak)
+
+
+def step_flops(forward: Jaxpr | ClosedJaxpr, schedule: Iterable[Event], *, num_devices: int,
+               peak: float | None) -> StepFlops:
+    """The FLOPs of a step from the jaxpr of its loss in evaluation, of the global batch, and its compiled schedule.
+
+    schedule: of one device. peak: as in `StepFlops`.
+    """
+    schedule = tuple(schedule)
+    known = not any(opaque_calls(schedule))
+    program = num_devices * sum(totals(schedule).flops.values()) if known else None
+    return StepFlops(3 * traced_flops(forward), program, num_devices, peak)

@@ -1,0 +1,41 @@
+"""Continuations of held-out text at the end of a run."""
+
+from typing import Any
+
+import numpy as np
+
+from zero_jax.cli.generate import generate, next_logits
+from zero_jax.cli.train_config import TrainConfig
+from zero_jax.data import corpus
+from zero_jax.distributed.initialize import on_host, put_global
+from zero_jax.step.step import ZeroTrainStep
+
+PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 64, 160, 0.7
+
+
+def continuations(config: TrainConfig, step: ZeroTrainStep, state: Any, eval_part: np.ndarray) -> tuple[str, ...]:
+    """Continuations of held-out text, or of held-out ids where tokens are not bytes."""
+    if not config.samples:
+        return ()
+    devices = step.batch_sharding.num_devices
+    rows = -(-config.samples // devices) * devices
+    prompt = min(PROMPT_TOKENS, config.seq_len)
+    starts = np.arange(rows) * (len(eval_part) - prompt) // rows
+    prompts = np.stack([eval_part[start : start + prompt] for start in starts])
+    evaluate = step.evaluator(next_logits, ema=config.ema is not None)
+
+    def logits(batch: Any) -> np.ndarray:
+        # Sharded like any batch: otherwise every device would compute all rows.
+        return on_host(evaluate(state, put_global(batch, step.batch_sharding)))
+
+    new = generate(logits, prompts, num_tokens=SAMPLE_TOKENS, length=config.seq_len,
+                   temperature=TEMPERATURE, seed=config.seed)
+
+    def text(ids: np.ndarray) -> str:
+        if config.token_file:
+            return " ".join(map(str, ids))
+        # An untrained model generates control characters, which a terminal would interpret.
+        return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in corpus.decode(ids))
+
+    return tuple(f"--- held-out text:\n{text(prompts[i])}\n--- continued by the model:\n{text(new[i])}"
+                 for i in range(config.samples))

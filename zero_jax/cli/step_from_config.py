@@ -1,0 +1,61 @@
+"""The devices and the train step that a configuration names."""
+
+import functools
+from typing import Any
+
+import jax
+import optax
+
+from zero_jax.cli.environment import simulates
+from zero_jax.cli.model_lookup import ModelChoice
+from zero_jax.cli.plan_config import PlanConfig
+from zero_jax.cli.train_config import SIMULATED_DEVICES, TrainConfig
+from zero_jax.distributed.initialize import choose_devices
+from zero_jax.errors import UsageError
+from zero_jax.optim.presets import OPTIMIZERS
+from zero_jax.optim.schedules import make_schedule
+from zero_jax.sharding.mesh import make_mesh, simulate_devices
+from zero_jax.step.guard import Guard
+from zero_jax.step.make import make_zero_train_step
+from zero_jax.step.step import ZeroTrainStep
+from zero_jax.transforms.remat import Remat
+
+
+def devices_of(config: TrainConfig) -> list[jax.Device]:
+    """The devices of the run, over all processes; simulated where there is no accelerator."""
+    if simulates() and not jax.distributed.is_initialized():
+        simulate_devices(config.devices or SIMULATED_DEVICES)
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise UsageError(f"JAX finds no devices ({error}): JAX_PLATFORMS=cpu simulates them.") from error
+    number = config.devices or len(devices)
+    if number > len(devices):
+        raise UsageError(
+            f"devices={number}, but there are {len(devices)} of kind {devices[0].platform}: give fewer, or set "
+            "JAX_PLATFORMS=cpu to simulate them.")
+    config.check_devices(number)
+    return choose_devices(number)
+
+
+def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device]) -> ZeroTrainStep:
+    """The train step of `config`: its optimizer with clipping and a schedule, on a mesh of `devices`."""
+    schedule = make_schedule(config.schedule, **config.schedule_arguments(config.steps))
+    # The injected rate is part of the state, so that the step's metrics report it.
+    make = functools.partial(OPTIMIZERS[config.optimizer], weight_decay=config.weight_decay)
+    injected = optax.inject_hyperparams(lambda learning_rate: make(learning_rate))(learning_rate=schedule)
+    optimizer = optax.chain(optax.clip_by_global_norm(config.grad_clip_norm), injected)
+    mesh = make_mesh(replica=config.replica, tensor=config.tensor, context=config.context, devices=devices)
+    return make_zero_train_step(
+        choice.build(choice.config), config.stage, optimizer=optimizer, mesh=mesh, precision=config.precision,
+        accumulate=config.accumulate, reduce=config.reduce, gather=config.gather, ema=config.ema,
+        guard=Guard(skip=config.max_bad_steps), **residual_options(config, choice))
+
+
+def residual_options(config: TrainConfig | PlanConfig, choice: ModelChoice) -> dict[str, Any]:
+    """Model parallelism and activation options of a configuration, as arguments of `make_zero_train_step`."""
+    return {
+        "tensor_rules": choice.tensor_rules(config.tensor), "sequence_parallel": config.sequence_parallel,
+        "overlap": config.overlap,
+        "remat": {"full": "full", "dots": "dots", "sqrt": Remat(every="sqrt")}.get(config.remat),
+        "partition_activations": {"no": False, "yes": True}.get(config.partition_activations, "cpu")}
