@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zero_jax.sharding.mesh import make_mesh, simulate_devices
     from zero_jax.sharding.tensor_rules import TensorRule
     from zero_jax.state import ZeroState
+    from zero_jax.step.attention import Attention, attention
     from zero_jax.step.chunked_loss import chunked_next_token_loss
     from zero_jax.step.contract import ContractError
     from zero_jax.step.guard import BadStepError, Guard
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from zero_jax.transforms.remat import Remat
 
 __all__ = [
+    "Attention",
     "BadStepError",
     "CheckpointError",
     "Checkpoints",
@@ -47,6 +49,7 @@ __all__ = [
     "UsageError",
     "ZeroState",
     "ZeroTrainStep",
+    "attention",
     "chunked_next_token_loss",
     "export_params",
     "import_params",
@@ -62,6 +65,7 @@ __all__ = [
 
 # Names are imported when first asked for, so that the command line refuses bad input before JAX starts (PEP 562).
 _MODULES = {
+    "Attention": "step.attention",
     "BadStepError": "step.guard",
     "CheckpointError": "checkpoint.manifest",
     "Checkpoints": "checkpoint.checkpoint",
@@ -80,6 +84,7 @@ _MODULES = {
     "UsageError": "errors",
     "ZeroState": "state",
     "ZeroTrainStep": "step.step",
+    "attention": "step.attention",
     "chunked_next_token_loss": "step.chunked_loss",
     "export_params": "interop.params_io",
     "import_params": "interop.params_io",

@@ -23,6 +23,7 @@ from zero_jax.xla.targets import target_of
 B, HEADS, SEQ, DIM = 2, 16, 1024, 64
 PRODUCT = 2 * B * HEADS * SEQ * SEQ * DIM  # of all queries with all keys
 ARRAY = f"bf16[{B},{SEQ},{HEADS},{DIM}]"
+BY_HEAD = f"bf16[{B},{HEADS},{SEQ},{DIM}]"
 # As XLA of jax 0.10.2 writes them for h100:8, shortened.
 CUDNN = (
     f"%fmha = ({ARRAY}{{3,1,2,0}}, f32[2,16,1024]{{2,1,0}}, u8[0]{{0}}) custom-call(%p, %p, %p), "
@@ -32,9 +33,9 @@ CUDNN = (
     '"is_flash_attention": true, "mask_type": "CAUSAL", "dropout_rate": 0.0, "sliding_window_length": 0}}'
 )
 PALLAS = (  # TPU breaks the line behind the name of the metadata
-    f"%splash_mha_dkv_no_residuals.1 = ({ARRAY}, {ARRAY}) custom-call(%m, %p, %p, %p), "
+    f"%splash_mha_dkv_no_residuals.1 = ({BY_HEAD}, {BY_HEAD}) custom-call(%m, %h, %h, %h), "
     'custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={\n'
-    '"xprof_metadata":"{\\"block_q_dkv\\": 128, \\"use_fused_bwd_kernel\\": false}"\n'
+    '"xprof_metadata":"{\\"block_q_dkv\\": 128, \\"block_kv_dkv\\": 128, \\"use_fused_bwd_kernel\\": false}"\n'
     '}}, metadata={op_name="jit(f)/splash/pallas_call"}, backend_config={"custom_call_config":{"body":"TUz="}}'
 )
 
@@ -43,6 +44,7 @@ def events(line: str):
     text = "\n".join([
         "HloModule jit_f, is_scheduled=true, num_partitions=1", "",
         "ENTRY %main () -> f32[] {", f"  %p = {ARRAY} parameter(0)", "  %m = s8[1,8,8] parameter(1)",
+        f"  %h = {BY_HEAD} parameter(2)",
         f"  {line}", "  ROOT %c = f32[] constant(0)", "}", ""])
     return schedule(text)
 
@@ -70,13 +72,13 @@ def test_attention_of_cudnn_counts_what_its_mask_leaves(change, products):
 @pytest.mark.parametrize("change, products", [
     ((), 4),
     (("kernel\\\\\": false", "kernel\\\\\": true"), 5),  # the fused kernel's gradient of the queries
+    (("jit(.)f(.)/splash", "zero_causal"), 4 * 9 / 16),  # of 8 x 8 blocks, those up to the diagonal
     (("mha_dkv", "mqa_dq"), 3), (("mha_dkv_no", "mha_fwd"), 2),
     (('"body":"TUz="', '"body":"TUz=","cost_estimate":{"flops":"12","transcendentals":"7"}'), 12),
 ])
 def test_pallas_kernels_count_by_their_estimate_or_else_by_their_name(change, products):
     text = re.sub(*change, PALLAS) if change else PALLAS
-    product = 2 * B * SEQ * HEADS * DIM * HEADS  # heads and positions are the other way round here
-    assert flops(text) == {"bf16": products * (1 if products == 12 else product)}
+    assert flops(text) == {"bf16": products * (1 if products == 12 else PRODUCT)}
 
 
 def test_an_instruction_over_several_lines_keeps_its_metadata():

@@ -1,8 +1,9 @@
 """FLOPs of the kernels behind custom calls: cuBLAS, cuDNN's convolutions and attention, and Pallas kernels on TPU.
 
 XLA's cost analysis calls all of them free. What a mask lets a kernel skip is left out where the call says so (cuDNN:
-causal, sliding windows) and counted where it does not (Pallas), so that a Pallas kernel with a causal mask may count up
-to twice its FLOPs. A call that is not known here is named by `is_opaque`, and its bytes alone are counted.
+causal, sliding windows; Pallas: the scope `CAUSAL_SCOPE`) and counted where it does not, so that another Pallas kernel
+with a causal mask may count up to twice its FLOPs. A call that is not known here is named by `is_opaque`, and its bytes
+alone are counted.
 """
 
 import math
@@ -13,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from zero_jax.xla.parser import Instruction
 from zero_jax.xla.shapes import Shape, integers, shape_bytes
 
+CAUSAL_SCOPE = "zero_causal"
+"""The `jax.named_scope` of Pallas kernels that skip the blocks that a causal mask hides."""
 _CUDNN_ROLES = {"Forward": "io", "BiasActivationForward": "io", "BackwardInput": "oi", "BackwardFilter": "if"}
 _PALLAS_PRODUCTS = (  # products of (queries x keys) by (head dim), of the kernels that JAX ships
     (r"flash_mha_bwd_dq|splash_m[hq]a_dq", 3),  # scores again, gradient of the probabilities, of the queries
@@ -107,5 +110,16 @@ def _pallas(instruction: Instruction, operands: Sequence[Shape]) -> Counter[str]
     if not products or len(arrays) < 2:
         return Counter()
     products += '\\"use_fused_bwd_kernel\\": true' in instruction.tail and "dkv" in instruction.name
-    (dtype, queries), (_, keys) = arrays[:2]
-    return Counter({dtype: 2.0 * products * math.prod(queries) * keys[-2]})
+    (dtype, (*leading, length, head_dim)), (_, keys) = arrays[:2]
+    pairs = _block_pairs(instruction.tail, length, keys[-2])
+    return Counter({dtype: 2.0 * products * math.prod(leading) * head_dim * pairs})
+
+
+def _block_pairs(tail: str, queries: int, keys: int) -> float:
+    """Pairs of a query and a key in the blocks that a kernel computes: of a causal one, those up to the diagonal."""
+    sizes = [re.search(rf'block_{name}\w*\\": (\d+)', tail) for name in ("q", "kv")]
+    if CAUSAL_SCOPE not in tail or not all(sizes):
+        return float(queries * keys)
+    rows, columns = (int(size[1]) for size in sizes if size)
+    return float(sum(rows * min(keys, math.ceil(end / columns) * columns)
+                     for end in range(rows, queries + 1, rows)))

@@ -1,0 +1,174 @@
+"""Attention that picks its kernel by the devices of a mesh: cuDNN on GPU, Pallas (splash) on TPU, XLA elsewhere.
+
+A kernel never writes the scores, (batch, heads, queries, keys), to memory. XLA's partitioner knows no Pallas kernel and
+would gather its operands, so that it runs inside a `jax.shard_map` over the axes that split the batch, and over
+`tensor` for heads.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.arguments import shown
+from zero_jax.errors import UsageError
+from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
+from zero_jax.xla.kernels import CAUSAL_SCOPE
+
+Kernel: TypeAlias = Literal["xla", "cudnn", "splash"]
+SegmentIds: TypeAlias = tuple[jax.Array, jax.Array]
+
+KERNELS = ("xla", "cudnn", "splash")
+_BLOCKS = (512, 256, 128)
+"""Rows of queries and keys that a splash kernel holds at once, the first that divides both lengths."""
+
+
+def attention(mesh: Mesh, *, kernel: Kernel | None = None, axis: Any = None, axis_roles: AxisRoles | None = None
+              ) -> "Attention":
+    """Dot-product attention for models that train on `mesh`, as a function of queries, keys and values.
+
+    A model calls it in the place of `jax.nn.dot_product_attention`; ours take it as `Config(attention=...)`.
+
+    Args:
+      mesh: the devices of the step, described ones too.
+      kernel: "xla", "cudnn" (GPU), "splash" (TPU); None: the one for the mesh's devices where a call allows it, else
+        XLA's. `Attention.kernel_for` says which.
+      axis: as the step takes it.
+      axis_roles: as the step takes them.
+
+    Raises ValueError for a kernel that the mesh's devices do not have; its calls, for arrays that a given kernel cannot
+    take.
+    """
+    axes = MeshAxes.of(mesh, axis, axis_roles)
+    if kernel is not None and kernel not in KERNELS:
+        raise UsageError(f"kernel={shown(kernel)}: give one of {', '.join(map(repr, KERNELS))}, or None.")
+    for name, wanted, devices in (("cudnn", _is_gpu(axes), "NVIDIA GPUs"), ("splash", axes.is_tpu, "TPUs")):
+        if kernel == name and not wanted:
+            raise UsageError(f"kernel={name!r} is of {devices}, and the devices of this mesh are "
+                             f"{axes.platform.upper()}: leave it out, or give \"xla\".")
+    if kernel == "cudnn" and not cudnn_is_installed():
+        raise UsageError("kernel='cudnn': cuDNN cannot be loaded: pip install 'zero-jax[cudnn]', or jax[cuda13] where "
+                         "the GPUs are.")
+    return Attention(axes, kernel)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """What `attention` returns. interpret: run Pallas kernels without a TPU, for tests."""
+
+    axes: MeshAxes
+    kernel: Kernel | None = None
+    interpret: bool = False
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True,
+                 segment_ids: SegmentIds | None = None, bias: jax.Array | None = None, scale: float | None = None
+                 ) -> jax.Array:
+        """The mixed values, (batch, queries, heads, head dim) in the dtype of `q`.
+
+        q: (batch, queries, heads, head dim). k, v: (batch, keys, key-value heads, head dim); heads are a multiple of
+        those. causal: query i attends to keys 0 to i. segment_ids: int (batch, queries) and (batch, keys): a query
+        attends where both are equal. bias: added to the scores, broadcastable to (batch, heads, queries, keys). scale:
+        of the scores; None: 1 / sqrt(head dim).
+
+        Raises ValueError where the kernel that `attention` was given cannot compute this.
+        """
+        kernel, reason = self.kernel_for(q, k, bias=bias)
+        if self.kernel not in (None, kernel):
+            raise UsageError(f"kernel={self.kernel!r}: {reason}: leave kernel out, or give \"xla\".")
+        scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+        if kernel == "splash":
+            return self._splash(q, k, v, causal, segment_ids, scale)
+        mask = None if segment_ids is None else segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :]
+        # In float16 JAX's own attention requests a matrix product that only NVIDIA GPUs have.
+        wide = jnp.float32 if q.dtype == jnp.float16 and kernel == "xla" else q.dtype
+        out = jax.nn.dot_product_attention(
+            *(each.astype(wide) for each in (q, k, v)), bias=bias, mask=mask, is_causal=causal, scale=scale,
+            implementation=kernel)
+        return out.astype(q.dtype)
+
+    def kernel_for(self, q: Any, k: Any, *, bias: Any = None) -> tuple[Kernel, str]:
+        """The kernel that computes a call with such arrays, and why not the one of these devices; "" if it does."""
+        batch, queries, heads, head_dim = q.shape
+        keys, kv_heads = k.shape[1:3]
+        reason = ""
+        if self.kernel == "xla":
+            return "xla", ""
+        if bias is not None:
+            reason = "a bias on the scores"
+        elif _is_gpu(self.axes):
+            if not cudnn_is_installed():
+                reason = "cuDNN cannot be loaded"
+            elif q.dtype not in (jnp.bfloat16, jnp.float16):
+                reason = f"{q.dtype} queries, where cuDNN takes bfloat16 and float16"
+            elif head_dim > 128 or head_dim % 8:
+                reason = f"heads of {head_dim}, where cuDNN takes multiples of 8 up to 128"
+            elif queries % 2 or keys % 2:
+                reason = f"an odd length ({queries} queries, {keys} keys)"
+            return ("xla", reason) if reason else ("cudnn", "")
+        elif self.axes.is_tpu or self.interpret:
+            tensor, split = self.axes.tensor_size, self.axes.batch_shards
+            if not any(queries % block == keys % block == 0 for block in _BLOCKS):
+                reason = f"{queries} queries and {keys} keys, of which splash takes multiples of {_BLOCKS[-1]}"
+            elif self.axes.context_enabled:
+                reason = "a sequence that is split over devices"
+            elif batch % split or heads % tensor or kv_heads % tensor:
+                reason = (f"{batch} examples with {heads} heads ({kv_heads} of keys), which {split} x {tensor} devices "
+                          "do not divide")
+            return ("xla", reason) if reason else ("splash", "")
+        return "xla", reason
+
+    def _splash(self, q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, segment_ids: SegmentIds | None,
+                scale: float) -> jax.Array:
+        heads = self.axes.tensor if self.axes.tensor_enabled else None
+        arrays, rows = P(self.axes.batch, None, heads, None), P(self.axes.batch, None)
+        local = functools.partial(_splash, causal=causal, scale=scale, interpret=self.interpret)
+        specs = (arrays, arrays, arrays, *[rows] * (2 if segment_ids else 0))
+        # check_vma: the kernel's results carry no mesh axes of their own, though every operand does.
+        mapped: Callable[..., Any] = jax.shard_map(
+            local, mesh=self.axes.mesh, in_specs=specs, out_specs=arrays, check_vma=False)
+        return mapped(q, k, v, *(segment_ids or ()))
+
+
+@functools.cache
+def cudnn_is_installed() -> bool:
+    """Whether cuDNN is loaded, which JAX does when it makes the devices of a GPU, live or described."""
+    array = jax.ShapeDtypeStruct((1, 2, 1, 8), jnp.bfloat16)
+    try:  # JAX asks for the library's version when it traces
+        jax.eval_shape(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), array, array, array)
+    except Exception:  # its own, of the plugin, and of the loader
+        return False
+    return True
+
+
+def _is_gpu(axes: MeshAxes) -> bool:
+    return axes.platform in ("gpu", "cuda")
+
+
+def _splash(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array, causal: bool, scale: float, interpret: bool
+            ) -> jax.Array:
+    """On one device: as `Attention.__call__`. Heads that share their keys and values are queries of one kernel."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    batch, queries, heads, head_dim = q.shape
+    keys, kv_heads = k.shape[1:3]
+    block = next(size for size in _BLOCKS if queries % size == keys % size == 0)
+    names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute",
+             "block_q_dq", "block_kv_dq")
+    shape = (queries, keys)
+    mask: Any = masks.CausalMask(shape) if causal else masks.FullMask(shape)
+    kernel: Any = splash.make_splash_mqa_single_device(
+        masks.MultiHeadMask([mask] * (heads // kv_heads)), block_sizes=splash.BlockSizes(**dict.fromkeys(names, block)),
+        interpret=interpret)
+    grouped = (q * scale).astype(q.dtype).reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
+    by_head = (jnp.moveaxis(grouped, 1, 3), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2))
+    segments = splash.SegmentIds(*ids) if ids else None
+    with jax.named_scope(CAUSAL_SCOPE if causal else "attention"):
+        over_heads = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+        out: Any = jax.vmap(over_heads, in_axes=(0, 0, 0, 0 if ids else None))(*by_head, segments)
+    return jnp.moveaxis(out, 3, 1).reshape(batch, queries, heads, head_dim).astype(q.dtype)
