@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from zero_jax.checkpoint.manifest import CheckpointError, DamagedCheckpointError
     from zero_jax.distributed.initialize import initialize
     from zero_jax.errors import ReplicaError, UsageError
+    from zero_jax.frontends.lora import lora
     from zero_jax.frontends.model_functions import remat
     from zero_jax.interop.naming import Names
     from zero_jax.interop.params_io import export_params, import_params
@@ -54,6 +55,7 @@ __all__ = [
     "export_params",
     "import_params",
     "initialize",
+    "lora",
     "make_mesh",
     "make_zero_train_step",
     "next_token_loss",
@@ -89,6 +91,7 @@ _MODULES = {
     "export_params": "interop.params_io",
     "import_params": "interop.params_io",
     "initialize": "distributed.initialize",
+    "lora": "frontends.lora",
     "make_mesh": "sharding.mesh",
     "make_zero_train_step": "step.make",
     "next_token_loss": "step.losses",

@@ -11,26 +11,18 @@ from flax.core import meta, unfreeze
 
 from zero_jax.errors import UsageError
 from zero_jax.frontends.axis_names import BoundAxes
+from zero_jax.frontends.composition import Composed, Composition, group_parts
 from zero_jax.frontends.gather_cache import GatherCache
 from zero_jax.frontends.trace_access import gathered_up_front, smallest_plain, trace_reads
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.tree import map_named, named_leaves, path_name
 
 
-@struct.dataclass
-class Stored(meta.AxisMetadata[Any]):
-    """A parameter in its storage layout; `self.param` unboxes it, in the bodies of lifted loops too."""
-
-    value: Any
-    use: Any = struct.field(pytree_node=False)
-    cache: GatherCache = struct.field(pytree_node=False)
-
-    def unbox(self) -> Any:
-        """The parameter as the module reads it."""
-        return self.cache(self.use, self.value)
+class _Box(meta.AxisMetadata[Any]):
+    """What stands for a parameter where a module meets the box itself, as in `self.variables["params"]`."""
 
     def __jax_array__(self) -> jax.Array:
-        """The parameter, where a module meets the box itself, as in `self.variables["params"]`."""
+        """The parameter."""
         return self.unbox()
 
     def __getattr__(self, name: str) -> Any:
@@ -39,21 +31,64 @@ class Stored(meta.AxisMetadata[Any]):
             raise AttributeError(name)
         return getattr(self.unbox(), name)
 
+
+@struct.dataclass
+class Stored(_Box):
+    """A parameter in its storage layout; `self.param` unboxes it, in the bodies of lifted loops too.
+
+    use: None where it is read as it is stored.
+    """
+
+    value: Any
+    use: Any = struct.field(pytree_node=False)
+    cache: GatherCache = struct.field(pytree_node=False)
+
+    def unbox(self) -> Any:
+        """The parameter as the module reads it."""
+        return self.value if self.use is None else self.cache(self.use, self.value)
+
     def replace_boxed(self, val: Any) -> "Stored":
         """The same box around another value."""
         return dataclasses.replace(self, value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Stored":
         """The box on the way out of a lifted loop."""
-        return dataclasses.replace(self, use=self.use.add_dim(index))
+        return self if self.use is None else dataclasses.replace(self, use=self.use.add_dim(index))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Stored":
         """The box on the way into a lifted loop over dim `index`."""
-        return dataclasses.replace(self, use=self.use.drop_dim(index))
+        return self if self.use is None else dataclasses.replace(self, use=self.use.drop_dim(index))
+
+
+@struct.dataclass
+class StoredParts(_Box):
+    """A parameter that is computed where it is read, from the boxes or arrays `value`."""
+
+    value: Any
+    build: Any = struct.field(pytree_node=False)
+
+    def unbox(self) -> Any:
+        """The parameter as the module reads it."""
+        return self.build(*[part.unbox() if isinstance(part, Stored) else part for part in self.value])
+
+    def replace_boxed(self, val: Any) -> "StoredParts":
+        """The same box around other parts."""
+        return dataclasses.replace(self, value=val)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "StoredParts":
+        """The box on the way out of a lifted loop."""
+        return self._of_each(lambda part: part.add_axis(index, params))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "StoredParts":
+        """The box on the way into a lifted loop over dim `index`."""
+        return self._of_each(lambda part: part.remove_axis(index, params))
+
+    def _of_each(self, edit: Callable[[Stored], Stored]) -> "StoredParts":
+        return self.replace_boxed(tuple(edit(part) if isinstance(part, Stored) else part for part in self.value))
 
 
 def _of_parameter(name: str) -> Callable[..., Any]:
-    def method(self: Stored, *args: Any) -> Any:
+    def method(self: _Box, *args: Any) -> Any:
         return getattr(self.unbox(), name)(*args)
 
     return method
@@ -61,7 +96,7 @@ def _of_parameter(name: str) -> Callable[..., Any]:
 
 _BINARY = ("add", "sub", "mul", "truediv", "matmul", "pow")
 for _name in ("getitem", "neg", "len", "iter", *_BINARY, *(f"r{name}" for name in _BINARY)):
-    setattr(Stored, f"__{_name}__", _of_parameter(f"__{_name}__"))
+    setattr(_Box, f"__{_name}__", _of_parameter(f"__{_name}__"))
 
 
 class Linen:
@@ -76,6 +111,7 @@ class Linen:
         self.metadata: dict[str, tuple[Any, ...]] = {}
 
     given: Any = ()
+    composition: Composition = ()
     set_by_gradient: tuple[str, ...] = ("_overwrite_with_gradient",)  # FP8 scales, as in Flax's `TrainState`
 
     def init(self, fun: Callable[..., Any], rng: jax.Array, batch: Any, given: Any) -> tuple[Any, Any]:
@@ -94,16 +130,17 @@ class Linen:
         return {name: tree for name, tree in variables.items() if name not in self._transient}
 
     def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
-            *, train: bool = True, reads: Mapping[str, ParamAccess] | None = None
+            *, train: bool = True, reads: Mapping[str, ParamAccess] | None = None, composition: Composition = ()
             ) -> tuple[Any, Any, dict[str, Any]]:
         """(`fun(bound module, batch)`, new variables, none: Linen's parameters are not written); read through `uses`.
 
         None in place of a use, or of all of them, means as it is.
         """
-        return *self._run(fun, params, variables, rng, batch, uses, self._reads if reads is None else reads), {}
+        reads = self._reads if reads is None else reads
+        return *self._run(fun, params, variables, rng, batch, uses, reads, composition), {}
 
     def _run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
-             reads: Mapping[str, ParamAccess]) -> tuple[Any, Any]:
+             reads: Mapping[str, ParamAccess], composition: Composition) -> tuple[Any, Any]:
         cache = GatherCache()
 
         def box(name: str, value: Any, use: Any) -> Any:
@@ -111,7 +148,13 @@ class Linen:
                 return value
             return cache(use, value) if gathered_up_front(reads.get(name), use) else Stored(value, use, cache)
 
+        def compose(composed: Composed, parts: list[Any]) -> Any:
+            if any(name in reads and reads[name].on_entry for name in composed.part_names):
+                return composed.build(*[part.unbox() if isinstance(part, Stored) else part for part in parts])
+            return StoredParts(tuple(parts), composed.build)
+
         boxed = params if uses is None else map_named(box, params, uses)
+        boxed = group_parts(boxed, composition, compose) if composition else boxed
         keys = {} if rng is None else self._keys(rng)
         mutable = [*variables, *self._transient]
         with _missing_streams_explained(self._streams):
@@ -121,12 +164,12 @@ class Linen:
         return out, {name: new.get(name, variables[name]) for name in variables}
 
     def reads(self, fun: Callable[..., Any], params: Any, variables: Any,
-              rng: Any, batch: Any) -> dict[str, ParamAccess]:
+              rng: Any, batch: Any, *, composition: Composition = ()) -> dict[str, ParamAccess]:
         """How `fun` reads each parameter. Every argument is abstract.
 
         It also settles which collections start empty at every step: those that a run would grow (`sow`).
         """
-        self._transient = self._grown(fun, params, variables, rng, batch)
+        self._transient = self._grown(fun, params, variables, rng, batch, composition)
         variables = self.lasting(variables)
         traced: dict[frozenset[str], tuple[dict[str, ParamAccess], frozenset[str]]] = {}
 
@@ -134,7 +177,7 @@ class Linen:
             reads = {name: ParamAccess(on_entry=True) for name in on_entry}
 
             def run(uses: Any, params: Any, variables: Any, rng: Any, batch: Any) -> Any:
-                return self._run(fun, params, variables, rng, batch, uses, reads), {}
+                return self._run(fun, params, variables, rng, batch, uses, reads, composition), {}
 
             try:
                 traced[on_entry] = trace_reads(run, (params, variables, rng, batch), on_entry)
@@ -149,17 +192,18 @@ class Linen:
             if not more:
                 return self._reads
             on_entry |= more
-        self._traced_plainly(fun, params, variables, rng, batch)  # which raises what the model does by itself
+        self._traced_plainly(fun, composition, params, variables, rng, batch)  # raises what the model does alone
         raise UsageError(f"The parameters of {type(self._module).__name__} cannot be read through boxes.")
 
-    def _grown(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any) -> tuple[str, ...]:
+    def _grown(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any,
+               composition: Composition) -> tuple[str, ...]:
         if not variables:
             return ()
-        _, new = self._traced_plainly(fun, params, variables, rng, batch)
+        _, new = self._traced_plainly(fun, composition, params, variables, rng, batch)
         return tuple(name for name in variables if jax.tree.structure(new[name]) != jax.tree.structure(variables[name]))
 
-    def _traced_plainly(self, fun: Callable[..., Any], *args: Any) -> Any:
-        return jax.eval_shape(lambda p, v, r, b: self._run(fun, p, v, r, b, None, {}), *args)
+    def _traced_plainly(self, fun: Callable[..., Any], composition: Composition, *args: Any) -> Any:
+        return jax.eval_shape(lambda p, v, r, b: self._run(fun, p, v, r, b, None, {}, composition), *args)
 
     def _keys(self, rng: jax.Array) -> dict[str, jax.Array]:
         return {name: jax.random.fold_in(rng, i) for i, name in enumerate(self._streams)}

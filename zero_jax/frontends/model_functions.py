@@ -8,7 +8,9 @@ from flax import nnx
 
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
+from zero_jax.frontends.composition import Composition
 from zero_jax.frontends.linen import Linen
+from zero_jax.frontends.lora import Lora, LoraModel
 from zero_jax.frontends.nnx import Nnx
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.transforms.remat import Remat
@@ -24,6 +26,9 @@ class ModelFunctions(Protocol):
 
     set_by_gradient: tuple[str, ...]
     """Collections of variables whose next value is their gradient, whatever the loss is multiplied by."""
+
+    composition: Composition
+    """The model's parameters that are computed from several stored leaves. Known once `init` is traced."""
 
     def init(self, fun: Callable[..., Any], rng: Any, batch: Any, given: Any) -> tuple[Any, Any]:
         """(params, variables), traceable."""
@@ -51,8 +56,10 @@ class ModelFunctions(Protocol):
 def to_model_functions(model: Any, streams: Sequence[str]) -> ModelFunctions:
     """`model`, a Linen module, an NNX module or a function of `rngs` that makes one, as pure functions.
 
-    Raises ValueError for anything else.
+    It may have adapters (`lora`). Raises ValueError for anything else.
     """
+    if isinstance(model, LoraModel):
+        return Lora(to_model_functions(model.model, streams), model)
     if not isinstance(model, (nn.Module, nnx.Module)) and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module  # an object around a module and its parameters, as Hugging Face's Flax models are
     if isinstance(model, nn.Module):
@@ -75,9 +82,15 @@ def other_reads(model: ModelFunctions, fun: Callable[..., Any], *args: Any) -> d
         vars(model).update(kept)
 
 
+def stored_values(model: ModelFunctions, given: Mapping[str, Any], rng: Any) -> Mapping[str, Any]:
+    """Values of the stored leaves by name, from those of the model's parameters; `rng` draws new adapters."""
+    return model.stored_values(given, rng) if isinstance(model, Lora) else given
+
+
 def reseeded(model: ModelFunctions, variables: Any, rng: Any) -> Any:
     """`variables` with the random streams that an NNX module owns derived from `rng`; traceable."""
-    return model.with_streams(variables, rng) if isinstance(model, Nnx) else variables
+    base = model.base if isinstance(model, Lora) else model
+    return base.with_streams(variables, rng) if isinstance(base, Nnx) else variables
 
 
 def remat(block: Any, policy: Any = "full", **options: Any) -> Any:

@@ -14,6 +14,7 @@ from flax import nnx, traverse_util
 
 from zero_jax.errors import UsageError
 from zero_jax.frontends.axis_names import BoundAxes
+from zero_jax.frontends.composition import Composed, Composition
 from zero_jax.frontends.gather_cache import GatherCache
 from zero_jax.frontends.trace_access import gathered_up_front, trace_reads
 from zero_jax.sharding.param_access import ParamAccess
@@ -35,6 +36,24 @@ class OnRead:
         for _ in range(self.ndim - jnp.ndim(value)):
             use = use.drop_dim(0)
         return self.cache(use, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnComposedRead:
+    """The hook of a Variable whose value is the tuple of what it is computed from, where it is read.
+
+    reads: for each of these its own hook, or None where it is read as it is.
+    """
+
+    reads: tuple[OnRead | None, ...]
+    build: Callable[..., Any]
+
+    def __call__(self, variable: Any, value: Any) -> Any:
+        """The parameter; what Flax prints in its place is no tuple."""
+        if not isinstance(value, tuple):
+            return value
+        return self.build(*[part if read is None else read(variable, part)
+                            for read, part in zip(self.reads, value, strict=True)])
 
 
 @functools.lru_cache
@@ -65,6 +84,7 @@ class Nnx:
     one, so that the state is initialised sharded.
     """
 
+    composition: Composition = ()
     set_by_gradient: tuple[str, ...] = ()
 
     def __init__(self, model: Any):
@@ -95,11 +115,11 @@ class Nnx:
         return variables
 
     def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
-            *, train: bool = True, reads: Mapping[str, ParamAccess] | None = None
+            *, train: bool = True, reads: Mapping[str, ParamAccess] | None = None, composition: Composition = ()
             ) -> tuple[Any, Any, dict[str, Any]]:
         """(`fun(module, batch)`, new variables, overwritten parameters); each is read through its leaf of `uses`."""
         reads = self._reads if reads is None else reads
-        out, new, final = self._run(fun, params, variables, batch, uses, reads, train=train)
+        out, new, final = self._run(fun, params, variables, batch, uses, reads, composition, train=train)
         return out, new, {name: final[name] for name, read in reads.items() if read.written and name in final}
 
     def with_streams(self, variables: Any, rng: jax.Array) -> Any:
@@ -107,14 +127,19 @@ class Nnx:
         return _values(_reseeded(_with_values(self._variables, _replaced, variables), rng))
 
     def _run(self, fun: Callable[..., Any], params: Any, variables: Any, batch: Any, uses: Any,
-             reads: Mapping[str, ParamAccess], *, train: bool = True) -> tuple[Any, Any, dict[str, Any]]:
-        return self._axes(lambda: self._run_bound(fun, params, variables, batch, uses, reads, train=train))
+             reads: Mapping[str, ParamAccess], composition: Composition, *, train: bool = True
+             ) -> tuple[Any, Any, dict[str, Any]]:
+        return self._axes(lambda: self._run_bound(
+            fun, params, variables, batch, uses, reads, composition, train=train))
 
     def _run_bound(self, fun: Callable[..., Any], params: Any, variables: Any, batch: Any, uses: Any,
-                   reads: Mapping[str, ParamAccess], *, train: bool) -> tuple[Any, Any, dict[str, Any]]:
-        cache = GatherCache()
+                   reads: Mapping[str, ParamAccess], composition: Composition, *, train: bool
+                   ) -> tuple[Any, Any, dict[str, Any]]:
+        cache, composed = GatherCache(), {each.path: each for each in composition}
 
         def stored(path: tuple[Any, ...], variable: Any, value: Any, use: Any) -> Any:
+            if path in composed:
+                return _composed(composed[path], variable, params, uses, reads, cache)
             if gathered_up_front(reads.get(_name(path)), use):
                 return variable.replace(cache(use, value))
             if use is None:
@@ -131,11 +156,16 @@ class Nnx:
             model.eval()
         out = fun(model, batch)
         new = dict(nnx.to_flat_state(nnx.state(model)))
-        final = {_name(path): _value(new[path]) for path, _ in _flat(self._params) if path in new}
+        final = {_name(path): _value(new[path]) for path, _ in _flat(self._params)
+                 if path in new and path not in composed}
+        for path in composed.keys() & new.keys():
+            if not isinstance(_value(new[path]), tuple):
+                raise UsageError(f"The model overwrites its parameter {_name(path)} in its forward pass, which is not "
+                                 "stored as such (it has an adapter, or is quantised): leave it out of the targets.")
         return out, traverse_util.unflatten_dict({path: _value(new[path]) for path, _ in _flat(self._variables)}), final
 
     def reads(self, fun: Callable[..., Any], params: Any, variables: Any,
-              rng: Any, batch: Any) -> dict[str, ParamAccess]:
+              rng: Any, batch: Any, *, composition: Composition = ()) -> dict[str, ParamAccess]:
         """How `fun` reads each parameter. Every argument is abstract."""
         on_entry: frozenset[str] = frozenset()
         more = on_entry
@@ -144,7 +174,8 @@ class Nnx:
             reads = {name: ParamAccess(on_entry=True) for name in on_entry}
 
             def run(uses: Any, params: Any, variables: Any, batch: Any) -> Any:
-                out, new, final = self._run(fun, params, variables, batch, uses, reads)  # noqa: B023 (called at once)
+                out, new, final = self._run(fun, params, variables, batch, uses, reads,  # noqa: B023 (called at once)
+                                            composition)
                 return (out, new), final
 
             self._reads, more = trace_reads(run, (params, variables, batch), on_entry)
@@ -157,6 +188,24 @@ class Nnx:
                 raise UsageError(
                     f"{type(self._model).__name__}: {_name(path)} is abstract, so the model has no values "
                     "to start from. Give a constructed module, or a function of rngs that constructs one.")
+
+
+def _composed(composed: Composed, variable: Any, params: Any, uses: Any, reads: Mapping[str, ParamAccess],
+              cache: GatherCache) -> Any:
+    """`variable` with the stored leaves of one parameter as its value, and a hook that computes it from them."""
+    values, hooks = [], []
+    leaves = [traverse_util.flatten_dict(tree or {}) for tree in (params, uses)]
+    for path in composed.part_paths:
+        value, use = (flat.get(path) for flat in leaves)
+        if gathered_up_front(reads.get(_name(path)), use):
+            value, use = cache(use, value), None
+        values.append(value)
+        hooks.append(None if use is None else OnRead(use, jnp.ndim(value), cache))
+    hook = OnComposedRead(tuple(hooks), composed.build)
+    own = variable.get_metadata("on_get_value", ())
+    hooked = variable.replace(tuple(values), on_get_value=(hook, *(own if isinstance(own, tuple) else (own,))))
+    object.__setattr__(hooked, "__class__", reading_whole(type(hooked)))
+    return hooked
 
 
 def _construct(factory: Callable[..., Any], key: jax.Array) -> Any:

@@ -25,6 +25,12 @@ def mark_read(name: str, value: jax.Array) -> jax.Array:
     return checkpoint_name(value, _MARK + name)
 
 
+def read_name(eqn: JaxprEqn) -> str | None:
+    """The parameter that `mark_read` marks in this equation; None in others."""
+    marks = checkpoint_names(eqn) if primitive_of(eqn) == NAME else ()
+    return marks[0].removeprefix(_MARK) if marks and marks[0].startswith(_MARK) else None
+
+
 @dataclasses.dataclass(frozen=True)
 class ParamFlow:
     """Names of parameters.
@@ -64,9 +70,7 @@ class _Walk:
 
         for eqn in jaxpr.eqns:
             taken = [alias(atom) for atom in eqn.invars]
-            marks = checkpoint_names(eqn) if primitive_of(eqn) == NAME else ()
-            if marks and marks[0].startswith(_MARK):
-                name = marks[0].removeprefix(_MARK)
+            if name := read_name(eqn):
                 if taken[0] is None or taken[0][0] != name:
                     self.bypassed.add(name)
                 outs: list[_Alias | None] = [(name, False)]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from zero_jax.frontends.param_flow import mark_read, param_flow
+from zero_jax.frontends.product_flow import contracted_dims, product_uses
 from zero_jax.jaxpr.equations import trace_with_shape
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.tree import named_leaves
@@ -64,12 +65,13 @@ def trace_reads(run: Callable[..., Any], args: tuple[Any, ...], on_entry: frozen
     recorded_run = functools.partial(run, jax.tree.unflatten(jax.tree.structure(params), recorders))
     closed, (_, final) = trace_with_shape(recorded_run, *args)
     flow = param_flow(closed.jaxpr, [name for name, _ in leaves], sorted(final))
-    reads = {}
+    reads, products = {}, product_uses(closed.jaxpr)
     for name, leaf in leaves:
         dims = {dims_read for reader, dims_read in seen if reader == name}
         always_read = set(range(leaf.ndim)).intersection(*dims)
+        stacked = tuple(d for d in range(leaf.ndim) if d not in always_read)
         reads[name] = ParamAccess(
-            stacked=tuple(d for d in range(leaf.ndim) if d not in always_read),
+            stacked=stacked, contracted=contracted_dims(products.get(name, {None}), leaf.ndim, stacked),
             count=sum(reader == name for reader, _ in seen), on_entry=name in on_entry,
             on_entry_if_padded=name in flow.summed, written=name in flow.written)
     return reads, (flow.bypassed | unfit) - on_entry

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from zero_jax.arguments import patterns, texts
 from zero_jax.errors import UsageError
 from zero_jax.frontends.given_values import own_values
+from zero_jax.frontends.lora import LoraModel
 from zero_jax.frontends.model_functions import to_model_functions
 from zero_jax.optim.compatibility import takes_value
 from zero_jax.precision import Precision, precision_of
@@ -64,7 +65,8 @@ def make_zero_train_step(
     Args:
       model: a Linen module, an NNX module, or a function of `rngs: nnx.Rngs` that makes one (then its state
         is initialised sharded, where a constructed module has already been whole on one device). A bound Linen module,
-        and a Flax model object with `module` and `params` (Hugging Face's), start from the values that they have.
+        and a Flax model object with `module` and `params` (Hugging Face's), start from the values that they have. Any
+        of these with adapters, as `zero_jax.lora` returns it.
       stage: 0 (data parallel), 1 (optimizer states sharded), 2 (and gradients), 3 (and parameters).
       optimizer: any optax transform. Default: `optax.adamw(3e-4)`.
       loss: `loss(model, batch) -> scalar`, `(scalar, {name: metric})` or `(scalar, {name: metric}, weight)`, over the
@@ -129,10 +131,13 @@ def make_zero_train_step(
         raise UsageError(
             f"optimizer={optimizer!r} is a {type(optimizer).__name__}, not an optax transform: give optax.adamw(1e-3), "
             "say.")
+    precision = precision_of(precision, platform=axes.platform)
+    frozen = patterns("frozen", frozen, "(\"embed\", \"norm\")")
+    base = model
+    if isinstance(model, LoraModel):
+        base, frozen = model.model, (*frozen, model.frozen)
     options = StepOptions(
-        stage=zero_stage, precision=precision_of(precision, platform=axes.platform),
-        accumulation=Accumulation(accumulate, reduce, gather),
-        frozen=patterns("frozen", frozen, "(\"embed\", \"norm\")"),
+        stage=zero_stage, precision=precision, accumulation=Accumulation(accumulate, reduce, gather), frozen=frozen,
         ema=ema, guard=guard, tensor_rules=rules_of(tensor_rules), sequence_parallel=sequence_parallel,
         remat=remat_of(remat), partition_activations=partition_activations,
         hpz_axes=texts("hpz_axes", hpz_axes, "(\"data_1\",)"), combine_bytes=combine_bytes,
@@ -141,7 +146,7 @@ def make_zero_train_step(
     check_loss(loss)
     with computing_on(axes.mesh), sharding_errors_explained():
         functions = to_model_functions(model, rng_streams)
-    return ZeroTrainStep(functions, takes_value(optimizer), loss, axes, options, own_values(model))
+    return ZeroTrainStep(functions, takes_value(optimizer), loss, axes, options, own_values(base))
 
 
 def _renamed(name: str, value: _T | None, old_name: str, old_value: _T | None, default: _T) -> _T:

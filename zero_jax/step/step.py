@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.distributed.initialize import on_host, zeros_of
 from zero_jax.errors import UsageError
 from zero_jax.frontends.given_values import named_values
-from zero_jax.frontends.model_functions import ModelFunctions
+from zero_jax.frontends.model_functions import ModelFunctions, stored_values
 from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes
 from zero_jax.sharding.batch import split_steps
 from zero_jax.sharding.mesh_axes import MeshAxes
@@ -265,7 +265,8 @@ class ZeroTrainStep(InspectableStep):
         return in_any_context(call, at=self)
 
     def _with_values(self, state: ZeroState, given: Mapping[str, Any]) -> ZeroState:
-        return with_values(state, given, layout=self.layout(), optimizer=self._optimizer)
+        values = stored_values(self._model, given, state.rng)
+        return with_values(state, values, layout=self.layout(), optimizer=self._optimizer)
 
     def _run(self, compiled: Any, state: ZeroState, *args: Any) -> tuple[ZeroState, Metrics]:
         """`compiled(state, *args)`, watched by the guard; args: a batch, or gradients and what belongs to them."""

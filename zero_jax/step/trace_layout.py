@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.errors import UsageError
+from zero_jax.frontends.composition import model_tree, part_specs
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.optim.compatibility import check_optimizer
 from zero_jax.precision import average_dtype
@@ -60,7 +61,8 @@ def trace_layout(model: ModelFunctions, loss: Loss, optimizer: optax.GradientTra
             lambda leaf: leaf.update(dtype=average_dtype(leaf.dtype)), params))
     layout = make_layout(
         state, axes, options.layout_policy, optimizer=optimizer, reads=reads,
-        tensor_specs=tensor_specs(values, axes, options.tensor_rules, model.metadata))
+        tensor_specs=part_specs(tensor_specs(model_tree(values, model.composition), axes, options.tensor_rules,
+                                             model.metadata), model.composition))
     return with_step_weights(layout, options.accumulation)
 
 

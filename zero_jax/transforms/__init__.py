@@ -1,5 +1,7 @@
 """Jaxpr passes on the traced train step, in the order in which `step.gradients` applies them.
 
+In the program of a model with adapters, before all others: `low_rank.split_low_rank_products`.
+
 On the loss, before differentiation:
 1. `remat.checkpoint_blocks`, on the outermost jaxpr alone
 2. `gather_remat.duplicate_param_reads`

@@ -1,0 +1,256 @@
+"""LoRA (arXiv 2106.09685) around any Linen or NNX module: adapters of chosen kernels, trained beside a frozen base.
+
+`lora` says what is wanted; `Lora` is the model as pure functions, with leaves `kernel_lora_a` and `kernel_lora_b`
+beside each `kernel` that is adapted. The module itself stays as it is: it reads the composed kernel, and
+`transforms.low_rank` splits the products that use it.
+"""
+
+import copy
+import dataclasses
+import difflib
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+from zero_jax.arguments import is_number, patterns, shown, whole
+from zero_jax.errors import UsageError
+from zero_jax.frontends.composition import Composed, Composition
+from zero_jax.jaxpr.passes import with_jaxpr_passes
+from zero_jax.sharding.param_access import ParamAccess
+from zero_jax.transforms.low_rank import LowRank, adapted, split_low_rank_products
+from zero_jax.tree import named_leaves
+from zero_jax.typing import Pattern
+
+LORA_A, LORA_B = "_lora_a", "_lora_b"
+"""What the names of an adapter's two matrices have in addition to that of the kernel."""
+_KEY = "_lora_key"
+ALL_LINEAR = "all-linear"
+"""As targets: every kernel that is used in matrix products alone."""
+_ADAPTERS = 0x10AA
+"""Folded into a key for the adapters: at the start for their values, at each step for their dropout."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraModel:
+    """A model and the adapters that it is to have, as `lora` returns it. Attributes: its arguments."""
+
+    model: Any
+    rank: int
+    targets: tuple[str, ...]
+    alpha: float
+    dropout: float = 0.0
+    trainable: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, LoraModel):
+            raise UsageError("lora(model): this model has adapters already: name all targets in one call.")
+        whole("lora: rank", self.rank, 1)
+        if not is_number(self.alpha) or self.alpha <= 0:
+            raise UsageError(f"lora: alpha={shown(self.alpha)}: give a number above 0, as 2 * rank.")
+        if not is_number(self.dropout) or not 0 <= self.dropout < 1:
+            raise UsageError(f"lora: dropout={shown(self.dropout)}: give a share from 0 to below 1.")
+        if not self.targets:
+            raise UsageError(f"lora: targets=(): name the kernels to adapt, as (\"qkv\", \"proj\"), or {ALL_LINEAR!r}.")
+
+    @property
+    def scale(self) -> float:
+        """What A B is multiplied by."""
+        return self.alpha / self.rank
+
+    @property
+    def frozen(self) -> str:
+        """A pattern of the names of all parameters but the adapters and what is `trainable`."""
+        trained = [f"{LORA_A}$", f"{LORA_B}$", *self.trainable]
+        return "^" + "".join(f"(?!.*(?:{pattern}))" for pattern in trained)
+
+
+def lora(model: Any, rank: int, targets: Pattern | Sequence[Pattern], *, alpha: float | None = None,
+         dropout: float = 0.0, trainable: Pattern | Sequence[Pattern] = ()) -> LoraModel:
+    """`model` with low-rank adapters: what `make_zero_train_step` trains are they alone.
+
+    A kernel W of shape (in, out) is used as W + alpha / rank * A B, with A (in, rank) drawn at the start and B (rank,
+    out) zero. W is not trained: it has no gradient and no optimizer state, and it is stored in the dtype in which the
+    model reads it, sharded at stage 3. A and B are stored as float32. The module is not edited: whatever uses a target
+    in matrix products can have an adapter, in scanned layers too. In a state the leaves are `kernel_lora_a` and
+    `kernel_lora_b` beside `kernel`.
+
+    Args:
+      model: whatever `make_zero_train_step` takes.
+      rank: of each adapter, at most the smaller side of the kernel.
+      targets: patterns (`re.search` in a parameter's name, as `blocks/attention/kernel`), or "all-linear": every kernel
+        that is used in matrix products alone. What a pattern matches beside such kernels (biases) is passed over.
+      alpha: the adapter is multiplied by alpha / rank; default: the rank.
+      dropout: share of A's inputs that is set to zero in training. Evaluators have none.
+      trainable: patterns of parameters that are trained as a whole beside the adapters, as a new head.
+
+    Raises ValueError for values that make no sense; `step.init` and `step.layout` do for targets that match no kernel
+    and for a rank that is too large, before anything compiles.
+    """
+    return LoraModel(model, rank, patterns("lora: targets", targets, "(\"qkv\", \"proj\")"),
+                     rank if alpha is None else alpha, dropout,
+                     patterns("lora: trainable", trainable, "(\"head\",)"))
+
+
+class Lora:
+    """A `LoraModel` as pure functions (`model_functions.ModelFunctions`), around those of the model itself."""
+
+    def __init__(self, base: Any, config: LoraModel):
+        self.base, self._config = base, config
+        self.set_by_gradient = base.set_by_gradient
+        self.specs: dict[str, LowRank] = {}
+        self.composition: Composition = ()
+
+    @property
+    def given(self) -> Any:
+        """The values of the model itself."""
+        return self.base.given
+
+    @given.setter
+    def given(self, values: Any) -> None:
+        self.base.given = values
+
+    @property
+    def metadata(self) -> Any:
+        """The partitioning metadata of the model itself."""
+        return self.base.metadata
+
+    def init(self, fun: Callable[..., Any], rng: jax.Array, batch: Any, given: Any) -> tuple[Any, Any]:
+        """(params with adapters, variables); traceable."""
+        if not self.composition:
+            self._find_adapters(fun, rng, batch, given)
+        params, variables = self.base.init(fun, rng, batch, given)
+        flat = traverse_util.flatten_dict(params)
+        for composed in self.composition:
+            flat |= dict(zip(composed.part_paths[1:], self._new_adapter(composed.name, rng), strict=True))
+        return traverse_util.unflatten_dict(flat), variables
+
+    def lasting(self, variables: Any) -> Any:
+        """As the model itself."""
+        return self.base.lasting(variables)
+
+    def reads(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any
+              ) -> dict[str, ParamAccess]:
+        """How `fun` reads each stored leaf."""
+        self.base = copy.copy(self.base)  # so that `other_reads` can restore the one before
+        return self.base.reads(fun, params, variables, rng, batch, composition=self.composition)
+
+    def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
+            *, train: bool = True, reads: Mapping[str, ParamAccess] | None = None
+            ) -> tuple[Any, Any, dict[str, Any]]:
+        """As the model itself, with the adapters in its products; in training with their dropout."""
+        composition = self.composition
+        if train and rng is not None and self._config.dropout:
+            composition = [dataclasses.replace(each, parts=(*each.parts, _KEY), dims=(*each.dims, ()))
+                           for each in composition]
+            params, uses = self._with_keys(params, uses, rng)
+
+        def run(params: Any, variables: Any, rng: Any, batch: Any) -> Any:
+            return self.base.run(fun, params, variables, rng, batch, uses, train=train, reads=reads,
+                                  composition=composition)
+
+        split = functools.partial(split_low_rank_products, specs=[*self.specs.values()])
+        return with_jaxpr_passes(run, split)(params, variables, rng, batch)
+
+    def stored_values(self, given: Mapping[str, Any], rng: jax.Array) -> dict[str, Any]:
+        """Values for every stored leaf, from those of the model's parameters; adapters that it lacks are new ones."""
+        values = dict(given)
+        for composed in self.composition:
+            new = dict(zip(composed.part_names[1:], self._new_adapter(composed.name, rng), strict=True))
+            values |= {name: value for name, value in new.items() if name not in values}
+        return values
+
+    def _new_adapter(self, name: str, rng: jax.Array) -> list[jax.Array]:
+        """A and B at the start: A as PyTorch draws a linear layer (and PEFT an A), B zero."""
+        spec, number = self.specs[name], [*self.specs].index(name)
+        bound = 1 / math.sqrt(spec.fan_in)
+        key = jax.random.fold_in(jax.random.fold_in(rng, _ADAPTERS), number)
+        return [jax.random.uniform(key, spec.a_shape, jnp.float32, -bound, bound), jnp.zeros(spec.b_shape, jnp.float32)]
+
+    def _with_keys(self, params: Any, uses: Any, rng: jax.Array) -> tuple[Any, Any]:
+        """`params` with the data of a key beside each adapter, one for each of its layers, and `uses` likewise."""
+        flat, flat_uses = (traverse_util.flatten_dict(tree) for tree in (params, uses))
+        for number, composed in enumerate(self.composition):
+            shape = self.specs[composed.name].key_shape
+            keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(rng, _ADAPTERS), number), math.prod(shape))
+            path = (*composed.path[:-1], f"{composed.path[-1]}{_KEY}")
+            data = jax.random.key_data(keys)
+            flat[path], flat_uses[path] = data.reshape(*shape, data.shape[-1]), None
+        return traverse_util.unflatten_dict(flat), traverse_util.unflatten_dict(flat_uses)
+
+    def _find_adapters(self, fun: Callable[..., Any], *args: Any) -> None:
+        """Settles which parameters are adapted, from a trace of the model without adapters."""
+        rng, batch, given = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype), args)
+        params, variables = jax.eval_shape(lambda *args: self.base.init(fun, *args), rng, batch, given)
+        reads = copy.copy(self.base).reads(fun, params, variables, rng, batch)
+        leaves = dict(named_leaves(params))
+        kernels = {name: access for name, access in reads.items() if _is_kernel(leaves[name], access)}
+        config, specs = self._config, {}
+        for name in _matched(config, leaves, kernels):
+            access = kernels[name]
+            specs[name] = spec = LowRank(leaves[name].shape, access.stacked, access.contracted or (), config.rank,
+                                         config.scale, config.dropout)
+            sides = [math.prod(spec.shape[dim] for dim in dims) for dims in (spec.rows, spec.columns)]
+            if config.rank > min(sides):
+                raise UsageError(f"lora: rank={config.rank} is more than {name} has, a matrix of {sides[0]} x "
+                                 f"{sides[1]}: give at most {min(sides)}, or leave it out of the targets.")
+        self.specs = specs
+        paths = {"/".join(map(str, path)): path for path in traverse_util.flatten_dict(params)}
+        self.composition = [self._composed(number, name, paths[name], leaves[name])
+                            for number, name in enumerate(specs)]
+
+    def _composed(self, number: int, name: str, path: tuple[Any, ...], leaf: Any) -> Composed:
+        spec = self.specs[name]
+        everything = tuple(range(len(spec.shape)))
+        like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return Composed(path, like, ("", LORA_A, LORA_B), (
+            everything, (*spec.stacked, *spec.rows), (*spec.stacked, *spec.columns)),
+            functools.partial(adapted, number, spec))
+
+
+def _is_kernel(leaf: Any, access: ParamAccess) -> bool:
+    """Whether a parameter is a matrix, or a stack of such, that products alone use."""
+    if not access.contracted or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return False
+    return len(leaf.shape) > len(access.contracted) + len(access.stacked)
+
+
+def _matched(config: LoraModel, leaves: Mapping[str, Any], kernels: Mapping[str, Any]) -> list[str]:
+    """The names of the kernels to adapt. Raises ValueError for a target without any, with the nearest names."""
+    what = type(config.model).__name__
+    if not kernels:
+        raise UsageError(f"lora: {what} has no kernel that matrix products alone use, and so none to adapt.")
+    for pattern in config.trainable:
+        if not any(re.search(pattern, name) for name in leaves):
+            raise UsageError(f"lora: trainable: {pattern!r} matches no parameter of {what}; "
+                             f"{_nearest(pattern, leaves)}.")
+    if config.targets == (ALL_LINEAR,):
+        return [name for name in kernels if not any(re.search(pattern, name) for pattern in config.trainable)]
+    for pattern in config.targets:
+        if any(re.search(pattern, name) for name in kernels):
+            continue
+        other = [name for name in leaves if re.search(pattern, name)]
+        if other:
+            raise UsageError(f"lora: the target {pattern!r} matches {', '.join(other[:3])}, which is not used in "
+                             f"matrix products alone; {_nearest(pattern, kernels)}.")
+        raise UsageError(f"lora: the target {pattern!r} matches no parameter of {what}; {_nearest(pattern, kernels)}.")
+    chosen = [name for name in kernels if any(re.search(pattern, name) for pattern in config.targets)]
+    for name in chosen:
+        if any(re.search(pattern, name) for pattern in config.trainable):
+            raise UsageError(f"lora: {name} is both a target and trainable: it is trained whole, or has an adapter.")
+    return chosen
+
+
+def _nearest(pattern: str, names: Mapping[str, Any]) -> str:
+    """What to say of the names that are like `pattern`, else of all."""
+    parts = {part: name for name in names for part in (*name.split("/"), name)}
+    near = list(dict.fromkeys(parts[part] for part in difflib.get_close_matches(pattern, parts, 3, 0.5)))
+    if near:
+        return f"the nearest are {', '.join(near)}"
+    shortened = list(names)[:8]
+    return f"there are {', '.join(shortened)}{', ...' * (len(names) > len(shortened))}"
