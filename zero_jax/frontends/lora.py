@@ -102,7 +102,7 @@ class Lora:
 
     def __init__(self, base: Any, config: LoraModel):
         self.base, self._config = base, config
-        self.set_by_gradient = base.set_by_gradient
+        self.set_by_gradient, self.metadata = base.set_by_gradient, base.metadata
         self.specs: dict[str, LowRank] = {}
         self.composition: Composition = ()
 
@@ -115,16 +115,12 @@ class Lora:
     def given(self, values: Any) -> None:
         self.base.given = values
 
-    @property
-    def metadata(self) -> Any:
-        """The partitioning metadata of the model itself."""
-        return self.base.metadata
-
     def init(self, fun: Callable[..., Any], rng: jax.Array, batch: Any, given: Any) -> tuple[Any, Any]:
         """(params with adapters, variables); traceable."""
         if not self.composition:
             self._find_adapters(fun, rng, batch, given)
         params, variables = self.base.init(fun, rng, batch, given)
+        self.metadata = self.base.metadata
         flat = traverse_util.flatten_dict(params)
         for composed in self.composition:
             flat |= dict(zip(composed.part_paths[1:], self._new_adapter(composed.name, rng), strict=True))
@@ -174,7 +170,7 @@ class Lora:
 
     def _with_keys(self, params: Any, uses: Any, rng: jax.Array) -> tuple[Any, Any]:
         """`params` with the data of a key beside each adapter, one for each of its layers, and `uses` likewise."""
-        flat, flat_uses = (traverse_util.flatten_dict(tree) for tree in (params, uses))
+        flat, flat_uses = (dict[Any, Any](traverse_util.flatten_dict(tree)) for tree in (params, uses))
         for number, composed in enumerate(self.composition):
             shape = self.specs[composed.name].key_shape
             keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(rng, _ADAPTERS), number), math.prod(shape))

@@ -194,9 +194,9 @@ def _composed(composed: Composed, variable: Any, params: Any, uses: Any, reads: 
               cache: GatherCache) -> Any:
     """`variable` with the stored leaves of one parameter as its value, and a hook that computes it from them."""
     values, hooks = [], []
-    leaves = [traverse_util.flatten_dict(tree or {}) for tree in (params, uses)]
+    leaves = [dict[Any, Any](traverse_util.flatten_dict(tree or {})) for tree in (params, uses)]
     for path in composed.part_paths:
-        value, use = (flat.get(path) for flat in leaves)
+        value, use = leaves[0][path], leaves[1].get(path)
         if gathered_up_front(reads.get(_name(path)), use):
             value, use = cache(use, value), None
         values.append(value)

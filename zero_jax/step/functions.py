@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
 from zero_jax.frontends.input_cast import casting_inputs
-from zero_jax.frontends.model_functions import ModelFunctions, other_reads
+from zero_jax.frontends.model_functions import ModelFunctions, other_reads, stored_values
 from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes, sharding_errors_explained
 from zero_jax.sharding.batch import Accumulation, abstract_batch
 from zero_jax.sharding.batch_layout import BatchLayout
@@ -36,6 +36,7 @@ from zero_jax.step.losses import takes_key, with_key
 from zero_jax.step.metrics import values
 from zero_jax.step.microbatches import Microbatches
 from zero_jax.step.options import StepOptions
+from zero_jax.step.start import with_values
 from zero_jax.step.trace_layout import trace_layout
 from zero_jax.step.trainable import split_trainable
 from zero_jax.step.update import apply_update, step_metrics, unscaled_gradients
@@ -117,6 +118,11 @@ class StepFunctions:
         return initial_state(
             *split_trainable(params, self.options.frozen), variables, rng=step_rng, optimizer=self._optimizer,
             layout=self.layout(batch), guard=self._guard)
+
+    def _with_values(self, state: ZeroState, given: Mapping[str, Any]) -> ZeroState:
+        """`state` from values of the model's parameters by name; what the model adds to them is new."""
+        return with_values(state, stored_values(self._model, given, state.rng), layout=self.layout(),
+                           optimizer=self._optimizer)
 
     def _step(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
         check_state(state, self.layout(batch))

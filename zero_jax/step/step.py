@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.distributed.initialize import on_host, zeros_of
 from zero_jax.errors import UsageError
 from zero_jax.frontends.given_values import named_values
-from zero_jax.frontends.model_functions import ModelFunctions, stored_values
+from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes
 from zero_jax.sharding.batch import split_steps
 from zero_jax.sharding.mesh_axes import MeshAxes
@@ -24,7 +24,7 @@ from zero_jax.step.inspection import InspectableStep
 from zero_jax.step.losses import takes_key
 from zero_jax.step.options import StepOptions
 from zero_jax.step.replicas import Replicas, compare, copies_digests, replicas_of
-from zero_jax.step.start import as_train_state, check_train_state, with_optimizer_state, with_values
+from zero_jax.step.start import as_train_state, check_train_state, with_optimizer_state
 from zero_jax.tree import merge
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Pytree, Scalar, Variables
 
@@ -263,10 +263,6 @@ class ZeroTrainStep(InspectableStep):
             return compiled[kind](state, batch, None if rng is None else typed_key(rng))
 
         return in_any_context(call, at=self)
-
-    def _with_values(self, state: ZeroState, given: Mapping[str, Any]) -> ZeroState:
-        values = stored_values(self._model, given, state.rng)
-        return with_values(state, values, layout=self.layout(), optimizer=self._optimizer)
 
     def _run(self, compiled: Any, state: ZeroState, *args: Any) -> tuple[ZeroState, Metrics]:
         """`compiled(state, *args)`, watched by the guard; args: a batch, or gradients and what belongs to them."""

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, bind_eqn, eqn_of, is_literal, primitive_of, shape_of, variables
-from zero_jax.jaxpr.primitives import CONSTRAINT, CONVERT, DOT, NAME, dot_dims, jit_name
+from zero_jax.jaxpr.primitives import CONSTRAINT, CONVERT, DOT, NAME, dot_dims, jit_name, permutation
 from zero_jax.transforms.scatter_calls import inlined
 from zero_jax.typing import Shape
 
@@ -79,8 +79,7 @@ class LowRank:
         if ndim == len(self.shape):
             return Dims(self.stacked, self.rows, self.columns)
         left = [dim for dim in range(len(self.shape)) if dim not in self.stacked]
-        if ndim != len(left):
-            raise ValueError(f"an array of {ndim} dims is no slice of {self.shape} over {self.stacked}")
+        assert ndim == len(left), f"an array of {ndim} dims is no slice of {self.shape} over {self.stacked}"
         return Dims((), tuple(map(left.index, self.rows)), tuple(map(left.index, self.columns)))
 
     def matrices(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -159,11 +158,10 @@ def _split(dot: JaxprEqn, side: int, call: JaxprEqn, moves: tuple[JaxprEqn, ...]
     order = list(range(shape_of(call.invars[0]).ndim))  # for each dim of the operand, that of the weight
     for move in moves:
         if primitive_of(move) == "transpose":
-            order = [order[dim] for dim in move.params["permutation"]]
-    try:
-        dims = spec.dims(len(order))
-    except ValueError:  # batched by a vmap of the model's
-        return None
+            order = [order[dim] for dim in permutation(move)]
+    if len(order) not in (len(spec.shape), len(spec.shape) - len(spec.stacked)):
+        return None  # batched by a vmap of the model's
+    dims = spec.dims(len(order))
     if {order[dim] for dim in contracted} != set(dims.rows) or {order[dim] for dim in batched} != set(dims.stacked):
         return None
     others_contracted, others_batched = numbers.contracted[1 - side], numbers.batched[1 - side]
