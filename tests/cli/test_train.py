@@ -54,11 +54,21 @@ def test_model_parallelism_is_an_option_and_changes_no_number(tmp_path):
 
 def test_the_command_writes_log_and_curve(tmp_path):
     (tmp_path / "options.toml").write_text(
-        'steps = 3\neval-every = 3\ndevices = 4\nreplica = 2\nschedule = "constant"\nwarmup = 0.34\n')
+        'steps = 3\neval-every = 3\ndevices = 4\nreplica = 2\nschedule = "constant"\nwarmup = 0.34\n'
+        'log-to = ["tensorboard"]\nprofile = "steps=2:3"\n')
     done = run_process(*train_args(tmp_path, "--config", str(tmp_path / "options.toml"), "--eval-every", "2"))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "README.txt", "checkpoints", "config.toml", "loss.png", "options.toml", "profile", "report.html", "tensorboard",
+        "train.jsonl"]
+    told = (tmp_path / "profile/summary.txt").read_text()
+    assert told.startswith("In 2 steps operations took ") and "matrix products " in told and "all-gather" in told
+    assert told in done.stdout and list((tmp_path / "profile").glob("**/*.xplane.pb"))
+    page = (tmp_path / "report.html").read_text()
+    assert "gpt2:tiny, ZeRO stage 3, 4 cpu devices" in page and page.count("<svg") >= 7
+    assert "Where the time went" in page and "continued by the model" in page
     first, *rows, last = lines(tmp_path / "train.jsonl")
     assert first["config"]["stage"] == 3 and len(first["devices"]) == 4 and first["bigram_loss"] > 1
     steps = [row for row in rows if "loss" in row]

@@ -12,6 +12,7 @@ import numpy as np
 
 from zero_jax.cli.evaluation import evaluate
 from zero_jax.cli.metrics_log import MetricsLog
+from zero_jax.cli.profile import Profile
 from zero_jax.cli.progress import ProgressReporter
 from zero_jax.cli.report import device_bytes
 from zero_jax.cli.train_config import TrainConfig
@@ -33,6 +34,7 @@ class Loop:
     evaluate: `token_sums` of (state, batch). flops: of a step. devices: whose memory is reported, or else that of the
     compiled step, memory_bytes.
     save, copy: called with (step number, state) when a checkpoint, or a local copy, is due, or None.
+    profile, summarize: what traces some of the steps, and says in words where their time went: `profile_text`.
     compare: with the state every `check_replicas` steps and before a save, or None.
     seconds, timed_steps: of training, without validation and saving. preempted: whether a signal ended the loop.
     """
@@ -53,6 +55,9 @@ class Loop:
     save: Callable[[int, Any], Any] | None = None
     compare: Callable[[Any], Any] | None = None
     copy: Callable[[int, Any], Any] | None = None
+    profile: Profile | None = None
+    summarize: Callable[[], str] | None = None
+    profile_text: str = ""
     seconds: float = 0.0
     timed_steps: int = 0
     preempted: bool = False
@@ -67,67 +72,82 @@ class Loop:
 
         Raises BadStepError after more than `max_bad_steps` consecutive steps that are not finite.
         """
-        waiting: Metrics | None = None
-        self._clock, self._data_wait, saved = time.perf_counter(), 0.0, after
+        self._waiting: Metrics | None = None
+        self._clock, self._data_wait, self._saved = time.perf_counter(), 0.0, after
         self._starvation = StarvationMonitor()
         for number in range(after + 1, self.config.steps + 1):
             if self.preemption.asked(number):
-                return self._leave(number - 1, state, waiting, saved)
+                return self._leave(number - 1, state)
+            if self.profile and self.profile.starts(number):
+                self._drain()
+                self.profile.start()
             self.watchdog.beat(f"step {number}")
-            batch = self._next_batch(waiting)
+            batch = self._next_batch()
             state, metrics = self.step(state, batch)
-            if waiting:
-                self._record(*waiting)
-            waiting = number, metrics
-            saves = self.save and (number % self.config.save_every == 0 or number == self.config.steps)
-            if self.compare and (saves or number % self.config.check_replicas == 0):
-                if waiting:
-                    self._record(*waiting)
-                waiting = None
-                self.watchdog.beat(f"comparing copies after step {number}")
-                self.compare(state)
-                self._clock = time.perf_counter()
-            if self.save and saves:
-                if waiting:
-                    self._record(*waiting)  # before saving: the log has the losses, and a bad step raises here
-                waiting = None
-                self.watchdog.rest()
-                self.log.sync()
-                self.save(number, state)
-                self._clock, saved = time.perf_counter(), number
-            if self.copy and number % (self.config.local_every or 1) == 0:
-                if waiting:
-                    self._record(*waiting)
-                waiting = None
-                self.copy(number, state)
-                self._clock = time.perf_counter()
-            if number % self.config.eval_every == 0 or number == self.config.steps:
-                if waiting:
-                    self._record(*waiting)
-                waiting = None
-                self._validate(number, state)
+            self._drain()
+            self._waiting = number, metrics
+            if self.profile and self.profile.ends(number):
+                self._drain()
+                self._end_profile()
+            self._after_step(number, state)
         self.watchdog.rest()
         return state
 
-    def _next_batch(self, waiting: Metrics | None) -> Any:
+    def _after_step(self, number: int, state: Any) -> None:
+        """What is due after a step: comparing copies, saving, copying, evaluating; the step is recorded before."""
+        saves = self.save and (number % self.config.save_every == 0 or number == self.config.steps)
+        if self.compare and (saves or number % self.config.check_replicas == 0):
+            self._drain()
+            self.watchdog.beat(f"comparing copies after step {number}")
+            self.compare(state)
+            self._clock = time.perf_counter()
+        if self.save and saves:
+            self._drain()  # before saving: the log has the losses, and a bad step raises here
+            self.watchdog.rest()
+            self.log.sync()
+            self.save(number, state)
+            self._clock, self._saved = time.perf_counter(), number
+        if self.copy and number % (self.config.local_every or 1) == 0:
+            self._drain()
+            self.copy(number, state)
+            self._clock = time.perf_counter()
+        if number % self.config.eval_every == 0 or number == self.config.steps:
+            self._drain()
+            self._validate(number, state)
+
+    def _drain(self) -> None:
+        """Records the step that was dispatched last, once it is done."""
+        waiting, self._waiting = self._waiting, None
+        if waiting:
+            self._record(*waiting)
+
+    def _end_profile(self) -> None:
+        assert self.profile is not None
+        self.watchdog.rest()
+        self.profile.stop()
+        if self.summarize:
+            self.profile_text = self.summarize()
+            self.progress.say(f"Profile of steps in {self.profile.folder}. {self.profile_text}")
+        self._clock = time.perf_counter()
+
+    def _next_batch(self) -> Any:
         """The next batch; measures how long the devices may have waited for it.
 
         They did not where the step before is not done yet when the batch is there. Otherwise it is not known when that
         ended, and all of the time counts.
         """
         batch = next(self.batches)
-        loss: Any = waiting and waiting[1]["loss"]  # `is_ready` is not in the types of jax.Array
-        busy = waiting is not None and not loss.is_ready()
+        loss: Any = self._waiting and self._waiting[1]["loss"]  # `is_ready` is not in the types of jax.Array
+        busy = self._waiting is not None and not loss.is_ready()
         self._data_wait += 0.0 if busy else self.batches.waited
         return batch
 
-    def _leave(self, number: int, state: Any, waiting: Metrics | None, saved: int) -> Any:
+    def _leave(self, number: int, state: Any) -> Any:
         """Saves, when the run is asked to end after the step `number`."""
         self.preempted = True
-        if waiting:
-            self._record(*waiting)
+        self._drain()
         self.watchdog.rest()
-        if self.save and number > saved:
+        if self.save and number > self._saved:
             self.log.sync()
             self.save(number, state)
         outcome = "saved, and --resume continues from there" if self.save and number else "nothing is saved"

@@ -152,7 +152,7 @@ def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | ExportConfig | Lau
 def _run(config: TrainConfig | PlanConfig | ExportConfig | LaunchConfig) -> int:
     assert not isinstance(config, LaunchConfig)
     end_with_launcher()
-    if isinstance(config, PlanConfig):  # before JAX is imported
+    if isinstance(config, PlanConfig) or isinstance(config, TrainConfig) and config.target:  # before JAX is imported
         for name, value in _PLAN_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     config.check()
@@ -161,7 +161,7 @@ def _run(config: TrainConfig | PlanConfig | ExportConfig | LaunchConfig) -> int:
 
         print(*export_command(config), sep="\n")
         return 0
-    if isinstance(config, TrainConfig) and not isinstance(config, InspectConfig):
+    if isinstance(config, TrainConfig) and not isinstance(config, InspectConfig) and not config.dry_run:
         from zero_jax.cli.train import train  # imports JAX
 
         summary = train(config)
@@ -172,5 +172,4 @@ def _run(config: TrainConfig | PlanConfig | ExportConfig | LaunchConfig) -> int:
 
     if isinstance(config, PlanConfig):
         return 0 if plan_command(config) else DOES_NOT_FIT
-    inspect_command(config)
-    return 0
+    return 0 if inspect_command(config) else DOES_NOT_FIT

@@ -3,12 +3,13 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zero_jax.checkpoint import durable_files
 from zero_jax.checkpoint.durable_files import sync
+from zero_jax.cli.metric_writers import MetricWriter, scalars_of
 from zero_jax.cli.report import draw_curves
 from zero_jax.errors import UsageError
 
@@ -16,17 +17,18 @@ from zero_jax.errors import UsageError
 class MetricsLog:
     """The losses of a run by step, and the JSONL file that gets a line for each step."""
 
-    def __init__(self, path: Path, *, after: int | None = None, writes: bool = True):
+    def __init__(self, path: Path, *, after: int | None = None, writes: bool = True,
+                 writers: Sequence[MetricWriter] = ()):
         """Starts the file at `path`, or continues it after the step `after`; ValueError where it cannot be written.
 
         An incomplete last line, of a run that was killed, is removed. Lines of later steps stay, and the new ones are
-        appended. Without `writes` there is no file.
+        appended. Without `writes` there is no file. writers: get the numbers of each line, too.
 
         Attributes:
           evaluation: the metrics of the last evaluation, as `validation_loss`; empty before the first.
           lost: of the file that is continued, how many steps after `after` it has, which are taken again.
         """
-        self.path, self._file, self.lost = path, None, 0
+        self.path, self.writers, self._file, self.lost = path, tuple(writers), None, 0
         self.train: list[tuple[int, float]] = []
         self.validation: list[tuple[int, float]] = []
         self.evaluation: dict[str, float] = {}
@@ -70,6 +72,9 @@ class MetricsLog:
         if self._file is not None:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
+        if "step" in row:
+            for writer in self.writers:
+                writer.write(row["step"], scalars_of(row))
 
     def sync(self) -> None:
         """Makes sure that a power loss does not lose what was written. Called before each checkpoint, and by `close`.
@@ -95,6 +100,11 @@ class MetricsLog:
         baselines = {} if bigram is None else {"bigram model": bigram}
         draw_curves(path, title=title, train=self.train, validation=self.validation, baselines=baselines)
         return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of the log at `path`, in order."""
+    return list(_rows(path.read_bytes()))
 
 
 def _rows(text: bytes) -> Iterator[dict[str, Any]]:

@@ -8,18 +8,20 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
+from zero_jax.cli.config_file import config_text
 from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.plan_config import PlanConfig
 from zero_jax.cli.plan_report import draw_stages, finite, plan_json, plan_tables, search_table, verdict
 from zero_jax.cli.report import make_console, state_table
 from zero_jax.cli.step_from_config import devices_of, residual_options, step_of
-from zero_jax.cli.train_config import InspectConfig
+from zero_jax.cli.train_config import TrainConfig
 from zero_jax.optim.presets import OPTIMIZERS
 from zero_jax.planning.memory import Transformer
 from zero_jax.planning.plan import Plan, examine, plan
 from zero_jax.planning.search import SearchResult, deepest, search
 from zero_jax.stages import STAGES
-from zero_jax.xla.targets import Target
+from zero_jax.xla.devices import target_devices
+from zero_jax.xla.targets import Target, target_of
 
 
 def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
@@ -74,21 +76,28 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
     return chosen is not None and chosen.fits
 
 
-def inspect_command(config: InspectConfig, *, console: Console | None = None) -> None:
-    """The report of `plan` for the step that `train` would run with the same options, on the live devices.
+def inspect_command(config: TrainConfig, *, console: Console | None = None) -> bool:
+    """The report of `plan` for the step that `train` would run with the same options; returns whether it fits.
 
-    Raises ValueError as `train` does.
+    On the live devices, or those of the `target` of a dry run, which also prints all options. Raises ValueError as
+    `train` does.
     """
     console = console or make_console()
     choice = config.check()
-    devices = devices_of(config)
+    if config.dry_run:
+        console.print(f"Dry run, nothing is trained or written. All options:\n{config_text(config)}", soft_wrap=True)
+    target = None if config.target is None else target_of(config.target)
+    devices = devices_of(config) if target is None else target_devices(target)
     step = step_of(config, choice, devices)
     shape = (config.batch_size, config.seq_len)
     chosen = examine(
-        step, {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")},
+        step, {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}, target,
         transformer=_transformer(choice.config, None, config.batch_size // len(devices), config.seq_len))
     console.print(state_table(chosen.layout))
     console.print(plan_tables(chosen))
+    if config.dry_run and chosen.timing is None and not chosen.refused:
+        console.print("Time: not predicted for the devices that are here; --target h100:8, say, predicts it.")
+    return chosen.fits
 
 
 def _transformer(sizes: Any, remat: bool | None, batch: int, length: int, config: PlanConfig | None = None

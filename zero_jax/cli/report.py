@@ -153,7 +153,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("peak memory", size_text(summary["peak_bytes"]))
     table.add_row("time", f"{summary['seconds']:.0f} s for {summary['steps']} steps"
                   + (", interrupted" if summary["interrupted"] else ", preempted" if summary["preempted"] else ""))
-    table.add_row("written", ", ".join(path for path in (summary["log"], summary["curve"]) if path))
+    files = (summary["log"], summary["curve"], summary["report"])
+    table.add_row("written", ", ".join(path for path in files if path))
     return table
 
 

@@ -18,6 +18,7 @@ def head_lines(config: TrainConfig, compiled: CompiledStep, flops: StepFlops, de
     kind = "" if platform == "cpu" else f" ({device_kind})"
     peak = (f"the peak of a {platform if platform == 'cpu' else device_kind} is not known: MFU and HFU are n/a"
             if flops.peak is None else f"peak of a device {flops.peak / 1e12:,.0f} TFLOP/s in bf16")
+    notes = "".join(f"; {note}" for result in report.results for note in result.notes)
     program = ("in the compiled program not known, for it calls kernels that cannot be counted" if flops.program is None
                else f"{flops.program / 1e9:,.1f} G of the compiled program ({flops.program / (flops.model or 1):.2f} "
                "of them, with what it recomputes)")
@@ -31,7 +32,7 @@ def head_lines(config: TrainConfig, compiled: CompiledStep, flops: StepFlops, de
         f"Memory of a device by the compiled step: {size_text(memory_bytes(compiled))}, of it "
         f"{size_text(layout.device_bytes)} state.",
         f"Communication: {size_text(report.communication_bytes)} sent by each device per step; the stage's budget is "
-        f"{size_text(report.contract.communication_bytes)}.",
+        f"{size_text(report.contract.communication_bytes)}{notes}.",
     ]
 
 

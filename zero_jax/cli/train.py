@@ -1,6 +1,8 @@
 """A training run: corpus, model, step, loop, and the files that it writes."""
 
+import contextlib
 import dataclasses
+import platform
 import signal
 import time
 from importlib import metadata
@@ -15,9 +17,12 @@ from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.checkpoint.local_copies import LocalCopies
 from zero_jax.cli.config_file import config_text, save_config
 from zero_jax.cli.evaluation import token_sums
+from zero_jax.cli.html_report import Run, write_report
 from zero_jax.cli.loop import Loop
+from zero_jax.cli.metric_writers import metric_writers
 from zero_jax.cli.metrics_log import MetricsLog, make_folder
 from zero_jax.cli.model_lookup import ModelChoice
+from zero_jax.cli.profile import Profile, profile_writer
 from zero_jax.cli.progress import ProgressReporter
 from zero_jax.cli.report import (
     make_console,
@@ -29,6 +34,7 @@ from zero_jax.cli.report import (
     summary_table,
 )
 from zero_jax.cli.resume import fixed, resumed
+from zero_jax.cli.run_folder import write_readme
 from zero_jax.cli.run_head import head_lines, memory_bytes
 from zero_jax.cli.samples import continuations
 from zero_jax.cli.step_from_config import devices_of, step_of
@@ -70,6 +76,7 @@ class Summary:
     peak_bytes: int
     log: Path
     curve: Path | None
+    report: Path | None
     samples: tuple[str, ...]
     interrupted: bool
     preempted: bool
@@ -110,14 +117,19 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
     if copies is not None and not config.resume:
         copies.clear()
     after = restored.step if restored else 0
-    log = MetricsLog(config.out / "train.jsonl", after=after if config.resume else None, writes=is_first())
+    closing = contextlib.ExitStack()
+    writers = closing.enter_context(metric_writers(config.log_to, config.out, _plain(config), after=after)
+                                    ) if is_first() else []
+    log = MetricsLog(config.out / "train.jsonl", after=after if config.resume else None, writes=is_first(),
+                     writers=writers)
     if log.lost:
         console.print(f"Lost: {log.lost} steps that were taken after step {after}; they are taken again.")
     interrupted, samples = False, ()
-    versions = {name: metadata.version(name) for name in ("jax", "flax", "optax")}
+    versions = {name: metadata.version(name) for name in ("zero-jax", "jax", "jaxlib", "flax", "optax")}
     try:
         if is_first():
-            path = save_config(config, config.out, {"zero_jax": metadata.version("zero-jax"), **versions})
+            write_readme(config)
+            path = save_config(config, config.out, versions)
             changed = config_text(config, only_changed=True) or "none\n"
             console.print(f"Options, all in {path}; not the default:\n{changed}", soft_wrap=True)
         console.print(state_table(layout))
@@ -130,9 +142,9 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
         flops = step_flops(step.trace_forward(batches[0]), program.schedule, num_devices=len(devices),
                            peak=chip and chip.peak_flops["bf16"])
         console.print(memory_text(compiled.memory_analysis()), soft_wrap=True)
-        for line in (*head_lines(config, program, flops, devices[0].device_kind, devices[0].platform),
-                     f"Data: {len(train_part):,} tokens to train on, {len(eval_part):,} to evaluate on."):
-            console.print(line, soft_wrap=True)
+        head = [*head_lines(config, program, flops, devices[0].device_kind, devices[0].platform),
+                f"Data: {len(train_part):,} tokens to train on, {len(eval_part):,} to evaluate on."]
+        console.print(*head, sep="\n", soft_wrap=True)
         log.write(config=_plain(config), versions=versions, devices=[str(device) for device in devices],
                       bigram_loss=bigram, state_bytes_per_device=layout.device_bytes, resumed_after=after,
                       lost_steps=log.lost)
@@ -151,12 +163,20 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
 
         watchdog = Watchdog(config.hang_after, process=jax.process_index(), end=config.hang_exit)
         feed = Prefetched(batches, depth=config.prefetch)
+        first, last = config.profile_steps
+        profile = Profile(config.out / "profile", first, last) if first > after and is_first() else None
+        say_profile = profile and profile_writer(profile, program.schedule, "jit__step", steps=last - first + 1,
+                                                 devices=len(local(devices)))
+        if profile:
+            closing.callback(profile.stop)
+        elif config.profile and is_first():
+            console.print(f"profile={config.profile}: the run continues after step {after}, and traces nothing.")
         with ProgressReporter(console, total=config.steps) as progress, watchdog, feed:
             sums = step.evaluator(token_sums, ema=config.ema is not None)
             loop = Loop(
                 config, compiled, sums, feed, held_out, log, progress, watchdog, preemption, bigram, flops,
                 local(devices), memory_bytes(program), save if config.save_every else None,
-                step.check_replicas if config.check_replicas else None, copy if copies else None)
+                step.check_replicas if config.check_replicas else None, copy if copies else None, profile, say_profile)
             try:
                 state = loop.run(state, after=after)
             except KeyboardInterrupt:
@@ -175,10 +195,17 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
             bigram_loss=bigram, **{f"validation_{name}": log.evaluation.get(f"validation_{name}")
                                    for name in ("loss", "perplexity", "accuracy")},
             tokens_per_second=loop.tokens_per_second, seconds=time.perf_counter() - started,
-            peak_bytes=peak_bytes(local(devices)), log=log.path, curve=curve, samples=samples,
+            peak_bytes=peak_bytes(local(devices)), log=log.path, curve=curve,
+            report=config.out / "report.html" if config.html and is_first() else None, samples=samples,
             interrupted=interrupted, preempted=loop.preempted and not interrupted, signal=asked)
         log.write(summary=_plain(summary))
+        if summary.report is not None:
+            title = f"{config.model}, ZeRO stage {config.stage}, {len(devices)} {devices[0].platform} devices"
+            write_report(summary.report, Run(
+                title, head, config_text(config), log.path, program, _plain(summary),
+                {"Python": platform.python_version(), **versions}, samples, loop.profile_text))
     finally:
+        closing.close()
         log.close()
         checkpoints.close()
     for sample in samples:

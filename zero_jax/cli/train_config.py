@@ -15,10 +15,12 @@ from zero_jax.cli.environment import check_folder, check_no_checkpoints, simulat
 from zero_jax.cli.evaluation_options import EvaluationOptions
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
 from zero_jax.cli.renamed import takes_old_names
+from zero_jax.cli.report_options import ReportOptions
 from zero_jax.cli.schedule_options import ScheduleOptions
 from zero_jax.distributed.launch import COORDINATOR
 from zero_jax.errors import UsageError
 from zero_jax.interop.safetensors_file import find_tensors
+from zero_jax.xla.targets import target_of
 
 SIMULATED_DEVICES, MAX_SIMULATED_DEVICES = 8, 1024
 """CPU devices to simulate where there is no accelerator, and how many there may be."""
@@ -149,7 +151,7 @@ class RunOptions:
 
 @takes_old_names
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(EvaluationOptions, ScheduleOptions, DataOptions, RunOptions):
+class TrainConfig(ReportOptions, EvaluationOptions, ScheduleOptions, DataOptions, RunOptions):
     """Train a language model at a ZeRO stage. --config run.toml: options from a file, by the same names; flags win."""
 
     def __post_init__(self) -> None:
@@ -178,6 +180,7 @@ class TrainConfig(EvaluationOptions, ScheduleOptions, DataOptions, RunOptions):
                 raise UsageError(f"{name}={value} is not within {low} to {high}.")
         self.check_schedule()
         self.check_evaluation()
+        self.check_reports()
         if self.check_replicas and self.stage == 3 and self.replica == 1:
             raise UsageError("check_replicas at stage 3: each device stores a shard of its own, and there are no "
                              "copies to compare: give replica=2 or more, a lower stage, or leave it out.")
@@ -203,14 +206,22 @@ class TrainConfig(EvaluationOptions, ScheduleOptions, DataOptions, RunOptions):
         number is known, and only then, since it imports the model's module, a model that does not exist or whose limits
         `seq_len` or bytes exceed.
         """
+        self.check_packages()
         self._check_files()
         self._check_checkpoints()
         if self.init_from is not None:
             find_tensors(self.init_from)
-        if simulates() and (self.devices or 0) > MAX_SIMULATED_DEVICES:
+        if self.profile_steps[1] > self.steps:
+            raise UsageError(f"profile={self.profile} ends after the last of steps={self.steps}: give an earlier step.")
+        if self.target is not None:
+            devices = target_of(self.target).num_devices
+            if self.devices not in (None, devices):
+                raise UsageError(f"devices={self.devices}, but target={self.target} has {devices}: leave devices out.")
+            self.check_devices(devices)
+        elif simulates() and (self.devices or 0) > MAX_SIMULATED_DEVICES:
             raise UsageError(f"devices={self.devices}: there is no accelerator, and at most {MAX_SIMULATED_DEVICES} "
                              "devices are simulated on the CPU.")
-        if self.devices is None and simulates() and not (self.distributed or COORDINATOR in os.environ):
+        elif self.devices is None and simulates() and not (self.distributed or COORDINATOR in os.environ):
             self.check_devices(SIMULATED_DEVICES)
         choice = with_remat(find_model(self.model), self.remat)
         choice.check(seq_len=self.seq_len, vocab_size=self.data_vocab_size())
@@ -247,6 +258,8 @@ class TrainConfig(EvaluationOptions, ScheduleOptions, DataOptions, RunOptions):
             check_folder("local_checkpoints", self.local_checkpoints)
 
     def _check_checkpoints(self) -> None:
+        if self.dry_run:
+            return  # it writes none
         if not self.resume:
             check_no_checkpoints(self.checkpoints)
         elif isinstance(self.checkpoints, str):
@@ -255,6 +268,13 @@ class TrainConfig(EvaluationOptions, ScheduleOptions, DataOptions, RunOptions):
 
 class InspectConfig(TrainConfig):
     """Report on the step that `train` would run with the same options: compiled layout, memory and communication."""
+
+    def check_reports(self) -> None:
+        """As for a run, and raises ValueError for what only a run does."""
+        super().check_reports()
+        for name in ("log_to", "profile", "dry_run"):
+            if getattr(self, name):
+                raise UsageError(f"{name}: inspect trains nothing: leave it out, or give it to train.")
 
     def _check_checkpoints(self) -> None:
         pass  # it writes none

@@ -1,0 +1,96 @@
+"""report.html: one file without others, with the numbers of the run, whatever its texts contain."""
+
+import dataclasses
+import html.parser
+import json
+import re
+
+import pytest
+from support.programs import PROGRAMS, program
+
+from zero_jax.cli.html_report import Run, memory_parts, report_html
+from zero_jax.cli.report_figures import MAX_POINTS, curves, thinned
+from zero_jax.cli.run_folder import folder_text
+from zero_jax.cli.train_config import TrainConfig
+
+NAME = "h100 stage 3"
+SUMMARY = {"steps": 30, "loss": 2.5, "validation_loss": 2.625, "validation_perplexity": 13.805,
+           "validation_accuracy": 0.3125, "bigram_loss": 2.417, "tokens_per_second": 54321.0, "seconds": 12.0,
+           "peak_bytes": 3 << 30, "interrupted": False, "preempted": False}
+
+
+class Checked(html.parser.HTMLParser):
+    """Fails on tags that are not closed in order; collects text and attributes."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.text, self.attributes = [], [], []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += [(tag, *attr) for attr in attrs]
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes += [(tag, *attr) for attr in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    step, batch = PROGRAMS[NAME].make()
+    return dataclasses.replace(program(NAME), layout=step.layout(batch))
+
+
+def page(tmp_path, compiled, **changes):
+    rows = [{"config": {}}, *({"step": k, "loss": 5 / k, "grad_norm": 1.0, "learning_rate": 1e-3, "mfu": 0.1 * k / 30,
+                               "hfu": None, "tokens_per_second": 100.0} for k in range(1, 31)),
+            {"step": 30, "validation_loss": 2.625, "validation_accuracy": 0.3125}, {"summary": {}}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = Run("A <model>", ["Mesh: data 8."], "steps = 30\n", tmp_path / "train.jsonl", compiled, SUMMARY,
+              {"jax": "0.10.2"}, ["--- held-out:\n<script>alert(1)</script>"])
+    return report_html(dataclasses.replace(run, **changes))
+
+
+def test_it_has_the_numbers_of_the_run_and_needs_no_other_file(tmp_path, compiled):
+    parsed = Checked(text := page(tmp_path, compiled))
+    words = " ".join(parsed.text)
+    for expected in ("A <model>", "Mesh: data 8.", "2.625", "13.805", "31.2 %", "54,321", "3.0 GiB", "steps = 30",
+                     "jax 0.10.2", "<script>alert(1)</script>", "Learning rate", "Utilisation of the peak",
+                     "parameters gathered for the forward and once more for the backward pass", "all-gather"):
+        assert expected in words, expected
+    assert "<script" not in text and "Wait for data" not in words  # escaped; what was not logged has no figure
+    assert not [each for each in parsed.attributes if each[1] in ("src", "href") and each[2]]
+    assert not re.findall(r"url\((?!#)", text)
+    assert all(value.startswith("#") for _, name, value in parsed.attributes if name == "xlink:href")
+    # The control: another run has another page.
+    assert page(tmp_path, compiled, summary=SUMMARY | {"validation_loss": 1.5}).count("1.500") > text.count("1.500")
+
+
+def test_memory_is_of_the_whole_step(compiled):
+    parts = memory_parts(compiled)
+    assert sum(parts.values()) == pytest.approx(compiled.device_bytes, rel=0.01)
+    assert parts["opt_state"] == pytest.approx(2 * parts["params"], rel=0.01)
+
+
+def test_long_curves_are_thinned_and_keep_their_ends():
+    series = [(step, float(step)) for step in range(100_000)] + [(100_000, float("nan"))]
+    assert len(thinned(series)) == MAX_POINTS and thinned(series)[0] == (0, 0.0) and thinned(series)[-1][0] == 99_999
+    assert len(curves({"loss": series}, title="t", unit="u")) < 100_000
+    assert "<svg" in curves({"none": []}, title="t", unit="u")
+
+
+def test_a_folder_says_what_is_in_it():
+    text = folder_text(TrainConfig(log_to=("tensorboard",), profile="steps=3:5"))
+    for words in ("gpt2:bytes", "config.toml", "--config runs/train/config.toml --resume", "report.html",
+                  "tensorboard/", "a trace of steps 3 to 5", "checkpoints/", "--checkpoint runs/train/checkp"):
+        assert words in text
+    less = folder_text(TrainConfig(html=False, save_every=0))
+    assert not any(words in less for words in ("report.html", "checkpoints", "tensorboard", "profile", "wandb"))
