@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zero_jax.optim.whole_matrices import whole_matrices
     from zero_jax.planning.plan import plan
     from zero_jax.precision import LossScale, Precision
+    from zero_jax.sharding.communication import Communication
     from zero_jax.sharding.layout import Layout
     from zero_jax.sharding.mesh import make_mesh, simulate_devices
     from zero_jax.sharding.tensor_rules import TensorRule
@@ -35,6 +36,7 @@ __all__ = [
     "BadStepError",
     "CheckpointError",
     "Checkpoints",
+    "Communication",
     "ContractError",
     "DamagedCheckpointError",
     "Guard",
@@ -71,6 +73,7 @@ _MODULES = {
     "BadStepError": "step.guard",
     "CheckpointError": "checkpoint.manifest",
     "Checkpoints": "checkpoint.checkpoint",
+    "Communication": "sharding.communication",
     "ContractError": "step.contract",
     "DamagedCheckpointError": "checkpoint.manifest",
     "Guard": "step.guard",

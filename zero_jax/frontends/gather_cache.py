@@ -3,6 +3,7 @@
 from typing import Any
 
 from zero_jax.jaxpr.equations import current_trace
+from zero_jax.sharding.gather import Encoded
 
 
 class GatherCache:
@@ -16,12 +17,13 @@ class GatherCache:
 
         Args:
           use: a `gather.ParamUse`, or an `AccessRecorder`.
-          value: the stored array.
+          value: the stored array, or an `Encoded`, which is made anew wherever a loop hands it on.
         """
+        array = value.stored if isinstance(value, Encoded) else value
         trace = current_trace()
-        entries = self._gathered.setdefault((id(value), use), [])
+        entries = self._gathered.setdefault((id(array), use), [])
         for _, known_trace, gathered in entries:
             if known_trace == trace:
                 return use.read(*gathered)
-        entries.append((value, trace, use.gather(value)))  # holding `value` keeps its id from being used again
+        entries.append((array, trace, use.gather(value)))  # holding `array` keeps its id from being used again
         return use.read(*entries[-1][2])

@@ -146,7 +146,9 @@ class Linen:
         def box(name: str, value: Any, use: Any) -> Any:
             if use is None:
                 return value
-            return cache(use, value) if gathered_up_front(reads.get(name), use) else Stored(value, use, cache)
+            read = reads.get(name)
+            value = use.encoded(value, read.stacked if read else ())
+            return cache(use, value) if gathered_up_front(read, use) else Stored(value, use, cache)
 
         def compose(composed: Composed, parts: list[Any]) -> Any:
             if any(name in reads and reads[name].on_entry for name in composed.part_names):

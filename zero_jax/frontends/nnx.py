@@ -17,6 +17,7 @@ from zero_jax.frontends.axis_names import BoundAxes
 from zero_jax.frontends.composition import Composed, Composition
 from zero_jax.frontends.gather_cache import GatherCache
 from zero_jax.frontends.trace_access import gathered_up_front, trace_reads
+from zero_jax.sharding.gather import Encoded
 from zero_jax.sharding.param_access import ParamAccess
 
 
@@ -30,10 +31,11 @@ class OnRead:
 
     def __call__(self, variable: Any, value: Any) -> Any:
         """`value`, read through the use that fits its rank; what Flax prints in its place is no array."""
-        if not isinstance(value, (jax.Array, np.ndarray)):
+        array = value.stored if isinstance(value, Encoded) else value
+        if not isinstance(array, (jax.Array, np.ndarray)):
             return value
         use = self.use
-        for _ in range(self.ndim - jnp.ndim(value)):
+        for _ in range(self.ndim - jnp.ndim(array)):
             use = use.drop_dim(0)
         return self.cache(use, value)
 
@@ -140,13 +142,15 @@ class Nnx:
         def stored(path: tuple[Any, ...], variable: Any, value: Any, use: Any) -> Any:
             if path in composed:
                 return _composed(composed[path], variable, params, uses, reads, cache)
-            if gathered_up_front(reads.get(_name(path)), use):
-                return variable.replace(cache(use, value))
             if use is None:
                 return variable.replace(value)
+            ndim, read = value.ndim, reads.get(_name(path))
+            value = use.encoded(value, read.stacked if read else ())
+            if gathered_up_front(read, use):
+                return variable.replace(cache(use, value))
             own = variable.get_metadata("on_get_value", ())
-            hooks = (OnRead(use, value.ndim, cache), *(own if isinstance(own, tuple) else (own,)))
-            hooked = variable.replace(value, on_get_value=hooks, **_true_sizes(use, reads.get(_name(path))))
+            hooks = (OnRead(use, ndim, cache), *(own if isinstance(own, tuple) else (own,)))
+            hooked = variable.replace(value, on_get_value=hooks, **_true_sizes(use, read))
             object.__setattr__(hooked, "__class__", reading_whole(type(hooked)))
             return hooked
 

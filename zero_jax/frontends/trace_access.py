@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,10 @@ class AccessRecorder:
 
     def _edit(self, edit: Callable[[tuple[int, ...]], tuple[int, ...]]) -> "AccessRecorder":
         return dataclasses.replace(self, dims=edit(self.dims), shape=edit(self.shape))
+
+    def encoded(self, value: jax.Array, stacked: Sequence[int]) -> jax.Array:
+        """As `ParamUse.encoded`: the array as it is."""
+        return value
 
     def gather(self, value: jax.Array) -> tuple[jax.Array, jax.Array]:
         """As `ParamUse.gather`: the array as it is, marked as read."""

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.sharding.gather import GATHER_SCOPE, compute_spec, gather, gather_sequence, names_of
+from zero_jax.sharding.gather import GATHER_SCOPE, compute_spec, constrain, gather, gather_sequence, names_of
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.quantized_gather import GatherCodes
 from zero_jax.tree import leaf_bytes, map_named
 
 MAX_GATHER_BYTES = 2**30
@@ -22,9 +23,9 @@ MAX_GATHER_BYTES = 2**30
 def gather_compute_params(params: Any, layout: Layout, donated: Any = None) -> Any:
     """The compute weights from the master weights `params`, which are sharded as gradients; None if there is no copy.
 
-    Each shard is cast before it is gathered, so that the compute dtype is sent. A stack of layers of more than
-    `MAX_GATHER_BYTES` bytes per device is gathered some layers at a time into the donated previous copy `donated`, so
-    that no buffer grows with depth (the paper's C_B).
+    Each shard is cast or quantised before it is gathered, so that the compute dtype or codes are sent. A stack of
+    layers of more than `MAX_GATHER_BYTES` bytes per device is gathered some layers at a time into the donated previous
+    copy `donated`, so that no buffer grows with depth (the paper's C_B).
     """
     if layout.state.weights is None:
         return None
@@ -34,15 +35,23 @@ def gather_compute_params(params: Any, layout: Layout, donated: Any = None) -> A
 def gather_copy(params: Any, shards: Any, likes: Any, stored_shapes: Any, layout: Layout, donated: Any = None) -> Any:
     """`params`, of the shardings `shards`, cast and gathered to be as `likes`; see `gather_compute_params`."""
     def copy(name: str, param: jax.Array, shard: Any, like: Any, stored_shape: Any, donated: Any = None) -> jax.Array:
-        param, layers = param.astype(like.dtype), stored_shape.identity_dim(layout.reads[name].stacked)
-        whole = compute_spec(shard.spec, layout.axes)
-        if layers is None or shard.spec == whole or like.sharding.spec != whole:  # no slices, or no whole weights
-            return gather(param, layout.axes, shard.spec, like.sharding.spec)
+        codes = None if layout.quantized is None else layout.quantized.gathers.get(name)
+        layers, target = stored_shape.identity_dim(layout.reads[name].stacked), compute_spec(shard.spec, layout.axes)
+        param = param if codes is not None else param.astype(like.dtype)
+        if layers is None or shard.spec == target or like.sharding.spec != target:  # no slices, or no whole weights
+            return whole(param, shard.spec, codes, like)
         rounds = _rounds(like.shape[layers], leaf_bytes(like.sharding.shard_shape(like.shape), like.dtype))
         if rounds == 1:
-            return gather(param, layout.axes, shard.spec)
+            return whole(param, shard.spec, codes, like)
         donated = jnp.zeros(like.shape, like.dtype) if donated is None else donated
-        return _gather_rounds(param, donated, layout.axes, shard.spec, layers, rounds)
+        return _gather_rounds(param, donated, layout.axes, shard.spec, layers, rounds, codes)
+
+    def whole(param: jax.Array, spec: P, codes: GatherCodes | None, like: Any) -> jax.Array:
+        if codes is None:
+            return gather(param, layout.axes, spec, like.sharding.spec)
+        messages = gather(codes.encode(param), layout.axes, codes.sent)
+        with jax.named_scope(GATHER_SCOPE):
+            return constrain(codes.decode(messages, like.dtype), layout.mesh, like.sharding.spec)
 
     return map_named(copy, params, shards, likes, stored_shapes, *[] if donated is None else [donated])
 
@@ -53,26 +62,28 @@ def _rounds(layers: int, size: int) -> int:
                  if layers % rounds == 0 and size <= rounds * MAX_GATHER_BYTES), layers)
 
 
-def _gather_rounds(param: jax.Array, donated: jax.Array, mesh_axes: MeshAxes, spec: P, dim: int, rounds: int
-                   ) -> jax.Array:
-    """`param`, sharded by `spec`, gathered into `donated` in `rounds` slices of `dim`.
+def _gather_rounds(param: jax.Array, donated: jax.Array, mesh_axes: MeshAxes, spec: P, dim: int, rounds: int,
+                   codes: GatherCodes | None = None) -> jax.Array:
+    """`param`, sharded by `spec`, gathered into `donated` in `rounds` slices of `dim`; as codes where there are such.
 
     A `shard_map`, and on a GPU one row of the result per round: otherwise XLA gives the result the memory layout of
     what it gathers and transposes it at the end, which takes as much memory again. On a TPU rows would need a copy, for
     its tiles, and are not needed.
     """
-    rows = not mesh_axes.is_tpu
+    rows, sent = not mesh_axes.is_tpu, spec if codes is None else codes.sent
 
     def fill(param: jax.Array, donated: jax.Array) -> jax.Array:
         size = param.shape[dim] // rounds
 
         def step(index: jax.Array, result: jax.Array) -> jax.Array:
             part = jax.lax.dynamic_slice_in_dim(param, index * size, size, dim)
+            part = part if codes is None else codes.encode_shard(part)
             with jax.named_scope(GATHER_SCOPE):
-                for before, after in itertools.pairwise(gather_sequence(spec, mesh_axes)):
+                for before, after in itertools.pairwise(gather_sequence(sent, mesh_axes)):
                     axes = tuple(axis for axis in names_of(before) if axis not in names_of(after))
                     split = next(at for at, entry in enumerate(before) if axes[0] in names_of(P(entry)))
                     part = jax.lax.all_gather(part, axes, axis=split, tiled=True)
+            part = part if codes is None else codes.decode(part, result.dtype, split=(mesh_axes.tensor,))
             if rows:
                 return jax.lax.dynamic_update_slice_in_dim(result, part.reshape(1, -1), index, 0)
             return jax.lax.dynamic_update_slice_in_dim(result, part, index * size, dim)

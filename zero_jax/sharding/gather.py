@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.jaxpr.equations import JaxprEqn
 from zero_jax.jaxpr.primitives import checkpoint_names
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.quantized_gather import GatherCodes, constrain
 from zero_jax.sharding.stored_shape import StoredShape
 
 GATHERED = "zero_gathered"
@@ -24,10 +25,22 @@ REDUCED = "zero_reduced"
 """The `checkpoint_name` of gradients that are to be reduced."""
 SCATTER = "zero_scatter"
 """The name of the jitted call that reduces and scatters a gradient."""
+SCATTER_QUANTIZED = "zero_scatter_quantized"
+"""The same of a gradient that is to be sent as codes (`quantized_reduce`)."""
 _SPLIT = "zero_tensor_"
 """With a number, the `checkpoint_name` of a parameter whose dim of that number `tensor` splits."""
 GATHER_SCOPE = "zero_gather"
 """In the op_name of every collective that gathers parameters."""
+
+
+class Encoded(NamedTuple):
+    """A stored parameter and the messages of its shards, made before the loops of a model: they slice both alike.
+
+    Made inside of a loop, a message is ready only when its round begins: half of the gathers then block (H100).
+    """
+
+    stored: Any
+    message: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +51,7 @@ class ParamUse:
     Entries are None, an axis name or a tuple of axis names (major first). dtype: that in which the model reads it;
     reduce: that in which the gradient is reduced. stored_shape: how it and its gradient are padded or merged.
     secondary: mesh axes over which backward gathers once more, from a copy that the others gathered (hpZ).
+    codes: how it is quantised to be gathered, None: it is sent in `dtype`. quantize_gradient: whether its gradient is.
     """
 
     axes: MeshAxes
@@ -47,6 +61,8 @@ class ParamUse:
     reduce: Any
     stored_shape: StoredShape
     secondary: tuple[str, ...] = ()
+    codes: GatherCodes | None = None
+    quantize_gradient: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -55,26 +71,46 @@ class ParamUse:
 
     def drop_dim(self, index: int) -> "ParamUse":
         """This use inside a loop or map over dim `index`, where the array has one dim less."""
-        return self._edit(lambda spec: P(*spec[:index], *spec[index + 1:]), self.stored_shape.drop_dim(index))
+        return self._edit(lambda spec: P(*spec[:index], *spec[index + 1:]), self.stored_shape.drop_dim(index),
+                          self.codes and self.codes.drop_dim(index))
 
     def add_dim(self, index: int) -> "ParamUse":
         """The inverse of `drop_dim`."""
-        return self._edit(lambda spec: P(*spec[:index], None, *spec[index:]), self.stored_shape.add_dim(index))
+        return self._edit(lambda spec: P(*spec[:index], None, *spec[index:]), self.stored_shape.add_dim(index),
+                          self.codes and self.codes.add_dim(index))
 
-    def _edit(self, edit: Any, stored_shape: StoredShape) -> "ParamUse":
+    def _edit(self, edit: Any, stored_shape: StoredShape, codes: GatherCodes | None) -> "ParamUse":
         reduced = None if self.reduced is None else edit(self.reduced)
-        return dataclasses.replace(self, stored=edit(self.stored), reduced=reduced, stored_shape=stored_shape)
+        return dataclasses.replace(
+            self, stored=edit(self.stored), reduced=reduced, stored_shape=stored_shape, codes=codes)
 
-    def gather(self, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of the stored array, the arguments of `read`: a carrier of gradients, and the array as the model reads it.
+    def encoded(self, value: jax.Array, stacked: Sequence[int]) -> Any:
+        """The stored array, with its messages where it is quantised; stacked: its dims over which a model loops."""
+        if self.codes is None or not all(self.codes.loops[dim] for dim in stacked):
+            return value
+        return Encoded(value, self.codes.encode(value))
 
-        The second is cast on the shard, then gathered, and has no derivative. Gradients of several reads are added at
-        the carrier, in the dtype in which they are reduced.
+    def gather(self, value: Any) -> tuple[jax.Array, jax.Array]:
+        """Of what `encoded` returned, the arguments of `read`: a carrier of gradients, and the array as it is read.
+
+        The second is cast or encoded on the shard, then gathered, and has no derivative. Gradients of several reads are
+        added at the carrier, in the dtype in which they are reduced.
         """
-        carrier: Any = value if value.dtype == self.reduce else _carrier(value, self)
-        shard: Any = jax.lax.stop_gradient(value)
-        two_hops = self.secondary and secondary_spec(self.stored, self.axes, self.secondary) != self.stored
+        value = self.encoded(value, ()) if not isinstance(value, Encoded) else value
+        stored, message = value if isinstance(value, Encoded) else (value, value)
+        carrier: Any = stored if stored.dtype == self.reduce else _carrier(stored, self)
+        shard: Any = jax.lax.stop_gradient(message)
+        two_hops = self.secondary and secondary_spec(self.sent, self.axes, self.secondary) != self.sent
         return carrier, _gather(_gather_secondary(shard, self) if two_hops else shard, self)
+
+    @property
+    def sent(self) -> P:
+        """The spec of what is gathered: of the stored array, or of its messages."""
+        return self.stored if self.codes is None else self.codes.sent
+
+    def cast(self, value: jax.Array) -> jax.Array:
+        """A stored array as it is sent: in `dtype`; messages stay what they are."""
+        return value.astype(self.dtype) if self.codes is None else value
 
     def read(self, carrier: jax.Array, gathered: jax.Array) -> jax.Array:
         """`gathered`, as a function of `carrier`: its transpose reduces and scatters the gradient of this read."""
@@ -84,11 +120,6 @@ class ParamUse:
 def split_dim(eqn: JaxprEqn) -> int | None:
     """The dim that `tensor` splits of the parameter that `eqn` reads; None where it reads none, or one not split."""
     return next((int(name.removeprefix(_SPLIT)) for name in checkpoint_names(eqn) if name.startswith(_SPLIT)), None)
-
-
-def constrain(value: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """`value` laid out by `spec`, under jit."""
-    return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
 
 
 def gather_sequence(spec: P, axes: MeshAxes, last: Sequence[str] = ()) -> list[P]:
@@ -133,9 +164,9 @@ def secondary_spec(spec: P, axes: MeshAxes, secondary: Sequence[str]) -> P:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather_secondary(value: jax.Array, use: ParamUse) -> jax.Array:
-    value = constrain(value, use.mesh, use.stored).astype(use.dtype)
-    target = secondary_spec(use.stored, use.axes, use.secondary)
-    return checkpoint_name(gather(value, use.axes, use.stored, target), SECONDARY)
+    value = use.cast(constrain(value, use.mesh, use.sent))
+    target = secondary_spec(use.sent, use.axes, use.secondary)
+    return checkpoint_name(gather(value, use.axes, use.sent, target), SECONDARY)
 
 
 def names_of(spec: P) -> list[str]:
@@ -148,9 +179,12 @@ def _gather(value: jax.Array, use: ParamUse) -> jax.Array:
     # The first constraint matters: under jax.checkpoint the residual passes an optimization barrier, and without it
     # sharding propagation gathers before the barrier, so that forward and backward share one gather and the whole
     # weight stays alive between them. The second keeps the cast on the shard: what is sent is of use.dtype.
-    spec = secondary_spec(use.stored, use.axes, use.secondary) if use.secondary else use.stored
-    value = constrain(value, use.mesh, spec).astype(use.dtype)
-    value = use.stored_shape.load(gather(value, use.axes, spec))
+    spec = secondary_spec(use.sent, use.axes, use.secondary) if use.secondary else use.sent
+    value = gather(use.cast(constrain(value, use.mesh, spec)), use.axes, spec)
+    if use.codes is not None:  # constrained: else the partitioner decodes in parts, and gathers what is decoded
+        with jax.named_scope(GATHER_SCOPE):
+            value = constrain(use.codes.decode(value, use.dtype), use.mesh, compute_spec(use.stored, use.axes))
+    value = use.stored_shape.load(value)
     if use.stored_shape.merges:  # XLA:GPU cannot tile a product that takes a slice of a merged weight as its operand
         value = jax.lax.optimization_barrier(value)
     return checkpoint_name(value, GATHERED)
@@ -202,6 +236,8 @@ def _scatter(gradient: jax.Array, use: ParamUse) -> jax.Array:
             value = constrain(value, use.mesh, step)
         return value
 
+    if use.quantize_gradient:
+        zero_scatter.__name__ = SCATTER_QUANTIZED
     return jax.jit(zero_scatter, out_shardings=NamedSharding(use.mesh, spec))(gradient)
 
 

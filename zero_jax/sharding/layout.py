@@ -11,6 +11,7 @@ from zero_jax.sharding.auto_axes import computing_on, on_auto_axes
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.partition import choose_spec, parts_of
+from zero_jax.sharding.quantized_leaves import QuantizedLeaves
 from zero_jax.sharding.stored_shape import StoredShape
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
@@ -66,6 +67,7 @@ class Layout:
         step_weights: the copy of all parameters that a step gathers once for its microbatches, as
             `jax.ShapeDtypeStruct`s with shardings; None: they are gathered where they are read.
         gather_note: how often parameters are gathered and why, where `gather=` was given.
+        quantized: which parameters are sent as codes; None: none.
     """
 
     axes: MeshAxes
@@ -78,6 +80,7 @@ class Layout:
     replicated_batch: tuple[str, ...] = ()
     step_weights: Pytree | None = None
     gather_note: str = ""
+    quantized: QuantizedLeaves | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -167,6 +170,7 @@ class Layout:
             lines.append(f"parameters are gathered {self.gather_note}")
         if self.replicated_batch:
             lines.append("leaves of the batch that are whole on every device: " + ", ".join(self.replicated_batch))
+        lines += [] if self.quantized is None else self.quantized.describe()
         return "\n".join(lines)
 
     def _note(self, name: str, leaf: jax.ShapeDtypeStruct, stored_shape: StoredShape) -> str:

@@ -1,6 +1,7 @@
 """Makes a layout: a pure function of shapes, stage, precision and mesh."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,12 +11,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.precision import Precision
+from zero_jax.sharding.communication import Communication
 from zero_jax.sharding.gather import ParamUse, compute_spec
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.partition import Split
 from zero_jax.sharding.partition_state import partition_state
+from zero_jax.sharding.quantized_leaves import Leaf, quantized_leaves
 from zero_jax.sharding.stored_shape import StoredShape, identity_shape
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
@@ -33,12 +36,14 @@ class LayoutPolicy:
         reduce_at_use: whether backward reduces a gradient where the parameter is read; False: the sum of the
             microbatches is reduced after the last of them.
         hpz_axes: ZeRO axes among which backward gathers what forward gathered over the others (ZeRO++'s hpZ).
+        communication: in which formats weights and gradients are sent; None: as they are.
     """
 
     stage: Stage
     precision: Precision = Precision()
     reduce_at_use: bool = True
     hpz_axes: AxisNames = ()
+    communication: Communication | None = None
 
 
 def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
@@ -93,7 +98,22 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
         frozen, optax.with_extra_args_support(optax.identity()), sizes if stage.shards_params else {}, reads,
         tiled=axes.is_tpu, splits=splits)
 
-    # Third, how the model reads either.
+    # Third, what of either is sent as codes.
+    def leaf(name: str, leaf: jax.ShapeDtypeStruct, spec: Spec, stored_shape: StoredShape, trained: bool) -> Leaf:
+        return Leaf(stored_shape, spec, as_read(name, leaf).dtype, reads[name],
+                    gathered=trained or stage.shards_params, trained=trained)
+
+    quantized = None
+    if policy.communication is not None:
+        if not has_weights:
+            policy.communication.check_copy(stage.number)
+        quantized = quantized_leaves(policy.communication, dict(named_leaves(merge(
+            map_named(functools.partial(leaf, trained=True), params, sharded_specs, param_shapes),
+            map_named(functools.partial(leaf, trained=False), frozen, frozen_specs, frozen_shapes)))),
+            axes, policy.hpz_axes)
+    at_use = quantized.gathers if quantized is not None and stage.shards_params else {}
+
+    # Fourth, how the model reads them.
     def use(name: str, leaf: jax.ShapeDtypeStruct, stored: Spec, reduced: Spec,
             stored_shape: StoredShape) -> ParamUse | None:
         dtype, reduce = precision.read_dtype(name, leaf.dtype), precision.reduce_dtype(name, leaf.dtype)
@@ -101,12 +121,13 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
             return None  # the partitioner all-reduces by itself
         return ParamUse(axes, stored if stage.shards_params else compute_spec(stored, axes),
                         reduced if policy.reduce_at_use else None, dtype, reduce, stored_shape,
-                        policy.hpz_axes if stage.shards_params else ())
+                        policy.hpz_axes if stage.shards_params else (), at_use.get(name),
+                        quantized is not None and name in quantized.gradients)
 
     def use_frozen(name: str, leaf: jax.ShapeDtypeStruct, stored: Spec, stored_shape: StoredShape) -> ParamUse | None:
         if not stage.shards_params and name not in tensor_specs:
             return None
-        return ParamUse(axes, stored, None, leaf.dtype, leaf.dtype, stored_shape, policy.hpz_axes)
+        return ParamUse(axes, stored, None, leaf.dtype, leaf.dtype, stored_shape, policy.hpz_axes, at_use.get(name))
 
     has_ema = state.ema is not None
     return Layout(
@@ -125,4 +146,5 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
             rng=identity_shapes(state.rng)),
         gradients=map_specs(lambda spec: NamedSharding(mesh, spec), sharded_specs),
         uses=merge(map_named(use, params, param_specs, sharded_specs, param_shapes),
-                   map_named(use_frozen, frozen, frozen_specs, frozen_shapes)))
+                   map_named(use_frozen, frozen, frozen_specs, frozen_shapes)),
+        quantized=quantized)

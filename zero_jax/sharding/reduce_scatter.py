@@ -9,16 +9,23 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.sharding.communication import Hop
 from zero_jax.sharding.mesh import fills_tiles, is_tpu, tile_block
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.quantized_reduce import reduce_quantized
 
 MAX_UNPADDED_ROWS = 2**14
 """With more rows than this, a TPU all-reduces instead of scattering columns unless the rows are a multiple of four
 tiles: XLA finds no size for the pieces. With more rows XLA (jax 0.10) also fails to compile some flatter arrays."""
 
 
-def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P) -> jax.Array:
-    """The sum of the devices' `value`s, sharded by `spec`: each device returns its shard. For `jax.shard_map`."""
+def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P, hops: Sequence[Hop] = ()) -> jax.Array:
+    """The sum of the devices' `value`s, sharded by `spec`: each device returns its shard. For `jax.shard_map`.
+
+    hops: in which formats they are sent; none: as they are.
+    """
+    if hops:
+        return reduce_quantized(value, mesh_axes, spec, hops)
     mesh, tensor = mesh_axes.mesh, mesh_axes.tensor
     splits = [(dim, (entry,) if isinstance(entry, str) else entry) for dim, entry in enumerate(spec) if entry]
     splits = [(dim, tuple(axis for axis in axes if axis != tensor)) for dim, axes in splits]

@@ -61,7 +61,7 @@ def microbatch_layout(layout: Layout) -> Layout:
         return layout
     trained = {name for name, _ in named_leaves(layout.state.params)}
     weights, frozen = split_named(layout.step_weights, lambda name, _: name in trained)
-    uses = jax.tree.map(lambda like, use: dataclasses.replace(use, stored=like.sharding.spec),
+    uses = jax.tree.map(lambda like, use: dataclasses.replace(use, stored=like.sharding.spec, codes=None),
                         layout.step_weights, layout.uses)
     state = dataclasses.replace(layout.state, weights=weights, frozen=frozen)
     return dataclasses.replace(layout, state=state, uses=uses, step_weights=None)

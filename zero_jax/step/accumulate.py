@@ -102,8 +102,9 @@ def _reduce_once(
 
     def reduce(name: str, total: Any, like: Any, sharding: NamedSharding) -> Any:
         dtype = uses[name].reduce if name in uses else like.dtype
+        hops = layout.quantized.hops if layout.quantized and name in layout.quantized.gradients else ()
         reduce_scatter = jax.shard_map(
-            lambda part: reduce_parts((part[0] / weight).astype(dtype), layout.axes, sharding.spec), mesh=mesh,
+            lambda part: reduce_parts((part[0] / weight).astype(dtype), layout.axes, sharding.spec, hops), mesh=mesh,
             in_specs=P(axes, *compute_spec(sharding.spec, layout.axes)), out_specs=sharding.spec, check_vma=False)
         return reduce_scatter(total).astype(total.dtype)
 

@@ -14,6 +14,7 @@ from zero_jax.optim.whole_matrices import moved
 from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.step_weights import microbatch_layout, step_weights_bytes
+from zero_jax.step.contract_codes import code_violations
 from zero_jax.step.contract_memory import memory_violations
 from zero_jax.step.contract_minimum import shortfalls
 from zero_jax.step.contract_params import min_itemsize, param_pieces, param_traffic
@@ -54,9 +55,11 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
     params, pieces = param_traffic(layout, num_microbatches), param_pieces(layout)
     gathered, reduced = sum(each.gathered_bytes for each in params), sum(each.reduced_bytes for each in params)
     if platform == "cpu" or not stage.shards_optimizer:
-        reduced += max((each.reduced_bytes for each in params), default=0.0)
+        reduced += max((each.reduced_bytes for each in params if not each.reduces_codes), default=0.0)
     num_reductions = 1 if accumulation is None or accumulation.once else num_microbatches
     reduced *= num_reductions
+    gathered_codes = sum(each.gathered_bytes for each in params if each.gathers_codes)
+    reduced_codes = sum(each.reduced_bytes for each in params if each.reduces_codes) * num_reductions
 
     # Second, what is small. A batch norm sums two statistics forward, again where it is recomputed, two backward.
     statistics = 3 * sum(leaf.size * 4 for leaf in jax.tree.leaves(layout.state.variables))
@@ -71,10 +74,10 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
         how = "all microbatches of a step" + ", and in each of them over the hpZ axes" * copies.gathers_at_use
     budgets = [
         TrafficBudget(f"parameters gathered for {how}" if zero_axes else "no parameter gathered", ("all-gather",),
-                      zero_axes, gathered, pieces, "gather"),
+                      zero_axes, gathered, pieces, "gather", gathered_codes),
         TrafficBudget("gradients summed" + (" and scattered" if zero_axes else ""),
                       ("reduce-scatter", "all-reduce") if zero_axes else ("all-reduce",), tuple(mesh), reduced, pieces,
-                      "reduce"),
+                      "reduce", reduced_codes),
         TrafficBudget("metrics, statistics of the batch and other small sums",
                       ("all-reduce", "all-gather", "reduce-scatter", "collective-permute"), tuple(mesh), small,
                       key="rest")]
@@ -111,7 +114,8 @@ def check(program: str | Sequence[Collective], contract: Contract, gathered_byte
     results = {budget.key: TrafficResult(budget, tuple(by_purpose[budget.key]), notes.get(budget.key, ()))
                for budget in contract.budgets}
     broken = (*violations(results, contract), *shortfalls(results, contract), *state_violations(contract),
-              *memory_violations(results, contract, gathered_bytes), *slice_violations(slices))
+              *code_violations(results, contract), *memory_violations(results, contract, gathered_bytes),
+              *slice_violations(slices))
     return Report(contract, tuple(results.values()), broken)
 
 

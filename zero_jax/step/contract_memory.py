@@ -26,7 +26,9 @@ def gathered_limit(collectives: Iterable[Collective], contract: Contract) -> flo
     repeated = sum(each.bytes for each in contract.params if each.slices * each.copies > 1)
     others = sum(each.bytes for each in contract.params) - repeated
     largest = max((each.payload_bytes for each in collectives if purpose_of(each, contract) == "gather"), default=0)
-    return others + repeated / 2 + 4 * largest + contract.copy_bytes
+    decoded = max((each.bytes / sent for each in contract.params if each.gathers_codes and (sent := each.gathered)),
+                  default=1.0)  # a message is of half or a quarter of the bytes of what it holds
+    return others + repeated / 2 + 4 * max(1.0, decoded) * largest + contract.copy_bytes
 
 
 def gathered_at_once(module: Module) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from zero_jax.sharding.gather import SCATTER
 from zero_jax.step.contract_purpose import total_bytes, total_elements
-from zero_jax.step.contract_report import Contract, ParamTraffic, TrafficResult
+from zero_jax.step.contract_report import CODES, Contract, ParamTraffic, TrafficResult
 from zero_jax.step.contract_violations import SMALL_LEAF, explain, reduced_bytes
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.shapes import shape_bytes
@@ -78,9 +78,12 @@ def _why_whole(whole: Iterable[Collective], contract: Contract) -> str | None:
 def _narrow_reductions(reduce: TrafficResult, contract: Contract) -> Iterator[str]:
     """Gradients that are summed in fewer bits than declared."""
     by_name = {each.name: each for each in contract.params}
-    least = min((each.reduce_itemsize for each in contract.params if each.reduced), default=0)
+    least = min((each.reduce_itemsize for each in contract.params if each.reduced and not each.reduces_codes),
+                default=0)
     narrow = []
     for c in reduce.collectives:
+        if reduce.budget.code_bytes and set(c.dtypes) <= set(CODES):
+            continue
         declared = [by_name[name].reduce_itemsize for name in c.serves if name in by_name and by_name[name].reduced]
         if (declared or SCATTER in c.op_name) and any(
                 shape_bytes(dtype, ()) < min(declared, default=least) for dtype, _ in c.shapes):

@@ -14,6 +14,7 @@ from zero_jax.sharding.gather import ParamUse, compute_spec
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.partition import parts_of
+from zero_jax.sharding.quantized_reduce import sent_bytes
 from zero_jax.sharding.stored_shape import StoredShape
 from zero_jax.step.contract_report import ParamTraffic
 from zero_jax.tree import named_leaves
@@ -44,6 +45,10 @@ def param_pieces(layout: Layout) -> dict[int | tuple[int, ...], str]:
         parts = _num_parts(leaf.shape, sharding)
         for shape in (leaf.shape, stored_shape.shape):
             pieces |= dict.fromkeys(_piece_sizes(shape, layout.reads[name].stacked, parts, layout.axes.sizes), name)
+        if layout.quantized is not None and (codes := layout.quantized.gathers.get(name)):
+            message = parts * codes.format.message_bytes(codes.num_values)
+            shape = (leaf.size // (parts * codes.num_values), message)  # of all layers, and of one
+            pieces |= dict.fromkeys(_piece_sizes(shape, (0,), parts, layout.axes.sizes), name)
     return pieces
 
 
@@ -64,10 +69,11 @@ def _trainable(layout: Layout, num_microbatches: int) -> Iterator[ParamTraffic]:
             gathers = _gathers(layout, use, shards, num_microbatches)
         replicas = layout.mesh.size // parts
         scattered, summed = size * (1 - 1 / shards), 2 * size / shards * (1 - 1 / replicas)
-        yield _as_read(layout, stored_shape, ParamTraffic(
+        traffic = ParamTraffic(
             name, size, scattered, scattered if shards > 1 else summed, read, reduce,
             gathered_bytes=size * max(read, at_least) * gathers,
-            reduced_bytes=max(reduce, at_least) * (scattered + summed)))
+            reduced_bytes=max(reduce, at_least) * (scattered + summed))
+        yield _as_read(layout, stored_shape, _in_codes(layout, traffic, size / shards, gathers))
 
 
 def _gathers(layout: Layout, use: ParamUse, shards: int, num_microbatches: int) -> float:
@@ -95,8 +101,29 @@ def _frozen(layout: Layout, num_microbatches: int) -> Iterator[ParamTraffic]:
         once, use = size * (1 - tensor_size / parts), uses.get(name)
         gathers = 0.0 if use is None or not layout.stage.shards_params else _gathers(
             layout, use, parts // tensor_size, num_microbatches)
-        yield _as_read(layout, stored_shape, ParamTraffic(
-            name, size, once, 0.0, itemsize, itemsize, gathered_bytes=size * gathers * max(itemsize, at_least)))
+        traffic = ParamTraffic(
+            name, size, once, 0.0, itemsize, itemsize, gathered_bytes=size * gathers * max(itemsize, at_least))
+        yield _as_read(layout, stored_shape, _in_codes(layout, traffic, leaf.size / parts, gathers))
+
+
+def _in_codes(layout: Layout, traffic: ParamTraffic, shard: float, gathers: float) -> ParamTraffic:
+    """`traffic`, where the parameter or its gradient is quantised: messages of `shard` values are sent.
+
+    gathers: which share of the whole parameter a device sends for all gathers of a step.
+    """
+    quantized = layout.quantized
+    if quantized is None:
+        return traffic
+    name, axes = traffic.name, layout.axes
+    if codes := quantized.gathers.get(name):
+        whole = shard / codes.num_values * axes.zero_size * codes.format.message_bytes(codes.num_values)
+        traffic = dataclasses.replace(traffic, gathers_codes=True, gathered=whole * traffic.gathered / traffic.size,
+                                      gathered_bytes=whole * gathers)
+    if name in quantized.gradients:
+        num_values = int(shard) // quantized.layers[name]
+        sent = quantized.layers[name] * sum(each for _, each in sent_bytes(num_values, axes, quantized.hops))
+        traffic = dataclasses.replace(traffic, reduces_codes=True, reduced=sent, reduced_bytes=sent)
+    return traffic
 
 
 def _as_read(layout: Layout, stored_shape: StoredShape, traffic: ParamTraffic) -> ParamTraffic:

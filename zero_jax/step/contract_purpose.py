@@ -21,8 +21,12 @@ def purpose_of(collective: Collective, contract: Contract) -> str:
             len(axes) == 1 and axes[0] in activations.axes and (
                 axes[0] != contract.context or SCATTER not in collective.op_name)):
         return "activations"
+    if GATHER_SCOPE in collective.op_name:
+        return "gather"
+    if SCATTER in collective.op_name and collective.kind in ("all-to-all", "all-gather"):
+        return "reduce"  # of quantised gradients: sums across replicas are gathered again
     unmarked = collective.kind == "all-gather" and (contract.stage < 3 or not collective.op_name)
-    if GATHER_SCOPE in collective.op_name or unmarked and _is_piece(collective, contract):
+    if unmarked and _is_piece(collective, contract):
         return "gather"
     if collective.kind in ("reduce-scatter", "all-reduce", "collective-permute") and (
             collective.serves or _is_piece(collective, contract) or SCATTER in collective.op_name):

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from zero_jax.typing import AxisNames
 from zero_jax.xla.collective import Collective
 
+CODES = ("u8", "s8")
+"""HLO's dtypes of quantised messages."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TrafficBudget:
@@ -19,6 +22,7 @@ class TrafficBudget:
         pieces: elements of each buffer that may be sent (of whole matrices: sorted dims) -> the parameter that it
             holds; empty where anything small may be.
         key: short for the purpose: "gather", "reduce", "rest", "matrices" or "activations".
+        code_bytes: of `communication_bytes` those that are promised as quantised codes (bytes, `CODES`).
     """
 
     purpose: str
@@ -27,6 +31,7 @@ class TrafficBudget:
     communication_bytes: float
     pieces: Mapping[int | tuple[int, ...], str] = dataclasses.field(default_factory=dict, repr=False)
     key: str = ""
+    code_bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +51,8 @@ class ParamTraffic:
         copies: how many parameters have its shape and, but for numbers, its name: layers that no loop runs over.
         is_read: whether the loss reads it.
         up_front: whether it is gathered before the model runs, since its reads cannot be intercepted.
+        gathers_codes: whether it is gathered as codes; then `gathered` counts bytes of messages.
+        reduces_codes: whether its gradient is reduced as codes; then `reduced` counts bytes of messages.
     """
 
     name: str
@@ -60,6 +67,8 @@ class ParamTraffic:
     copies: int = 1
     is_read: bool = True
     up_front: bool = False
+    gathers_codes: bool = False
+    reduces_codes: bool = False
 
     @property
     def bytes(self) -> float:

@@ -85,9 +85,10 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
 
     gathers = layout.gathers_at_use
     # On a flat GPU mesh the partitioner's own reductions are asynchronous: there only what it cannot scatter is edited.
+    hops = () if layout.quantized is None else layout.quantized.hops
     uneven_only = not layout.axes.is_tpu and layout.axes.is_flat
     is_even = all(stored_shape.is_identity for stored_shape in jax.tree.leaves(layout.stored_shapes.params))
-    scatters = reduced and not (uneven_only and is_even)
+    scatters = reduced and (not (uneven_only and is_even) or bool(hops))
     on_loss = [
         (True, duplicate_param_reads),
         (activations.sequence, activations.split_sequence),
@@ -102,10 +103,10 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         (True, inline_calls),
         (True, compute_grads_in_reduce_dtype),
         (reduced, functools.partial(
-            communicate_once_per_loop, batch_size=activations.batch_size, axes=layout.axes)),
+            communicate_once_per_loop, batch_size=activations.batch_size, axes=layout.axes, hops=hops)),
         (reduced, functools.partial(
             scatter_partial_gradients, batch_size=activations.batch_size, axes=layout.axes, uneven=uneven_only,
-            split=activations.sequence)),
+            split=activations.sequence, hops=hops)),
     ]
     loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled), first=remat_blocks)
     if gathers:

@@ -17,6 +17,7 @@ from zero_jax.precision import Precision, precision_of
 from zero_jax.sharding.auto_axes import computing_on, sharding_errors_explained
 from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.batch_layout import BatchRule
+from zero_jax.sharding.communication import Communication, communication_of
 from zero_jax.sharding.mesh import default_mesh
 from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
 from zero_jax.sharding.tensor_rules import TensorRule, rules_of
@@ -57,6 +58,7 @@ def make_zero_train_step(
     combine_bytes: int | None = None,
     overlap: bool | Mapping[str, Any] = False,
     batch_specs: Sequence[BatchRule] = (),
+    communication: Communication | None = None,
     streams: Sequence[str] | None = None,
     secondary: str | Sequence[str] | None = None,
 ) -> ZeroTrainStep:
@@ -116,6 +118,8 @@ def make_zero_train_step(
         pattern (`re.search` in the leaf's name) and a `PartitionSpec` over axes of the mesh, or None for leaves that
         are whole on every device, as ("edges", P("data")). Scalars and typed keys need no rule. With `accumulate`
         every microbatch gets what is whole, and of a typed key one of its own; what a rule shards is refused.
+      communication: quantised collectives (ZeRO++), as `zero_jax.Communication(weights="int8", gradients="int8")`; by
+        default weights and gradients are sent in the dtypes of `precision`.
       streams: deprecated, the former name of `rng_streams`.
       secondary: deprecated, the former name of `hpz_axes`.
 
@@ -141,7 +145,8 @@ def make_zero_train_step(
         ema=ema, guard=guard, tensor_rules=rules_of(tensor_rules), sequence_parallel=sequence_parallel,
         remat=remat_of(remat), partition_activations=partition_activations,
         hpz_axes=texts("hpz_axes", hpz_axes, "(\"data_1\",)"), combine_bytes=combine_bytes,
-        overlap=overlap, batch_specs=tuple(batch_specs))
+        overlap=overlap, batch_specs=tuple(batch_specs),
+        communication=communication_of(communication))
     loss = next_token_loss if loss is None else loss
     check_loss(loss)
     with computing_on(axes.mesh), sharding_errors_explained():

@@ -9,6 +9,7 @@ from zero_jax.errors import UsageError
 from zero_jax.precision import Precision
 from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.batch_layout import BatchLayout, BatchRule
+from zero_jax.sharding.communication import Communication
 from zero_jax.sharding.make_layout import LayoutPolicy
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.tensor_rules import TensorRule
@@ -43,6 +44,7 @@ class StepOptions:
     combine_bytes: int | None = None
     overlap: bool | Mapping[str, Any] = False
     batch_specs: tuple[BatchRule, ...] = ()
+    communication: Communication | None = None
 
     def __post_init__(self) -> None:
         if self.ema is not None and not (is_number(self.ema) and 0 <= self.ema < 1):
@@ -74,6 +76,12 @@ class StepOptions:
         if self.tensor_rules and not axes.tensor_enabled:
             raise UsageError(f"tensor_rules: the mesh {axes.sizes} has no axis {axes.tensor!r} to split over: build "
                              "it with zero_jax.make_mesh(tensor=...), or leave tensor_rules out.")
+        if self.communication is not None:
+            self.communication.check(self.stage.number, axes, self.hpz_axes)
+            if self.communication.weights is not None and self.hpz_axes and self.accumulation.gather != "use":
+                raise UsageError(
+                    f"gather={self.accumulation.gather!r} with hpz_axes={self.hpz_axes} and quantised weights: the copy "
+                    "of a step would be decoded, and its gathers inside of a node as wide as without: leave one out.")
         # Each of these raises for what it cannot be made of.
         BatchLayout(axes, self.batch_specs)
         self.activations(axes, 1)
@@ -83,7 +91,7 @@ class StepOptions:
     def layout_policy(self) -> LayoutPolicy:
         """What of these options decides how the state is stored."""
         return LayoutPolicy(self.stage, self.precision, reduce_at_use=not self.accumulation.once,
-                            hpz_axes=self.hpz_axes)
+                            hpz_axes=self.hpz_axes, communication=self.communication)
 
     def activations(self, axes: MeshAxes, batch_size: int) -> Activations:
         """How the activations of so many examples are sharded and stored."""

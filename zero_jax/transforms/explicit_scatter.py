@@ -42,10 +42,11 @@ from zero_jax.jaxpr.primitives import (
     scatter_dims,
     scatter_dropping,
 )
+from zero_jax.sharding.communication import Hop
 from zero_jax.sharding.gather import names_of
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.reduce_scatter import reduce_parts
-from zero_jax.transforms.scatter_calls import MOVES, SUMS, is_scatter, is_uneven
+from zero_jax.transforms.scatter_calls import MOVES, SUMS, is_quantized, is_scatter, is_uneven
 
 _KEEPS_DIMS = ("copy", NAME, CONVERT)
 
@@ -54,7 +55,7 @@ Split = dict[int, tuple[str, ...]]
 
 
 def scatter_partial_gradients(jaxpr: Jaxpr, *, batch_size: int, axes: MeshAxes, uneven: bool = False,
-                              split: bool = False) -> Jaxpr:
+                              split: bool = False, hops: Sequence[Hop] = ()) -> Jaxpr:
     """Sums and scatters explicitly every gradient whose product is found.
 
     Why: the partitioner cannot scatter over several axes at once on a TPU, nor what it pads after the sum.
@@ -71,13 +72,16 @@ def scatter_partial_gradients(jaxpr: Jaxpr, *, batch_size: int, axes: MeshAxes, 
         (by a module whose `dtype` is not what it is given): each device's part is padded and cast before it is sent,
         since the partitioner all-reduces what it pads or casts after the sum.
       split: only products of which `tensor` splits a side; the operands of others may be split along the sequence.
+      hops: of the gradients that are sent as codes: all of these, whatever `uneven` says.
     """
     makers = producers(jaxpr)
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         cast = is_scatter(eqn) and _is_cast(eqn.invars[0], makers)
-        if is_scatter(eqn) and (is_uneven(eqn) or not uneven or cast):
-            part = PartialGradient(makers, batch_size, axes, out_shardings(eqn)[0], split)
+        quantized = is_scatter(eqn) and is_quantized(eqn)
+        if is_scatter(eqn) and (is_uneven(eqn) or not uneven or cast or quantized):
+            part = PartialGradient(makers, batch_size, axes, out_shardings(eqn)[0], split, sums_rows=quantized,
+                                   hops=hops if quantized else ())
             eqn = part.scattered(eqn) if part.add(eqn.invars[0], part.tensor_dim) else eqn
         eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)
@@ -87,9 +91,9 @@ class PartialGradient:
     """The equations that make one device's part of a gradient, and the arrays that go into them."""
 
     def __init__(self, makers: dict[Any, JaxprEqn], batch_size: int, mesh_axes: MeshAxes,
-                 sharding: NamedSharding, split: bool, sums_rows: bool = False):
+                 sharding: NamedSharding, split: bool, sums_rows: bool = False, hops: Sequence[Hop] = ()):
         self.makers, self.batch_size, self.mesh_axes, self.axes = makers, batch_size, mesh_axes, mesh_axes.batch
-        self.sharding, self.split, self.mesh = sharding, split, mesh_axes.mesh
+        self.sharding, self.split, self.mesh, self.hops = sharding, split, mesh_axes.mesh, hops
         self.tensor_dim = next((dim for dim, entry in enumerate(sharding.spec)
                                 if mesh_axes.tensor in names_of(P(entry))), None)
         # Of biases, and of parameters that a module joins.
@@ -165,6 +169,9 @@ class PartialGradient:
     def _split_rows(self, eqn: JaxprEqn, dim: int | None) -> bool:
         """Splits the updates that are added to rows of zeros, an embedding's gradient; `tensor` may split the rows."""
         zeros, indices, updates = eqn.invars
+        if self.sums_rows and dim is None and self._sums_batch(updates):  # of positions, which all examples share
+            return all([self._is_zero(zeros), self._set_split(zeros, {}), self._set_split(indices, {}),
+                        self.add(updates, None)])
         dims = scatter_dims(eqn)
         rows = [at for at in range(len(getattr(updates.aval, "shape", ()))) if at not in dims.window]
         batch = self._batch(updates, rows)
@@ -173,6 +180,14 @@ class PartialGradient:
         of_rows = {} if dim is None else {dim: (self.mesh_axes.tensor,)}
         return all([self._set_split(zeros, of_rows), self._set_split(updates, batch),
                     self._set_split(indices, {rows.index(at): axes for at, axes in batch.items()})])
+
+    def _sums_batch(self, atom: Any) -> bool:
+        """Whether `atom` is a sum over examples, moved."""
+        eqn = self._maker(atom)
+        while eqn is not None and primitive_of(eqn) in self.moves:
+            eqn = self._maker(eqn.invars[0])
+        return (eqn is not None and primitive_of(eqn) == "reduce_sum" and not self._comes_from_devices(eqn.invars[0])
+                and self._batch(eqn.invars[0], reduced_axes(eqn)) is not None)
 
     def _batch(self, atom: Any, dims: Sequence[int]) -> Split | None:
         """The dim of the batch among `dims`, and that of the sequence where `context` splits it; None if not found."""
@@ -205,7 +220,7 @@ class PartialGradient:
         scope = scope_of(self.eqns[0])
 
         def part(*values: jax.Array) -> jax.Array:
-            return reduce_parts(_stored(scatter, self._own(values)), self.mesh_axes, self.sharding.spec)
+            return reduce_parts(_stored(scatter, self._own(values)), self.mesh_axes, self.sharding.spec, self.hops)
 
         summed = jax.shard_map(
             part, mesh=self.mesh, out_specs=self.sharding.spec, check_vma=False, in_specs=self._in_specs)
@@ -225,8 +240,8 @@ class PartialGradient:
     def reduced(self, scatter: JaxprEqn, parts: jax.Array) -> jax.Array:
         """What `scatter` makes of the sum of what `each` returned, or of sums of such."""
         reduce = jax.shard_map(
-            lambda own: reduce_parts(_stored(scatter, own[0]), self.mesh_axes, self.sharding.spec), mesh=self.mesh,
-            in_specs=P(self.axes), out_specs=self.sharding.spec, check_vma=False)
+            lambda own: reduce_parts(_stored(scatter, own[0]), self.mesh_axes, self.sharding.spec, self.hops),
+            mesh=self.mesh, in_specs=P(self.axes), out_specs=self.sharding.spec, check_vma=False)
         return reduce(parts)
 
     @property

@@ -40,13 +40,14 @@ from zero_jax.jaxpr.primitives import (
     checkpoint_names,
     out_shardings,
 )
+from zero_jax.sharding.communication import Hop
 from zero_jax.sharding.gather import GATHERED
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.transforms.explicit_scatter import PartialGradient
-from zero_jax.transforms.scatter_calls import inlined, is_scatter
+from zero_jax.transforms.scatter_calls import inlined, is_quantized, is_scatter
 
 
-def communicate_once_per_loop(jaxpr: Jaxpr, *, batch_size: int, axes: MeshAxes) -> Jaxpr:
+def communicate_once_per_loop(jaxpr: Jaxpr, *, batch_size: int, axes: MeshAxes, hops: Sequence[Hop] = ()) -> Jaxpr:
     """Moves out of each loop what it gathers from loop-invariant parameters, and the reductions of their gradients.
 
     Why: a recurrent cell reads the same parameters in every round, so that the partitioner gathers them and reduces
@@ -64,11 +65,12 @@ def communicate_once_per_loop(jaxpr: Jaxpr, *, batch_size: int, axes: MeshAxes) 
       batch_size: of the global batch; a contracted dim of this size, or of a multiple, is split over
         `axes.batch`.
       axes: the mesh.
+      hops: of the gradients that are sent as codes.
     """
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         if primitive_of(eqn) == SCAN and _communicates(call_jaxpr(eqn).jaxpr):
-            loop = _Loop(eqn, batch_size, axes)
+            loop = _Loop(eqn, batch_size, axes, hops)
             eqns += loop.edited() if loop.before or loop.sums else [eqn]
         else:
             eqns.append(eqn)
@@ -116,9 +118,9 @@ class _Chain:
 class _Loop:
     """A loop and what may leave it: equations `before` it, and by the number of a carry the `sums` after it."""
 
-    def __init__(self, eqn: JaxprEqn, batch_size: int, axes: MeshAxes):
+    def __init__(self, eqn: JaxprEqn, batch_size: int, axes: MeshAxes, hops: Sequence[Hop]):
         closed = call_jaxpr(eqn)
-        self.eqn, self.scan, self.axes, self.batch_size = eqn, Scan.of(eqn), axes, batch_size
+        self.eqn, self.scan, self.axes, self.batch_size, self.hops = eqn, Scan.of(eqn), axes, batch_size, hops
         self.invars, self.outvars = closed.jaxpr.invars, closed.jaxpr.outvars
         self.constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         self.eqns = list(_flat(closed.jaxpr.eqns))
@@ -179,7 +181,8 @@ class _Loop:
         # Where a model's own axes split it, it is the partitioner's to sum.
         if set(self.axes.batch) != set(self.axes.mesh.axis_names):
             return None
-        part = PartialGradient(self.makers, self.batch_size, self.axes, sharding, split=False, sums_rows=True)
+        part = PartialGradient(self.makers, self.batch_size, self.axes, sharding, split=False, sums_rows=True,
+                               hops=self.hops if is_quantized(scatter) else ())
         return part if part.add(scatter.invars[0], None) else None
 
     def _maker(self, atom: Any) -> JaxprEqn | None:

@@ -18,7 +18,7 @@ from zero_jax.jaxpr.equations import (
     variables,
 )
 from zero_jax.jaxpr.primitives import CONVERT, JIT, NAME, SCATTER_ADD, call_jaxpr, jit_name, out_shardings
-from zero_jax.sharding.gather import SCATTER
+from zero_jax.sharding.gather import SCATTER, SCATTER_QUANTIZED
 from zero_jax.transforms.reduce_dtype import is_reduced_mark
 
 MOVES = ("transpose", "reshape", "squeeze", "rev", "copy", NAME, CONVERT)
@@ -38,7 +38,7 @@ def merge_scatters(jaxpr: Jaxpr, *, uneven: bool = False) -> Jaxpr:
 
     Args:
       jaxpr: the program.
-      uneven: merges only gradients that are stored in another shape than they have.
+      uneven: merges only gradients that are stored in another shape than they have, or quantised.
     """
     makers = producers(jaxpr)
     num_uses = collections.Counter(atom for eqn in jaxpr.eqns for atom in variables(eqn.invars))
@@ -48,7 +48,7 @@ def merge_scatters(jaxpr: Jaxpr, *, uneven: bool = False) -> Jaxpr:
         if (len(terms) == 2 and all(is_scatter(term) and num_uses[term.outvars[0]] == 1 for term in terms)
                 and len({out_shardings(term) for term in terms}) == 1
                 and len({shape_of(term.invars[0]).shape for term in terms}) == 1
-                and (is_uneven(terms[0]) or not uneven)):
+                and (is_uneven(terms[0]) or is_quantized(terms[0]) or not uneven)):
             eqns = [other for other in eqns if not any(other is term for term in terms)]
             total = variable_like(terms[0].invars[0])
             makers[eqn.outvars[0]] = terms[0].replace(invars=[total], outvars=eqn.outvars)
@@ -85,7 +85,12 @@ def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
 
 def is_scatter(eqn: JaxprEqn) -> bool:
     """Whether `eqn` is the reduction of a gradient that `gather.ParamUse` asks for."""
-    return jit_name(eqn) == SCATTER
+    return jit_name(eqn) in (SCATTER, SCATTER_QUANTIZED)
+
+
+def is_quantized(scatter: JaxprEqn) -> bool:
+    """Whether the gradient is to be sent as codes."""
+    return jit_name(scatter) == SCATTER_QUANTIZED
 
 
 def is_uneven(scatter: JaxprEqn) -> bool:
