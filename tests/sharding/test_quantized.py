@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.oracle import by_name, slow
 from support.plain_training import linen_functions, nnx_functions
+from support.programs import program
 from support.workloads import token_batches
 
 import zero_jax
@@ -20,6 +21,8 @@ from zero_jax import Communication
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized import NAMES, BlockFormat
 from zero_jax.sharding.quantized_reduce import reduce_quantized
+from zero_jax.step import contract
+from zero_jax.step.contract_report import CODES
 from zero_jax.tree import map_named, named_leaves
 
 LIMITS = {"int8": 127, "fp8": 448, "int4": 7}
@@ -206,7 +209,7 @@ def losses_of_plain_steps(step, layout, model, batches, start, policy, block=Non
 
 
 @pytest.mark.parametrize("kind", [
-    name if name in ("nnx hpZ", "odd") else slow(name) for name in STEPS])
+    name if name == "odd" else slow(name) for name in STEPS])
 def test_a_step_is_a_plain_step_with_the_rounded_weights(kind):
     """And negative control: weights as they are, or in blocks of twice the size, have other losses."""
     model, *rest = STEPS[kind]
@@ -230,3 +233,97 @@ def test_a_step_is_a_plain_step_with_the_rounded_weights(kind):
     exact, _ = losses_of_plain_steps(step, layout, model, batches, start, dataclasses.replace(policy, block=65536))
     for control in (coarser, exact):
         assert np.abs(np.array(control) / expected - 1).max() > 1e-4
+
+
+# What is sent: the contract.
+
+
+def sent(found, kind, codes):
+    """Bytes of a kind of collective that are codes, or that are none."""
+    return sum(c.communication_bytes * c.count for c in found.collectives
+               if c.kind == kind and (set(c.dtypes) <= set(CODES)) == codes)
+
+
+@pytest.mark.parametrize("name", ["cpu stage 3", *map(slow, (
+    "h100 stage 3", "h100 stage 3, hpZ", "h100 stage 2", "h100 stage 3, unrolled", "h100 stage 3, odd",
+    "v5e stage 3"))])
+def test_weights_and_gradients_travel_as_codes(name):
+    """And negative controls: one gather, or one reduction, of which is sent in bfloat16, and some that is not sent."""
+    found = program(f"{name}, quantised")
+    report = found.verify()
+    for result in report.results[:2]:
+        assert result.budget.code_bytes > 0.9 * result.budget.communication_bytes
+        assert result.communication_bytes < 1.04 * result.budget.communication_bytes
+    assert sent(found, "all-to-all", True) and not sent(found, "all-to-all", False)
+
+    def widened(c):
+        shapes = tuple(("f32", shape[1]) if shape[0] in CODES else shape for shape in c.shapes)
+        return dataclasses.replace(c, shapes=shapes, payload_bytes=4 * c.payload_bytes)
+
+    coded = [c for c in found.collectives if set(c.dtypes) & set(CODES)]
+    for kind, what in (("all-gather", "parameters"), ("all-to-all", "gradients")):
+        largest = max((c for c in coded if c.kind == kind), key=lambda c: c.payload_bytes)
+        changed = [widened(c) if c is largest else c for c in found.collectives]
+        told = [f"of {what} are {how}" for how in ("sent as", "gathered", "reduced")]
+        assert any(text in line for line in contract.check(changed, found.contract).violations for text in told)
+        missing = [c for c in found.collectives if c.kind != kind]
+        assert any(f"bytes of {what} are sent as codes, of" in line
+                   for line in contract.check(missing, found.contract).violations)
+
+
+@pytest.mark.slow
+def test_a_format_that_travels_as_bfloat16_is_a_violation():
+    lines = program("h100 stage 2, quantised, uncoded").report.violations
+    for what in ("parameters", "gradients"):
+        assert any(line.startswith("0 bytes of " + what + " are sent as codes") and "exclude" in line for line in lines)
+
+
+# What is refused, and what is told.
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({}, "quantises nothing"), ({"weights": "int5"}, "is no format"), ({"gradients": ("int8", None)}, "is no format"),
+    ({"gradients": ("int8",) * 3}, "or a pair"), ({"gradients": 8}, "is no format"), ({"gradients": ()}, "or a pair"),
+    ({"weights": "int8", "block": 100}, "a multiple of 16"), ({"weights": "int8", "block": 0}, "at least 16"),
+    ({"weights": "int8", "block": 2**17}, "a multiple of 16"), ({"weights": "int8", "exclude": "("}, "expression")])
+def test_a_policy_that_is_none_is_refused(arguments, message):
+    with pytest.raises(zero_jax.UsageError, match=message):
+        Communication(**arguments)
+    Communication(weights="fp8", gradients=["int8", "int4"], block=32, exclude="embed")  # negative control
+
+
+@pytest.mark.parametrize(("stage", "data", "communication", "options", "message"), [
+    (0, (8,), Communication("int8", "int8"), {}, "cannot be quantised at stage 0"),
+    (3, (1,), Communication("int8"), {}, "one device has all shards"),
+    (3, (8,), Communication(gradients=("int4", "int8")), {}, "there is one hop"),
+    (2, (8,), Communication("int8"), {}, "master weights themselves"),
+    (3, (2, 4), Communication("int8"), {"hpz_axes": "data_1", "gather": "step", "accumulate": 2}, "leave one of them"),
+    (3, (8,), "int8", {}, "is a str")])
+def test_what_cannot_take_effect_is_refused(stage, data, communication, options, message):
+    with pytest.raises(zero_jax.UsageError, match=message):
+        step_of(gpt2.build(NET), stage, data, options, communication).layout(token_batches(1, 16)[0])
+
+
+def test_what_is_sent_as_it_is_is_listed():
+    """And negative control: without a policy nothing is said of it."""
+    batch = token_batches(1, 16)[0]
+    policy = Communication("int8", "int4", block=256, exclude="wpe")
+    layout = step_of(gpt2.build(NET), 3, (8,), {}, policy).layout(batch)
+    text = layout.describe()
+    assert "communication: weights int8, gradients int4, blocks of 256; " in text
+    assert "wpe/embedding (excluded)" in text and "ln_f/scale (a vector)" in text
+    assert "blocks/proj/kernel (fewer than 256 values on a device)" in text and "wte" not in text.split("sent as")[1]
+    assert layout.quantized.gradients == layout.quantized.gathers.keys() >= {"wte/embedding", "blocks/up/kernel"}
+    assert "communication" not in step_of(gpt2.build(NET), 3, (8,), {}, None).layout(batch).describe()
+
+
+def test_the_copy_of_stage_2_is_what_numpy_rounds():
+    """Bit for bit, in bfloat16; and negative control: a cast is another copy."""
+    policy = Communication("int4", block=16)
+    step = step_of(gpt2.build(NET), 2, (2, 4), {"precision": "bf16"}, policy)
+    state = step.init(jax.random.key(0), token_batches(1, 16)[0])
+    params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), step.params(state))
+    copies, expected = by_name(state.weights), by_name(received(step, step.layout(), params, policy))
+    for name, leaf in expected.items():
+        np.testing.assert_array_equal(copies[name], leaf.astype(ml_dtypes.bfloat16), err_msg=name)
+    assert (copies["wte/embedding"] != by_name(params)["wte/embedding"].astype(ml_dtypes.bfloat16)).any()

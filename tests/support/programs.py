@@ -150,6 +150,15 @@ def in_each_round(step: Any, batch: Any) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def uncoded(step: Any, batch: Any) -> Iterator[None]:
+    """What is to be quantised is sent in its own dtype, and nothing says so."""
+    layout = step.layout(batch)
+    uses = jax.tree.map(lambda use: dataclasses.replace(use, codes=None, quantize_gradient=False), layout.uses)
+    step._layout = dataclasses.replace(layout, uses=uses, quantized=None)
+    yield
+
+
 class Replicated(nn.Module):
     """Whose activations every device is told to hold whole."""
 
@@ -202,6 +211,11 @@ def accumulated(target, stage, reduce, **changes) -> Row:
     return Row(target, stage, batch=(8, 32), **{"options": {"accumulate": 8, "reduce": reduce}} | changes)
 
 
+def quantized(target, stage, data=(2, 4), model=None, change=None, **options) -> Row:
+    communication = zero_jax.Communication(weights="int8", gradients=("int4", "int8"), block=64)
+    return Row(target, stage, model, {"data": data}, change=change, options={"communication": communication} | options)
+
+
 def gathered_once(target, reduce, **options) -> Row:
     sizes = {"data": (2, 4)} if options else {}
     return accumulated(target, 3, reduce, sizes=sizes, options={
@@ -238,6 +252,15 @@ PROGRAMS: dict[str, Row] = {
     "h100 stage 1, uneven": Row("h100:4", 1, gpt2.build(UNEVEN), {"data": 3}),
     "h100 stage 1, merged": Row("h100:16x8", 1, gpt2.build(MERGED)),  # whose weights XLA:GPU could not tile as slices
     "h100 stage 3, uneven": Row(H100, 3, gpt2_nnx.build(UNEVEN)),
+    # Quantised.
+    **{f"{name}, quantised": row for name, row in {
+        "cpu stage 3": quantized("cpu", 3, model=NNX, hpz_axes="data_1"),
+        "h100 stage 3": quantized("h100:2x8", 3, (2, 8)),
+        "h100 stage 3, hpZ": quantized("h100:2x8", 3, (2, 8), hpz_axes="data_1"), "h100 stage 2": quantized(H100, 2),
+        "h100 stage 3, unrolled": quantized(H100, 3, model=gpt2_nnx.build(UNROLLED)),
+        "h100 stage 3, odd": quantized("h100:3x8", 3, (3, 8), model=gpt2.build(UNEVEN)),
+        "v5e stage 3": quantized(V5E, 3)}.items()},
+    "h100 stage 2, quantised, uncoded": quantized(H100, 2, change=uncoded),
     # TPUs.
     **{f"v5e stage {stage}": Row(V5E, stage) for stage in (1, 2, 3)},
     "v5e stage 2, reduce fp32": Row(V5E, 2, options=REDUCE_FP32),

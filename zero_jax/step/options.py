@@ -80,8 +80,8 @@ class StepOptions:
             self.communication.check(self.stage.number, axes, self.hpz_axes)
             if self.communication.weights is not None and self.hpz_axes and self.accumulation.gather != "use":
                 raise UsageError(
-                    f"gather={self.accumulation.gather!r} with hpz_axes={self.hpz_axes} and quantised weights: the copy "
-                    "of a step would be decoded, and its gathers inside of a node as wide as without: leave one out.")
+                    f"gather={self.accumulation.gather!r} with hpz_axes={self.hpz_axes} and quantised weights: the "
+                    "copy of a step would be decoded, and gathered inside of a node as it is: leave one of them out.")
         # Each of these raises for what it cannot be made of.
         BatchLayout(axes, self.batch_specs)
         self.activations(axes, 1)
