@@ -200,11 +200,13 @@ def _composed(composed: Composed, variable: Any, params: Any, uses: Any, reads: 
     values, hooks = [], []
     leaves = [dict[Any, Any](traverse_util.flatten_dict(tree or {})) for tree in (params, uses)]
     for path in composed.part_paths:
-        value, use = leaves[0][path], leaves[1].get(path)
-        if gathered_up_front(reads.get(_name(path)), use):
+        value, use, read = leaves[0][path], leaves[1].get(path), reads.get(_name(path))
+        ndim = jnp.ndim(value)
+        value = value if use is None else use.encoded(value, read.stacked if read else ())
+        if gathered_up_front(read, use):
             value, use = cache(use, value), None
         values.append(value)
-        hooks.append(None if use is None else OnRead(use, jnp.ndim(value), cache))
+        hooks.append(None if use is None else OnRead(use, ndim, cache))
     hook = OnComposedRead(tuple(hooks), composed.build)
     own = variable.get_metadata("on_get_value", ())
     hooked = variable.replace(tuple(values), on_get_value=(hook, *(own if isinstance(own, tuple) else (own,))))
