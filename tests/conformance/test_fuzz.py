@@ -67,7 +67,8 @@ CLASSES = [
     (zero_jax.Guard, ("skip", "spike", "decay", "warmup")), (zero_jax.Precision, tuple(
         field.name for field in dataclasses.fields(zero_jax.Precision))), (zero_jax.LossScale, (
             "initial", "factor", "interval", "smallest", "largest")), (zero_jax.Remat, ("policy", "every")),
-    (zero_jax.Communication, ("weights", "gradients", "block", "exclude")), (zero_jax.Metric, ("reduce",)), (zero_jax.TensorRule, ("pattern", "spec", "units")), (zero_jax.Names, ("rules",)),
+    (zero_jax.Communication, ("weights", "gradients", "block", "exclude")),
+    (zero_jax.Metric, ("reduce",)), (zero_jax.TensorRule, ("pattern", "spec", "units")), (zero_jax.Names, ("rules",)),
     (zero_jax.make_mesh, ("data", "replica", "context", "tensor", "devices")),
     (zero_jax.Checkpoints, ("path", "keep_last", "keep_every")), (target_of, ("text",)),
     (Batches, ("tokens", "batch_size", "length", "seed", "vocab_size")),

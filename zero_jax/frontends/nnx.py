@@ -1,6 +1,5 @@
 """NNX modules: parameters whose `on_get_value` hook gathers them where the module reads them."""
 
-import dataclasses
 import functools
 import inspect
 import math
@@ -8,75 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx, traverse_util
 
 from zero_jax.errors import UsageError
 from zero_jax.frontends.axis_names import BoundAxes
 from zero_jax.frontends.composition import Composed, Composition
 from zero_jax.frontends.gather_cache import GatherCache
-from zero_jax.frontends.trace_access import gathered_up_front, trace_reads
-from zero_jax.sharding.gather import Encoded
+from zero_jax.frontends.nnx_hooks import OnComposedRead, readable, reading_whole
+from zero_jax.frontends.trace_access import trace_reads
 from zero_jax.sharding.param_access import ParamAccess
-
-
-@dataclasses.dataclass(frozen=True)
-class OnRead:
-    """A Variable hook. A loop's body sees a slice of a stacked variable: the leading dims are gone."""
-
-    use: Any
-    ndim: int
-    cache: GatherCache
-
-    def __call__(self, variable: Any, value: Any) -> Any:
-        """`value`, read through the use that fits its rank; what Flax prints in its place is no array."""
-        array = value.stored if isinstance(value, Encoded) else value
-        if not isinstance(array, (jax.Array, np.ndarray)):
-            return value
-        use = self.use
-        for _ in range(self.ndim - jnp.ndim(array)):
-            use = use.drop_dim(0)
-        return self.cache(use, value)
-
-
-@dataclasses.dataclass(frozen=True)
-class OnComposedRead:
-    """The hook of a Variable whose value is the tuple of what it is computed from, where it is read.
-
-    reads: for each of these its own hook, or None where it is read as it is.
-    """
-
-    reads: tuple[OnRead | None, ...]
-    build: Callable[..., Any]
-
-    def __call__(self, variable: Any, value: Any) -> Any:
-        """The parameter; what Flax prints in its place is no tuple."""
-        if not isinstance(value, tuple):
-            return value
-        return self.build(*[part if read is None else read(variable, part)
-                            for read, part in zip(self.reads, value, strict=True)])
-
-
-@functools.lru_cache
-def reading_whole(cls: Any) -> Any:
-    """The Variable class `cls`, all of whose reads go through its hooks, and of the whole value.
-
-    Flax's `variable[index]` takes the part first and calls the hook with that, and `variable.astype` is the stored
-    array's own: an embedding that is read so would be gathered up front.
-    """
-    def get_value(self: Any, **index: Any) -> Any:
-        value = cls.get_value(self)
-        return value[index["index"]] if index.get("index", ...) is not ... else value
-
-    def attribute(self: Any, name: str) -> Any:
-        if name.startswith("_") or name in self.get_metadata():
-            return cls.__getattr__(self, name)
-        return getattr(cls.get_value(self), name)
-
-    names = {"get_value": get_value, "__getattr__": attribute, "__module__": cls.__module__,
-             "__qualname__": cls.__qualname__}
-    return type(cls)(cls.__name__, (cls,), names)
 
 
 class Nnx:
@@ -142,14 +81,12 @@ class Nnx:
         def stored(path: tuple[Any, ...], variable: Any, value: Any, use: Any) -> Any:
             if path in composed:
                 return _composed(composed[path], variable, params, uses, reads, cache)
-            if use is None:
+            read = reads.get(_name(path))
+            value, on_read = readable(value, use, read, cache)
+            if on_read is None:
                 return variable.replace(value)
-            ndim, read = value.ndim, reads.get(_name(path))
-            value = use.encoded(value, read.stacked if read else ())
-            if gathered_up_front(read, use):
-                return variable.replace(cache(use, value))
             own = variable.get_metadata("on_get_value", ())
-            hooks = (OnRead(use, ndim, cache), *(own if isinstance(own, tuple) else (own,)))
+            hooks = (on_read, *(own if isinstance(own, tuple) else (own,)))
             hooked = variable.replace(value, on_get_value=hooks, **_true_sizes(use, read))
             object.__setattr__(hooked, "__class__", reading_whole(type(hooked)))
             return hooked
@@ -200,13 +137,9 @@ def _composed(composed: Composed, variable: Any, params: Any, uses: Any, reads: 
     values, hooks = [], []
     leaves = [dict[Any, Any](traverse_util.flatten_dict(tree or {})) for tree in (params, uses)]
     for path in composed.part_paths:
-        value, use, read = leaves[0][path], leaves[1].get(path), reads.get(_name(path))
-        ndim = jnp.ndim(value)
-        value = value if use is None else use.encoded(value, read.stacked if read else ())
-        if gathered_up_front(read, use):
-            value, use = cache(use, value), None
+        value, on_read = readable(leaves[0][path], leaves[1].get(path), reads.get(_name(path)), cache)
         values.append(value)
-        hooks.append(None if use is None else OnRead(use, ndim, cache))
+        hooks.append(on_read)
     hook = OnComposedRead(tuple(hooks), composed.build)
     own = variable.get_metadata("on_get_value", ())
     hooked = variable.replace(tuple(values), on_get_value=(hook, *(own if isinstance(own, tuple) else (own,))))
