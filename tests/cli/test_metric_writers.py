@@ -16,11 +16,11 @@ from zero_jax.cli.metrics_log import MetricsLog
 from zero_jax.cli.train_config import TrainConfig
 
 WANDB = """
-import json
+import json, pathlib
 class Run:
     def __init__(self, **options): self.rows = [options]
     def log(self, scalars, step): self.rows.append([step, scalars])
-    def finish(self): json.dump(self.rows, open(self.rows[0]["dir"] + "/wandb.json", "w"))
+    def finish(self): pathlib.Path(self.rows[0]["dir"], "wandb.json").write_text(json.dumps(self.rows))
 def init(**options):
     if options["config"].get("fails"): raise RuntimeError("no API key")
     return Run(**options)
@@ -74,7 +74,7 @@ def test_wandb_gets_the_numbers_of_the_log(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="log_to=wandb: no API key. WANDB_MODE=offline"):
         with metric_writers(("wandb",), tmp_path, {"fails": True}, after=0):
             pass
-    monkeypatch.delitem(sys.modules, "wandb")
+    sys.modules.pop("wandb")  # and not by monkeypatch, which would put it back
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])

@@ -120,6 +120,7 @@ def fuzz_methods(started, name, first, second, keeps):
 ARGS = ["train", "plan", "inspect", "export", "launch", "--", "--help", "--version", *(
     f"--{field.name.replace('_', '-')}" for config in (TrainConfig, PlanConfig, ExportConfig)
     for field in dataclasses.fields(config)), "0", "-1", "3", "4", "999999", "nan", "inf", "1e400", "", "python",
+    "--config", "--config=/dev/null",
     "gpt2:tiny", "../x:a", "json:a", "h100:8", "v5p:0x0x0", ":::", "/dev/null", "\x1b[2J", "a" * 3000, "yes", "bf16",
     "None", "--out=", "="]
 
