@@ -11,12 +11,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from .gpt2_names import huggingface
+from .gpt2_names import huggingface, huggingface_config
+from .layers import attention as kernels
+from .layers.attention import Implementation
 
-__all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "huggingface", "tensor_rules"]
+__all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "huggingface", "huggingface_config", "tensor_rules"]
 
 INIT = nn.initializers.normal(0.02)
 EPSILON = 1e-5
@@ -28,6 +29,7 @@ class Config:
 
     dropout: of the embeddings and of what is added to the residual stream, not of attention.
     dtype: of the computation; None: that of the parameters.
+    attention: its kernel; None: the best that there is (`layers.attention`).
     scan_layers: one `nn.scan` over stacked blocks, so that compile time does not grow with depth.
     remat: save only each block's input for the backward pass.
 
@@ -41,6 +43,7 @@ class Config:
     max_length: int = 1024
     dropout: float = 0.0
     dtype: DTypeLike | None = None
+    attention: Implementation = None
     scan_layers: bool = True
     remat: bool = False
 
@@ -68,18 +71,16 @@ def check_length(config: Config, tokens: jax.Array) -> None:
         raise ValueError(f"{tokens.shape[-1]} tokens are more than max_length={config.max_length}.")
 
 
-def attention(qkv: jax.Array, num_heads: int) -> jax.Array:
+def attention(qkv: jax.Array, config: Config, segment_ids: jax.Array | None) -> jax.Array:
     """Causal self-attention of (batch, seq, 3 x width), giving (batch, seq, width).
 
     Columns are ordered (head, q | k | v, head dim), as in Megatron, so that sharding them splits no head. GPT-2's
-    released weights have q | k | v outermost. `remat=("attention",)` saves the result.
+    released weights have q | k | v outermost.
     """
-    batch, seq, columns = qkv.shape
-    # In float16 JAX's attention requests a matrix product that only NVIDIA GPUs have.
-    wide = qkv.astype(jnp.float32) if qkv.dtype == jnp.float16 else qkv
-    q, k, v = jnp.moveaxis(wide.reshape(batch, seq, num_heads, 3, -1), 3, 0)
-    out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    return checkpoint_name(out.reshape(batch, seq, columns // 3).astype(qkv.dtype), "attention")
+    batch, seq, _ = qkv.shape
+    q, k, v = jnp.moveaxis(qkv.reshape(batch, seq, config.num_heads, 3, -1), 3, 0)
+    documents = None if segment_ids is None else (segment_ids, segment_ids)
+    return kernels.attention(q, k, v, causal=True, segment_ids=documents, implementation=config.attention)
 
 
 def residual_init(config: Config) -> nn.initializers.Initializer:
@@ -94,14 +95,14 @@ class Block(nn.Module):
     deterministic: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> tuple[jax.Array, None]:
         """The residual stream after this layer."""
         c = self.config
         norm = functools.partial(nn.LayerNorm, epsilon=EPSILON, dtype=c.dtype)
         dense = functools.partial(nn.Dense, dtype=c.dtype)
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         qkv = dense(3 * c.width, kernel_init=INIT, name="qkv")(norm(name="ln_1")(x))
-        mixed = attention(qkv, c.num_heads)
+        mixed = attention(qkv, c, segment_ids)
         x = x + dropout(dense(c.width, kernel_init=residual_init(c), name="proj")(mixed))
         hidden = nn.gelu(dense(4 * c.width, kernel_init=INIT, name="up")(norm(name="ln_2")(x)))
         return x + dropout(dense(c.width, kernel_init=residual_init(c), name="down")(hidden)), None
@@ -113,10 +114,12 @@ class GPT2(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, *, deterministic: bool | None = None, logits: bool = True) -> Any:
+    def __call__(self, tokens: jax.Array, *, segment_ids: jax.Array | None = None, positions: jax.Array | None = None,
+                 deterministic: bool | None = None, logits: bool = True) -> Any:
         """`deterministic`: without dropout; None: if no "dropout" stream is given.
 
-        logits: False returns their factors: features (batch, seq, width) and the embedding (vocab, width).
+        segment_ids: int (batch, seq), the document of each packed token; positions: int (batch, seq), its place in
+        that. logits: False returns their factors: features (batch, seq, width) and the embedding (vocab, width).
 
         Raises ValueError for more than `max_length` tokens.
         """
@@ -126,16 +129,18 @@ class GPT2(nn.Module):
             deterministic = not self.has_rng("dropout")
         embed = functools.partial(nn.Embed, features=c.width, dtype=c.dtype, embedding_init=INIT)
         wte = embed(c.vocab_size, name="wte")
-        x = wte(tokens) + embed(c.max_length, name="wpe")(jnp.arange(tokens.shape[-1])[None])
+        positions = jnp.arange(tokens.shape[-1])[None] if positions is None else positions
+        x = wte(tokens) + embed(c.max_length, name="wpe")(positions)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
         block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat else Block
         if c.scan_layers:
             stack = nn.scan(block, variable_axes={"params": 0}, length=c.num_layers,
+                            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
                             split_rngs={"params": True, "dropout": True})
-            x, _ = stack(c, deterministic, name="blocks")(x, None)
+            x, _ = stack(c, deterministic, name="blocks")(x, segment_ids)
         else:
             for layer in range(c.num_layers):
-                x, _ = block(c, deterministic, name=f"blocks_{layer}")(x)
+                x, _ = block(c, deterministic, name=f"blocks_{layer}")(x, segment_ids)
         x = nn.LayerNorm(epsilon=EPSILON, dtype=c.dtype, name="ln_f")(x)
         return wte.attend(x) if logits else (x, wte.embedding)
 

@@ -1,4 +1,4 @@
-"""The names and the order of Hugging Face's GPT-2 for `models.gpt2` and `models.gpt2_nnx`, scanned or unrolled."""
+"""The names, the order and the config.json of Hugging Face's GPT-2 for `models.gpt2` and `models.gpt2_nnx`."""
 
 from typing import Any
 
@@ -24,3 +24,15 @@ def huggingface(config: Any) -> dict[str, Any]:
                   (f"{block}{ours}/bias", f"{layer}{name}.bias", order)]
     return {"rules": rules, "prefix": "transformer.", "tied": {"lm_head.weight": "wte.weight"},
             "ignored": (r"h\.\d+\.attn\.(bias|masked_bias)",)}
+
+
+def huggingface_config(config: Any) -> dict[str, Any]:
+    """The config.json of a checkpoint of this model."""
+    end = 50256 if config.vocab_size == 50257 else None  # of its tokenizer
+    return {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": config.width, "n_inner": None,
+        "n_layer": config.num_layers, "n_head": config.num_heads, "vocab_size": config.vocab_size,
+        "n_positions": config.max_length, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout, "attn_pdrop": 0.0, "bos_token_id": end, "eos_token_id": end,
+        "tie_word_embeddings": True}

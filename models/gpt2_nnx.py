@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .gpt2 import EPSILON, INIT, PRESETS, Config, attention, check_length, residual_init, tensor_rules
-from .gpt2_names import huggingface
+from .gpt2_names import huggingface, huggingface_config
 
-__all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "huggingface", "tensor_rules"]
+__all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "huggingface", "huggingface_config", "tensor_rules"]
 
 
 class Block(nnx.Module):
@@ -21,7 +21,7 @@ class Block(nnx.Module):
         width, dtype = config.width, config.dtype
         norm = functools.partial(nnx.LayerNorm, width, epsilon=EPSILON, dtype=dtype, rngs=rngs)
         linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
-        self.num_heads = config.num_heads
+        self.config = config
         self.ln_1 = norm()
         self.qkv = linear(width, 3 * width, kernel_init=INIT)
         self.proj = linear(width, width, kernel_init=residual_init(config))
@@ -30,9 +30,9 @@ class Block(nnx.Module):
         self.down = linear(4 * width, width, kernel_init=residual_init(config))
         self.dropout = _dropout(config, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         """The residual stream after this layer."""
-        x = x + self.dropout(self.proj(attention(self.qkv(self.ln_1(x)), self.num_heads)))
+        x = x + self.dropout(self.proj(attention(self.qkv(self.ln_1(x)), self.config, segment_ids)))
         return x + self.dropout(self.down(nnx.gelu(self.up(self.ln_2(x)))))
 
 
@@ -60,25 +60,27 @@ class GPT2(nnx.Module):
             self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.ln_f = nnx.LayerNorm(config.width, epsilon=EPSILON, dtype=config.dtype, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array, *, logits: bool = True) -> Any:
-        """Dropout is active unless `eval()` was called. logits: as in `models.gpt2`.
+    def __call__(self, tokens: jax.Array, *, segment_ids: jax.Array | None = None, positions: jax.Array | None = None,
+                 logits: bool = True) -> Any:
+        """Dropout is active unless `eval()` was called. segment_ids, positions, logits: as in `models.gpt2`.
 
         Raises ValueError for more than `max_length` tokens.
         """
         c = self.config
         check_length(c, tokens)
-        x = self.dropout(self.wte(tokens) + self.wpe(jnp.arange(tokens.shape[-1])[None]))
+        positions = jnp.arange(tokens.shape[-1])[None] if positions is None else positions
+        x = self.dropout(self.wte(tokens) + self.wpe(positions))
 
-        def run(x: jax.Array, block: Block) -> jax.Array:
-            return block(x)
+        def run(x: jax.Array, block: Block, segment_ids: jax.Array | None) -> jax.Array:
+            return block(x, segment_ids)
 
         if c.remat:
             run = nnx.remat(run, prevent_cse=not c.scan_layers)
         if c.scan_layers:
-            x = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+            x = nnx.scan(run, in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry)(x, self.blocks, segment_ids)
         else:
             for block in self.blocks:
-                x = run(x, block)
+                x = run(x, block, segment_ids)
         return self.wte.attend(self.ln_f(x)) if logits else (self.ln_f(x), self.wte.embedding[...])
 
 

@@ -1,6 +1,7 @@
 """ResNet (arXiv 1512.03385) in Flax Linen, version 1.5: the 3 x 3 convolution of a block has the stride.
 
-A module of models has `PRESETS`, configurations by name, and `build(config)`, which returns a model.
+A module of models has `PRESETS`, configurations by name, and `build(config)`, which returns a model. This one has a
+`loss` of its own, for batches of images.
 """
 
 import dataclasses
@@ -11,7 +12,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from jax.typing import DTypeLike
+
+from .resnet_names import huggingface, huggingface_config
+
+__all__ = ["Bottleneck", "Config", "PRESETS", "ResNet", "batch_shapes", "build", "huggingface", "huggingface_config",
+           "loss"]
 
 MOMENTUM = 0.9
 EPSILON = 1e-5
@@ -84,6 +91,19 @@ class ResNet(nn.Module):
 def build(config: Config) -> ResNet:
     """The model of `config`."""
     return ResNet(config)
+
+
+def loss(model: Any, batch: Any) -> Any:
+    """Mean cross entropy of `targets` (batch,) under the logits of the images, `inputs`, and the accuracy."""
+    logits = model(batch["inputs"]).astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["targets"]).astype(jnp.float32).mean()}
+
+
+def batch_shapes(config: Config, rows: int, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:
+    """What `loss` takes, abstract, with ImageNet's 224 x 224 pixels; length: of no meaning here."""
+    return {"inputs": jax.ShapeDtypeStruct((rows, 224, 224, 3), jnp.float32),
+            "targets": jax.ShapeDtypeStruct((rows,), jnp.int32)}
 
 
 PRESETS: dict[str, Config] = {

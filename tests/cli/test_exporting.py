@@ -1,5 +1,6 @@
 """`export`: from a checkpoint that `train` saved to a file that others read."""
 
+import json
 import os
 import subprocess
 import sys
@@ -65,13 +66,52 @@ def test_what_is_exported_is_what_was_saved(tmp_path, saved, dtype, names, ema):
     ({"at": 5}, "was not saved by the command train"),
     ({"at": 6}, "no checkpoint 6: there are 3, 4, 5"),
     ({"at": 3, "model": "gpt2:bytes"}, "does not fit this step: params/blocks"),
-    ({"at": 3, "model": "resnet:tiny", "names": "huggingface"}, "has no function huggingface"),
+    ({"at": 3, "model": "nameless:tiny", "names": "huggingface"}, "has no function huggingface"),
 ])
-def test_what_cannot_be_exported(tmp_path, saved, options, message):
+def test_what_cannot_be_exported(tmp_path, tmp_path_factory, monkeypatch, saved, options, message):
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "nameless.py").write_text("from models.gpt2 import PRESETS, build")
+    monkeypatch.syspath_prepend(folder)
     config = ExportConfig(str(saved[0]), tmp_path / "x.safetensors", **options)
     with pytest.raises(ValueError, match=message):
         export_command(config, devices=jax.devices()[:2])
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_for_transformers(tmp_path, saved):
+    """It has the config of the model; what lies there stays, and a folder of another model is refused."""
+    expected = gpt2.huggingface_config(gpt2.PRESETS["tiny"])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/tokenizer.json").write_text("theirs")
+    config = ExportConfig(str(saved[0]), tmp_path / "out", at=3, names="huggingface", dtype="bf16")
+    files = export_command(config, devices=jax.devices()[:2])
+    assert [file.name for file in files] == ["model.safetensors", "config.json"]
+    assert json.loads(files[1].read_text()) == expected | {"torch_dtype": "bfloat16"}
+    assert (tmp_path / "out/tokenizer.json").read_text() == "theirs"
+    mine = json.dumps(expected | {"n_ctx": 64})
+    files[1].write_text(mine)
+    assert export_command(config, devices=jax.devices()[:2]) == files[:1] and files[1].read_text() == mine
+    files[1].write_text(json.dumps(expected | {"n_head": 2}))
+    before = files[0].stat().st_mtime_ns
+    with pytest.raises(ValueError, match="says n_head=2, and gpt2:tiny has 4"):
+        export_command(config, devices=jax.devices()[:2])
+    assert files[0].stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_generates_from_it(tmp_path, saved):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = ExportConfig(str(saved[0]), tmp_path / "out", at=3, names="huggingface")
+    export_command(config, devices=jax.devices()[:2])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    prompt = torch.arange(5)[None]
+    tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert tokens.shape == (1, 9)
+    step = step_of(RUN, find_model(RUN.model), jax.devices())
+    found = step.evaluator(lambda model, batch: model(batch["inputs"]).astype(jnp.float32))(
+        saved[1], {"inputs": np.repeat(prompt.numpy(), 8, 0)})
+    np.testing.assert_allclose(found[0], model(prompt).logits[0].detach().numpy(), 0.1, 0.02)  # the run is in bf16
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_the_wheel_takes_one_name(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if "dist-info" not in name} == {"zero_jax"}
     assert {Path(name).name for name in names if name.startswith("zero_jax/models/")} == {
-        path.name for path in (ROOT / "models").glob("*.py")}
+        path.name for path in (ROOT / "models").rglob("*.py")}
     (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
     assert "zero-jax = zero_jax.cli.main:main" in zipfile.ZipFile(wheel).read(entry_points).decode()
 

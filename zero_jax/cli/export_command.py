@@ -17,6 +17,7 @@ from zero_jax.cli.resume import FIXED
 from zero_jax.cli.step_from_config import step_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.errors import UsageError
+from zero_jax.interop.model_config import write_config
 from zero_jax.interop.naming import OWN, Names
 from zero_jax.interop.params_io import export_params, export_tree
 from zero_jax.sharding.mesh import simulate_devices
@@ -45,11 +46,24 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}
     options: dict[str, Any] = {
         "names": names, "dtype": DTYPES[config.dtype], "max_file_bytes": config.max_file_bytes}
+    if config.to_folder:
+        if choice.file_config is None:
+            raise UsageError(f"out={config.out}: the module of {choice.name} has no function "
+                             "huggingface_config(config), which a folder for transformers needs: name a file, "
+                             "*.safetensors.")
+        config.out.mkdir(parents=True, exist_ok=True)
+        choice.check_weights(config.out)
     if config.ema:
         state = checkpoints.restore(step, batch, at=number).state
-        return export_params(config.out, state, step.layout(batch), ema=True, **options)
-    params, variables = checkpoints.load_params(step, batch, at=number)
-    return export_tree(config.out, params, variables, **options)
+        written = export_params(config.file, state, step.layout(batch), ema=True, **options)
+    else:
+        params, variables = checkpoints.load_params(step, batch, at=number)
+        written = export_tree(config.file, params, variables, **options)
+    if config.to_folder and choice.file_config is not None:
+        dtype = DTYPES[config.dtype] or "float32"  # master weights are stored in float32, but for bf16-stochastic
+        file = write_config(config.out, choice.file_config(choice.config), dtype)
+        written += [] if file is None else [file]
+    return written
 
 
 def _run(config: ExportConfig, saved: Any) -> TrainConfig:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
+from zero_jax.cli.environment import check_folder
 from zero_jax.errors import UsageError
 from zero_jax.interop.safetensors_file import check_target
 
@@ -17,7 +18,8 @@ class ExportConfig:
     """Folder of the run's checkpoints, as runs/train/checkpoints or gs://bucket/folder."""
 
     out: Path
-    """The file, *.safetensors; above --max-file-bytes several files and an index."""
+    """The file, *.safetensors; above --max-file-bytes several files and an index. Or, with --names huggingface, a
+    folder that transformers loads: model.safetensors, and config.json where it has none; a tokenizer's files stay."""
 
     at: int | None = None
     """The checkpoint's number. None: the latest."""
@@ -52,4 +54,19 @@ class ExportConfig:
             numbers_in(self.checkpoint)
         elif not Path(self.checkpoint).expanduser().is_dir():
             raise UsageError(f"checkpoint={self.checkpoint}: no such folder.")
-        check_target(self.out)
+        if not self.to_folder:
+            check_target(self.out)
+        elif self.out.is_dir():
+            check_target(self.file)
+        else:
+            check_folder("out", self.out)
+
+    @property
+    def to_folder(self) -> bool:
+        """Whether `out` is a folder for transformers, rather than a file."""
+        return self.names == "huggingface" and (self.out.is_dir() or not self.out.suffix)
+
+    @property
+    def file(self) -> Path:
+        """The file of the tensors, also where an index is written beside it."""
+        return self.out / "model.safetensors" if self.to_folder else self.out

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from zero_jax.cli.config_file import expand_config
 from zero_jax.cli.export_config import ExportConfig
+from zero_jax.cli.import_config import ImportConfig
 from zero_jax.cli.model_lookup import current_name, told, users_line
 from zero_jax.cli.plan_config import PlanConfig
 from zero_jax.cli.renamed import current_args
@@ -23,7 +24,7 @@ from zero_jax.errors import ReplicaError, UsageError
 
 INTERRUPTED, HUNG_UP = 130, 129
 """Exit status after Ctrl-C and SIGHUP, as shells have it."""
-PATHS = ("--out", "--data", "--init-from", "--checkpoint", "--png")
+PATHS = ("--out", "--data", "--init-from", "--checkpoint", "--weights", "--png")
 """The options that are paths."""
 DOES_NOT_FIT = 3
 """Exit status of a plan that does not fit, which is an answer and not an error."""
@@ -126,13 +127,13 @@ def _launch(args: list[str]) -> int:
                   restarts=config.restarts, smaller=smaller if config.min_processes else None)
 
 
-def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | ExportConfig | LaunchConfig:
+def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | ExportConfig | ImportConfig | LaunchConfig:
     try:
         import tyro
     except ImportError as error:
         raise UsageError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
     commands = {"train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
-                "launch": LaunchConfig}
+                "import": ImportConfig, "launch": LaunchConfig}
     args = expand_config(args, {name: commands[name] for name in ("train", "inspect")})
     for option in PATHS:  # an empty text is the current folder to pathlib
         if f"{option}=" in args or any(pair == (option, "") for pair in itertools.pairwise(args)):
@@ -149,12 +150,17 @@ def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | ExportConfig | Lau
     return dataclasses.replace(config, model=name)
 
 
-def _run(config: TrainConfig | PlanConfig | ExportConfig | LaunchConfig) -> int:
+def _run(config: TrainConfig | PlanConfig | ExportConfig | ImportConfig | LaunchConfig) -> int:
     assert not isinstance(config, LaunchConfig)
     end_with_launcher()
     if isinstance(config, PlanConfig) or isinstance(config, TrainConfig) and config.target:  # before JAX is imported
         for name, value in _PLAN_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+    if isinstance(config, ImportConfig):
+        from zero_jax.cli.import_command import import_command
+
+        print(*import_command(config), sep="\n")
+        return 0
     config.check()
     if isinstance(config, ExportConfig):
         from zero_jax.cli.export_command import export_command

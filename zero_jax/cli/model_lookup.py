@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from zero_jax.errors import UsageError, cut
+from zero_jax.interop.model_config import check_config
 
 OURS = "zero_jax.models"
 """The package of our models, wherever it is loaded from."""
@@ -33,6 +34,9 @@ class ModelChoice:
 
     names: the module's `huggingface`, which gives the fields of `Names` for a config; None where it has none.
     rules: `tensor_rules(config)` of the module, how tensor parallelism splits its parameters; None if it has none.
+    loss, batch_shapes: `loss(model, batch)` of the module and `batch_shapes(config, rows, length)`, its batches; None
+    for a model of text that predicts the next token. file_config: `huggingface_config(config)` of the module, the
+    config.json of its checkpoints.
     """
 
     name: str
@@ -40,6 +44,16 @@ class ModelChoice:
     build: Callable[[Any], Any]
     names: Callable[[Any], Mapping[str, Any]] | None = None
     rules: Callable[[Any], Any] | None = None
+    loss: Callable[..., Any] | None = None
+    batch_shapes: Callable[[Any, int, int | None], Any] | None = None
+    file_config: Callable[[Any], Mapping[str, Any]] | None = None
+
+    def check_predicts_text(self, command: str) -> None:
+        """Raises ValueError for a model with a loss of its own, whose batches `train` does not make."""
+        if self.loss is not None:
+            raise UsageError(f"model={self.name}: {command} feeds text to models that predict the next token, and "
+                             f"{self.name.partition(':')[0]} has a loss of its own: train it from Python with "
+                             "make_zero_train_step(model, stage, loss=...); plan knows it.")
 
     def tensor_rules(self, tensor: int) -> tuple[Any, ...]:
         """The rules for an axis of size `tensor`; none for 1. Raises ValueError where the module has none."""
@@ -53,6 +67,11 @@ class ModelChoice:
     def tensor_names(self) -> Mapping[str, Any] | None:
         """The fields of `Names` for published checkpoints of this model; None where its module gives none."""
         return None if self.names is None else self.names(self.config)
+
+    def check_weights(self, weights: Path) -> None:
+        """Raises ValueError where the config.json beside `weights` is of another model than this one."""
+        if self.file_config is not None:
+            check_config(weights.expanduser(), self.file_config(self.config), self.name)
 
     def check_field(self, field: str) -> None:
         """Raises ValueError where the config lacks a field that an option changes."""
@@ -102,7 +121,8 @@ def find_model(name: str) -> ModelChoice:
     if not preset or preset not in presets:
         wrong = f"{module_name} has no preset {preset!r}" if preset else f"name a preset, as in {module_name}:PRESET"
         raise UsageError(f"model={name!r}: {wrong}" + nearest(preset, list(presets)))
-    functions = [getattr(module, field, None) for field in ("build", "huggingface", "tensor_rules")]
+    functions = [getattr(module, field, None) for field in (
+        "build", "huggingface", "tensor_rules", "loss", "batch_shapes", "huggingface_config")]
     if short is None:
         functions = [None if function is None else _told(function, name) for function in functions]
     return ModelChoice(f"{module_name}:{preset}", presets[preset], *functions)  # pyright: ignore[reportArgumentType]
@@ -176,7 +196,8 @@ def current_name(name: str) -> str:
 def our_models() -> list[str]:
     """The short names of our modules of models, in order; nothing of them is imported."""
     folder = _folder_of_ours()
-    names = [] if folder is None else [module.name for module in pkgutil.iter_modules([str(folder)])]
+    names = [] if folder is None else [
+        module.name for module in pkgutil.iter_modules([str(folder)]) if not module.ispkg]
     return [name for name in names if not name.endswith("_names")]
 
 

@@ -32,16 +32,18 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
     console = console or make_console()
     target, choice = config.check()
     progress = Console(stderr=True, highlight=False)
-    length = config.seq_len or choice.config.max_length
+    length = config.seq_len or getattr(choice.config, "max_length", None)
     optimizer = OPTIMIZERS[config.optimizer](learning_rate=1e-3, weight_decay=0.1)
     options = {"precision": config.precision, "mesh": config.mesh or -1, "optimizer": optimizer,
                "accumulate": config.accumulate, "reduce": config.reduce, "gather": config.gather,
                "tensor": config.tensor, "context": config.context, "replica": config.replica,
-               **residual_options(config, choice)}
+               "loss": choice.loss, **residual_options(config, choice)}
 
     def batch(per_device: int) -> Any:
-        shape = (per_device * config.groups, length)
-        return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}
+        rows = per_device * config.groups
+        if choice.batch_shapes is not None:
+            return choice.batch_shapes(choice.config, rows, length)
+        return {name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name in ("inputs", "targets")}
 
     def report_trial(name: str, trial: Plan) -> None:
         progress.print(f"{name}: {verdict(trial).splitlines()[0]} ({trial.compile_seconds:.0f} s)", soft_wrap=True)
@@ -100,11 +102,15 @@ def inspect_command(config: TrainConfig, *, console: Console | None = None) -> b
     return chosen.fits
 
 
-def _transformer(sizes: Any, remat: bool | None, batch: int, length: int, config: PlanConfig | None = None
+def _transformer(sizes: Any, remat: bool | None, batch: int, length: int | None, config: PlanConfig | None = None
                  ) -> Transformer | None:
-    """The fields of a model's config that the activation formula needs; None if it is not a transformer's."""
-    if not all(hasattr(sizes, name) for name in ("num_layers", "width", "num_heads")):
+    """The fields of a model's config that the activation formula needs; None if it is not such a transformer's.
+
+    The paper's formula is of a feed-forward of 4 x width; a config with a field `hidden` has another.
+    """
+    if not all(hasattr(sizes, name) for name in ("num_layers", "width", "num_heads")) or hasattr(sizes, "hidden"):
         return None
+    assert length is not None
     recomputed = getattr(sizes, "remat", False) if remat is None else remat
     return Transformer(sizes.num_layers, sizes.width, sizes.num_heads, batch, length, remat=recomputed,
                        split=config.tensor if config and config.partition_activations != "no" else 1,

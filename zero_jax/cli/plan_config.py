@@ -24,8 +24,8 @@ class PlanConfig:
     """h100:16x8 (hosts x GPUs per host), v5p:8x8x16 (a torus), ...; or a file of your own, ./mychip.toml:4x8."""
 
     model: str = "gpt2:1.5b"
-    """MODULE:PRESET. One of ours (gpt2, gpt2_nnx, resnet), or any module on the path or in this folder that has PRESETS
-    and build(config)."""
+    """MODULE:PRESET. One of ours (gpt2, llama, bert, t5, vit, ...), or any module on the path or in this folder that
+    has PRESETS and build(config)."""
 
     stage: Literal[0, 1, 2, 3] = 3
     """What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
@@ -127,8 +127,10 @@ class PlanConfig:
             choice = choice.with_change("vocab_size", self.vocab_size)
         if self.search == "layers":
             choice.check_field("num_layers")
-        if self.seq_len is None and not hasattr(choice.config, "max_length"):
+        if self.seq_len is None and not hasattr(choice.config, "max_length") and choice.batch_shapes is None:
             raise UsageError(f"{self.model} has no max_length in its config: give seq_len=....")
+        if self.seq_len is not None and not hasattr(choice.config, "max_length") and choice.batch_shapes is not None:
+            raise UsageError(f"seq_len={self.seq_len}: {self.model} takes no sequences: leave it out.")
         choice.check(seq_len=self.seq_len or 1, vocab_size=None)
         choice.tensor_rules(self.tensor)
         return target, choice

@@ -34,7 +34,7 @@ class RunOptions:
     """What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
 
     model: str = "gpt2:bytes"
-    """MODULE:PRESET. One of ours (gpt2, gpt2_nnx, resnet), or any module on the path or in this folder that has PRESETS
+    """MODULE:PRESET. One of ours (gpt2, llama, ...), or any module on the path or in this folder that has PRESETS
     and build(config)."""
 
     devices: int | None = None
@@ -226,6 +226,9 @@ class TrainConfig(ReportOptions, EvaluationOptions, ScheduleOptions, DataOptions
         choice = with_remat(find_model(self.model), self.remat)
         choice.check(seq_len=self.seq_len, vocab_size=self.data_vocab_size())
         choice.tensor_rules(self.tensor)
+        choice.check_predicts_text("train")
+        if self.init_from is not None:
+            choice.check_weights(self.init_from)
         return choice
 
     def check_devices(self, devices: int) -> None:

@@ -20,13 +20,23 @@ class Rule:
     what the pattern's group of that name matched. If one such group matched nothing, the leaf is stacked: index i of
     its first dim is the tensor with i in that place. columns: for each index of the last dim the index in the file;
     None: the same. transpose: the file stores a matrix as (out, in), and ours is (in, out); columns then index the
-    file's first dim.
+    file's first dim. For more dims than two: the dim of ours that each of the file's is, as (3, 2, 0, 1) for a
+    convolution of PyTorch's.
     """
 
     leaf: str
     tensor: str
     columns: Sequence[int] | None = None
-    transpose: bool = False
+    transpose: bool | Sequence[int] = False
+
+    def order(self, num_dims: int) -> tuple[int, ...]:
+        """The dim of ours that each dim of a tensor in the file is."""
+        if isinstance(self.transpose, bool):
+            return tuple(range(num_dims))[::-1 if self.transpose else 1]
+        if sorted(self.transpose) != [*range(num_dims)]:
+            raise UsageError(f"The rule {self.leaf!r} has transpose={shown(self.transpose)}, and what it matches has "
+                             f"{num_dims} dims: give each of them once.")
+        return tuple(self.transpose)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +45,14 @@ class Names:
 
     rules: `Rule`s or tuples of their fields. ignored: patterns of full names of tensors that are not parameters. tied:
     optional tensors, each of which must equal another one. prefix: optional before the names in a file that is read,
-    and written before them.
+    and written before them. renamed: (pattern of a full name in a file that is read, what `re.sub` puts in its place).
     """
 
     rules: Sequence[Any]
     ignored: Sequence[str] = ()
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefix: str = ""
+    renamed: Sequence[tuple[str, str]] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, (tuple, list)) or not all(
@@ -49,6 +60,12 @@ class Names:
             raise UsageError(f"Names: rules={shown(self.rules)}: give a list of rules (leaf, tensor, columns, "
                              "transpose).")
         object.__setattr__(self, "rules", tuple(r if isinstance(r, Rule) else Rule(*r) for r in self.rules))
+
+    def known_as(self, tensor: str) -> str:
+        """The name that the rules know for a tensor of a file that is read."""
+        for pattern, replacement in self.renamed:
+            tensor = re.sub(rf"\A(?:{pattern})\Z", replacement, tensor)
+        return tensor.removeprefix(self.prefix)
 
     def written(self, tensor: str) -> str:
         """The name of a tensor in a written file: with the prefix."""
@@ -91,7 +108,7 @@ class Parts:
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape of each tensor in the file."""
         shape = self.shape[1:] if self.stacked else self.shape
-        return shape[::-1] if self.rule.transpose else shape
+        return tuple(shape[dim] for dim in self.rule.order(len(shape)))
 
     def read(self, tensors: Mapping[str, Tensor], index: tuple[slice, ...]) -> np.ndarray:
         """The slice `index` of the leaf (slices with start and stop); nothing else is read."""
@@ -103,11 +120,12 @@ class Parts:
         inside: tuple[Any, ...] = index
         if self.rule.columns is not None:
             inside = (*index[:-1], np.asarray(self.rule.columns)[index[-1]])
-        return tensor.read(inside[::-1]).T if self.rule.transpose else tensor.read(inside)
+        order = self.rule.order(len(inside))
+        return tensor.read(tuple(inside[dim] for dim in order)).transpose(np.argsort(order))
 
     def split(self, value: np.ndarray) -> list[np.ndarray]:
         """The tensors of a whole leaf."""
         if self.rule.columns is not None:
             value = value[..., np.argsort(self.rule.columns)]
         layers = list(value) if self.stacked else [value]
-        return [layer.T for layer in layers] if self.rule.transpose else layers
+        return [layer.transpose(self.rule.order(layer.ndim)) for layer in layers]

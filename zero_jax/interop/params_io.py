@@ -55,12 +55,13 @@ def import_params(path: Path | str, step: Any, state: ZeroState, batch: Any, *, 
     check_path("import_params: path", path)
     check_step(step, state)
     layout = step.layout(batch)
-    parts = _parts({name: (shape.shape, like.dtype) for (name, shape), (_, like) in zip(
+    parts = parts_of({name: (shape.shape, like.dtype) for (name, shape), (_, like) in zip(
         model_leaves(layout.stored_shapes), model_leaves(layout.state), strict=True)}, names)
 
     def checked_tensors() -> dict[str, Tensor]:
-        tensors = _unprefixed(path, find_tensors(Path(path)), names)
-        _check(path, parts, layout, tensors, names)
+        tensors = named_tensors(path, find_tensors(Path(path)), names)
+        dtypes = {name: np.dtype(like.dtype) for name, like in model_leaves(layout.state) if name in parts}
+        check_tensors(path, parts, dtypes, tensors, names)
         return tensors
 
     tensors = all_or_none(checked_tensors)
@@ -122,13 +123,8 @@ def _export(path: Path, leaves: Mapping[str, tuple[jax.Array, StoredShape]], nam
             max_file_bytes: int) -> list[Path]:
     """Writes `leaves`, each the stored array with its `StoredShape`; see `export_params`."""
     whole("max_file_bytes", max_file_bytes, 1)
-    try:
-        asked, dtype = dtype, None if dtype is None else np.dtype(dtype)
-    except TypeError:
-        raise UsageError(f"dtype={shown(dtype)} is no dtype: give float32 or bfloat16.") from None
-    if dtype is not None and (dtype not in DTYPES.values() or not jnp.issubdtype(dtype, jnp.floating)):
-        raise UsageError(f"dtype={asked} is not a floating dtype of the format: give float32 or bfloat16.")
-    parts = _parts({name: (shape.shape, leaf.dtype) for name, (leaf, shape) in leaves.items()}, names)
+    dtype = floating_dtype(dtype)
+    parts = parts_of({name: (shape.shape, leaf.dtype) for name, (leaf, shape) in leaves.items()}, names)
     all_or_none(lambda: check_target(path) if is_first() else None)
     gathered: dict[str, list[np.ndarray]] = {}  # the tensors of one leaf
 
@@ -153,6 +149,17 @@ def _export(path: Path, leaves: Mapping[str, tuple[jax.Array, StoredShape]], nam
     return []
 
 
+def floating_dtype(dtype: Any) -> np.dtype | None:
+    """`dtype` of an exported file; None stays. Raises ValueError for what is no floating dtype of the format."""
+    try:
+        asked, dtype = dtype, None if dtype is None else np.dtype(dtype)
+    except TypeError:
+        raise UsageError(f"dtype={shown(dtype)} is no dtype: give float32 or bfloat16.") from None
+    if dtype is not None and (dtype not in DTYPES.values() or not jnp.issubdtype(dtype, jnp.floating)):
+        raise UsageError(f"dtype={asked} is not a floating dtype of the format: give float32 or bfloat16.")
+    return dtype
+
+
 def _trees(state: ZeroState) -> tuple[Any, Any, Any]:
     return state.params, state.frozen, state.variables
 
@@ -163,26 +170,26 @@ def model_leaves(state: ZeroState) -> list[tuple[str, Any]]:
     return [*params, *frozen, *((VARIABLES + name, leaf) for name, leaf in variables)]
 
 
-def _parts(leaves: Mapping[str, tuple[tuple[int, ...], Any]], names: Names) -> dict[str, Parts]:
+def parts_of(leaves: Mapping[str, tuple[tuple[int, ...], Any]], names: Names) -> dict[str, Parts]:
     """The tensors of each leaf (logical shape, dtype), without PRNG keys and variables that no rule matches."""
-    parts_of: dict[str, Parts] = {}
+    all_parts: dict[str, Parts] = {}
     for name, (shape, dtype) in leaves.items():
         fits = not name.startswith(VARIABLES) or any(re.fullmatch(rule.leaf, name) for rule in names.rules)
         if fits and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-            parts_of[name] = names.parts(name, shape)
+            all_parts[name] = names.parts(name, shape)
     owners: dict[str, str] = {}
-    for name, parts in parts_of.items():
+    for name, parts in all_parts.items():
         for tensor in parts.names:
             if owners.setdefault(tensor, name) != name:
                 raise UsageError(f"The rules give {owners[tensor]} and {name} the same tensor {tensor!r}.")
-    return parts_of
+    return all_parts
 
 
-def _unprefixed(path: Path | str, tensors: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
-    """`tensors` by their names without the prefix; ignored ones are left out."""
+def named_tensors(path: Path | str, tensors: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
+    """`tensors` by the names that the rules know; ignored ones are left out."""
     by_name: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        short = name.removeprefix(names.prefix)
+        short = names.known_as(name)
         if short in by_name:
             raise UsageError(f"{path} has both {by_name[short].name!r} and {name!r}.")
         if not any(re.fullmatch(pattern, short) for pattern in names.ignored):
@@ -190,10 +197,12 @@ def _unprefixed(path: Path | str, tensors: Mapping[str, Tensor], names: Names) -
     return by_name
 
 
-def _check(path: Path | str, parts: Mapping[str, Parts], layout: Layout, tensors: Mapping[str, Tensor], names: Names
-           ) -> None:
-    """Raises ValueError unless `tensors` are those of the model, each with its shape and kind of dtype."""
-    dtypes = {name: np.dtype(like.dtype) for name, like in model_leaves(layout.state) if name in parts}
+def check_tensors(path: Path | str, parts: Mapping[str, Parts], dtypes: Mapping[str, np.dtype],
+                  tensors: Mapping[str, Tensor], names: Names) -> None:
+    """Raises ValueError unless `tensors` are those of the model, each with its shape and kind of dtype.
+
+    parts, dtypes: of each leaf.
+    """
     wanted = {tensor: (name, each) for name, each in parts.items() for tensor in each.names}
     missing, extra = sorted(wanted.keys() - tensors), sorted(tensors.keys() - wanted - names.tied.keys())
     if missing or extra:

@@ -1,0 +1,181 @@
+"""BERT (arXiv 1810.04805) with its masked-language head in Flax Linen; BERT-Large is what the LAMB paper trains.
+
+A module of models has `PRESETS`, configurations by name, and `build(config)`, which returns a model. This one has a
+`loss` of its own, for batches with masked tokens.
+
+Shapes: B batch, S sequence, D width, F hidden width of the feed-forward, H heads, E head dim, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from .bert_names import huggingface, huggingface_config
+from .layers.attention import Implementation, attention, split_heads
+
+__all__ = ["Bert", "Block", "Config", "PRESETS", "build", "huggingface", "huggingface_config", "loss", "tensor_rules"]
+
+INIT = nn.initializers.normal(0.02)
+EPSILON = 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """An encoder with learned positions, token types and norms after each addition; the output table is the embedding.
+
+    hidden: width of the feed-forward. dropout: of the embeddings and of what is added to the residual stream, not of
+    attention. dtype, attention, scan_layers, remat: as in `models.llama`.
+
+    Raises ValueError for invalid sizes.
+    """
+
+    num_layers: int
+    width: int
+    num_heads: int
+    hidden: int
+    vocab_size: int = 30522
+    max_length: int = 512
+    num_types: int = 2
+    dropout: float = 0.0
+    dtype: DTypeLike | None = None
+    attention: Implementation = None
+    scan_layers: bool = True
+    remat: bool = False
+
+    def __post_init__(self):
+        for name in ("num_layers", "width", "num_heads", "hidden", "vocab_size", "max_length", "num_types"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.width % self.num_heads:
+            raise ValueError(f"width={self.width} is not a multiple of num_heads={self.num_heads}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be in [0, 1).")
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, exactly, without a pooler."""
+        layer = 4 * self.width**2 + 2 * self.width * self.hidden + 9 * self.width + self.hidden
+        embeddings = (self.vocab_size + self.max_length + self.num_types + 2) * self.width
+        return self.num_layers * layer + embeddings + self.width**2 + 3 * self.width + self.vocab_size
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    return nn.gelu(x, approximate=False)
+
+
+class Block(nn.Module):
+    """One post-norm layer, (B, S, D) to the same; the None is for `nn.scan`."""
+
+    config: Config
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x_BxSxD: jax.Array, segment_ids_BxS: jax.Array | None) -> tuple[jax.Array, None]:
+        """The residual stream after this layer."""
+        c = self.config
+        norm = functools.partial(nn.LayerNorm, epsilon=EPSILON, dtype=c.dtype)
+        dense = functools.partial(nn.Dense, dtype=c.dtype, kernel_init=INIT)
+        dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
+        q, k, v = (split_heads(dense(c.width, name=name)(x_BxSxD), c.num_heads) for name in "qkv")
+        segment_ids = None if segment_ids_BxS is None else (segment_ids_BxS, segment_ids_BxS)
+        mixed = attention(q, k, v, causal=False, segment_ids=segment_ids, implementation=c.attention)
+        x_BxSxD = norm(name="ln_1")(x_BxSxD + dropout(dense(c.width, name="proj")(mixed)))
+        hidden_BxSxF = _gelu(dense(c.hidden, name="up")(x_BxSxD))
+        return norm(name="ln_2")(x_BxSxD + dropout(dense(c.width, name="down")(hidden_BxSxF))), None
+
+
+class Bert(nn.Module):
+    """Tokens, int (B, S), to logits of the masked-language head, (B, S, V), in the dtype of the computation."""
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, tokens_BxS: jax.Array, *, token_types: jax.Array | None = None,
+                 segment_ids: jax.Array | None = None, positions: jax.Array | None = None,
+                 deterministic: bool | None = None) -> jax.Array:
+        """Every token attends to all of its segment.
+
+        token_types: int (B, S), 0 or 1 for the first or second sentence; None: 0. segment_ids: int (B, S), the document
+        of each packed token, with a number of its own for padding. positions: int (B, S), its place in that.
+        deterministic: as in `models.gpt2`.
+
+        Raises ValueError for more than `max_length` tokens.
+        """
+        c = self.config
+        if tokens_BxS.shape[-1] > c.max_length:
+            raise ValueError(f"{tokens_BxS.shape[-1]} tokens are more than max_length={c.max_length}.")
+        if deterministic is None:
+            deterministic = not self.has_rng("dropout")
+        embed = functools.partial(nn.Embed, features=c.width, dtype=c.dtype, embedding_init=INIT)
+        norm = functools.partial(nn.LayerNorm, epsilon=EPSILON, dtype=c.dtype)
+        wte = embed(c.vocab_size, name="wte")
+        positions_BxS = jnp.arange(tokens_BxS.shape[-1])[None] if positions is None else positions
+        types_BxS = jnp.zeros_like(tokens_BxS) if token_types is None else token_types
+        x_BxSxD = wte(tokens_BxS) + embed(c.max_length, name="wpe")(positions_BxS)
+        x_BxSxD = norm(name="ln_embed")(x_BxSxD + embed(c.num_types, name="types")(types_BxS))
+        x_BxSxD = nn.Dropout(c.dropout, deterministic=deterministic)(x_BxSxD)
+        block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat else Block
+        if c.scan_layers:
+            stack = nn.scan(block, variable_axes={"params": 0}, length=c.num_layers,
+                            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
+                            split_rngs={"params": True, "dropout": True})
+            x_BxSxD, _ = stack(c, deterministic, name="blocks")(x_BxSxD, segment_ids)
+        else:
+            for layer in range(c.num_layers):
+                x_BxSxD, _ = block(c, deterministic, name=f"blocks_{layer}")(x_BxSxD, segment_ids)
+        x_BxSxD = _gelu(nn.Dense(c.width, dtype=c.dtype, kernel_init=INIT, name="head")(x_BxSxD))
+        bias_V = self.param("head_bias", nn.initializers.zeros, (c.vocab_size,))
+        logits_BxSxV = wte.attend(norm(name="ln_head")(x_BxSxD))
+        return logits_BxSxV + bias_V[None, None].astype(logits_BxSxV.dtype)
+
+
+def build(config: Config) -> Bert:
+    """The model of `config`."""
+    return Bert(config)
+
+
+OPTIONAL = ("token_types", "segment_ids", "positions")
+"""Inputs that a batch may have beside its tokens."""
+
+
+def loss(model: Any, batch: Any) -> Any:
+    """Mean cross entropy of `targets` (B, S) where `weights` (B, S) are not 0: those that were masked in `inputs`.
+
+    Returns (mean, {}, sum of the weights), so that microbatches weigh by their masked tokens.
+    """
+    given = {name: batch[name] for name in OPTIONAL if name in batch}
+    logits_BxSxV = model(batch["inputs"], **given).astype(jnp.float32)
+    losses_BxS = optax.softmax_cross_entropy_with_integer_labels(logits_BxSxV, batch["targets"])
+    weights_BxS = batch["weights"].astype(jnp.float32)
+    total = weights_BxS.sum()
+    return (losses_BxS * weights_BxS).sum() / jnp.where(total == 0, 1.0, total), {}, total
+
+
+def batch_shapes(config: Config, rows: int, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:
+    """What `loss` takes, abstract; length: of the sequences, None: the longest."""
+    shape = (rows, length or config.max_length)
+    return {"inputs": jax.ShapeDtypeStruct(shape, jnp.int32), "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
+            "weights": jax.ShapeDtypeStruct(shape, jnp.float32)}
+
+
+def tensor_rules(config: Config) -> list[tuple[str, Any, int | None]]:
+    """How the axis `tensor` shards parameters, as in Megatron-LM: pattern, spec of the last dims, heads or None."""
+    return [
+        ("/[qkv]/kernel", (None, "tensor"), config.num_heads), ("/[qkv]/bias", ("tensor",), config.num_heads),
+        ("proj/kernel", ("tensor", None), config.num_heads),
+        ("up/kernel", (None, "tensor"), None), ("up/bias", ("tensor",), None), ("down/kernel", ("tensor", None), None),
+        ("wte/embedding", ("tensor", None), None), ("head_bias", ("tensor",), None)]
+
+
+PRESETS: dict[str, Config] = {
+    "tiny": Config(2, 64, 4, 128, vocab_size=256, max_length=64),
+    "base": Config(12, 768, 12, 3072),
+    # The LAMB paper (arXiv 1904.00962), and the seeds of ZeRO's
+    "large": Config(24, 1024, 16, 4096, remat=True),
+}

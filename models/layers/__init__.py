@@ -1,0 +1,1 @@
+"""What several models share; no model itself, so that the command line does not list it."""

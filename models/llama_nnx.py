@@ -1,0 +1,135 @@
+"""LLaMA 3 and Qwen 3 in Flax NNX: the architecture, configurations and parameter count of `models.llama`.
+
+Shapes: as there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .layers.attention import split_heads
+from .llama import INIT, PRESETS, Config, check_length, huggingface, huggingface_config, mixed, tensor_rules
+
+__all__ = ["PRESETS", "Attention", "Block", "Config", "FeedForward", "Llama", "build", "huggingface",
+           "huggingface_config", "tensor_rules"]
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention, (B, S, D) to the same."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        c = self.config = config
+        self.q = _linear(c, c.width, c.num_heads * c.head_dim, rngs)
+        self.k = _linear(c, c.width, c.num_kv_heads * c.head_dim, rngs)
+        self.v = _linear(c, c.width, c.num_kv_heads * c.head_dim, rngs)
+        self.proj = _linear(c, c.num_heads * c.head_dim, c.width, rngs)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = _norm(c, c.head_dim, rngs), _norm(c, c.head_dim, rngs)
+
+    def __call__(self, x_BxSxD: jax.Array, positions_BxS: jax.Array, segment_ids_BxS: jax.Array | None) -> jax.Array:
+        """What is added to the residual stream."""
+        c = self.config
+        q_BxSxHxE = split_heads(self.q(x_BxSxD), c.num_heads)
+        k_BxSxKxE = split_heads(self.k(x_BxSxD), c.num_kv_heads)
+        v_BxSxKxE = split_heads(self.v(x_BxSxD), c.num_kv_heads)
+        if c.qk_norm:
+            q_BxSxHxE, k_BxSxKxE = self.q_norm(q_BxSxHxE), self.k_norm(k_BxSxKxE)
+        return self.proj(mixed(c, q_BxSxHxE, k_BxSxKxE, v_BxSxKxE, positions_BxS, segment_ids_BxS))
+
+
+class FeedForward(nnx.Module):
+    """SwiGLU, (B, S, D) to the same. A layer of experts takes its place."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.gate = _linear(config, config.width, config.hidden, rngs)
+        self.up = _linear(config, config.width, config.hidden, rngs)
+        self.down = _linear(config, config.hidden, config.width, rngs)
+
+    def __call__(self, x_BxSxD: jax.Array) -> jax.Array:
+        """What is added to the residual stream."""
+        return self.down(nnx.silu(self.gate(x_BxSxD)) * self.up(x_BxSxD))
+
+
+class Block(nnx.Module):
+    """One pre-norm layer, (B, S, D) to the same."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.ln_1 = _norm(config, config.width, rngs)
+        self.attn = Attention(config, rngs=rngs)
+        self.ln_2 = _norm(config, config.width, rngs)
+        self.mlp = FeedForward(config, rngs=rngs)
+
+    def __call__(self, x_BxSxD: jax.Array, positions_BxS: jax.Array, segment_ids_BxS: jax.Array | None) -> jax.Array:
+        """The residual stream after this layer."""
+        x_BxSxD += self.attn(self.ln_1(x_BxSxD), positions_BxS, segment_ids_BxS)
+        return x_BxSxD + self.mlp(self.ln_2(x_BxSxD))
+
+
+class Llama(nnx.Module):
+    """Tokens, int (B, S), to logits (B, S, V) in the dtype of the computation."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.config = config
+        self.wte = _embed(config, rngs)
+        self.blocks: Any  # one Block with stacked parameters, or a list of them
+        if config.scan_layers:
+
+            @nnx.split_rngs(splits=config.num_layers)
+            @nnx.vmap
+            def stack(rngs: nnx.Rngs) -> Block:
+                return Block(config, rngs=rngs)
+
+            self.blocks = stack(rngs)
+        else:
+            self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.ln_f = _norm(config, config.width, rngs)
+        if not config.tied:
+            self.lm_head = _embed(config, rngs)
+
+    def __call__(self, tokens_BxS: jax.Array, *, segment_ids: jax.Array | None = None,
+                 positions: jax.Array | None = None, logits: bool = True) -> Any:
+        """As in `models.llama`. Raises ValueError for more than `max_length` tokens."""
+        c = self.config
+        check_length(c, tokens_BxS)
+        positions_BxS = jnp.arange(tokens_BxS.shape[-1])[None] if positions is None else positions
+
+        def run(x: jax.Array, block: Block, positions: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+            return block(x, positions, segment_ids)
+
+        if c.remat:
+            run = nnx.remat(run, prevent_cse=not c.scan_layers)
+        x_BxSxD = self.wte(tokens_BxS)
+        if c.scan_layers:
+            scan = nnx.scan(run, in_axes=(nnx.Carry, 0, None, None), out_axes=nnx.Carry)
+            x_BxSxD = scan(x_BxSxD, self.blocks, positions_BxS, segment_ids)
+        else:
+            for block in self.blocks:
+                x_BxSxD = run(x_BxSxD, block, positions_BxS, segment_ids)
+        x_BxSxD, table = self.ln_f(x_BxSxD), self.wte if c.tied else self.lm_head
+        return table.attend(x_BxSxD) if logits else (x_BxSxD, table.embedding[...])
+
+
+def build(config: Config) -> Callable[[nnx.Rngs], Llama]:
+    """A function of `rngs` that builds the model, so that its parameters can be initialised sharded."""
+
+    def make(rngs: nnx.Rngs) -> Llama:
+        return Llama(config, rngs=rngs)
+
+    return make
+
+
+def _linear(config: Config, inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(inputs, outputs, use_bias=False, dtype=config.dtype, kernel_init=INIT, rngs=rngs)
+
+
+def _norm(config: Config, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(width, epsilon=config.epsilon, dtype=config.dtype, rngs=rngs)
+
+
+def _embed(config: Config, rngs: nnx.Rngs) -> nnx.Embed:
+    embed = nnx.Embed(config.vocab_size, config.width, embedding_init=INIT, rngs=rngs)
+    embed.dtype = config.dtype  # Embed replaces None by float32, which would not follow bf16 parameters
+    return embed

@@ -1,0 +1,114 @@
+"""The Vision Transformer in Flax NNX: the architecture, configurations and parameter count of `models.vit`.
+
+Shapes: as there.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .layers.attention import attention, split_heads
+from .vit import (
+    EPSILON,
+    INIT,
+    PRESETS,
+    Config,
+    batch_shapes,
+    check_images,
+    gelu,
+    huggingface,
+    huggingface_config,
+    loss,
+    tensor_rules,
+    tokens_of,
+)
+
+__all__ = ["Block", "Config", "PRESETS", "ViT", "batch_shapes", "build", "huggingface", "huggingface_config", "loss",
+           "tensor_rules"]
+
+
+class Block(nnx.Module):
+    """One pre-norm layer, (B, S, D) to the same."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        c = self.config = config
+        linear = functools.partial(nnx.Linear, dtype=c.dtype, kernel_init=INIT, rngs=rngs)
+        self.ln_1 = _norm(c, rngs)
+        self.q, self.k, self.v, self.proj = (linear(c.width, c.width) for _ in range(4))
+        self.ln_2 = _norm(c, rngs)
+        self.up, self.down = linear(c.width, c.hidden), linear(c.hidden, c.width)
+        self.dropout = _dropout(c, rngs)
+
+    def __call__(self, x_BxSxD: jax.Array) -> jax.Array:
+        """The residual stream after this layer."""
+        c, y_BxSxD = self.config, self.ln_1(x_BxSxD)
+        q, k, v = (split_heads(linear(y_BxSxD), c.num_heads) for linear in (self.q, self.k, self.v))
+        x_BxSxD += self.dropout(self.proj(attention(q, k, v, causal=False, implementation=c.attention)))
+        return x_BxSxD + self.dropout(self.down(gelu(self.up(self.ln_2(x_BxSxD)))))
+
+
+class ViT(nnx.Module):
+    """Images, float (B, I, I, channels), to logits (B, C) in the dtype of the computation.
+
+    It owns RNG state if there is dropout, and none otherwise.
+    """
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        c = self.config = config
+        size = (c.patch_size, c.patch_size)
+        self.patches = nnx.Conv(c.channels, c.width, size, size, padding="VALID", dtype=c.dtype, kernel_init=INIT,
+                                rngs=rngs)
+        self.class_token = nnx.Param(nnx.initializers.zeros(rngs.params(), (1, 1, c.width)))
+        self.positions = nnx.Param(INIT(rngs.params(), (1, c.num_tokens, c.width)))
+        self.dropout = _dropout(c, rngs)
+        self.blocks: Any  # one Block with stacked parameters, or a list of them
+        if c.scan_layers:
+
+            @nnx.split_rngs(splits=c.num_layers)
+            @nnx.vmap
+            def stack(rngs: nnx.Rngs) -> Block:
+                return Block(c, rngs=rngs)
+
+            self.blocks = stack(rngs)
+        else:
+            self.blocks = nnx.List([Block(c, rngs=rngs) for _ in range(c.num_layers)])
+        self.ln_f = _norm(c, rngs)
+        self.head = nnx.Linear(c.width, c.num_classes, dtype=c.dtype, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Dropout is active unless `eval()` was called. Raises ValueError for images of another size."""
+        c = self.config
+        check_images(c, images)
+
+        def run(x: jax.Array, block: Block) -> jax.Array:
+            return block(x)
+
+        if c.remat:
+            run = nnx.remat(run, prevent_cse=not c.scan_layers)
+        x_BxSxD = self.dropout(tokens_of(self.patches(images), self.class_token[...], self.positions[...]))
+        if c.scan_layers:
+            x_BxSxD = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BxSxD, self.blocks)
+        else:
+            for block in self.blocks:
+                x_BxSxD = run(x_BxSxD, block)
+        return self.head(self.ln_f(x_BxSxD)[:, 0])
+
+
+def build(config: Config) -> Callable[[nnx.Rngs], ViT]:
+    """A function of `rngs` that builds the model, so that its parameters can be initialised sharded."""
+
+    def make(rngs: nnx.Rngs) -> ViT:
+        return ViT(config, rngs=rngs)
+
+    return make
+
+
+def _norm(config: Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(config.width, epsilon=EPSILON, dtype=config.dtype, rngs=rngs)
+
+
+def _dropout(config: Config, rngs: nnx.Rngs) -> nnx.Dropout:
+    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)

@@ -1,0 +1,100 @@
+"""`import`: a published checkpoint as a file in our names, and back, bit for bit; other models' are refused."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy as safetensors_numpy
+from flax import traverse_util
+from support.command_line import message, run
+from support.numpy_gpt2 import hugging_face
+
+from models import gpt2, llama
+from zero_jax import Names
+from zero_jax.cli.import_command import import_command
+from zero_jax.cli.import_config import ImportConfig
+from zero_jax.cli.train_config import TrainConfig
+from zero_jax.interop.model_config import check_config
+from zero_jax.interop.params_io import export_tree
+
+TINY = gpt2.PRESETS["tiny"]
+TENSORS = hugging_face(TINY)
+
+
+def folder_of(path, tensors=TENSORS, **changes):
+    """A checkpoint of gpt2:tiny as Hugging Face has them, in two files."""
+    path.mkdir()
+    names = list(tensors)
+    parts = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for file, inside in parts.items():
+        safetensors_numpy.save_file({name: tensors[name] for name in inside}, path / file)
+    index = {"weight_map": {name: file for file, inside in parts.items() for name in inside}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (path / "config.json").write_text(json.dumps(gpt2.huggingface_config(TINY) | changes))
+    return path
+
+
+def test_there_and_back(tmp_path):
+    folder = folder_of(tmp_path / "theirs")
+    done = run("import", "--model", "gpt2:tiny", "--weights", str(folder), "--out", str(tmp_path / "own.safetensors"))
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'own.safetensors'}\n"), done.stderr
+    own = safetensors_numpy.load_file(tmp_path / "own.safetensors")
+    np.testing.assert_array_equal(own["blocks/up/kernel"][1], TENSORS["transformer.h.1.mlp.c_fc.weight"])
+    names = Names(**gpt2.huggingface(TINY))
+    params = jax.tree.map(jnp.asarray, traverse_util.unflatten_dict(own, sep="/"))
+    (path,) = export_tree(tmp_path / "again.safetensors", params, names=names)
+    again = safetensors_numpy.load_file(path)
+    assert again.keys() == TENSORS.keys()
+    assert all(again[name].tobytes() == value.tobytes() for name, value in TENSORS.items())
+    assert any(own["blocks/qkv/kernel"][0].tobytes() != value.tobytes() for name, value in TENSORS.items()
+               if name.endswith("0.attn.c_attn.weight")), "its columns are in another order"
+
+
+def test_dtypes(tmp_path):
+    (path,) = import_command(ImportConfig("gpt2:tiny", folder_of(tmp_path / "theirs"), tmp_path / "x.safetensors",
+                                          dtype="bf16"))
+    found = safetensors_numpy.load_file(path)["wte/embedding"]
+    assert found.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(found, TENSORS["transformer.wte.weight"].astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"model_type": "gpt_neo"}, "is of a model of type 'gpt_neo', and gpt2:tiny is of type 'gpt2'"),
+    ({"n_head": 2}, "says n_head=2, and gpt2:tiny has 4"),
+    ({"layer_norm_epsilon": 1e-3}, "says layer_norm_epsilon=0.001, and gpt2:tiny has 1e-05"),
+    ({"n_layer": 3}, "says n_layer=3, and gpt2:tiny has 2"),
+])
+def test_a_checkpoint_of_another_model(tmp_path, changes, told):
+    folder = folder_of(tmp_path / "theirs", **changes)
+    args = ("--model", "gpt2:tiny", "--weights", str(folder), "--out", str(tmp_path / "x.safetensors"))
+    done = run("import", *args)
+    assert done.returncode == 2 and told in message(done) and done.stderr.count("\n") == 1
+    assert not (tmp_path / "x.safetensors").exists()
+    with pytest.raises(ValueError, match=told.split(",")[0]):
+        TrainConfig(model="gpt2:tiny", seq_len=16, init_from=folder, out=tmp_path / "out").check()
+
+
+def test_tensors_of_another_model(tmp_path):
+    tensors = {name: value for name, value in TENSORS.items() if "ln_f" not in name}
+    with pytest.raises(ValueError, match=r"lacks 2 \(ln_f.bias, ln_f.weight\) of the 28 tensors"):
+        import_command(ImportConfig("gpt2:tiny", folder_of(tmp_path / "theirs", tensors), tmp_path / "x.safetensors"))
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_configs_that_say_the_same_in_other_words(tmp_path):
+    """Of LLaMA: numbers as text of JSON, the older name of the kind of scaling, and what a file leaves out."""
+    long = llama.huggingface_config(llama.PRESETS["3.1-8b"])
+    scaling = {("type" if name == "rope_type" else name): value for name, value in long["rope_scaling"].items()}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(long | {"rope_scaling": scaling, "rope_theta": 500000, "eos_token_id": [1, 2]}))
+    check_config(tmp_path, long, "llama:3.1-8b")
+    file.write_text(json.dumps({"model_type": "llama"}))  # as LLaMA 3.0, which has no scaling
+    check_config(tmp_path, llama.huggingface_config(llama.PRESETS["3-8b"]), "llama:3-8b")
+    with pytest.raises(ValueError, match="says rope_scaling=None, and llama:3.1-8b has {'rope_type'"):
+        check_config(tmp_path, long, "llama:3.1-8b")
+    file.write_text("[1]")
+    with pytest.raises(ValueError, match="is not a model's config: its JSON cannot be read"):
+        check_config(tmp_path, long, "llama:3.1-8b")

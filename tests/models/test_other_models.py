@@ -1,0 +1,203 @@
+"""LLaMA, BERT, T5 and ViT: sizes as published, one device's numbers at every stage and on tensor axes, packed texts."""
+
+import dataclasses
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx, traverse_util
+from support.oracle import loss_difference, next_token, oracle, param_difference, slow, train
+
+import zero_jax
+from models import bert, gpt2, llama, llama_nnx, t5, vit
+from models.layers import attention as kernels
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.tensor_rules import tensor_specs
+
+NAMES = ("llama", "llama_nnx", "bert", "t5", "vit", "vit_nnx")
+TINY = {"llama": llama.Config(2, 32, 4, 2, 48, head_dim=8, vocab_size=64, max_length=16, qk_norm=True, remat=True),
+        "bert": bert.Config(2, 32, 4, 48, vocab_size=64, max_length=16, remat=True),
+        "t5": t5.Config(2, 32, 4, 48, head_dim=8, vocab_size=64, gated=True, buckets=8, max_distance=9, remat=True),
+        "vit": vit.Config(2, 32, 4, 48, image_size=8, patch_size=4, num_classes=8, remat=True)}
+
+
+def config_of(name):
+    return TINY[name.removesuffix("_nnx")]
+
+
+def module_of(name):
+    return importlib.import_module(f"models.{name}")
+
+
+def loss_of(name):
+    return getattr(module_of(name), "loss", next_token)
+
+
+@functools.cache
+def batches(name, num=3):
+    rng, rows = np.random.default_rng(0), []
+    for _ in range(num):
+        if name.startswith("vit"):
+            targets = rng.integers(0, 8, 8)
+            images = rng.normal(size=(8, 8, 8, 3)) + targets[:, None, None, None] / 4
+            rows.append({"inputs": images.astype(np.float32), "targets": targets})
+            continue
+        tokens = rng.integers(0, 64, (8, 17)).astype(np.int32)
+        rows.append({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})
+        if name == "bert":
+            rows[-1]["weights"] = (rng.random((8, 16)) < 0.3).astype(np.float32)
+        if name == "t5":
+            rows[-1]["decoder_inputs"] = tokens[:, ::-1][:, 1:]
+    return rows
+
+
+@functools.cache
+def alone(name):
+    return oracle(module_of(name).build(config_of(name)), batches=batches(name), loss=loss_of(name))
+
+
+def without_key_bias(name):
+    """Softmax does not see the bias of keys: what Adam makes of its rounding is not compared."""
+    return [("/k/bias", lambda bias: bias[..., :0].sum(keepdims=True))] if name in ("bert", "vit", "vit_nnx") else []
+
+
+def check(run, name):
+    assert loss_difference(run, alone(name)) < 2e-6
+    # T5 begins with logits of 30, whose smallest gradients are rounding; a wrong one moves a parameter by 3e-4 a step.
+    assert param_difference(run, alone(name), without_key_bias(name)) < (3e-5 if name == "t5" else 1e-5)
+
+
+@pytest.mark.parametrize(("name", "stage"), [
+    ("llama", 3), *(slow(name, stage) for name in NAMES for stage in range(4) if (name, stage) != ("llama", 3))])
+def test_numbers_of_one_device(name, stage):
+    check(train(module_of(name).build(config_of(name)), stage, 8, batches=batches(name), loss=loss_of(name)), name)
+
+
+@pytest.mark.slow
+def test_another_model_is_caught():
+    """Negative control: one field that changes no shape."""
+    wrong = dataclasses.replace(config_of("llama"), rope_theta=1e4)
+    run = train(llama.build(wrong), 3, 8, batches=batches("llama"), loss=next_token)
+    assert loss_difference(run, alone("llama")) > 1e-5
+
+
+def run_on(mesh, name, rules=True):
+    options = {"tensor_rules": module_of(name).tensor_rules(config_of(name))} if rules else {}
+    step = zero_jax.make_zero_train_step(module_of(name).build(config_of(name)), 3, mesh=mesh, loss=loss_of(name),
+                                         **options)
+    return step, step.init(jax.random.key(0), batches(name)[0])
+
+
+@pytest.mark.parametrize(("name", "tensor"), [slow(name, tensor) for name, tensor in (
+    ("llama", 2), ("llama_nnx", 2), ("bert", 4), ("t5", 4), ("t5", 2), ("vit", 4), ("vit_nnx", 2))])
+def test_tensor_parallelism(name, tensor):
+    step, state = run_on(zero_jax.make_mesh(tensor=tensor), name)
+    _, metrics = step(state, batches(name)[0])
+    assert float(metrics["loss"]) == pytest.approx(alone(name).losses[0], rel=2e-6)
+    assert float(metrics["grad_norm"]) == pytest.approx(alone(name).norms[0], rel=2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5", "vit"])
+def test_tensor_rules_split_all_matrices(name):
+    """And heads that do not divide are refused."""
+    shapes = jax.eval_shape(lambda: module_of(name).build(config_of(name)).init(jax.random.key(0), *(
+        batches(name)[0][key] for key in ("inputs", "decoder_inputs") if key in batches(name)[0])))["params"]
+    mesh = zero_jax.make_mesh(tensor=2)
+    axes = MeshAxes.of(mesh)
+    specs = tensor_specs(shapes, axes, module_of(name).tensor_rules(config_of(name)))
+    whole = {path for path, leaf in traverse_util.flatten_dict(shapes, sep="/").items()
+             if path not in specs and leaf.ndim > 1 + path.split("/")[-3:][0].startswith("blocks")
+             and path.endswith(("kernel", "embedding"))}
+    assert whole <= {"wpe/embedding", "types/embedding", "head/kernel", "patches/kernel",
+                     "encoder/relative_bias/embedding", "decoder/relative_bias/embedding"}, whole
+    with pytest.raises(ValueError, match="do not divide"):
+        wide = MeshAxes.of(zero_jax.make_mesh(tensor=8))
+        tensor_specs(shapes, wide, module_of(name).tensor_rules(config_of(name)))
+
+
+@pytest.mark.parametrize("name", ["llama", slow("llama_nnx"), slow("gpt2"), slow("gpt2_nnx"), slow("bert")])
+def test_packed_documents_do_not_see_each_other(name):
+    """Two in a row are what each is alone; without segment ids, or with positions that run on, they are not."""
+    module = module_of(name)
+    config = gpt2.Config(2, 32, 4, vocab_size=64, max_length=16) if name.startswith("gpt2") else config_of(name)
+    config = dataclasses.replace(config, remat=False)
+    tokens = np.random.default_rng(3).integers(0, 64, (1, 14)).astype(np.int32)
+    segments = np.array([[1] * 5 + [2] * 6 + [0] * 3], np.int32)
+    positions = np.array([[*range(5), *range(6), *range(3)]], np.int32)
+    if name.endswith("_nnx"):
+        model = module.build(config)(nnx.Rngs(0))
+    else:
+        init = jax.jit(module.build(config).init)
+        variables = jax.tree.map(lambda leaf: leaf * 4, init(jax.random.key(0), tokens))
+        model = jax.jit(functools.partial(module.build(config).apply, variables))
+    both = model(tokens, segment_ids=segments, positions=positions)
+    for part in (slice(0, 5), slice(5, 11)):
+        np.testing.assert_allclose(both[:, part], model(tokens[:, part]), 1e-4, 1e-4)
+    unlike = model(tokens, positions=positions)[:, 5:11]
+    assert not np.allclose(unlike, both[:, 5:11], 1e-3, 1e-3)
+    if not name.startswith("llama"):  # rotary positions are relative: within a document they may run on
+        assert not np.allclose(model(tokens, segment_ids=segments)[:, 5:11], both[:, 5:11], 1e-3, 1e-3)
+
+
+def published(config, module, *arrays):
+    shapes = jax.eval_shape(lambda: module.build(config).init(jax.random.key(0), *arrays)["params"])
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+TOKENS = jnp.zeros((1, 8), jnp.int32)
+# Of the published checkpoints: what transformers counts, without poolers, heads for next sentences and tied copies
+SIZES = [
+    (llama, "3-8b", 8_030_261_248), (llama, "3.1-405b", 405_853_388_800), (llama, "3.2-1b", 1_235_814_400),
+    (llama, "qwen3-0.6b", 596_049_920), (llama, "qwen3-8b", 8_190_735_360), (bert, "large", 335_174_458),
+    (t5, "small", 60_506_624), (t5, "11b", 11_307_321_344), (t5, "1.1-xxl", 11_135_332_352), (vit, "b-16", 86_567_656)]
+
+
+@pytest.mark.parametrize(("module", "preset", "size"), SIZES, ids=lambda value: value if isinstance(value, str) else "")
+def test_presets_have_the_published_number_of_parameters(module, preset, size):
+    config = module.PRESETS[preset]
+    given = (jnp.zeros((1, config.image_size, config.image_size, 3)),) if module is vit else (
+        (TOKENS, TOKENS) if module is t5 else (TOKENS,))
+    assert published(config, module, *given) == config.num_params == size
+
+
+def test_nnx_has_linens_parameters():
+    for linen, other in ((llama, llama_nnx), (vit, module_of("vit_nnx"))):
+        config = config_of(linen.__name__.split(".")[-1])
+        batch = batches(linen.__name__.split(".")[-1])[0]["inputs"]
+        tree = jax.eval_shape(lambda batch=batch, linen=linen, config=config: linen.build(config).init(
+            jax.random.key(0), batch)["params"])
+        state = nnx.state(nnx.eval_shape(lambda other=other, config=config: other.build(config)(nnx.Rngs(0))))
+        assert {"/".join(map(str, path)): leaf.shape for path, leaf in traverse_util.flatten_dict(
+            nnx.to_pure_dict(state)).items()} == {
+                name: leaf.shape for name, leaf in traverse_util.flatten_dict(tree, sep="/").items()}
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: llama.Config(2, 32, 4, 3, 48), "num_heads=4 is not a multiple of num_kv_heads=3"),
+    (lambda: llama.Config(2, 32, 4, 2, 48, head_dim=7), "head_dim=7 is odd"),
+    (lambda: bert.Config(2, 30, 4, 48), "width=30 is not a multiple"),
+    (lambda: t5.Config(2, 32, 4, 48, buckets=6), "buckets=6 must be a multiple of 4"),
+    (lambda: vit.Config(2, 32, 4, 48, image_size=10, patch_size=4), "image_size=10 is not a multiple"),
+    (lambda: vit.build(config_of("vit")).init(jax.random.key(0), jnp.zeros((1, 8, 9, 3))), "Images of shape"),
+    (lambda: llama.build(config_of("llama")).init(jax.random.key(0), jnp.zeros((1, 17), int)), "17 tokens are more"),
+    (lambda: t5.build(config_of("t5")).init(jax.random.key(0), TOKENS, TOKENS, segment_ids=TOKENS), "belong together"),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_bad_input(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_the_kernel_is_xlas_on_a_cpu_and_the_asked_one_elsewhere(monkeypatch):
+    """CuDNN's where shapes and dtypes allow; asked for on a CPU it is JAX's error, and no other kernel in silence."""
+    q = jnp.zeros((1, 8, 2, 16), jnp.bfloat16)
+    assert kernels._chosen(q, None) == "xla"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert kernels._chosen(q, None) == "cudnn"
+    assert {kernels._chosen(*given) for given in ((q.astype(jnp.float32), None), (q, q), (q[..., :6], None),
+                                                  (q[:, :7], None), (jnp.zeros((1, 8, 2, 256), jnp.bfloat16), None))
+            } == {"xla"}
+    with pytest.raises(RuntimeError, match="cuDNN"):
+        kernels.attention(q, q, q, causal=True, implementation="cudnn")
