@@ -96,5 +96,5 @@ def test_configs_that_say_the_same_in_other_words(tmp_path):
     with pytest.raises(ValueError, match="says rope_scaling=None, and llama:3.1-8b has {'rope_type'"):
         check_config(tmp_path, long, "llama:3.1-8b")
     file.write_text("[1]")
-    with pytest.raises(ValueError, match="is not a model's config: its JSON cannot be read"):
+    with pytest.raises(ValueError, match="is not a model's config: its JSON is no object"):
         check_config(tmp_path, long, "llama:3.1-8b")

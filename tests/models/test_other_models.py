@@ -201,3 +201,15 @@ def test_the_kernel_is_xlas_on_a_cpu_and_the_asked_one_elsewhere(monkeypatch):
             } == {"xla"}
     with pytest.raises(RuntimeError, match="cuDNN"):
         kernels.attention(q, q, q, causal=True, implementation="cudnn")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stage"), [("llama", 3), ("t5", 3), ("bert", 2), ("vit", 3)])
+def test_the_contract_is_kept_on_h100s(name, stage):
+    """By the program that XLA compiles for eight of them, in bf16; in fp32 it is another one."""
+    module, config = module_of(name), module_of(name).PRESETS["tiny"]
+    batch = module.batch_shapes(config, 16, 32) if hasattr(module, "batch_shapes") else {
+        key: jax.ShapeDtypeStruct((16, 32), jnp.int32) for key in ("inputs", "targets")}
+    planned = zero_jax.plan(module.build(config), stage, "h100:8", batch, loss=getattr(module, "loss", None),
+                            precision="bf16")
+    assert not planned.communication.violations and planned.fits and planned.layout.num_params == config.num_params

@@ -1,10 +1,13 @@
 """FLOPs of a step, as the model is written and as it is compiled, and what they come to in a time."""
 
+import jax
+import numpy as np
 import pytest
 from support.oracle import slow
 from support.programs import PROGRAMS, program
 
-from zero_jax.planning.flops import StepFlops, step_flops
+from zero_jax.jaxpr.equations import inner_jaxprs
+from zero_jax.planning.flops import StepFlops, step_flops, traced_flops
 from zero_jax.xla import devices
 from zero_jax.xla.live_chip import chip_of_kind
 from zero_jax.xla.targets import known_targets, target_of
@@ -30,6 +33,15 @@ def test_a_program_has_the_models_flops_and_what_it_recomputes(name, low, high):
     # Negative control: on half of the devices it is not the model.
     halved = step_flops(forward, program(name).schedule, num_devices=4, peak=None)
     assert not low < halved.program / halved.model < high
+
+
+def test_constants_of_a_checkpointed_layer_are_no_obstacle():
+    """Rotary frequencies of LLaMA, say: `jax.checkpoint` leaves arrays of NumPy in the inner jaxpr."""
+    table = np.arange(12.0, dtype=np.float32).reshape(3, 4)
+    traced = jax.make_jaxpr(jax.checkpoint(lambda x: x @ table))(np.ones((2, 3), np.float32))
+    (inner,) = inner_jaxprs(traced.eqns[0])
+    assert inner.constvars or traced.consts, "there is a constant"
+    assert traced_flops(traced) == 2 * 2 * 3 * 4
 
 
 @pytest.mark.parametrize("text", ["h100:8", *(slow(text) for text in known_targets() if text != "h100:8")])

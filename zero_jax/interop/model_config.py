@@ -58,12 +58,14 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES:,} bytes")
+            raise UsageError(f"{path} is not a model's config: it has more than {MAX_BYTES:,} bytes.")
         value = json.loads(path.read_bytes())
-        if not isinstance(value, dict):
-            raise ValueError("it is no object")
+    except UsageError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not a model's config: its JSON cannot be read ({error}).") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} is not a model's config: its JSON is no object.")
     return value
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from zero_jax.jaxpr.equations import ClosedJaxpr, Jaxpr, JaxprEqn, closed_jaxpr, inner_jaxprs, primitive_of, shape_of
+from zero_jax.jaxpr.equations import ClosedJaxpr, Jaxpr, JaxprEqn, inner_jaxprs, primitive_of, shape_of
 from zero_jax.jaxpr.primitives import (
     COND,
     CONV,
@@ -26,7 +26,7 @@ def traced_flops(jaxpr: Jaxpr | ClosedJaxpr) -> float:
     a while loop once since its trips are unknown. What a mask hides from attention is counted, as in PaLM's definition
     of model FLOPs (arXiv 2204.02311, appendix B). Elementwise operations are not counted.
     """
-    return sum(_flops(eqn) for eqn in closed_jaxpr(jaxpr).jaxpr.eqns)
+    return sum(_flops(eqn) for eqn in jaxpr.eqns)
 
 
 def _flops(eqn: JaxprEqn) -> float:
