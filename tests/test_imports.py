@@ -34,6 +34,7 @@ ONLY: dict[str, set[str]] = {
     "orbax": {"checkpoint"}, "tensorstore": {"checkpoint"}, "etils": {"checkpoint"},
     "rich": {"cli"}, "tyro": {"cli"},
     "jax.extend": {"jaxpr"},
+    "grain": {"data"}, "tokenizers": {"data"}, "sentencepiece": {"data"}, "pyarrow": {"data"}, "sklearn": {"data"},
 }
 """The packages that alone may import a dependency."""
 

@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zero_jax.step.losses import call_model
+
 
 def token_sums(model: Any, batch: Any) -> dict[str, jax.Array]:
     """Sums over the tokens of a batch, float32: `loss` in nats, `correct` (the likeliest is the target), `tokens`.
 
     Each token counts as `batch["weights"]`, float (batch, length), where there is that. For `ZeroTrainStep.evaluator`.
     """
-    logits, targets = model(batch["inputs"]).astype(jnp.float32), batch["targets"]
+    logits, targets = call_model(model, batch).astype(jnp.float32), batch["targets"]
     weights = batch["weights"].astype(jnp.float32) if "weights" in batch else jnp.ones(targets.shape, jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return {"loss": (losses * weights).sum(), "correct": ((logits.argmax(-1) == targets) * weights).sum(),

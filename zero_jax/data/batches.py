@@ -7,19 +7,19 @@ of the batch decides which rows a process reads. `prefetch` reads ahead in a thr
 
 import functools
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from zero_jax.arguments import whole
+from zero_jax.data.positions import NumberedBatches
 from zero_jax.errors import UsageError
 
 _FINGERPRINT_BLOCKS, _BLOCK_TOKENS = 16, 256  # few: each block is one seek in a mapped file
 
 
-class Batches:
+class Batches(NumberedBatches):
     """An endless iterator of {"inputs": int32 (batch, length), "targets": int32 (batch, length)}.
 
     The inputs of window w are tokens[w * length : (w + 1) * length]; its targets are the same shifted by one. Windows
@@ -75,7 +75,6 @@ class Batches:
         self.vocab_size = vocab_size
         self.num_windows = max(0, len(tokens) - 1) // self.length
         self.batches_per_epoch = self.num_windows // self.batch_size
-        self._position = 0
         self._ordered = -1, np.empty(0, np.int64)  # the epoch last asked for; replaced at once, since threads read
         if self.num_windows < self.batch_size:
             needed = self.batch_size * self.length + 1
@@ -93,54 +92,6 @@ class Batches:
                     f" {sharding}: change batch_size to a multiple of the devices on its axes"
                     f" ({error})"
                 ) from error
-
-    @property
-    def position(self) -> int:
-        """The number of the next batch, which is how many were returned since the start."""
-        return self._position
-
-    def seek(self, position: int) -> None:
-        """Continues with batch `position`."""
-        self._position = whole("position", position, 0)
-
-    def state(self) -> dict[str, int]:
-        """The position, and the values for which it is valid: plain JSON.
-
-        "fingerprint" is the CRC-32 of 16 evenly spaced blocks of 256 tokens: the standard library of another Python,
-        cut to the same size, has the same num_tokens and other text.
-        """
-        return {"position": self._position, **self._identity()}
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Continues where `state` was taken; raises ValueError where the batches are not the same.
-
-        To change batch_size on purpose: `seek(windows read so far // batch_size)`.
-        """
-        now = self._identity()
-        missing = sorted({"position", *now} - set(state))
-        if missing:
-            raise UsageError(f"state lacks {missing}; give what Batches.state() returned")
-        wrong = [f"{k}={state[k]} saved but {k}={now[k]} now" for k in now if state[k] != now[k]]
-        if wrong:
-            raise UsageError(
-                f"the saved position belongs to other batches: {'; '.join(wrong)}. Build Batches"
-                " from the same tokens with the saved values, or start elsewhere with seek()"
-            )
-        self.seek(state["position"])
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Itself: batches from `position` on, without end."""
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        """The batch at `position`, which is incremented."""
-        batch = self[self._position]
-        self._position += 1
-        return batch
-
-    def once(self) -> Iterator[dict[str, Any]]:
-        """The batches of the first epoch, always the same, without changing `position`: for validation."""
-        return (self[k] for k in range(self.batches_per_epoch))
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         """Batch number `position` (from 0, without end), without changing `self.position`."""
@@ -187,6 +138,10 @@ class Batches:
         return rows.astype(np.int32)
 
     def _identity(self) -> dict[str, int]:
+        """The options, and the CRC-32 of 16 evenly spaced blocks of 256 tokens.
+
+        The standard library of another Python, cut to the same size, has the same num_tokens and other text.
+        """
         num_tokens, fingerprint = len(self.tokens), 0
         last = max(0, num_tokens - _BLOCK_TOKENS)
         for i in range(_FINGERPRINT_BLOCKS):

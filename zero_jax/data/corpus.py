@@ -79,14 +79,17 @@ def python_source(max_bytes: int | None = None) -> np.ndarray:
     machines). The bytes depend on the Python version: processes of one run must have the same one.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = []
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if not _SKIPPED_DIRS & set(name.parts) and not path.name.startswith("_sysconfigdata"):
-            files.append((name.as_posix(), path))
+    return _concatenate([(path.relative_to(root).as_posix(), path) for path in python_files()], max_bytes)
+
+
+def python_files() -> list[Path]:
+    """The files of `python_source`, in order of their paths."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in sorted(root.rglob("*.py"))
+             if not _SKIPPED_DIRS & set(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")]
     if not files:
         raise UsageError(f"no Python source in {root} (a zipped library?); name text files instead")
-    return _concatenate(files, max_bytes)
+    return files
 
 
 def read_text(

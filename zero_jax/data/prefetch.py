@@ -4,26 +4,10 @@ import collections
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 from zero_jax.arguments import whole
-
-
-class PositionedBatches(Protocol):
-    """Batches by number, with the number of the next one: `Batches`, `ExampleBatches` and the like."""
-
-    @property
-    def position(self) -> int:
-        """The number of the next batch."""
-        ...
-
-    def seek(self, position: int) -> None:
-        """Continues with batch `position`."""
-        ...
-
-    def __getitem__(self, position: int) -> dict[str, Any]:
-        """Batch number `position`."""
-        ...
+from zero_jax.data.positions import NumberedBatches
 
 
 class Prefetched:
@@ -41,7 +25,7 @@ class Prefetched:
     An error in reading is raised by the `next` of its batch.
     """
 
-    def __init__(self, batches: PositionedBatches, *, depth: int = 2) -> None:
+    def __init__(self, batches: NumberedBatches, *, depth: int = 2) -> None:
         self._batches, self._depth = batches, whole("depth", depth, 0)
         self._pending: collections.deque[Future[dict[str, Any]]] = collections.deque()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="zero_jax-prefetch") if self._depth else None

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.errors import UsageError
 from zero_jax.sharding.gather import names_of
 from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
+from zero_jax.step.losses import call_model
 from zero_jax.typing import AxisNames, Batch, Loss
 
 
@@ -32,7 +33,7 @@ def chunked_next_token_loss(mesh: Mesh, chunks: int, *, axis: Any = None, axis_r
         raise UsageError(f"chunks={chunks!r}: give the number of parts, at least 1.")
 
     def loss(model: Any, batch: Batch) -> Any:
-        features, table = model(batch["inputs"], logits=False)
+        features, table = call_model(model, batch, logits=False)
         targets, chunking = batch["targets"], _Chunking(axes, chunks)
         num_shards = axes.size(*chunking.token_axes)
         if targets.size % (num_shards * chunks):

@@ -16,15 +16,32 @@ def next_token_loss(model: Any, batch: Batch) -> Any:
     """Mean cross entropy, in nats, of `batch["targets"]` under `model(batch["inputs"])`; both int (batch, length).
 
     Where there is `batch["weights"]`, float (batch, length) and 0 for what is no token, the mean is weighted by it,
-    and its sum is returned too, so that microbatches weigh by their valid tokens: (mean, {}, sum).
+    and its sum is returned too, so that microbatches weigh by their valid tokens: (mean, {}, sum). A batch of packed
+    documents has `segment_ids` and `positions` too, which the model is given (`call_model`).
     """
-    logits = model(batch["inputs"]).astype(jnp.float32)
+    logits = call_model(model, batch).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     if "weights" not in batch:
         return losses.mean()
     weights = batch["weights"].astype(jnp.float32)
     total = weights.sum()
     return (losses * weights).sum() / jnp.where(total == 0, 1.0, total), {}, total
+
+
+def call_model(model: Any, batch: Batch, **options: Any) -> Any:
+    """`model` of `batch["inputs"]`, and of `segment_ids` and `positions`, int (batch, length), where there are any.
+
+    Attention must not cross segments: raises ValueError for a model without these arguments.
+    """
+    given = {name: batch[name] for name in ("segment_ids", "positions") if name in batch}
+    try:
+        return model(batch["inputs"], **given, **options)
+    except TypeError as error:
+        if given and any(f"unexpected keyword argument {name!r}" in str(error) for name in given):
+            raise UsageError(f"The batch has packed documents, and the model does not take {' and '.join(given)}: its "
+                             "attention would cross documents. Pad them (documents=pad), or give it these arguments."
+                             ) from error
+        raise
 
 
 LOSS = 0x1055

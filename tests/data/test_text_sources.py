@@ -1,0 +1,123 @@
+"""Documents from files of each format, and what is wrong with a file, by its line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from zero_jax.data import extras
+from zero_jax.data.documents import cut_text
+from zero_jax.data.text_sources import check_file, files_of, read_documents
+
+TEXTS = ["one", "two\nlines", "", "täta \U0001f600"]
+
+
+def jsonl(path, rows):
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def parquet(path, **columns):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet as writer
+
+    writer.write_table(pyarrow.table(columns), path)
+    return str(path)
+
+
+def array_record(path, records):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    writer = module.ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return str(path)
+
+
+def test_each_format_gives_its_documents(tmp_path):
+    whole = [text for text in TEXTS if text]
+    assert [*read_documents(jsonl(tmp_path / "a.jsonl", [{"text": text, "n": 1} for text in TEXTS]))] == whole
+    bodies = jsonl(tmp_path / "b.ndjson", [{"body": "x"}, "", {"body": "y"}])
+    assert [*read_documents(bodies, field="body")] == ["x", "y"]
+    assert [*read_documents(parquet(tmp_path / "a.parquet", text=TEXTS, n=[1, 2, 3, 4]))] == whole
+    assert [*read_documents(array_record(tmp_path / "a.array_record", [text.encode() for text in TEXTS]))] == whole
+    (tmp_path / "a.txt").write_bytes("caf\xe9\n".encode("latin-1"))
+    assert [*read_documents(str(tmp_path / "a.txt"))] == ["caf�\n"]
+    assert next(read_documents("python"))  # of the library
+
+
+def test_folders_and_globs(tmp_path):
+    jsonl(tmp_path / "b.jsonl", [{"text": "two"}])
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "c.bin").write_bytes(b"\0\1\2")
+    (tmp_path / "empty.txt").touch()
+    assert [path.name for path in files_of(str(tmp_path))] == ["a.txt", "b.jsonl"]
+    assert sorted(read_documents(str(tmp_path))) == ["one", "two"]
+    assert [*read_documents(f"{tmp_path}/*.jsonl")] == ["two"]
+    with pytest.raises(ValueError, match="no file with text"):
+        files_of(str(tmp_path / "*.json"))
+
+
+@pytest.mark.parametrize("rows, message", [
+    ([{"text": "a"}, {"body": "b"}], r"line 2: it has no field 'text', but body: name the one with the text"),
+    ([{"text": "a"}, "", "{", {"text": "b"}], r"line 3: it is no JSON"),
+    ([{"text": "a"}, {"text": 5}], r"line 2: 'text' is int and no text"),
+    ([{"text": None}], r"line 1: 'text' is NoneType and no text"),
+    ([[1, 2]], r"line 1: it is no object"),
+])
+def test_lines_that_are_none(tmp_path, rows, message):
+    name = jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(ValueError, match=message) as caught:
+        list(read_documents(name))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=message):  # and before JAX starts
+        check_file(tmp_path / "a.jsonl")
+
+
+def test_what_json_can_spell_and_utf8_cannot(tmp_path):
+    assert [*read_documents(jsonl(tmp_path / "a.jsonl", ['{"text": "a\\ud800b"}']))] == ["a���b"]
+
+
+def test_parquet_files_that_are_none(tmp_path):
+    good = parquet(tmp_path / "a.parquet", text=TEXTS * 100, n=list(range(400)))
+    check_file(tmp_path / "a.parquet")
+    content = (tmp_path / "a.parquet").read_bytes()
+    for name, bad in (("cut", content[:-10]), ("text", b"no parquet"), ("empty", b"")):
+        (tmp_path / f"{name}.parquet").write_bytes(bad)
+        with pytest.raises(ValueError, match=f"{name}.parquet is no whole Parquet file"):
+            check_file(tmp_path / f"{name}.parquet")
+    damaged = bytearray(content)
+    damaged[4:200] = bytes(196)
+    (tmp_path / "damaged.parquet").write_bytes(damaged)
+    with pytest.raises(ValueError, match="damaged.parquet is (damaged after row|no whole Parquet file)"):
+        list(read_documents(str(tmp_path / "damaged.parquet")))
+    with pytest.raises(ValueError, match="it has no column 'body', but text, n"):
+        check_file(tmp_path / "a.parquet", field="body")
+    with pytest.raises(ValueError, match="the column 'n' is of type int64 and no text"):
+        list(read_documents(good, field="n"))
+    with pytest.raises(ValueError, match="row 2: 'text' is NoneType"):
+        list(read_documents(parquet(tmp_path / "b.parquet", text=["a", None])))
+    with pytest.raises(ValueError, match="the file has no rows"):
+        check_file(tmp_path / parquet(tmp_path / "c.parquet", text=np.array([], "U1")))
+
+
+def test_array_records_that_are_none(tmp_path):
+    (tmp_path / "a.array_record").write_bytes(b"nothing of that kind")
+    with pytest.raises(ValueError, match="a.array_record is no array_record file|record 1: it is damaged"):
+        list(read_documents(str(tmp_path / "a.array_record")))
+    with pytest.raises(ValueError, match="record 2: it is damaged or no UTF-8"):
+        list(read_documents(array_record(tmp_path / "b.array_record", [b"a", b"\xff"])))
+
+
+def test_packages_that_are_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: None)
+    for name, package in (("a.parquet", "pyarrow"), ("a.array_record", "grain")):
+        (tmp_path / name).write_bytes(b"x")
+        with pytest.raises(ValueError, match=rf"{name} needs the package {package}: pip install 'zero-jax\[data\]'"):
+            check_file(tmp_path / name)
+
+
+def test_text_is_cut_at_its_bytes():
+    assert [*cut_text(["abc", "dä", "e"], 5)] == ["abc", "d"] and [*cut_text(["abc", "e"], None)] == ["abc", "e"]
+    assert [*cut_text(["abc", "e"], 3)] == ["abc"]

@@ -1,0 +1,144 @@
+"""Examples of several sources as global batches: packed or padded documents, masked or corrupted text, images."""
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from zero_jax.arguments import whole
+from zero_jax.data.mixture import Mixture
+from zero_jax.data.positions import NumberedBatches
+from zero_jax.errors import UsageError
+
+Row = dict[str, np.ndarray]
+
+_ORDER_CHECKED = 64
+
+
+class Examples(Protocol):
+    """A source: `row(number)` is an example, arrays by name, of the same shapes for all numbers below num_examples.
+
+    fingerprint: another number for other data.
+    """
+
+    num_examples: int
+    fingerprint: int
+
+    def row(self, number: int) -> Row:
+        """Example `number`."""
+        ...
+
+
+class ExampleBatches(NumberedBatches):
+    """An endless iterator of batches of the examples of `sources`: {name: (batch_size, ...)}.
+
+    Place i of the run, over all batches, has the example that `Mixture` says, and `make(row, (seed, i))` of it: a batch
+    is a pure function of its number, whatever the devices, processes and threads. An epoch, `batches_per_epoch`, has no
+    example twice.
+
+    Without a `sharding` batches are NumPy arrays. With one they are global `jax.Array`s whose first dimensions are
+    sharded by it; each process makes only the rows of its own devices, each row once.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Examples],
+        *,
+        batch_size: int,
+        seed: int = 0,
+        weights: Sequence[float] | None = None,
+        make: Callable[[Row, tuple[int, int]], Row] | None = None,
+        name: str = "",
+        sharding: jax.sharding.NamedSharding | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        """The first example is made, for the shapes of all.
+
+        Args:
+          sources: of examples with the same names, shapes and dtypes.
+          batch_size: examples in a batch, over all processes.
+          seed: of the order, and of what `make` draws.
+          weights: fractions of the examples that the sources have; None: by their sizes.
+          make: from a row and a key to the row of the batch, as one of `objectives`; None: as it is.
+          name: of `make` and its settings: a saved position is valid for the same name alone.
+          sharding: of all arrays, from the first dimension on; later dimensions of an array are not sharded.
+          vocab_size: where given, all integers in "inputs" and "targets" must be within 0..vocab_size - 1.
+
+        Raises ValueError for no examples, too few for one batch, weights that are none, and a batch that does not
+        divide over the sharding.
+        """
+        self.sources, self.seed = list(sources), whole("seed", seed, 0)
+        self.batch_size = whole("batch_size", batch_size, 1)
+        self.sharding, self.vocab_size, self._make, self._name = sharding, vocab_size, make, name
+        if not self.sources or not all(source.num_examples for source in self.sources):
+            empty = [k for k, source in enumerate(self.sources) if not source.num_examples]
+            raise UsageError(f"Sources {empty} have no example of this length: give more data, or a smaller seq_len.")
+        self._mixture = Mixture([source.num_examples for source in self.sources], weights=weights, seed=self.seed)
+        self.batches_per_epoch = self._mixture.places // self.batch_size
+        if not self.batches_per_epoch:
+            sizes = [source.num_examples for source in self.sources]
+            raise UsageError(f"Sources with {sizes} examples are fewer than a batch of batch_size={batch_size} takes "
+                             "without one twice: give more data, or a smaller batch_size or seq_len.")
+        self.shapes = {name: ((self.batch_size, *array.shape), array.dtype) for name, array in self._row(0).items()}
+        for shape, _ in self.shapes.values():
+            self._sharding_of(shape)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        """Batch number `position` (from 0, without end), without changing `self.position`."""
+        first = whole("position", position, 0) * self.batch_size
+        made: dict[tuple[int, int], Row] = {}
+
+        def rows(start: int, stop: int) -> Row:
+            if (start, stop) not in made:  # replicas, and the arrays of a batch, are made once
+                each = [self._row(first + k) for k in range(start, stop)]
+                made[start, stop] = {name: np.stack([row[name] for row in each]) for name in self.shapes}
+            return made[start, stop]
+
+        def shard(index: Any, name: str) -> np.ndarray:
+            start, stop, _ = index[0].indices(self.batch_size) if index else (0, self.batch_size, 1)
+            return rows(start, stop)[name][(slice(None), *index[1:])]
+
+        if self.sharding is None:
+            return dict(rows(0, self.batch_size))
+        return {name: jax.make_array_from_callback(
+            shape, self._sharding_of(shape), functools.partial(shard, name=name), dtype=dtype)
+            for name, (shape, dtype) in self.shapes.items()}
+
+    def _row(self, place: int) -> Row:
+        source, example = self._mixture[place]
+        row = self.sources[source].row(example)
+        for name in ("inputs", "targets"):
+            ids = row.get(name)
+            if self.vocab_size is not None and ids is not None and ids.dtype.kind in "iu" and ids.size:
+                low, high = int(ids.min()), int(ids.max())
+                if low < 0 or high >= self.vocab_size:
+                    raise UsageError(f"Example {example} of source {source} has ids {low}..{high}, but 0.."
+                                     f"{self.vocab_size - 1} are allowed (vocab_size={self.vocab_size}): tokenizer and "
+                                     "model disagree.")
+        return row if self._make is None else self._make(row, (self.seed, place))
+
+    def _sharding_of(self, shape: tuple[int, ...]) -> Any:
+        if self.sharding is None:
+            return None
+        spec = jax.sharding.PartitionSpec(*self.sharding.spec[:len(shape)])
+        sharding = jax.sharding.NamedSharding(self.sharding.mesh, spec)
+        try:
+            sharding.shard_shape(shape)
+        except ValueError as error:
+            raise UsageError(f"a batch of shape {shape} does not divide over {sharding}: change batch_size or seq_len "
+                             f"to a multiple of the devices on its axes ({error})") from error
+        return sharding
+
+    def _identity(self) -> dict[str, int]:
+        """The options, the CRC-32 of the data, of the objective, and of the first places of the order."""
+        order = [self._mixture[place] for place in range(min(_ORDER_CHECKED, self.batch_size * self.batches_per_epoch))]
+        return {
+            "seed": self.seed, "batch_size": self.batch_size,
+            "num_examples": sum(source.num_examples for source in self.sources),
+            "fingerprint": zlib.crc32(repr([source.fingerprint for source in self.sources]).encode()),
+            "objective": zlib.crc32(repr((self._name, sorted(self.shapes.items(), key=str))).encode()),
+            "order": zlib.crc32(np.array(order, "<i8").tobytes()),
+        }

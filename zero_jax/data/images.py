@@ -1,0 +1,88 @@
+"""Images and labels from .npz files, folders of .npy arrays, or scikit-learn, as a source of examples."""
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from zero_jax.data import extras
+from zero_jax.errors import UsageError, few, printable
+
+
+class LabeledImages:
+    """Examples {"inputs": float32 (height, width, channels), "targets": int32 ()}.
+
+    images: (number, height, width) or (number, height, width, channels); integers of 8 bits are divided by 255, other
+    numbers are taken as they are. labels: integers, (number,). Raises ValueError for other shapes and dtypes, and for
+    values that are not finite.
+
+    >>> images = LabeledImages(np.zeros((5, 8, 8), np.uint8), np.arange(5))
+    >>> images.num_examples, images.row(2)["inputs"].shape, int(images.row(2)["targets"])
+    (5, (8, 8, 1), 2)
+    """
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
+        if images.ndim not in (3, 4) or images.dtype.kind not in "iuf" or not images.size:
+            raise UsageError(f"images: {images.dtype} {images.shape} is no (number, height, width) or (number, height, "
+                             "width, channels) of numbers.")
+        if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min() < 0:
+            raise UsageError(f"labels: {labels.dtype} {labels.shape} is not a class, an integer from 0 on, for each of "
+                             f"{len(images)} images.")
+        if images.dtype.kind == "f" and not np.isfinite(images).all():
+            raise UsageError("images: some values are not finite.")
+        self._images = images if images.ndim == 4 else images[..., None]
+        self._labels, self.num_examples = labels, len(images)
+        self._scale = np.float32(1 / 255 if images.dtype == np.uint8 else 1)
+        self.fingerprint = zlib.crc32(labels.tobytes(), zlib.crc32(images.tobytes()))
+
+    @property
+    def num_classes(self) -> int:
+        """The largest label, and one."""
+        return int(self._labels.max()) + 1
+
+    def row(self, number: int) -> dict[str, np.ndarray]:
+        """Image `number` and its label."""
+        return {"inputs": self._images[number].astype(np.float32) * self._scale,
+                "targets": np.asarray(self._labels[number], np.int32)}
+
+    def split(self, fraction: float, *, seed: int = 0) -> tuple["LabeledImages", "LabeledImages"]:
+        """(training part, held-out part): at random, and no image is in both."""
+        held_out = round(fraction * self.num_examples)
+        if not 0 < held_out < self.num_examples:
+            raise UsageError(f"fraction={fraction} of {self.num_examples} images: one part would be empty.")
+        words = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(self.num_examples)
+        order = np.argsort(words, kind="stable")
+        parts = order[held_out:], order[:held_out]
+        train, held = (LabeledImages(self._images[part], self._labels[part]) for part in parts)
+        return train, held
+
+
+def load_images(path: str | Path) -> LabeledImages:
+    """The arrays `images` and `labels` of an .npz file, or of images.npy and labels.npy in a folder (mapped).
+
+    Raises ValueError where one is missing, damaged, or of another shape.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise UsageError(f"{path}: no such file or folder: give an .npz with images and labels, or a folder of both.")
+    try:
+        if path.is_dir():
+            files = [path / f"{name}.npy" for name in ("images", "labels")]
+            arrays = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in files if file.exists()}
+        else:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files if name in ("images", "labels")}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+        raise UsageError(f"{path} cannot be read ({printable(str(error))}): write it with np.savez(path, images=..., "
+                         "labels=...).") from error
+    missing = [name for name in ("images", "labels") if name not in arrays]
+    if missing:
+        raise UsageError(f"{path} lacks {few(missing)}: it needs arrays of the names images and labels.")
+    return LabeledImages(arrays["images"], arrays["labels"])
+
+
+def digits() -> LabeledImages:
+    """The 1,797 handwritten digits of scikit-learn, float32 (8, 8, 1) from 0 to 1: no download."""
+    read = extras.load("sklearn.datasets", "the images of digits").load_digits()
+    return LabeledImages(read.images.astype(np.float32) / 16, read.target.astype(np.int32))

@@ -1,0 +1,164 @@
+"""Documents from files: plain text, JSON lines, Parquet and array_record. Only the last imports JAX, by grain."""
+
+import glob
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_jax.data import corpus, extras
+from zero_jax.errors import UsageError, few, named, printable
+from zero_jax.files import open_regular
+
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".array_record": "array_record",
+           ".arrayrecord": "array_record"}
+"""By the end of a file's name; any other file is plain text, which is one document."""
+
+HEAD_LINES, MAX_LINE_BYTES = 100, 1 << 28
+
+
+def format_of(path: str | Path) -> str:
+    """jsonl, parquet, array_record or text."""
+    return FORMATS.get(Path(path).suffix.lower(), "text")
+
+
+def files_of(name: str) -> list[Path]:
+    """The files that a name stands for: itself, those that a glob matches, or all of a folder but other binaries.
+
+    In order of their paths; hidden and empty ones of a folder are left out. Raises ValueError where there are none.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        below = [file for file in sorted(path.rglob("*")) if file.is_file() and file.stat().st_size]
+        files = [file for file in below if not any(part[0] == "." for part in file.relative_to(path).parts)
+                 and (format_of(file) != "text" or not _is_binary(file))]
+    else:
+        files = [path] if path.is_file() else [
+            file for file in map(Path, sorted(glob.glob(str(path), recursive=True))) if file.is_file()]
+    if not files:
+        raise UsageError(f"data: {name}: no file with text: give files, folders or globs of text, .jsonl, .parquet or "
+                         ".array_record.")
+    return files
+
+
+def read_documents(name: str, *, field: str = "text") -> Iterator[str]:
+    """The documents of a file, folder or glob, or of "python", its own library.
+
+    Files come in the order of a hash of their names, so that what is held out at the end is not alphabetical.
+
+    A text file is one document; so is the text in `field` of each line of JSON lines and each row of Parquet, and each
+    record of an array_record (UTF-8). Empty ones are left out. Bytes that are no UTF-8 are U+FFFD in text files.
+
+    Raises ValueError, with the line or row, for what is no JSON, lacks the field, or has no text in it.
+    """
+    files = corpus.python_files() if name == "python" else files_of(name)
+    for path in sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest()):
+        readers = {"jsonl": _jsonl, "parquet": _parquet, "array_record": _array_record, "text": _text}
+        yield from filter(None, readers[format_of(path)](path, field))
+
+
+def check_file(path: Path, *, field: str = "text") -> None:
+    """Raises ValueError for what the start of a file shows: the first lines, or what a Parquet file says of itself."""
+    kind = format_of(path)
+    if kind == "jsonl":
+        for _ in itertools.islice(_jsonl(path, field), HEAD_LINES):
+            pass
+    elif kind == "parquet":
+        _open_parquet(path, field)
+    elif kind == "array_record":
+        extras.check_installed("grain", str(path))
+
+
+def _is_binary(path: Path) -> bool:
+    with open_regular(path) as file:
+        return b"\0" in file.read(8192)
+
+
+def _text(path: Path, field: str) -> Iterator[str]:
+    with open_regular(path) as file:
+        yield file.read().decode("utf-8", errors="replace")
+
+
+def _jsonl(path: Path, field: str) -> Iterator[str]:
+    with open_regular(path) as file:
+        for number in itertools.count(1):
+            line = file.readline(MAX_LINE_BYTES)
+            if not line:
+                return
+            if line.strip():
+                yield _of_line(line, field, f"{path}, line {number}")
+
+
+def _of_line(line: bytes, field: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: it is no JSON ({printable(str(error))}): each line is an object such as "
+                         f'{{"{field}": "..."}}.') from error
+    if not isinstance(row, dict):
+        raise UsageError(f"{where}: it is no object, as {{\"{field}\": \"...\"}} is one.")
+    if field not in row:
+        raise UsageError(f"{where}: it has no field {named(field)}, but {few(row)}: name the one with the text as "
+                         "text_field.")
+    return _as_text(row[field], field, where)
+
+
+def _as_text(value: Any, field: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{where}: {named(field)} is {type(value).__name__} and no text: name the field with the text "
+                         "as text_field, or leave such rows out.")
+    # A lone surrogate, which JSON can spell and UTF-8 cannot, is U+FFFD as other bytes that are no text.
+    return value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+def _open_parquet(path: Path, field: str) -> Any:
+    pyarrow = extras.load("pyarrow", str(path))
+    parquet = extras.load("pyarrow.parquet", str(path))
+    try:
+        file = parquet.ParquetFile(path)
+        schema = file.schema_arrow
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UsageError(f"{path} is no whole Parquet file ({printable(str(error))}): write or copy it again."
+                         ) from error
+    if field not in schema.names:
+        raise UsageError(f"{path}: it has no column {named(field)}, but {few(schema.names)}: name the one with the "
+                         "text as text_field.")
+    kind = schema.field(field).type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_dictionary(kind)):
+        raise UsageError(f"{path}: the column {named(field)} is of type {kind} and no text: name the one with the text "
+                         "as text_field.")
+    if not file.metadata.num_rows:
+        raise UsageError(f"{path}: the file has no rows: leave it out, or give one with text.")
+    return file
+
+
+def _parquet(path: Path, field: str) -> Iterator[str]:
+    pyarrow = extras.load("pyarrow", str(path))
+    row = 0
+    try:
+        for batch in _open_parquet(path, field).iter_batches(batch_size=1024, columns=[field]):
+            for value in batch.column(0).to_pylist():
+                row += 1
+                yield _as_text(value, field, f"{path}, row {row}")
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UsageError(f"{path} is damaged after row {row} ({printable(str(error))}): write or copy it again."
+                         ) from error
+
+
+def _array_record(path: Path, field: str) -> Iterator[str]:
+    sources = extras.load("grain.sources", str(path))
+    try:
+        records: Sequence[bytes] = sources.ArrayRecordDataSource([str(path)])
+        number = len(records)
+    except Exception as error:  # of the C++ library: ValueError, RuntimeError and others
+        raise UsageError(f"{path} is no array_record file ({printable(str(error))}): write or copy it again."
+                         ) from error
+    for i in range(number):
+        try:
+            text = records[i].decode("utf-8")
+        except Exception as error:
+            raise UsageError(f"{path}, record {i + 1}: it is damaged or no UTF-8 ({printable(str(error))}): each "
+                             "record is a text.") from error
+        yield text
