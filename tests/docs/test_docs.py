@@ -79,13 +79,14 @@ def test_options_are_those_of_the_command_line():
 def wrong_options(command: str) -> list[str]:
     from zero_jax.cli.export_config import ExportConfig
     from zero_jax.cli.plan_config import PlanConfig
+    from zero_jax.cli.tokenize_command import TokenizeConfig
     from zero_jax.cli.train_config import InspectConfig, TrainConfig
     from zero_jax.distributed.launch import LaunchConfig
 
     configs = {"train": TrainConfig, "inspect": InspectConfig, "plan": PlanConfig, "export": ExportConfig,
-               "launch": LaunchConfig}
+               "tokenize": TokenizeConfig, "launch": LaunchConfig}
     wrong = []
-    for part in re.findall(r"(?:zero-jax|--) (train|inspect|plan|export|launch)\b(.*?)(?= -- |\"|$)", command):
+    for part in re.findall(r"(?:zero-jax|--) (train|inspect|plan|export|tokenize|launch)\b(.*?)(?= -- |\"|$)", command):
         fields = {f"--{name.replace('_', '-')}" for name in configs[part[0]].__dataclass_fields__} | {"--help"}
         wrong += [option for option in OPTION.findall(part[1]) if option not in fields]
     for script, rest in re.findall(r"python (scripts/[\w/]+\.py)(.*)", command):

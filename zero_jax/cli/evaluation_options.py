@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from zero_jax.cli.data_options import check_data_files, is_token_file
 from zero_jax.errors import UsageError
+
+EVAL_FRACTION = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,7 +12,10 @@ class EvaluationOptions:
     """On what the model is evaluated, and how often."""
 
     eval_data: tuple[str, ...] = ()
-    """A separate evaluation set, as data. None: a twentieth of data is held out, spread over it."""
+    """A separate evaluation set, as data. None: a part of data is held out."""
+
+    eval_fraction: float = EVAL_FRACTION
+    """The part of data that is held out, where there is no eval_data: its end, or that of each of several sources."""
 
     eval_every: int = 100
     """Steps between evaluations (loss, perplexity, accuracy), each on the same batches."""
@@ -22,19 +26,15 @@ class EvaluationOptions:
     samples: int = 2
     """Continuations of held-out text to print at the end."""
 
-    def check_eval_data(self, token_file: bool) -> None:
-        """Raises ValueError for a set that is not there, or of another kind than data; token_file: that of data."""
-        if self.eval_data:
-            check_data_files("eval_data", self.eval_data)
-            if is_token_file(self.eval_data) != token_file:
-                raise UsageError("data and eval_data: one is a file of tokens and the other is text: give two of a "
-                                 "kind.")
-
     def check_evaluation(self) -> None:
         """Raises ValueError for values out of range."""
         for name in ("eval_every", "eval_batches"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)}: give at least 1.")
+        if not 0 < self.eval_fraction < 1:
+            raise UsageError(f"eval_fraction={self.eval_fraction}: give a fraction between 0 and 1, as 0.05.")
+        if self.eval_data and self.eval_fraction != EVAL_FRACTION:
+            raise UsageError("eval_fraction with eval_data: nothing is held out of data then: leave one out.")
         if not 0 <= self.samples <= 64:
             raise UsageError(f"samples={self.samples} is not within 0 to 64.")
         object.__setattr__(self, "eval_data",

@@ -16,7 +16,7 @@ from zero_jax.cli.profile import Profile
 from zero_jax.cli.progress import ProgressReporter
 from zero_jax.cli.report import device_bytes
 from zero_jax.cli.train_config import TrainConfig
-from zero_jax.data.batches import Batches
+from zero_jax.data.positions import NumberedBatches
 from zero_jax.data.prefetch import Prefetched, StarvationMonitor
 from zero_jax.distributed.preemption import Preemption
 from zero_jax.distributed.watchdog import Watchdog
@@ -43,7 +43,7 @@ class Loop:
     step: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
     evaluate: Callable[[Any, Any], dict[str, jax.Array]]
     batches: Prefetched
-    held_out: Batches
+    held_out: NumberedBatches
     log: MetricsLog
     progress: ProgressReporter
     watchdog: Watchdog

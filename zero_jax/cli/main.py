@@ -18,13 +18,14 @@ from zero_jax.cli.import_config import ImportConfig
 from zero_jax.cli.model_lookup import current_name, told, users_line
 from zero_jax.cli.plan_config import PlanConfig
 from zero_jax.cli.renamed import current_args
+from zero_jax.cli.tokenize_command import TokenizeConfig, tokenize_command
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
 from zero_jax.distributed.launch import PREEMPTED, LaunchConfig, end_with_launcher, launch
 from zero_jax.errors import ReplicaError, UsageError
 
 INTERRUPTED, HUNG_UP = 130, 129
 """Exit status after Ctrl-C and SIGHUP, as shells have it."""
-PATHS = ("--out", "--data", "--init-from", "--checkpoint", "--weights", "--png")
+PATHS = ("--out", "--data", "--tokenizer", "--init-from", "--checkpoint", "--weights", "--png")
 """The options that are paths."""
 DOES_NOT_FIT = 3
 """Exit status of a plan that does not fit, which is an answer and not an error."""
@@ -34,6 +35,10 @@ _PLAN_ENVIRONMENT = {
     # No device is used, so that none is searched for and none missing is warned of.
     "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
+
+
+Config = TrainConfig | PlanConfig | ExportConfig | ImportConfig | TokenizeConfig | LaunchConfig
+"""Of any command."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -127,13 +132,13 @@ def _launch(args: list[str]) -> int:
                   restarts=config.restarts, smaller=smaller if config.min_processes else None)
 
 
-def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | ExportConfig | ImportConfig | LaunchConfig:
+def _parse(args: Sequence[str]) -> Config:
     try:
         import tyro
     except ImportError as error:
         raise UsageError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
     commands = {"train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
-                "import": ImportConfig, "launch": LaunchConfig}
+                "import": ImportConfig, "tokenize": TokenizeConfig, "launch": LaunchConfig}
     args = expand_config(args, {name: commands[name] for name in ("train", "inspect")})
     for option in PATHS:  # an empty text is the current folder to pathlib
         if f"{option}=" in args or any(pair == (option, "") for pair in itertools.pairwise(args)):
@@ -142,7 +147,7 @@ def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | ExportConfig | Imp
     config = tyro.extras.subcommand_cli_from_dict(
         commands, prog=program, args=args,
         description="ZeRO for JAX: any Flax model at any stage; matches single-device training. --version: versions.")
-    if isinstance(config, LaunchConfig) or config.model is None:
+    if isinstance(config, (LaunchConfig, TokenizeConfig)) or config.model is None:
         return config
     name = current_name(config.model)
     if name != config.model:
@@ -150,7 +155,7 @@ def _parse(args: Sequence[str]) -> TrainConfig | PlanConfig | ExportConfig | Imp
     return dataclasses.replace(config, model=name)
 
 
-def _run(config: TrainConfig | PlanConfig | ExportConfig | ImportConfig | LaunchConfig) -> int:
+def _run(config: Config) -> int:
     assert not isinstance(config, LaunchConfig)
     end_with_launcher()
     if isinstance(config, PlanConfig) or isinstance(config, TrainConfig) and config.target:  # before JAX is imported
@@ -162,6 +167,9 @@ def _run(config: TrainConfig | PlanConfig | ExportConfig | ImportConfig | Launch
         print(*import_command(config), sep="\n")
         return 0
     config.check()
+    if isinstance(config, TokenizeConfig):
+        print(*tokenize_command(config), sep="\n")
+        return 0
     if isinstance(config, ExportConfig):
         from zero_jax.cli.export_command import export_command
 

@@ -11,10 +11,11 @@ from zero_jax.checkpoint.local_copies import LocalCopies
 from zero_jax.checkpoint.manifest import CheckpointError
 from zero_jax.cli.renamed import current_options
 from zero_jax.cli.train_config import TrainConfig
-from zero_jax.data.batches import Batches
+from zero_jax.data.positions import NumberedBatches
 from zero_jax.step.step import ZeroTrainStep
 
-FIXED = ("model", "data", "eval_data", "max_bytes", "precision", "optimizer", "batch_size", "ema", "seq_len",
+FIXED = ("model", "data", "data_weights", "eval_data", "eval_fraction", "tokenizer", "text_field",
+         "documents", "max_bytes", "precision", "optimizer", "batch_size", "ema", "seq_len",
          "steps", "schedule", "learning_rate", "warmup", "decay", "final_rate",
          "weight_decay", "grad_clip_norm", "seed", "init_from")
 """The options that determine the losses of a run. Stage, mesh, devices, and what is printed and saved may change."""
@@ -33,7 +34,7 @@ def fixed(config: TrainConfig) -> dict[str, Any]:
 
 
 def resumed(config: TrainConfig, checkpoints: Checkpoints, copies: LocalCopies | None, step: ZeroTrainStep,
-            batches: Batches, console: Console) -> Restored | None:
+            batches: NumberedBatches, console: Console) -> Restored | None:
     """The last intact checkpoint in the layout of `step`, with `batches` at its position; None where there is none.
 
     Local copies that are newer go first; those that the run does not continue from are removed.

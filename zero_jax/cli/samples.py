@@ -5,23 +5,23 @@ from typing import Any
 import numpy as np
 
 from zero_jax.cli.generate import generate, next_logits
+from zero_jax.cli.run_data import RunData
 from zero_jax.cli.train_config import TrainConfig
-from zero_jax.data import corpus
 from zero_jax.distributed.initialize import on_host, put_global
 from zero_jax.step.step import ZeroTrainStep
 
 PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 64, 160, 0.7
 
 
-def continuations(config: TrainConfig, step: ZeroTrainStep, state: Any, eval_part: np.ndarray) -> tuple[str, ...]:
+def continuations(config: TrainConfig, step: ZeroTrainStep, state: Any, data: RunData) -> tuple[str, ...]:
     """Continuations of held-out text, or of held-out ids where tokens are not bytes."""
     if not config.samples:
         return ()
     devices = step.batch_sharding.num_devices
     rows = -(-config.samples // devices) * devices
     prompt = min(PROMPT_TOKENS, config.seq_len)
-    starts = np.arange(rows) * (len(eval_part) - prompt) // rows
-    prompts = np.stack([eval_part[start : start + prompt] for start in starts])
+    starts = np.arange(rows) * (len(data.eval_part) - prompt) // rows
+    prompts = np.stack([data.eval_part[start : start + prompt] for start in starts])
     evaluate = step.evaluator(next_logits, ema=config.ema is not None)
 
     def logits(batch: Any) -> np.ndarray:
@@ -32,10 +32,8 @@ def continuations(config: TrainConfig, step: ZeroTrainStep, state: Any, eval_par
                    temperature=TEMPERATURE, seed=config.seed)
 
     def text(ids: np.ndarray) -> str:
-        if config.token_file:
-            return " ".join(map(str, ids))
         # An untrained model generates control characters, which a terminal would interpret.
-        return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in corpus.decode(ids))
+        return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in data.text(ids))
 
     return tuple(f"--- held-out text:\n{text(prompts[i])}\n--- continued by the model:\n{text(new[i])}"
                  for i in range(config.samples))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from zero_jax.checkpoint.checkpoint import Checkpoints
@@ -34,19 +33,17 @@ from zero_jax.cli.report import (
     summary_table,
 )
 from zero_jax.cli.resume import fixed, resumed
+from zero_jax.cli.run_data import load_data
 from zero_jax.cli.run_folder import write_readme
 from zero_jax.cli.run_head import head_lines, memory_bytes
 from zero_jax.cli.samples import continuations
 from zero_jax.cli.step_from_config import devices_of, step_of
 from zero_jax.cli.train_config import TrainConfig
-from zero_jax.data import corpus
-from zero_jax.data.batches import Batches
 from zero_jax.data.prefetch import Prefetched
 from zero_jax.distributed.agreement import all_or_none, is_first
 from zero_jax.distributed.initialize import initialize, local
 from zero_jax.distributed.preemption import Preemption
 from zero_jax.distributed.watchdog import Watchdog
-from zero_jax.errors import UsageError
 from zero_jax.interop.naming import OWN, Names
 from zero_jax.interop.params_io import import_params, model_leaves
 from zero_jax.interop.safetensors_file import find_tensors
@@ -101,13 +98,10 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
     console = (console or make_console()) if is_first() else Console(quiet=True)
     all_or_none(lambda: make_folder(config.out) if is_first() else None)
     vocab_size = getattr(choice.config, "vocab_size", None)
-    tokens = corpus.load(config.data, max_bytes=config.max_bytes, vocab_size=vocab_size)
-    train_part, eval_part = _parts(tokens, config, vocab_size)
+    data = load_data(config, vocab_size)
     step = step_of(config, choice, devices)
-    shape = {"batch_size": config.batch_size, "length": config.seq_len, "sharding": step.batch_sharding,
-             "vocab_size": vocab_size}
-    batches, held_out = Batches(train_part, seed=config.seed, **shape), Batches(eval_part, **shape)
-    bigram = _bigram(config, vocab_size, train_part, eval_part)
+    batches, held_out = data.batches(step.batch_sharding)
+    bigram = data.bigram
     layout = step.layout(batches[0])
     checkpoints = Checkpoints(config.checkpoints, keep_last=config.max_to_keep)
     if config.save_every and (message := checkpoints.lock()):
@@ -142,8 +136,7 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
         flops = step_flops(step.trace_forward(batches[0]), program.schedule, num_devices=len(devices),
                            peak=chip and chip.peak_flops["bf16"])
         console.print(memory_text(compiled.memory_analysis()), soft_wrap=True)
-        head = [*head_lines(config, program, flops, devices[0].device_kind, devices[0].platform),
-                f"Data: {len(train_part):,} tokens to train on, {len(eval_part):,} to evaluate on."]
+        head = [*head_lines(config, program, flops, devices[0].device_kind, devices[0].platform), data.summary]
         console.print(*head, sep="\n", soft_wrap=True)
         log.write(config=_plain(config), versions=versions, devices=[str(device) for device in devices],
                       bigram_loss=bigram, state_bytes_per_device=layout.device_bytes, resumed_after=after,
@@ -188,7 +181,7 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
         asked = preemption.signal if loop.preempted or interrupted else None
         preemption.release()  # the run is saved: Ctrl-C ends what follows
         if not interrupted and not loop.preempted:
-            samples = continuations(config, step, state, eval_part)
+            samples = continuations(config, step, state, data)
         curve = log.draw(f"{config.model}, stage {config.stage}, {len(devices)} devices", bigram)
         summary = Summary(
             steps=log.last_step, loss=log.train[-1][1] if log.train else None,
@@ -219,30 +212,6 @@ def _names_in(path: Path, layout: Layout, choice: ModelChoice) -> Names:
     fields = choice.tensor_names()
     ours = {name for name, _ in model_leaves(layout.stored_shapes)}
     return OWN if fields is None or ours & find_tensors(path).keys() else Names(**fields)
-
-
-def _parts(tokens: np.ndarray, config: TrainConfig, vocab_size: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """(training part, evaluation part): the set of `eval_data`, or a twentieth that is held out, at least one batch."""
-    one_batch = config.batch_size * config.seq_len + 1
-    if config.eval_data:
-        parts = tokens, corpus.load(config.eval_data, max_bytes=config.max_bytes, vocab_size=vocab_size)
-        for name, part in zip(("data", "eval_data"), parts, strict=True):
-            if len(part) < one_batch:
-                raise UsageError(f"{name} has {len(part):,} tokens, and one batch takes {one_batch:,}: give more, or a "
-                                 f"smaller batch_size={config.batch_size} or seq_len={config.seq_len}.")
-        return parts
-    if len(tokens) < 2 * one_batch + config.seq_len:
-        raise UsageError(
-            f"The data has {len(tokens):,} tokens, and two batches, one of them held out, take {2 * one_batch:,}: give "
-            f"more data, or a smaller batch_size={config.batch_size} or seq_len={config.seq_len}.")
-    return corpus.split(tokens, length=config.seq_len, holdout=max(0.05, one_batch / len(tokens)))
-
-
-def _bigram(config: TrainConfig, vocab_size: int | None, *parts: np.ndarray) -> float | None:
-    vocab_size = vocab_size if config.token_file else corpus.BYTE_VOCAB_SIZE
-    if vocab_size is None or vocab_size > 4096:
-        return None  # its table of counts has the square of that
-    return corpus.bigram_loss(*parts, vocab_size=vocab_size)
 
 
 def _plain(row: Any) -> dict[str, Any]:

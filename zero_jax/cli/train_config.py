@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from zero_jax.arguments import check_path
 from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
 from zero_jax.cli.choices import Gather, Optimizer, PrecisionName, Reduce, RematName, check_gather
-from zero_jax.cli.data_options import DataOptions
+from zero_jax.cli.data_options import DataOptions, check_eval_data
 from zero_jax.cli.environment import check_folder, check_no_checkpoints, simulates
 from zero_jax.cli.evaluation_options import EvaluationOptions
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
@@ -255,7 +255,7 @@ class TrainConfig(ReportOptions, EvaluationOptions, ScheduleOptions, DataOptions
 
     def _check_files(self) -> None:
         self.check_data()
-        self.check_eval_data(self.token_file)
+        check_eval_data(self, self.eval_data)
         check_folder("out", self.out)
         if self.local_checkpoints is not None:
             check_folder("local_checkpoints", self.local_checkpoints)

@@ -1,0 +1,186 @@
+"""The data of a run from its options: tokenized text, mixtures, padded and packed documents, and what is refused."""
+
+import dataclasses
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.command_line import ROOT, message, run
+
+from models import gpt2
+from zero_jax.cli.run_data import load_data
+from zero_jax.cli.tokenize_command import TokenizeConfig, tokenize_command
+from zero_jax.cli.train_config import TrainConfig
+from zero_jax.data.tokenized import open_tokenized
+from zero_jax.data.tokenizer_training import train_bpe
+
+pytest.importorskip("grain"), pytest.importorskip("tokenizers")
+
+LINES = [{"text": f"line {k}: " + "the quick brown fox " * (k % 5 + 1)} for k in range(300)]
+TINY = TrainConfig(model="gpt2:tiny", batch_size=8, seq_len=32)
+RUN = ["train", "--model", "gpt2:tiny", "--batch-size", "8", "--seq-len", "32", "--steps", "4", "--samples", "1",
+       "--eval-every", "4", "--save-every", "2"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with a.jsonl, b.txt, tokenizer.json of 300 ids, and `tokens`, the first tokenized with the last."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    (folder / "b.txt").write_text("another text, over the lazy dog. " * 300)
+    tokenizer = train_bpe([line["text"] for line in LINES], vocab_size=300)
+    (folder / "tokenizer.json").write_bytes(tokenizer.files["tokenizer.json"])
+    config = TokenizeConfig(folder / "tokens", (str(folder / "a.jsonl"),), tokenizer=folder / "tokenizer.json")
+    config.check()
+    assert "300 documents" in tokenize_command(config)[0]
+    return folder
+
+
+def batches_of(config, vocab_size=300):
+    train, held_out = load_data(config, vocab_size).batches(None)
+    return [train[k] for k in range(2)], list(held_out.once())[:2]
+
+
+def test_a_folder_of_tokens_gives_the_batches_of_its_text(files):
+    text = dataclasses.replace(TINY, data=(str(files / "a.jsonl"),), tokenizer=files / "tokenizer.json")
+    folder = dataclasses.replace(TINY, data=(str(files / "tokens"),))
+    for documents in ("concatenate", "pad", "pack"):
+        found, expected = (batches_of(dataclasses.replace(config, documents=documents)) for config in (folder, text))
+        for batch, other in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
+            assert batch.keys() == other.keys()
+            assert all((batch[name] == other[name]).all() for name in batch)
+    assert set(found[0][0]) == {"inputs", "targets", "weights", "segment_ids", "positions"}
+    bytes_ = batches_of(dataclasses.replace(TINY, data=(str(files / "a.jsonl"),)))  # the control
+    assert (bytes_[0][0]["inputs"] != batches_of(text)[0][0]["inputs"]).any()
+    data = load_data(folder, 300)
+    ids = open_tokenized(files / "tokens").documents().tokens
+    ids = ids[:list(ids).index(0)]  # of the first document
+    assert data.text(ids) == LINES[0]["text"] and data.bigram is not None
+
+
+def test_weights_are_the_shares_of_the_sources(files):
+    config = dataclasses.replace(TINY, data=(str(files / "a.jsonl"), str(files / "b.txt")), data_weights=(0.25, 0.75))
+    train, _ = load_data(config, 256).batches(None)
+    lazy = sum(b"lazy" in bytes(row.astype(np.uint8)) or b"another" in bytes(row.astype(np.uint8))
+               for k in range(10) for row in train[k]["inputs"])
+    assert lazy == 60
+
+
+def test_evaluation_and_training_data_are_apart(files):
+    for documents in ("concatenate", "pad"):
+        config = dataclasses.replace(TINY, data=(str(files / "a.jsonl"),), documents=documents, eval_fraction=0.2)
+        train, held_out = load_data(config, 256).batches(None)
+        seen = {bytes(row.astype(np.uint8)) for k in range(train.batches_per_epoch) for row in train[k]["inputs"]}
+        numbers = [{int(number) for row in part for number in _numbers(row)} for part in (
+            seen, {bytes(row.astype(np.uint8)) for batch in held_out.once() for row in batch["inputs"]})]
+        assert numbers[0] and numbers[1] and not numbers[0] & numbers[1]
+
+
+def _numbers(row):
+    text = row.rstrip(b"\0").decode()
+    return [part.partition(":")[0] for part in text.split("line ")[1:] if ":" in part]
+
+
+@pytest.mark.slow
+def test_a_run_of_padded_documents_resumes_on_their_batches(files, tmp_path):
+    args = [*RUN, "--out", str(tmp_path), "--data", str(files / "a.jsonl"), str(files / "b.txt"),
+            "--data-weights", "0.5", "0.5", "--documents", "pad"]
+    done = run(*args)
+    assert done.returncode == 0, done.stderr
+    assert "% tokens, and the rest padding (pad)" in done.stdout and "continued by the model" in done.stdout
+    done = run(*args, "--resume")
+    assert done.returncode == 0 and "Resumed after step 4 of 4" in done.stdout, done.stderr
+    done = run(*args, "--resume", "--data-weights", "0.4", "0.6")
+    assert done.returncode == 2 and "data_weights=[0.5, 0.5] saved but data_weights=[0.4, 0.6] given" in message(done)
+
+
+@pytest.mark.slow
+def test_a_run_of_packed_documents(files, tmp_path):
+    if "segment_ids" not in inspect.signature(gpt2.GPT2.__call__).parameters:
+        pytest.skip("models.gpt2 takes no segment_ids yet")
+    done = run(*RUN, "--out", str(tmp_path), "--data", str(files / "a.jsonl"), "--documents", "pack")
+    assert done.returncode == 0, done.stderr
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+BAD_INPUT = {
+    "vocabulary": (["--tokenizer", "{}/tokenizer.json", "--data", "{}/a.jsonl"],
+                   "The data's vocabulary of 300 is larger than vocab_size=256 of gpt2:tiny"),
+    "folder's vocabulary": (["--data", "{}/tokens"], "The data's vocabulary of 300 is larger than vocab_size=256"),
+    "no tokenizer": (["--tokenizer", "{}/b.txt"], "give a tokenizer.json of Hugging Face or a .model"),
+    "another tokenizer": (["--tokenizer", "{}/other.json", "--data", "{}/tokens"],
+                          "was tokenized with another tokenizer than"),
+    "weights": (["--data", "{}/a.jsonl", "{}/b.txt", "--data-weights", "0.5", "0.4"], "their sum is 0.9 and not 1"),
+    "negative weight": (["--data", "{}/a.jsonl", "{}/b.txt", "--data-weights", "1.5", "-0.5"],
+                        "each is positive"),
+    "one weight": (["--data", "{}/a.jsonl", "{}/b.txt", "--data-weights", "1"], "1 weights for 2 sources"),
+    "field": (["--data", "{}/a.jsonl", "--text-field", "body"], "a.jsonl, line 1: it has no field 'body', but text"),
+    "line": (["--data", "{}/bad.jsonl"], "bad.jsonl, line 2: it is no JSON"),
+    "parquet": (["--data", "{}/bad.parquet"], "bad.parquet is no whole Parquet file"),
+    "evaluated on what is trained on": (
+        ["--data", "{}/a.jsonl", "{}/*.txt", "--eval-data", "{}/b.txt"], "b.txt is in data, too"),
+    "the same bytes": (["--data", "{}/b.txt", "--eval-data", "{}/b.txt"], "b.txt is in data, too"),
+    "fraction": (["--eval-fraction", "1"], "eval_fraction=1.0: give a fraction"),
+    "fraction of nothing": (["--eval-fraction", "0.2", "--eval-data", "{}/b.txt"], "eval_fraction with eval_data"),
+    "rows": (["--documents", "packed"], "invalid choice 'packed'"),
+    "documents of a token file": (["--data", "{}/ids.bin", "--documents", "pack"], "give the tokenizer that wrote it"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_has_one_message_and_status_2(name, files):
+    write(files, "bad.jsonl", '{"text": "a"}\n{\n')
+    write(files, "bad.parquet", "no parquet")
+    (files / "ids.bin").write_bytes(np.arange(200, dtype=np.uint16).tobytes())
+    (files / "other.json").write_bytes(train_bpe(["other text"], vocab_size=270).files["tokenizer.json"])
+    args, expected = BAD_INPUT[name]
+    done = run("train", "--model", "gpt2:tiny", "--seq-len", "32", *(arg.format(files) for arg in args))
+    for made in ("bad.jsonl", "bad.parquet", "ids.bin", "other.json"):
+        (files / made).unlink()
+    assert done.returncode == 2 and expected in message(done), done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_too_little_data_is_told_before_a_step_compiles(tmp_path):
+    for name, text, expected in (("few.jsonl", '{"text": "ab"}\n' * 9, "are too few to hold"),
+                                 ("none.jsonl", '{"text": ""}\n', "The data have no text")):
+        done = run(*RUN, "--out", str(tmp_path / "run"), "--data", write(tmp_path, name, text))
+        assert done.returncode == 2 and expected in message(done), done.stderr
+
+
+def test_tokenize(tmp_path, files):
+    out = tmp_path / "tokens"
+    done = run("tokenize", "--data", str(files / "a.jsonl"), "--out", str(out), "--vocab-size", "290",
+               "--sentinels", "2")
+    assert done.returncode == 0, done.stderr
+    assert "300 documents" in done.stdout and f"train --data {out} reads them." in done.stdout
+    read = open_tokenized(out)
+    assert read.vocab_size <= 290 and len(read.specials.sentinels) == 2 and read.num_documents == 300
+    for args, expected in (
+            (["--out", str(out)], "is not empty: give a new folder"),
+            (["--out", str(tmp_path / "x"), "--vocab-size", "100"], "vocab_size=100: 256 bytes and 3 special tokens"),
+            (["--out", str(tmp_path / "x"), "--tokenizer", str(files / "tokenizer.json"), "--vocab-size", "300"],
+             "leave one out"),
+            (["--out", str(tmp_path / "x"), "--data", "nowhere"], "no file with text"),
+            (["--out", str(tmp_path / "x"), "--text-field", "no"], "line 1: it has no field")):
+        done = run("tokenize", "--data", str(files / "a.jsonl"), *args)
+        assert done.returncode == 2 and expected in message(done), done.stderr
+
+
+def test_bad_data_is_refused_before_jax_starts(files):
+    program = ("import sys\nfrom zero_jax.cli import main as cli\n"
+               f"for args in (['--data', '{files}/a.jsonl', '--text-field', 'no'],\n"
+               f"             ['--data', '{files}/b.txt', '--tokenizer', '{files}/a.jsonl']):\n"
+               "    assert cli.main(['train', *args]) == 2\n"
+               f"assert cli.main(['tokenize', '--out', '{files}/tokens', '--data', '{files}/b.txt']) == 2\n"
+               "assert 'jax' not in sys.modules\n")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
