@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zero_jax.errors import ReplicaError, UsageError
     from zero_jax.frontends.lora import lora
     from zero_jax.frontends.model_functions import remat
+    from zero_jax.interop.lora_files import export_lora, import_lora, merge_lora
     from zero_jax.interop.naming import Names
     from zero_jax.interop.params_io import export_params, import_params
     from zero_jax.optim.whole_matrices import whole_matrices
@@ -54,12 +55,15 @@ __all__ = [
     "ZeroTrainStep",
     "attention",
     "chunked_next_token_loss",
+    "export_lora",
     "export_params",
+    "import_lora",
     "import_params",
     "initialize",
     "lora",
     "make_mesh",
     "make_zero_train_step",
+    "merge_lora",
     "next_token_loss",
     "plan",
     "remat",
@@ -91,12 +95,15 @@ _MODULES = {
     "ZeroTrainStep": "step.step",
     "attention": "step.attention",
     "chunked_next_token_loss": "step.chunked_loss",
+    "export_lora": "interop.lora_files",
     "export_params": "interop.params_io",
+    "import_lora": "interop.lora_files",
     "import_params": "interop.params_io",
     "initialize": "distributed.initialize",
     "lora": "frontends.lora",
     "make_mesh": "sharding.mesh",
     "make_zero_train_step": "step.make",
+    "merge_lora": "interop.lora_files",
     "next_token_loss": "step.losses",
     "plan": "planning.plan",
     "remat": "frontends.model_functions",

@@ -101,7 +101,7 @@ class Lora:
     """A `LoraModel` as pure functions (`model_functions.ModelFunctions`), around those of the model itself."""
 
     def __init__(self, base: Any, config: LoraModel):
-        self.base, self._config = base, config
+        self.base, self.config = base, config
         self.set_by_gradient, self.metadata = base.set_by_gradient, base.metadata
         self.specs: dict[str, LowRank] = {}
         self.composition: Composition = ()
@@ -141,7 +141,7 @@ class Lora:
             ) -> tuple[Any, Any, dict[str, Any]]:
         """As the model itself, with the adapters in its products; in training with their dropout."""
         composition = self.composition
-        if train and rng is not None and self._config.dropout:
+        if train and rng is not None and self.config.dropout:
             composition = [dataclasses.replace(each, parts=(*each.parts, _KEY), dims=(*each.dims, ()))
                            for each in composition]
             params, uses = self._with_keys(params, uses, rng)
@@ -186,7 +186,7 @@ class Lora:
         reads = copy.copy(self.base).reads(fun, params, variables, rng, batch)
         leaves = dict(named_leaves(params))
         kernels = {name: access for name, access in reads.items() if _is_kernel(leaves[name], access)}
-        config, specs = self._config, {}
+        config, specs = self.config, {}
         for name in _matched(config, leaves, kernels):
             access = kernels[name]
             specs[name] = spec = LowRank(leaves[name].shape, access.stacked, access.contracted or (), config.rank,

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
 from zero_jax.frontends.input_cast import casting_inputs
+from zero_jax.frontends.lora import Lora
 from zero_jax.frontends.model_functions import ModelFunctions, other_reads, stored_values
 from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes, sharding_errors_explained
 from zero_jax.sharding.batch import Accumulation, abstract_batch
@@ -88,6 +89,11 @@ class StepFunctions:
     def optimizer(self) -> optax.GradientTransformation:
         """As the step calls it."""
         return self._optimizer
+
+    @property
+    def lora(self) -> Lora | None:
+        """The model with its adapters, which are known once there is a layout; None where it has none."""
+        return self._model if isinstance(self._model, Lora) else None
 
     def batch_target(self, *, steps: bool) -> Callable[[str, Any], NamedSharding]:
         """Where a leaf of a batch belongs; steps: of several batches, (steps, global batch, ...)."""
