@@ -36,7 +36,8 @@ def saved(tmp_path_factory):
     batch = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")}
     state = step.init(jax.random.key(0), batch)
     with Checkpoints(folder) as checkpoints:
-        checkpoints.save(step, state, at=3, config=fixed(RUN), wait=True)
+        earlier = {name: value for name, value in fixed(RUN).items() if name not in ("schedule", "decay", "eval_data")}
+        checkpoints.save(step, state, at=3, config=earlier, wait=True)  # as version 0.1, which had none of these
         checkpoints.save(step, state, at=4, config={"model": "mine:small"} | {
             name: value for name, value in fixed(RUN).items() if name != "model"}, wait=True)
         checkpoints.save(step, state, at=5, config="by hand", wait=True)

@@ -17,7 +17,7 @@ from support import command_line
 
 from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.cli.metrics_log import MetricsLog
-from zero_jax.cli.resume import FIXED, fixed
+from zero_jax.cli.resume import FIXED, differences, fixed
 from zero_jax.cli.train import train
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
 
@@ -149,6 +149,18 @@ def test_what_may_change_and_what_may_not_are_all_options():
             "log_to", "html", "profile", "dry_run", "target"}
     assert {*FIXED, *free} == {field.name for field in dataclasses.fields(TrainConfig)} and not free & {*FIXED}
     assert json.loads(json.dumps(fixed(TINY), allow_nan=False)) == fixed(TINY)
+
+
+def test_a_run_of_an_earlier_version_goes_on():
+    """It saved no schedule, for example, and what it did is the default of today."""
+    earlier = ("schedule", "decay", "final_rate", "eval_data")
+    saved = {name: value for name, value in fixed(TINY).items() if name not in earlier}
+    assert differences(saved, TINY) == []
+    other = dataclasses.replace(TINY, schedule="wsd", decay=0.5, seed=1)
+    assert differences(saved, other) == [
+        "schedule='cosine' saved but schedule='wsd' given", "decay=None saved but decay=0.5 given",
+        "seed=0 saved but seed=1 given"]
+    assert len(differences(None, TINY)) > 3
 
 
 def test_a_new_run_does_not_touch_the_checkpoints_of_another(whole):

@@ -13,7 +13,6 @@ from zero_jax.cli.environment import simulates
 from zero_jax.cli.export_config import ExportConfig
 from zero_jax.cli.model_lookup import ModelChoice, find_model, short_name
 from zero_jax.cli.renamed import current_options
-from zero_jax.cli.resume import FIXED
 from zero_jax.cli.step_from_config import step_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.errors import UsageError
@@ -21,6 +20,9 @@ from zero_jax.interop.model_config import write_config
 from zero_jax.interop.naming import OWN, Names
 from zero_jax.interop.params_io import export_params, export_tree
 from zero_jax.sharding.mesh import simulate_devices
+
+NEEDED = ("precision", "optimizer", "ema", "seq_len", "weight_decay", "grad_clip_norm")
+"""The options of a run, beside its model, that say how its state is stored. Runs of version 0.1 have them, too."""
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "stored": None}
 
@@ -69,15 +71,14 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
 def _run(config: ExportConfig, saved: Any) -> TrainConfig:
     """The options of the run that saved, at stage 3, where a device stores the least."""
     saved = current_options(saved) if isinstance(saved, dict) else {}
-    if not saved.keys() >= set(FIXED):
+    if not saved.keys() >= {"model", *NEEDED}:
         raise CheckpointError(f"{config.checkpoint} was not saved by the command train: it lacks the options of a "
                               "run. Export it from Python with zero_jax.export_params.")
     model = config.model or str(saved["model"])
     if config.model is None and short_name(model.partition(":")[0]) is None:
         raise UsageError(f"model: {config.checkpoint} names the model {model!r}, whose module would run when it is "
                          f"imported: give --model {model} if you trust it.")
-    options = {name: saved[name] for name in ("precision", "optimizer", "ema", "seq_len", "weight_decay",
-                                              "grad_clip_norm")}
+    options = {name: saved[name] for name in NEEDED}
     options["grad_clip_norm"] = float(options["grad_clip_norm"])
     return TrainConfig(model=model, stage=3, **options)
 

@@ -33,6 +33,17 @@ def fixed(config: TrainConfig) -> dict[str, Any]:
     return current_options({name: plain(getattr(config, name)) for name in FIXED})
 
 
+def differences(saved: Any, config: TrainConfig) -> list[str]:
+    """Each option of FIXED that differs between a saved run and `config`, with both values, as text.
+
+    An option that the saving version did not have counts as its default, which is what was done then.
+    """
+    asked = fixed(config)
+    was = fixed(TrainConfig()) | (current_options(saved) if isinstance(saved, dict) else {})
+    return [f"{name}={was.get(name)!r} saved but {name}={asked[name]!r} given"
+            for name in FIXED if was.get(name) != asked[name]]
+
+
 def resumed(config: TrainConfig, checkpoints: Checkpoints, copies: LocalCopies | None, step: ZeroTrainStep,
             batches: NumberedBatches, console: Console) -> Restored | None:
     """The last intact checkpoint in the layout of `step`, with `batches` at its position; None where there is none.
@@ -51,14 +62,8 @@ def resumed(config: TrainConfig, checkpoints: Checkpoints, copies: LocalCopies |
     if not checkpoints.steps():
         console.print(f"{config.checkpoints} has no checkpoint yet: the run starts from the beginning.", soft_wrap=True)
         return None
-    # An option that the saving version did not have: its default is what was done then.
-    asked, defaults = fixed(config), fixed(TrainConfig())
-
     def check(saved: Any) -> None:
-        saved = defaults | (current_options(saved) if isinstance(saved, dict) else {})
-        wrong = [f"{name}={saved.get(name)!r} saved but {name}={asked[name]!r} given"
-                 for name in FIXED if saved.get(name) != asked[name]]
-        if wrong:
+        if wrong := differences(saved, config):
             raise CheckpointError(
                 f"{config.checkpoints} belongs to another run: {'; '.join(wrong)}. Give the options of that run, or "
                 "another out for a new one.")
