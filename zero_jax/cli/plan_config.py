@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from zero_jax.cli.choices import Gather, Optimizer, PrecisionName, Reduce, RematName, check_gather
+from zero_jax.cli.communication_options import CommunicationOptions
 from zero_jax.cli.environment import check_folder
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
 from zero_jax.cli.renamed import REMAT_VALUES, takes_old_names
@@ -17,7 +18,7 @@ from zero_jax.xla.targets import Target, target_of
 
 @takes_old_names
 @dataclasses.dataclass(frozen=True)
-class PlanConfig:
+class PlanConfig(CommunicationOptions):
     """Compile a train step for a target topology, no accelerator needed: does it fit, and what does it send."""
 
     target: str = "h100:8"
@@ -106,6 +107,11 @@ class PlanConfig:
             raise UsageError(f"batch_per_device={self.batch_per_device} does not divide into {self.accumulate} "
                              "microbatches: give a multiple.")
         check_gather(self.gather, self.stage, self.accumulate)
+        self.check_quantized(self.stage, self.precision, one_hop=False)
+        quantized = self.quantize_gradients or self.quantize_weights != "no"
+        if quantized and (self.search == "fit" or self.png is not None):
+            raise UsageError("quantize_weights and quantize_gradients are for stages 1 to 3, and search=fit and png "
+                             "compile stage 0, too: leave them out.")
         if self.gather != "use" and (self.search == "fit" or self.png is not None):
             raise UsageError(f"gather={self.gather} is for stage 3 alone, and search=fit and png compile every stage: "
                              "leave it out.")

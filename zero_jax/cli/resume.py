@@ -15,10 +15,14 @@ from zero_jax.data.positions import NumberedBatches
 from zero_jax.step.step import ZeroTrainStep
 
 FIXED = ("model", "data", "data_weights", "eval_data", "eval_fraction", "tokenizer", "text_field",
-         "documents", "max_bytes", "precision", "optimizer", "batch_size", "ema", "seq_len",
+         "documents", "max_bytes", "precision", "optimizer", "quantize_weights", "quantize_gradients", "batch_size",
+         "ema", "seq_len",
          "steps", "schedule", "learning_rate", "warmup", "decay", "final_rate",
          "weight_decay", "grad_clip_norm", "seed", "init_from")
 """The options that determine the losses of a run. Stage, mesh, devices, and what is printed and saved may change."""
+
+ADDED: dict[str, Any] = {"quantize_weights": "no", "quantize_gradients": []}
+"""What a run that was saved before there were these options did."""
 
 
 def fixed(config: TrainConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from zero_jax.arguments import check_path
 from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
 from zero_jax.cli.choices import Gather, Optimizer, PrecisionName, Reduce, RematName, check_gather
+from zero_jax.cli.communication_options import CommunicationOptions
 from zero_jax.cli.data_options import DataOptions, check_eval_data
 from zero_jax.cli.environment import check_folder, check_no_checkpoints, simulates
 from zero_jax.cli.evaluation_options import EvaluationOptions
@@ -151,7 +152,7 @@ class RunOptions:
 
 @takes_old_names
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(ReportOptions, EvaluationOptions, ScheduleOptions, DataOptions, RunOptions):
+class TrainConfig(CommunicationOptions, ReportOptions, EvaluationOptions, ScheduleOptions, DataOptions, RunOptions):
     """Train a language model at a ZeRO stage. --config run.toml: options from a file, by the same names; flags win."""
 
     def __post_init__(self) -> None:
@@ -164,6 +165,7 @@ class TrainConfig(ReportOptions, EvaluationOptions, ScheduleOptions, DataOptions
         if self.reduce == "once" and self.accumulate == 1:
             raise UsageError("reduce=once without accumulate: the gradient of one batch is reduced once already.")
         check_gather(self.gather, self.stage, self.accumulate)
+        self.check_quantized(self.stage, self.precision, one_hop=self.replica == 1)
         for name in ("accumulate", "devices", "replica", "tensor", "context",
                      "batch_size", "seq_len", "steps", "max_to_keep",
                      "local_every"):
