@@ -100,7 +100,8 @@ def test_primitives_have_the_names_by_which_passes_know_them(name):
 
 
 TABLES = {
-    "sharding/stored_optimizer.py": {*stored_optimizer._ELEMENTWISE, *stored_optimizer._NEUTRAL},
+    "sharding/stored_optimizer.py": {
+        *primitives.ELEMENTWISE, primitives.BROADCAST, primitives.IOTA, *stored_optimizer._NEUTRAL},
     "transforms/gather_remat.py": set(gather_remat._NEVER_SAVED) - {"stop_gradient"},  # among the samples
     "transforms/scatter_calls.py": set(scatter_calls._FOLLOWED),
     "transforms/reduce_dtype.py": {*reduce_dtype._MOVES, *reduce_dtype._SUMS},

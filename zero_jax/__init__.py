@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zero_jax.precision import LossScale, Precision
     from zero_jax.sharding.communication import Communication
     from zero_jax.sharding.layout import Layout
+    from zero_jax.sharding.memory_kinds import Offload
     from zero_jax.sharding.mesh import make_mesh, simulate_devices
     from zero_jax.sharding.tensor_rules import TensorRule
     from zero_jax.state import ZeroState
@@ -45,6 +46,7 @@ __all__ = [
     "LossScale",
     "Metric",
     "Names",
+    "Offload",
     "Precision",
     "Remat",
     "ReplicaError",
@@ -85,6 +87,7 @@ _MODULES = {
     "LossScale": "precision",
     "Metric": "step.metrics",
     "Names": "interop.naming",
+    "Offload": "sharding.memory_kinds",
     "Precision": "precision",
     "Remat": "transforms.remat",
     "ReplicaError": "errors",

@@ -142,7 +142,8 @@ def test_every_option_that_matters_is_compared(whole, change):
 
 
 def test_what_may_change_and_what_may_not_are_all_options():
-    free = {"stage", "devices", "replica", "tensor", "context", "sequence_parallel", "overlap", "partition_activations",
+    free = {"stage", "devices", "replica", "tensor", "context", "sequence_parallel", "overlap", "offload",
+            "partition_activations",
             "remat", "accumulate", "reduce", "gather", "max_bad_steps", "eval_every", "eval_batches", "save_every",
             "max_to_keep", "resume", "out", "save_to", "local_checkpoints", "local_every", "samples", "distributed",
             "heartbeat", "hang_after", "hang_exit", "check_replicas", "prefetch",

@@ -19,6 +19,7 @@ from zero_jax.checkpoint.owned_stack import owned_stack
 from zero_jax.sharding.checksum import digest_texts, digests, dtype_name
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory_kinds import HOST, fetch, on_device, on_host, put_on_host
 from zero_jax.sharding.partition import choose_spec
 from zero_jax.state import ZeroState
 from zero_jax.tree import named_leaves
@@ -120,19 +121,23 @@ class LogicalState:
     def _logical_sharding(self, leaf: Any, shape: Any) -> NamedSharding:
         if shape.is_identity:
             return leaf.sharding
-        layout = self._layout
-        return NamedSharding(layout.mesh, choose_spec(shape.shape, layout.axes.zero_sizes))
+        sharding = NamedSharding(self._layout.mesh, choose_spec(shape.shape, self._layout.axes.zero_sizes))
+        return on_host(sharding) if leaf.sharding.memory_kind == HOST else sharding
 
     def _convert_from_step(self, names: tuple[str, ...], leaves: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        logical = {name: self._logical(name, leaf) for name, leaf in leaves.items()}
+        logical = {name: self._logical(name, fetch(leaf)) for name, leaf in leaves.items()}
         words = digests([logical[name] for name in names], [self._rows[name].sharding for name in names])
         saved = {name: jax.random.key_data(leaf) if self._rows[name].is_key else leaf for name, leaf in logical.items()}
-        return {name: leaf for name, leaf in saved.items() if not self._rows[name].plain}, words
+        return {name: self._placed(name, leaf) for name, leaf in saved.items() if not self._rows[name].plain}, words
+
+    def _placed(self, name: str, leaf: Any) -> Any:
+        """`leaf` in host memory, where the layout stores it there."""
+        return put_on_host(leaf) if name in self._layout.host else leaf
 
     def _logical(self, name: str, leaf: Any) -> Any:
         row = self._rows[name]
         return leaf if row.shape.is_identity else _on_bits(
-            lambda bits: constrain(row.shape.load(bits), row.sharding), leaf)
+            lambda bits: constrain(row.shape.load(bits), on_device(row.sharding)), leaf)
 
     def _run(self, arrays: Mapping[str, jax.Array], saved: Mapping[str, Leaf], *, store: bool) -> Any:
         key = (store, tuple((name, leaf.shape, leaf.dtype) for name, leaf in saved.items()))
@@ -147,16 +152,18 @@ class LogicalState:
         for name, leaf in saved.items():
             row = self._rows[name]
             empty = self._array(name, leaf)
-            array = arrays[name] if name in arrays else jnp.zeros(empty.shape, empty.dtype)
+            array = fetch(arrays[name]) if name in arrays else jnp.zeros(empty.shape, empty.dtype)
             logical[name] = jax.random.wrap_key_data(array, impl=key_impl(row.stored)) if row.is_key else array
         words = digests(list(logical.values()), [self._rows[name].sharding for name in logical])
         for name, leaf in logical.items():
             row = self._rows[name]
             leaf = leaf if row.is_key else leaf.astype(row.stored.dtype)
             if store and not row.shape.is_identity:
-                leaf = _on_bits(lambda bits, row=row: constrain(row.shape.store(bits), row.stored.sharding), leaf)
+                leaf = _on_bits(
+                    lambda bits, row=row: constrain(row.shape.store(bits), on_device(row.stored.sharding)), leaf)
             if not row.plain or name not in arrays or saved[name].dtype != dtype_name(row.stored.dtype):
-                changed[name] = constrain(leaf, row.stored.sharding if store else row.sharding)
+                changed[name] = self._placed(
+                    name, constrain(leaf, on_device(row.stored.sharding if store else row.sharding)))
             logical[name] = leaf
         if store and self._layout.state.weights is not None:
             state = jax.tree.unflatten(self._treedef, [logical[name] for name in self.names])

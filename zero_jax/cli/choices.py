@@ -9,6 +9,8 @@ PrecisionName = Literal["fp32", "bf16", "fp16", "bf16-stochastic"]
 Reduce = Literal["every", "once"]
 Gather = Literal["use", "step", "auto"]
 
+Offloaded = Literal["no", "optimizer"]
+
 RematName = Literal["model", "no", "yes", "full", "dots", "sqrt"]
 
 Optimizer = Literal[

@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Literal, get_args
 
-from zero_jax.cli.choices import Gather, Optimizer, PrecisionName, Reduce, RematName, check_gather
+from zero_jax.cli.choices import Gather, Offloaded, Optimizer, PrecisionName, Reduce, RematName, check_gather
 from zero_jax.cli.communication_options import CommunicationOptions
 from zero_jax.cli.environment import check_folder
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
@@ -78,6 +78,10 @@ class PlanConfig(CommunicationOptions):
     partition_activations: Literal["no", "yes", "cpu"] = "no"
     """Split checkpointed activations over the tensor axis (P_a); cpu: also offload them to host memory."""
 
+    offload: Offloaded = "no"
+    """optimizer: the optimizer's states, the moving average and, at stages 0 to 2 with bf16, the fp32 master weights
+    are in host memory (ZeRO-Offload); the update streams them through the device."""
+
     overlap: bool = False
     """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute, at a cost in memory."""
 
@@ -115,6 +119,8 @@ class PlanConfig(CommunicationOptions):
         if self.gather != "use" and (self.search == "fit" or self.png is not None):
             raise UsageError(f"gather={self.gather} is for stage 3 alone, and search=fit and png compile every stage: "
                              "leave it out.")
+        if self.offload not in get_args(Offloaded):
+            raise UsageError(f"offload={self.offload!r} is unknown{nearest(str(self.offload), [*get_args(Offloaded)])}")
         if self.png is not None and self.png.suffix != ".png":
             raise UsageError(f"png={self.png} does not end in .png.")
 

@@ -14,6 +14,7 @@ from zero_jax.cli.memory_table import largest_table, memory_table
 from zero_jax.cli.report import optimizer_bytes, optimizer_text, replicated_text, size_text
 from zero_jax.planning.plan import Plan
 from zero_jax.planning.search import SearchResult
+from zero_jax.sharding.layout import Layout
 from zero_jax.step.contract import Report
 
 
@@ -50,11 +51,26 @@ def verdict(plan: Plan) -> str:
         head += (f"Does not fit: {size_text(plan.needed_bytes)} needed of {size_text(plan.memory_bytes)} on each "
                  f"device, {size_text(-plan.free_bytes)} too much; {size_text(state)} of it is state, the rest the "
                  "batch and temporaries.")
+    if plan.layout.host:
+        head += (f"\nHost memory: {size_text(plan.host_bytes)} for each device"
+                 + (f" of {size_text(plan.target.chip.host_memory_bytes)}" if plan.target else "")
+                 + f"; a step reads and writes {size_text(plan.layout.host_bytes)} of it: "
+                 f"{offloaded_text(plan.layout)}.")
     if plan.refused:
         head += f"\nThe compiler: {plan.refused}"
     if plan.target is not None and plan.target.chip.note:
         head += f"\nNote: {plan.target.chip.note}"
     return head
+
+
+def offloaded_text(layout: Layout) -> str:
+    """What of the state is in host memory, by field: opt_state 1.45 GiB, params 743 MiB."""
+    sizes: dict[str, int] = {}
+    for row in layout.placements():
+        if row.memory == "host":
+            field = row.name.split("/")[0]
+            sizes[field] = sizes.get(field, 0) + row.device_bytes
+    return ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items())
 
 
 def communication_table(report: Report) -> Table:
@@ -100,6 +116,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "stage": plan.stage, "devices": plan.num_devices, "mesh": dict(plan.mesh), "batch_size": plan.batch_size,
         "fits": plan.fits, "memory_bytes": plan.memory_bytes, "needed_bytes": plan.needed_bytes,
         "free_bytes": plan.free_bytes, "state_bytes": plan.layout.device_bytes, "host_bytes": plan.host_bytes,
+        "transfer_bytes": {"read": plan.layout.host_bytes, "written": plan.layout.host_bytes},
         "refused": plan.refused, "advice": plan.advice, "compile_seconds": plan.compile_seconds,
         "communication": communication,
         "memory": plan.memory and [dataclasses.asdict(row) for row in plan.memory.rows],
@@ -138,7 +155,8 @@ def memory_by_kind(plan: Plan) -> Mapping[str, float]:
     sizes = {"parameters": 0.0, "optimizer states": 0.0}
     for row in plan.layout.placements():
         read = row.name.partition("/")[0] in ("params", "weights", "frozen", "variables")
-        sizes["parameters" if read else "optimizer states"] += row.device_bytes
+        if row.memory == "device":
+            sizes["parameters" if read else "optimizer states"] += row.device_bytes
     return {**sizes, "batch and temporaries": max(0.0, plan.needed_bytes - sum(sizes.values()))}
 
 

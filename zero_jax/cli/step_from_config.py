@@ -57,5 +57,6 @@ def residual_options(config: TrainConfig | PlanConfig, choice: ModelChoice) -> d
     return {
         "tensor_rules": choice.tensor_rules(config.tensor), "sequence_parallel": config.sequence_parallel,
         "overlap": config.overlap, "communication": config.communication,
+        "offload": None if config.offload == "no" else config.offload,
         "remat": {"full": "full", "dots": "dots", "sqrt": Remat(every="sqrt")}.get(config.remat),
         "partition_activations": {"no": False, "yes": True}.get(config.partition_activations, "cpu")}

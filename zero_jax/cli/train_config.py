@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from zero_jax.arguments import check_path
 from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
-from zero_jax.cli.choices import Gather, Optimizer, PrecisionName, Reduce, RematName, check_gather
+from zero_jax.cli.choices import Gather, Offloaded, Optimizer, PrecisionName, Reduce, RematName, check_gather
 from zero_jax.cli.communication_options import CommunicationOptions
 from zero_jax.cli.data_options import DataOptions, check_eval_data
 from zero_jax.cli.environment import check_folder, check_no_checkpoints, simulates
@@ -62,6 +62,10 @@ class RunOptions:
 
     partition_activations: Literal["no", "yes", "cpu"] = "no"
     """Split checkpointed activations over the tensor axis (P_a); cpu: also offload them to host memory."""
+
+    offload: Offloaded = "no"
+    """optimizer: the optimizer's states, the moving average and, at stages 0 to 2 with bf16, the fp32 master weights
+    are in host memory (ZeRO-Offload); the update streams them through the device."""
 
     overlap: bool = False
     """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute, at a cost in memory."""
@@ -159,7 +163,7 @@ class TrainConfig(CommunicationOptions, ReportOptions, EvaluationOptions, Schedu
         if self.stage not in (0, 1, 2, 3):
             raise UsageError(f"stage={self.stage!r} is not a ZeRO stage: give 0, 1, 2 or 3.")
         for name, kind in (("precision", PrecisionName), ("optimizer", Optimizer), ("reduce", Reduce),
-                           ("gather", Gather), ("remat", RematName)):
+                           ("gather", Gather), ("remat", RematName), ("offload", Offloaded)):
             if (value := getattr(self, name)) not in get_args(kind):
                 raise UsageError(f"{name}={value!r} is unknown{nearest(value, [*get_args(kind)])}")
         if self.reduce == "once" and self.accumulate == 1:

@@ -1,12 +1,26 @@
 """Applies jaxpr passes to a traced function, recursively through scans, branches and calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
 
-from zero_jax.jaxpr.equations import ClosedJaxpr, Jaxpr, inner_jaxprs, trace_flat
+from zero_jax.jaxpr.equations import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    bind_eqn,
+    inner_jaxprs,
+    primitive_of,
+    run_eqns,
+    scope_of,
+    shape_of,
+    trace,
+    trace_flat,
+    value_of,
+)
+from zero_jax.jaxpr.primitives import CALLS, call_jaxpr
 
 Pass = Callable[[Jaxpr], Jaxpr]
 """A jaxpr pass: it returns another program for the same values (up to rounding, where it says so)."""
@@ -28,6 +42,21 @@ def with_jaxpr_passes(fun: Callable[..., Any], *passes: Pass,
         return jax.tree.unflatten(out_treedef, core.jaxpr_as_fun(closed)(*leaves))
 
     return wrapped
+
+
+def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """`closed` with the equations of what it calls in the place of the calls, at any depth; loops and branches stay."""
+    def run(closed: ClosedJaxpr, args: Any) -> list[Any]:
+        jaxpr = closed.jaxpr
+        env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
+        run_eqns(jaxpr.eqns, env, bind)
+        return [value_of(atom, env) for atom in jaxpr.outvars]
+
+    def bind(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
+        with jax.named_scope(scope_of(eqn)):
+            return run(call_jaxpr(eqn), args) if primitive_of(eqn) in CALLS else bind_eqn(eqn, args)
+
+    return trace(lambda *args: run(closed, args), *map(shape_of, closed.jaxpr.invars))
 
 
 def _apply(each: Pass, param: Any) -> Any:

@@ -32,6 +32,17 @@ GATHER_ROWS, SCATTER_ADD, SHARD_MAP, CONSTRAINT = "gather", "scatter-add", "shar
 CALLS = (JIT, REMAT, CUSTOM_VJP, "custom_jvp_call", "closed_call")
 """Primitives that evaluate `call_jaxpr` of their operands, and nothing else."""
 
+ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj "
+    "convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow "
+    "is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not or population_count pow real "
+    "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
+    "sqrt square sub tan tanh xor".split())
+"""Primitives whose result has in each place what follows from the operands in that place; operands may be scalars."""
+
+BROADCAST, IOTA = "broadcast_in_dim", "iota"
+"""Primitives whose results have in each place what follows from a scalar and from the place."""
+
 
 def name_eqn(name: str, taken: Any, given: Any) -> JaxprEqn:
     """The equation `given = checkpoint_name(taken, name)`."""
@@ -57,6 +68,11 @@ def with_body(eqn: JaxprEqn, fun: Callable[..., Any]) -> JaxprEqn:
 def branches(eqn: JaxprEqn) -> Sequence[ClosedJaxpr]:
     """The branches of a cond or switch, by the value of its first operand."""
     return eqn.params["branches"]
+
+
+def iota_dim(iota: JaxprEqn) -> int:
+    """The dim along which an iota counts."""
+    return iota.params["dimension"]
 
 
 def jit_name(eqn: JaxprEqn) -> str | None:

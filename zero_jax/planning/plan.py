@@ -107,6 +107,9 @@ class Plan:
             advice.append(f"a smaller batch: {temporaries / 1e9:,.1f} GB of temporaries are for {per_device:g} "
                           "examples on each device")
         advice.append("recompute blocks in the backward pass (remat) if the model does not")
+        if not self.layout.host:
+            sizes = [row.device_bytes for row in self.layout.placements() if row.name.startswith("opt_state/")]
+            advice.append(f"offload=\"optimizer\": {sum(sizes) / 1e9:,.1f} GB of optimizer states in host memory")
         if self.stage:
             advice.append(f"more devices: {state / 1e9:,.1f} GB of state over {shards} shards")
         return tuple(advice)
@@ -157,6 +160,10 @@ def examine(step: ZeroTrainStep, batch: Any, target: Target | None = None,
 
     if known is not None and layout.device_bytes > known:  # no compiler needed to see that
         return make_plan(layout.device_bytes, refused="not compiled: the state alone does not fit")
+    if target is not None and layout.host_bytes > target.chip.host_memory_bytes:
+        return make_plan(layout.device_bytes, host=layout.host_bytes, refused=(
+            f"not compiled: {layout.host_bytes:,} bytes of state in host memory for each device, whose host has "
+            f"{target.chip.host_memory_bytes:,} for each"))
     try:
         compiled = step.compiled_step(batch)
     except jax.errors.JaxRuntimeError as error:

@@ -56,6 +56,12 @@ def gather_copy(params: Any, shards: Any, likes: Any, stored_shapes: Any, layout
     return map_named(copy, params, shards, likes, stored_shapes, *[] if donated is None else [donated])
 
 
+def cast_compute_params(params: Any, layout: Layout) -> Any:
+    """The shards of the compute weights, before they are gathered; None if there is no copy."""
+    weights = layout.state.weights
+    return None if weights is None else jax.tree.map(lambda param, like: param.astype(like.dtype), params, weights)
+
+
 def _rounds(layers: int, size: int) -> int:
     """The number of equal rounds in which `layers` layers of `size` bytes in total are gathered."""
     return next((rounds for rounds in range(1, layers)

@@ -31,8 +31,9 @@ class Placement:
         spec: how it is sharded.
         bytes: of the leaf itself, over all devices that hold one copy together.
         padding: bytes of padding, over those devices.
-        device_bytes: on each device, padding included.
+        device_bytes: on each device, or in the host's memory for each device; padding included.
         note: why it is padded or replicated; empty where it is neither.
+        memory: "device" or "host".
     """
 
     name: str
@@ -44,6 +45,7 @@ class Placement:
     padding: int
     device_bytes: int
     note: str
+    memory: str = "device"
 
     @property
     def stored_bytes(self) -> int:
@@ -68,6 +70,7 @@ class Layout:
             `jax.ShapeDtypeStruct`s with shardings; None: they are gathered where they are read.
         gather_note: how often parameters are gathered and why, where `gather=` was given.
         quantized: which parameters are sent as codes; None: none.
+        host: names of the leaves of `state` that are stored in host memory (`memory_kinds.with_offload`).
     """
 
     axes: MeshAxes
@@ -81,6 +84,7 @@ class Layout:
     step_weights: Pytree | None = None
     gather_note: str = ""
     quantized: QuantizedLeaves | None = None
+    host: frozenset[str] = frozenset()
 
     @property
     def mesh(self) -> Mesh:
@@ -117,8 +121,13 @@ class Layout:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of state on each device."""
-        return sum(placement.device_bytes for placement in self.placements())
+        """Bytes of state in the memory of each device."""
+        return sum(placement.device_bytes for placement in self.placements() if placement.memory == "device")
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of state in host memory for each device; a step reads and writes each of them once."""
+        return sum(placement.device_bytes for placement in self.placements() if placement.memory == "host")
 
     def placements(self) -> list[Placement]:
         """Every leaf of the state, in tree order."""
@@ -129,7 +138,7 @@ class Layout:
             rows.append(Placement(
                 name, stored_shape.shape, leaf.shape, str(leaf.dtype), leaf.sharding.spec, size,
                 leaf_bytes(leaf.shape, leaf.dtype) - size, leaf_bytes(shard, leaf.dtype),
-                self._note(name, leaf, stored_shape)))
+                self._note(name, leaf, stored_shape), "host" if name in self.host else "device"))
         return rows
 
     def replicated(self) -> list[Placement]:
@@ -151,11 +160,12 @@ class Layout:
         lines = [
             f"stage {self.stage.number} ({self.stage.name}) on {self.axes.sizes}: {total:,} bytes of state, "
             f"{device_bytes:,} on each device"
+            + (f", {self.host_bytes:,} in host memory for each" if self.host else "")
             + (f"; {padding:,} bytes of padding, {padding / total:.3%}" if padding else "")]
         for row in rows:
             shape = " x ".join(map(str, row.shape)) or "scalar"
             lines.append(f"  {row.name}: {row.dtype} {shape}, {row.spec}: {row.device_bytes:,} of {row.bytes:,} bytes"
-                         + (f" [{row.note}]" if row.note else ""))
+                         + (", host memory" if row.memory == "host" else "") + (f" [{row.note}]" if row.note else ""))
         replicated = self.replicated()
         lines.append(
             "replicated (could not be sharded): "
@@ -168,6 +178,9 @@ class Layout:
         lines.append("unused parameters: " + (", ".join(unused) or "none"))
         if self.gather_note:
             lines.append(f"parameters are gathered {self.gather_note}")
+        if self.host:
+            lines.append(f"read from and written to host memory by each step: {self.host_bytes:,} bytes each way for "
+                         "each device")
         if self.replicated_batch:
             lines.append("leaves of the batch that are whole on every device: " + ", ".join(self.replicated_batch))
         lines += [] if self.quantized is None else self.quantized.describe()
@@ -194,6 +207,7 @@ class Layout:
             return jax.tree.map(self._load, self.stored_shapes, state)
 
     def _load(self, stored_shape: StoredShape, leaf: jax.Array) -> jax.Array:
+        leaf = jax.device_put(leaf, jax.memory.Space.Device) if leaf.sharding.memory_kind == "pinned_host" else leaf
         if stored_shape.is_identity:
             return leaf
         spec = choose_spec(stored_shape.shape, self.axes.zero_sizes)

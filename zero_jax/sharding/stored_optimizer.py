@@ -22,15 +22,8 @@ from zero_jax.jaxpr.equations import (
     trace_flat,
     value_of,
 )
-from zero_jax.jaxpr.primitives import CALLS, COND, branches, call_jaxpr, reduce_all, reduced_axes
+from zero_jax.jaxpr.primitives import CALLS, COND, ELEMENTWISE, branches, call_jaxpr, reduce_all, reduced_axes
 from zero_jax.sharding.stored_shape import StoredShape
-
-_ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy cos "
-    "cosh div digamma eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p "
-    "logistic lt max min mul name ne neg nextafter not or population_count pow real reduce_precision rem round rsqrt "
-    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan "
-    "tanh xor".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +131,7 @@ class _Interpreter:
         placements = [arg.placement for arg in stored]
         placement = next((each for each in placements if each.stored_shape.shape == shape), placements[0])
         stored_shape = placement.stored_shape
-        if primitive in _ELEMENTWISE and stored_shape.shape == shape:
+        if primitive in ELEMENTWISE and stored_shape.shape == shape:
             values = bind_eqn(eqn, [_broadcast(arg, placement) for arg in args])
             return [_StoredArray(value, placement) for value in values]
         if primitive in _NEUTRAL and len(reduced_axes(eqn)) == len(stored_shape.shape):

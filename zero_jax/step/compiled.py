@@ -6,6 +6,7 @@ from typing import Any
 
 from zero_jax.sharding.layout import Layout
 from zero_jax.step.contract import check, verify
+from zero_jax.step.contract_host import HostUse, host_use
 from zero_jax.step.contract_memory import gathered_at_once, gathered_limit
 from zero_jax.step.contract_report import Contract, Report
 from zero_jax.xla import events
@@ -52,12 +53,17 @@ class CompiledStep:
     @functools.cached_property
     def report(self) -> Report:
         """The collectives, the state and the gathered parameters beside the contract."""
-        return check(self.collectives, self.contract, self.gathered_bytes, self.host_slices)
+        return check(self.collectives, self.contract, self.gathered_bytes, self.host_slices, self.host_use)
 
     @functools.cached_property
     def host_slices(self) -> tuple[HostSlice, ...]:
         """The slices of host memory that its loops read and write; of a program for GPUs, where they may be wrong."""
         return tuple(host_slices(self.module)) if self.contract.platform in ("gpu", "cuda") else ()
+
+    @functools.cached_property
+    def host_use(self) -> HostUse | None:
+        """What it keeps in the host's memory; None where that is not known, or nothing is offloaded."""
+        return host_use(self.module, self.memory) if self.contract.host else None
 
     @functools.cached_property
     def gathered_bytes(self) -> int:
@@ -70,7 +76,7 @@ class CompiledStep:
 
     def verify(self) -> Report:
         """`report`; raises ContractError (a ValueError) if the step sends more than its contract says, or does less."""
-        return verify(self.collectives, self.contract, self.gathered_bytes, self.host_slices)
+        return verify(self.collectives, self.contract, self.gathered_bytes, self.host_slices, self.host_use)
 
     @property
     def device_bytes(self) -> int:

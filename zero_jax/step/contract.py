@@ -15,6 +15,7 @@ from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.step_weights import microbatch_layout, step_weights_bytes
 from zero_jax.step.contract_codes import code_violations
+from zero_jax.step.contract_host import HostUse, host_budget, host_violations
 from zero_jax.step.contract_memory import memory_violations
 from zero_jax.step.contract_minimum import shortfalls
 from zero_jax.step.contract_params import min_itemsize, param_pieces, param_traffic
@@ -38,12 +39,13 @@ class ContractError(ValueError):
 
 
 def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimizer: Any = None,
-                activation_bytes: float = 0.0) -> Contract:
+                activation_bytes: float = 0.0, host_activations: bool = False) -> Contract:
     """What a step of this layout may send; exact for every leaf, padding included.
 
     With microbatches, stage 3 gathers in each of them or once a step, and gradients are reduced in each or once. Of
     `optimizer` only what `whole_matrices` moves may be sent. activation_bytes: what a step's activations may send over
-    `tensor` and `context` (`Activations.communication_bytes`).
+    `tensor` and `context` (`Activations.communication_bytes`). host_activations: whether checkpoints are kept in
+    host memory.
 
     For simulated devices the contract is what XLA:CPU can keep: it sends bfloat16 as float32. There and at stage 0 a
     tied embedding, as a rule the largest leaf, is reduced for each of its reads.
@@ -94,15 +96,16 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
             activation_bytes * num_microbatches * (2 if platform == "cpu" else 1), key="activations"))
     return Contract(stage.number, mesh, platform, slack, tuple(budgets), zero_axes, params,
                     state_budget(layout), num_microbatches if copies.gathers_at_use else 1, num_reductions,
-                    axes.context, step_weights_bytes(layout))
+                    axes.context, step_weights_bytes(layout),
+                    host_budget(layout, activations=host_activations))
 
 
 def check(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0,
-          slices: Sequence[HostSlice] = ()) -> Report:
+          slices: Sequence[HostSlice] = (), host: HostUse | None = None) -> Report:
     """How a compiled program, its text or its collectives, keeps `contract`; it does if there are no violations.
 
     gathered_bytes: the most that gathered parameters take on a device at one time (`contract_memory.gathered_at_once`);
-    0 where that is not known. slices: of host memory, in the program's loops.
+    0 where that is not known. slices: of host memory, in the program's loops. host: what it keeps there.
     """
     by_purpose: dict[str, list[Collective]] = {budget.key: [] for budget in contract.budgets}
     for combined in collectives(program) if isinstance(program, str) else program:
@@ -115,14 +118,14 @@ def check(program: str | Sequence[Collective], contract: Contract, gathered_byte
                for budget in contract.budgets}
     broken = (*violations(results, contract), *shortfalls(results, contract), *state_violations(contract),
               *code_violations(results, contract), *memory_violations(results, contract, gathered_bytes),
-              *slice_violations(slices))
-    return Report(contract, tuple(results.values()), broken)
+              *slice_violations(slices), *host_violations(contract.host, host))
+    return Report(contract, tuple(results.values()), broken, host)
 
 
 def verify(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0,
-           slices: Sequence[HostSlice] = ()) -> Report:
+           slices: Sequence[HostSlice] = (), host: HostUse | None = None) -> Report:
     """As `check`, but raises ContractError with each offending operation, its bytes, its source and what to do."""
-    report = check(program, contract, gathered_bytes, slices)
+    report = check(program, contract, gathered_bytes, slices, host)
     if report.violations:
         raise ContractError(f"The compiled step breaks its contract.\n{report}")
     return report

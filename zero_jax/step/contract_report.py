@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from zero_jax.step.contract_host import HostBudget, HostUse
 from zero_jax.typing import AxisNames
 from zero_jax.xla.collective import Collective
 
@@ -112,6 +113,7 @@ class Contract:
         copy_bytes: on each device of the copy of the parameters that a step gathers for its microbatches.
         num_reductions: how often gradients are reduced in a step.
         context: the mesh axis over which the sequence is split.
+        host: what may be in the host's memory; None where nothing is offloaded.
     """
 
     stage: int
@@ -126,6 +128,7 @@ class Contract:
     num_reductions: int = 1
     context: str = ""
     copy_bytes: int = 0
+    host: HostBudget | None = None
 
     def budget(self, key: str) -> TrafficBudget | None:
         """The budget of this key, if there is one."""
@@ -158,6 +161,7 @@ class Report:
     contract: Contract
     results: tuple[TrafficResult, ...]
     violations: tuple[str, ...]
+    host: HostUse | None = None
 
     @property
     def communication_bytes(self) -> float:
@@ -171,6 +175,10 @@ class Report:
         if state := contract.state:
             lines.append(f"  state: {state.device_bytes:,} bytes on each device, {state.ideal_bytes:,.0f} if all of it "
                          "that the stage shards were in equal parts")
+        if contract.host and self.host:
+            lines.append(f"  host memory: {self.host.argument_bytes:,} bytes of state for each device, of "
+                         f"{contract.host.state_bytes:,} offloaded, {self.host.alias_bytes:,} of them updated in "
+                         f"place; {self.host.temporary_bytes:,} bytes of temporaries")
         for result in self.results:
             budget = result.budget
             kinds = ", ".join(sorted({c.kind for c in result.collectives})) or "none"

@@ -9,6 +9,7 @@ from jax.lax import with_sharding_constraint as constrain
 from zero_jax.frontends.model_functions import ModelFunctions, reseeded
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory_kinds import fetch
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.state import ZeroState
 from zero_jax.step.losses import with_key
@@ -26,7 +27,8 @@ def evaluate(model: ModelFunctions, fun: Loss, layout: Layout, state: ZeroState,
     """
     weights = state.params if state.weights is None else state.weights
     if ema:
-        average = jax.tree.map(lambda leaf, param: leaf.astype(param.dtype), state.ema, state.params)
+        average = jax.tree.map(
+            lambda leaf, param: leaf.astype(param.dtype), fetch(state.ema), state.params)
         gathered = gather_compute_params(average, layout)
         weights = jax.tree.map(constrain, average, layout.shardings.params) if gathered is None else gathered
     variables = state.variables if rng is None else reseeded(model, state.variables, rng)

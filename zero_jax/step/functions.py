@@ -22,6 +22,7 @@ from zero_jax.sharding.batch import Accumulation, abstract_batch
 from zero_jax.sharding.batch_layout import BatchLayout
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory_kinds import as_placed
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.step_weights import gather_step_weights, microbatch_layout
@@ -121,9 +122,10 @@ class StepFunctions:
     def _init(self, rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
         model_rng, step_rng = jax.random.split(rng)
         params, variables = self._model.init(with_key(self._loss, model_rng), model_rng, batch, given)
-        return initial_state(
+        layout = self.layout(batch)
+        return as_placed(initial_state(
             *split_trainable(params, self.options.frozen), variables, rng=step_rng, optimizer=self._optimizer,
-            layout=self.layout(batch), guard=self._guard)
+            layout=layout, guard=self._guard), layout)
 
     def _with_values(self, state: ZeroState, given: Mapping[str, Any]) -> ZeroState:
         """`state` from values of the model's parameters by name; what the model adds to them is new."""
@@ -199,7 +201,7 @@ class StepFunctions:
                 ) -> tuple[ZeroState, Metrics]:
         return apply_update(
             state, output, grads, key=key, optimizer=self._optimizer, layout=self.layout(), guard=self._guard,
-            stochastic=self._stochastic, ema=self.options.ema)
+            stochastic=self._stochastic, ema=self.options.ema, offload=self.options.offload)
 
     def _unscaled(self, state: ZeroState, grads: Gradients) -> Gradients:
         return unscaled_gradients(

@@ -10,6 +10,7 @@ from jax.lax import with_sharding_constraint as constrain
 
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory_kinds import as_placed, fetch
 from zero_jax.sharding.stored_shape import StoredShape
 from zero_jax.sharding.stored_update import init_stored
 from zero_jax.state import ZeroState
@@ -45,8 +46,10 @@ def with_new_params(
     jax.tree.map(lambda leaf: leaf.delete(), (state.weights, state.opt_state, state.ema))
 
     def derive(params: Params) -> tuple[Params | None, OptState, Params | None]:
-        opt_state = _strong(init_stored(layout, optimizer, params))
-        return gather_compute_params(params, layout), opt_state, _average(params, layout)
+        opt_state = _strong(init_stored(layout, optimizer, fetch(params)))
+        derived = {"opt_state": opt_state, "ema": _average(fetch(params), layout)}
+        derived = as_placed(derived, layout)
+        return gather_compute_params(fetch(params), layout), derived["opt_state"], derived["ema"]
 
     shardings = layout.shardings
     out_shardings = (shardings.weights, shardings.opt_state, shardings.ema)

@@ -6,14 +6,17 @@ from typing import Any
 import jax
 
 from zero_jax.jaxpr.equations import trace
+from zero_jax.sharding.memory_kinds import HOST, check_capacity
 from zero_jax.state import FROM_PARAMS, ZeroState
 from zero_jax.step.call_checks import loss_errors_explained
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.contract import Contract, Report, contract_of
 from zero_jax.step.functions import StepFunctions
 from zero_jax.step.losses import takes_key
+from zero_jax.tree import named_leaves
 from zero_jax.typing import Batch, Loss, PRNGKey
 from zero_jax.xla.devices import compiled_for
+from zero_jax.xla.host_memory import lists_memories, set_memory_kinds
 
 
 class InspectableStep(StepFunctions):
@@ -28,7 +31,9 @@ class InspectableStep(StepFunctions):
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """The step lowered for `batch` (arrays or `jax.ShapeDtypeStruct`s); its mesh may be of a target topology."""
         with loss_errors_explained(self._loss, batch):
-            return self._jit(batch).lower(self.abstract_state(batch), self.abstract_batch(batch))
+            lowered = self._jit(batch).lower(self.abstract_state(batch), self.abstract_batch(batch))
+        kinds = self._memory_kinds(batch)
+        return set_memory_kinds(lowered, kinds, kinds) if self._writes_memory_kinds else lowered
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """`lower`, compiled for the mesh's devices, live or of a target topology; calls of the step do not use it."""
@@ -49,7 +54,8 @@ class InspectableStep(StepFunctions):
             traced = self.trace_forward(microbatch)
             activations = self.options.activations(self.axes, size)
             activation_bytes = activations.communication_bytes(traced.jaxpr)
-        return contract_of(layout, self.accumulation, self._optimizer, activation_bytes)
+        return contract_of(layout, self.accumulation, self._optimizer, activation_bytes,
+                           host_activations=self.options.partition_activations == "cpu")
 
     def trace_forward(self, batch: Batch) -> Any:
         """The jaxpr of the loss in evaluation, of the whole state."""
@@ -69,9 +75,31 @@ class InspectableStep(StepFunctions):
 
     def lower_init(self, batch: Batch) -> jax.stages.Lowered:
         """`init` lowered for `batch`, to see what it needs."""
-        return self._initializer(batch).lower(
+        lowered = self._initializer(batch).lower(
             jax.eval_shape(lambda: jax.random.key(0)), jax.eval_shape(lambda: self._model.given),
             self.abstract_batch(batch))
+        return set_memory_kinds(lowered, (), self._memory_kinds(batch)) if self._writes_memory_kinds else lowered
+
+    @property
+    def _writes_memory_kinds(self) -> bool:
+        """Whether memory kinds are to be written on a lowered program, since JAX drops them for these devices."""
+        return self.options.offload is not None and not lists_memories(self.mesh.devices.flat[0])
+
+    @property
+    def _offload_options(self) -> dict[str, Any]:
+        """What `jax.jit` needs so that a program's arguments are the leaves of the state and the batch."""
+        return {"keep_unused": True} if self._writes_memory_kinds else {}
+
+    def _check_capacity(self, batch: Batch) -> None:
+        """Raises ValueError for a batch that does not fit the mesh, and where this host cannot hold what it should."""
+        self.batches.check(batch)
+        if self.options.offload is not None:
+            check_capacity(self.layout(batch))
+
+    def _memory_kinds(self, batch: Batch) -> list[str | None]:
+        """For each leaf of the state where it is stored; None: in device memory."""
+        layout = self.layout(batch)
+        return [HOST if name in layout.host else None for name, _ in named_leaves(layout.state)]
 
     def evaluator(self, fun: Loss | None = None, *, ema: bool = False) -> Any:
         """See `ZeroTrainStep.evaluator`."""

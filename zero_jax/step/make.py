@@ -18,6 +18,7 @@ from zero_jax.sharding.auto_axes import computing_on, sharding_errors_explained
 from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.batch_layout import BatchRule
 from zero_jax.sharding.communication import Communication, communication_of
+from zero_jax.sharding.memory_kinds import Offload, offload_of
 from zero_jax.sharding.mesh import default_mesh
 from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
 from zero_jax.sharding.tensor_rules import TensorRule, rules_of
@@ -59,6 +60,7 @@ def make_zero_train_step(
     overlap: bool | Mapping[str, Any] = False,
     batch_specs: Sequence[BatchRule] = (),
     communication: Communication | None = None,
+    offload: Offload | str | None = None,
     streams: Sequence[str] | None = None,
     secondary: str | Sequence[str] | None = None,
 ) -> ZeroTrainStep:
@@ -120,6 +122,9 @@ def make_zero_train_step(
         every microbatch gets what is whole, and of a typed key one of its own; what a rule shards is refused.
       communication: quantised collectives (ZeRO++), as `zero_jax.Communication(weights="int8", gradients="int8")`; by
         default weights and gradients are sent in the dtypes of `precision`.
+      offload: "optimizer" stores the optimizer's states, the moving average, and at stages 0 to 2 the fp32 master copy
+        of bf16 weights, in host memory (ZeRO-Offload, arXiv 2101.06840); an `Offload` says which of them. The update
+        runs on the device and streams them through a bounded buffer: the same numbers. None: all in device memory.
       streams: deprecated, the former name of `rng_streams`.
       secondary: deprecated, the former name of `hpz_axes`.
 
@@ -145,8 +150,8 @@ def make_zero_train_step(
         ema=ema, guard=guard, tensor_rules=rules_of(tensor_rules), sequence_parallel=sequence_parallel,
         remat=remat_of(remat), partition_activations=partition_activations,
         hpz_axes=texts("hpz_axes", hpz_axes, "(\"data_1\",)"), combine_bytes=combine_bytes,
-        overlap=overlap, batch_specs=tuple(batch_specs),
-        communication=communication_of(communication))
+        overlap=overlap, batch_specs=tuple(batch_specs), communication=communication_of(communication),
+        offload=offload_of(offload))
     loss = next_token_loss if loss is None else loss
     check_loss(loss)
     with computing_on(axes.mesh), sharding_errors_explained():

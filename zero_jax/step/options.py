@@ -11,6 +11,7 @@ from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.batch_layout import BatchLayout, BatchRule
 from zero_jax.sharding.communication import Communication
 from zero_jax.sharding.make_layout import LayoutPolicy
+from zero_jax.sharding.memory_kinds import Offload, check_host_memory
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.tensor_rules import TensorRule
 from zero_jax.stages import Stage
@@ -45,6 +46,7 @@ class StepOptions:
     overlap: bool | Mapping[str, Any] = False
     batch_specs: tuple[BatchRule, ...] = ()
     communication: Communication | None = None
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         if self.ema is not None and not (is_number(self.ema) and 0 <= self.ema < 1):
@@ -84,6 +86,8 @@ class StepOptions:
                     "copy of a step would be decoded, and gathered inside of a node as it is: leave one of them out.")
         # Each of these raises for what it cannot be made of.
         BatchLayout(axes, self.batch_specs)
+        if self.offload:
+            check_host_memory(axes)
         self.activations(axes, 1)
         self.compiler_options(axes)
 
@@ -103,5 +107,5 @@ class StepOptions:
     def compiler_options(self, axes: MeshAxes) -> dict[str, Any]:
         """XLA's options for the devices of the mesh."""
         device = axes.mesh.devices.flat[0]
-        walks = walk_options(device) if self.partition_activations == "cpu" else {}
+        walks = walk_options(device) if self.partition_activations == "cpu" or self.offload else {}
         return combine_options(device, self.combine_bytes) | walks | overlap_options(device, self.overlap)

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.errors import ReplicaError, few
 from zero_jax.sharding.checksum import part_words, seed_of
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory_kinds import fetch
 from zero_jax.tree import leaf_bytes, named_leaves
 from zero_jax.typing import Pytree
 
@@ -60,6 +61,7 @@ def copies_digests(state: Pytree, layout: Layout) -> jax.Array:
     leaves, specs, shapes = [], [], []
     for (_, leaf), (_, like) in zip(named_leaves(state), named_leaves(layout.state), strict=True):
         if _copy_axes(like.sharding):
+            leaf = fetch(leaf)
             key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             leaves.append(jax.random.key_data(leaf) if key else leaf)
             specs.append(like.sharding.spec)

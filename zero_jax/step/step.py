@@ -64,7 +64,7 @@ class ZeroTrainStep(InspectableStep):
         for a batch that does not fit the mesh, and for parameters that do not fit the model.
         """
         rng = typed_key(rng)
-        self.batches.check(batch)
+        self._check_capacity(batch)
         given = self._given_params if params is None else named_values(params)
         make = self._initializer(batch, params=given is None)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
@@ -294,4 +294,4 @@ class ZeroTrainStep(InspectableStep):
 
     def _jit_of(self, function: Any, in_shardings: Any, out_shardings: Any, **options: Any) -> Any:
         return jax.jit(function, in_shardings=in_shardings, out_shardings=out_shardings,
-                       compiler_options=self._compiler_options or None, **options)
+                       compiler_options=self._compiler_options or None, **options | self._offload_options)

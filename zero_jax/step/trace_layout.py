@@ -15,6 +15,7 @@ from zero_jax.precision import average_dtype
 from zero_jax.sharding.batch import abstract_batch
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.make_layout import make_layout
+from zero_jax.sharding.memory_kinds import with_offload
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.step_weights import with_step_weights
@@ -63,6 +64,7 @@ def trace_layout(model: ModelFunctions, loss: Loss, optimizer: optax.GradientTra
         state, axes, options.layout_policy, optimizer=optimizer, reads=reads,
         tensor_specs=part_specs(tensor_specs(model_tree(values, model.composition), axes, options.tensor_rules,
                                              model.metadata), model.composition))
+    layout = with_offload(layout, options.offload)
     return with_step_weights(layout, options.accumulation)
 
 

@@ -1,14 +1,17 @@
 """From the gradient to the next state: each device updates its own shard of parameters, moments and averages."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.lax import with_sharding_constraint as constrain
 
-from zero_jax.sharding.compute_params import gather_compute_params
+from zero_jax.optim.streamed_update import Streams, stream
+from zero_jax.sharding.compute_params import cast_compute_params, gather_compute_params
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory_kinds import Offload, as_placed
 from zero_jax.sharding.stored_update import update_stored
 from zero_jax.state import ZeroState
 from zero_jax.step.gradients import ForwardOutput
@@ -16,8 +19,17 @@ from zero_jax.step.guard import GuardLogic
 from zero_jax.step.losses import learning_rates
 from zero_jax.step.metrics import values
 from zero_jax.step.rounding import round_stochastically, widened
-from zero_jax.tree import map_named
-from zero_jax.typing import Gradients, Metrics, Params, PRNGKey
+from zero_jax.tree import map_named, named_leaves
+from zero_jax.typing import Gradients, Metrics, OptState, Params, PRNGKey, Pytree, Scalar
+
+
+class _Updated(NamedTuple):
+    """The fields of the state that an update replaces."""
+
+    params: Params
+    opt_state: OptState
+    ema: Params | None
+
 
 ROUNDING = 0xB16
 """Folded into a step's key for the noise of stochastic rounding, which the model's streams must not share."""
@@ -37,50 +49,81 @@ def unscaled_gradients(state: ZeroState, grads: Gradients, *, layout: Layout, gu
 def apply_update(
     state: ZeroState, output: ForwardOutput, grads: Gradients, *, key: PRNGKey,
     optimizer: optax.GradientTransformationExtraArgs, layout: Layout, guard: GuardLogic, stochastic: bool,
-    ema: float | None
+    ema: float | None, offload: Offload | None = None
 ) -> tuple[ZeroState, Metrics]:
     """(The state after a step, its metrics), from what `unscaled_gradients` returned.
 
     A step that `guard` finds bad leaves all but `state.guard` as it was. ema: decay of the parameters' moving average.
-    `output.loss` may be None where gradients are the user's: then the norm alone is judged.
+    `output.loss` may be None where gradients are the user's: then the norm alone is judged. With `offload` the
+    update is computed in blocks, from and to host memory.
     """
     grad_norm = optax.tree.norm(grads)
 
-    # First, the optimizer, and what follows from the new parameters.
-    stored = jax.tree.map(constrain, state.params, layout.gradients)
-    params = _with_written(stored, output.written or {}, layout)
-    old_params, old_opt_state = widened((params, state.opt_state)) if stochastic else (params, state.opt_state)
-    updates, opt_state = update_stored(layout, optimizer, grads, old_opt_state, old_params, value=output.loss)
-    new_params = optax.apply_updates(old_params, updates)
-    if stochastic:
-        new_params, opt_state = round_stochastically(
-            (new_params, opt_state), (params, state.opt_state), jax.random.fold_in(key, ROUNDING))
-    new_params = jax.tree.map(constrain, new_params, layout.gradients)
-    average = None if ema is None else jax.tree.map(
-        lambda old, param: (ema * old + (1 - ema) * param.astype(old.dtype)).astype(old.dtype), state.ema, new_params)
-
-    # Second, the guard: a bad step changes nothing.
-    step, variables, guard_state, guard_metrics = state.step + 1, output.variables, state.guard, {}
+    # First, the guard: a bad step changes nothing.
+    step, variables, guard_state, guard_metrics, is_good = state.step + 1, output.variables, state.guard, {}, None
     if guard.active:
         is_good, guard_state = guard.judge(state.guard, 0.0 if output.loss is None else output.loss, grad_norm)
-        step, new_params, opt_state, variables, average = jax.tree.map(
-            lambda after, before: jnp.where(is_good, after, before),
-            (step, new_params, opt_state, variables, average),
-            (state.step, stored, state.opt_state, state.variables, state.ema))
+        step, variables = _kept_if_bad(is_good, (step, variables), (state.step, state.variables))
         guard_metrics = {"bad": guard_state.bad, "skipped": guard_state.skipped,
                          "stopped": guard.stopped(guard_state)}
         if guard.loss_scale is not None:
             guard_metrics["loss_scale"] = state.guard.scale
 
+    # Second, the optimizer, and what follows from the new parameters.
+    def update(old: _Updated, given: dict[str, Any]) -> tuple[_Updated, Params | None]:
+        params = _with_written(old.params, given["written"], layout)
+        before = widened((params, old.opt_state)) if stochastic else (params, old.opt_state)
+        updates, opt_state = update_stored(layout, optimizer, given["grads"], before[1], before[0], value=given["loss"])
+        new_params = optax.apply_updates(before[0], updates)
+        if stochastic:
+            new_params, opt_state = round_stochastically(
+                (new_params, opt_state), (params, old.opt_state), jax.random.fold_in(given["key"], ROUNDING))
+        if not offload:
+            new_params = jax.tree.map(constrain, new_params, layout.gradients)
+        average = None if ema is None else _averaged(ema, old.ema, new_params)
+        new = _Updated(new_params, opt_state, average)  # type: ignore[arg-type]
+        new = new if given["is_good"] is None else _kept_if_bad(given["is_good"], new, old)
+        return new, cast_compute_params(new.params, layout)
+
+    old = _Updated(_constrained(state.params, layout), state.opt_state, state.ema)
+    given = {"grads": grads, "written": output.written or {}, "loss": output.loss, "key": key if stochastic else None,
+             "is_good": is_good}
+    new, cast = _streamed(update, old, given, layout, offload) if offload else update(old, given)
+
     # Third, at stages 1 and 2 what the model reads is gathered anew.
-    weights = gather_compute_params(new_params, layout, state.weights)
+    weights = gather_compute_params(cast, layout, state.weights)
     new_state = ZeroState(
-        step=step, params=new_params, weights=weights, frozen=state.frozen, opt_state=opt_state, variables=variables,
-        ema=average, guard=guard_state, rng=state.rng)
-    metrics = {"grad_norm": grad_norm, **guard_metrics, **learning_rates(opt_state)}
+        step=step, params=new.params, weights=weights, frozen=state.frozen, opt_state=new.opt_state,
+        variables=variables, ema=new.ema, guard=guard_state, rng=state.rng)
+    metrics = {"grad_norm": grad_norm, **guard_metrics, **learning_rates(new.opt_state)}
     if output.loss is not None:
         metrics["loss"] = output.loss
     return new_state, {**step_metrics(metrics), **values(output.metrics)}
+
+
+def _constrained(params: Params, layout: Layout) -> Params:
+    """The parameters sharded as their gradients; what is in host memory is so already."""
+    return map_named(lambda name, param, sharding: param if f"params/{name}" in layout.host else (
+        constrain(param, sharding)), params, layout.gradients)
+
+
+def _averaged(decay: float, old: Any, params: Any) -> Any:
+    return jax.tree.map(
+        lambda old, param: (decay * old + (1 - decay) * param.astype(old.dtype)).astype(old.dtype), old, params)
+
+
+def _kept_if_bad(is_good: Scalar, new: Pytree, old: Pytree) -> Any:
+    return jax.tree.map(lambda after, before: jnp.where(is_good, after, before), new, old)
+
+
+def _streamed(update: Callable[[Any, Any], Any], old: _Updated, given: dict[str, Any], layout: Layout, offload: Offload
+              ) -> tuple[_Updated, Params | None]:
+    """`update(old, given)`, block by block."""
+    shardings = _Updated(layout.gradients, layout.shardings.opt_state, layout.shardings.ema)
+    specs, names = [leaf.spec for leaf in jax.tree.leaves(shardings)], [name for name, _ in named_leaves(old)]
+    streams = Streams(layout.mesh, tuple(specs), tuple(name in layout.host for name in names), offload.buffer_bytes)
+    new, cast = stream(update, as_placed(old, layout), given, streams)
+    return new._replace(params=_constrained(new.params, layout)), cast
 
 
 def step_metrics(metrics: Metrics) -> Metrics:

@@ -1,0 +1,290 @@
+"""Optimizer states and master weights in host memory: the same numbers, in place, and what cannot be is refused."""
+
+import dataclasses
+
+import flax.linen as nn
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.targets import mesh_of
+
+import zero_jax
+from zero_jax.sharding import memory_kinds
+from zero_jax.step.contract_host import HostBudget, HostUse, host_use, host_violations
+from zero_jax.tree import named_leaves
+from zero_jax.xla import host_memory
+from zero_jax.xla.parser import parse
+
+BATCH = {name: jax.random.randint(jax.random.key(seed), (16, 8), 0, 96) for seed, name in enumerate(
+    ("inputs", "targets"))}
+SMALL_BUFFER = zero_jax.Offload(buffer_bytes=2**16)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(64)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x)))), None
+
+
+class Stacked(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Embed(101, 64)(x)  # 101 and 96 rows: one is padded where it is split
+        blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
+        x, _ = blocks(name="blocks")(x, None)
+        return nn.Dense(96)(x)
+
+
+class Unstacked(nnx.Module):
+    def __init__(self, *, rngs):
+        self.embed = nnx.Embed(96, 64, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(3)])
+        self.out = nnx.Linear(64, 96, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + nnx.gelu(layer(x))
+        return self.out(x)
+
+
+def trained(stage, offload, *, model=None, steps=3, optimizer=None, **options):
+    """(step, its state after some steps, losses and norms)."""
+    optimizer = optimizer or optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    step = zero_jax.make_zero_train_step(
+        Stacked() if model is None else model, stage, optimizer=optimizer, offload=offload, **options)
+    state, numbers = step.init(jax.random.key(0), BATCH), []
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+        numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return step, state, numbers
+
+
+def plain(leaf):
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def differing(left, right):
+    """Names of the leaves whose bits differ."""
+    return [name for (name, a), (_, b) in zip(named_leaves(left), named_leaves(right), strict=True)
+            if plain(a).tobytes() != plain(b).tobytes()]
+
+
+def host_leaves(state):
+    return {name for name, leaf in named_leaves(state) if leaf.sharding.memory_kind == "pinned_host"}
+
+
+@pytest.mark.parametrize("stage, options", [
+    (3, {"ema": 0.9}),
+    pytest.param(2, {"precision": "bf16", "guard": zero_jax.Guard(skip=2)}, marks=pytest.mark.slow),
+    pytest.param(0, {"precision": "bf16"}, marks=pytest.mark.slow),
+    pytest.param(1, {"accumulate": 2}, marks=pytest.mark.slow),
+    pytest.param(3, {"model": Unstacked, "precision": "bf16"}, marks=pytest.mark.slow)])
+def test_offload_has_the_bits_of_no_offload_and_updates_in_place(stage, options):
+    options = {**options, **({"model": Unstacked(rngs=nnx.Rngs(0))} if "model" in options else {})}
+    _, device, numbers = trained(stage, None, **options)
+    step, host, same = trained(stage, SMALL_BUFFER, **options)
+    if "accumulate" in options:  # XLA:CPU fuses a multiplication and an addition in one of the two programs alone
+        np.testing.assert_allclose(numbers, same, rtol=1e-6)
+    else:
+        assert numbers == same
+        assert differing(device, host) == []
+    assert host_leaves(host) == step.layout().host and not host_leaves(device)
+    large = {name for name, leaf in named_leaves(host.opt_state) if leaf.size >= 2**12}
+    assert large and {f"opt_state/{name}" for name in large} <= step.layout().host
+    assert any(name.startswith("params/") for name in step.layout().host) == (host.weights is not None)
+    described = step.layout().describe()
+    assert f"{step.layout().host_bytes:,} in host memory" in described and ", host memory" in described
+
+    # In place: each leaf's buffers are those that it had.
+    name = max(step.layout().host)
+    pointers = [dict(named_leaves(host))[name].addressable_data(0).unsafe_buffer_pointer()]
+    host, _ = step(host, BATCH)
+    pointers.append(dict(named_leaves(host))[name].addressable_data(0).unsafe_buffer_pointer())
+    assert pointers[0] == pointers[1]
+
+
+@pytest.mark.slow
+def test_a_lost_update_is_found():
+    _, device, _ = trained(3, None, steps=1)
+    _, host, _ = trained(3, SMALL_BUFFER, steps=1, optimizer=optax.adamw(1e-2))  # not clipped
+    assert differing(device, host)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["lamb", "adafactor", "muon", "lion", "skipping"])
+def test_other_optimizers_have_their_numbers(optimizer):
+    made = {"lamb": optax.lamb(1e-2), "adafactor": optax.adafactor(1e-2),
+            "muon": optax.contrib.muon(1e-2), "lion": optax.lion(1e-3),
+            "skipping": optax.apply_if_finite(optax.adam(1e-2), 2)}[optimizer]
+    _, device, numbers = trained(2, None, optimizer=made)
+    _, host, same = trained(2, SMALL_BUFFER, optimizer=made)
+    np.testing.assert_allclose(numbers, same, rtol=1e-5)
+    for (name, a), (_, b) in zip(named_leaves(device), named_leaves(host), strict=True):
+        np.testing.assert_allclose(plain(a), plain(b), rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"precision": "fp16"}, {"precision": "bf16-stochastic"}, {"tensor": 2}])
+def test_scales_rounding_and_tensor_parallelism_have_their_numbers(options):
+    options = dict(options)
+    if tensor := options.pop("tensor", None):
+        options |= {"mesh": zero_jax.make_mesh(tensor=tensor), "tensor_rules": [
+            ("Dense_0/kernel", jax.sharding.PartitionSpec(None, "tensor")),
+            ("Dense_1/kernel", jax.sharding.PartitionSpec("tensor", None))]}
+    _, device, numbers = trained(3, None, **options)
+    _, host, same = trained(3, SMALL_BUFFER, **options)
+    np.testing.assert_allclose(numbers, same, rtol=1e-5)
+    for (name, a), (_, b) in zip(named_leaves(device.params), named_leaves(host.params), strict=True):
+        tolerance = 1e-2 if options.get("precision") == "bf16-stochastic" else 1e-5
+        np.testing.assert_allclose(plain(a).astype(np.float32), plain(b).astype(np.float32), rtol=tolerance,
+                                   atol=tolerance, err_msg=name)
+
+
+@pytest.mark.slow
+def test_checkpoints_are_restored_to_either_memory(tmp_path):
+    device, at_device, _ = trained(3, None, ema=0.9)
+    host, at_host, _ = trained(1, SMALL_BUFFER, ema=0.9)
+    for name, step, state, other in (("device", device, at_device, host), ("host", host, at_host, device)):
+        with zero_jax.Checkpoints(tmp_path / name) as checkpoints:
+            checkpoints.save(step, state)
+            before = jax.tree.map(plain, step.layout().load(state).opt_state)
+            state, _ = step(state, BATCH)  # donated, and overwritten in place, while it is written
+        for restoring in (step, other):
+            found = zero_jax.Checkpoints(tmp_path / name).restore(restoring, BATCH)
+            assert host_leaves(found.state) == restoring.layout().host
+            after = restoring.layout().load(found.state).opt_state
+            assert differing(before, after) == []
+            restoring(found.state, BATCH)
+
+
+@pytest.mark.slow
+def test_states_from_elsewhere_and_the_average_are_used_where_they_are():
+    step, state, _ = trained(2, SMALL_BUFFER, precision="bf16", ema=0.9)
+    losses = [float(step.evaluator(ema=average)(state, BATCH)) for average in (False, True)]
+    assert losses[0] != losses[1] and np.isfinite(losses).all()
+    params = step.params(state)
+    again = step.with_params(step.init(jax.random.key(1), BATCH), params)
+    assert host_leaves(again) == step.layout().host
+    assert differing(params, step.params(again)) == []
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), BATCH)
+    one, _ = step(*[step(again, BATCH)[0], BATCH])
+    again = step.with_params(step.init(jax.random.key(1), BATCH), params)
+    two, _ = step.multi(again, many)
+    assert host_leaves(two) == step.layout().host
+    for (name, a), (_, b) in zip(named_leaves(one.params), named_leaves(two.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert step.check_replicas(two).leaves
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target, stage", [("h100:8", 3), ("v5p:2x2x2", 2)])
+def test_the_compiled_program_keeps_the_state_in_host_memory(target, stage, monkeypatch):
+    step = zero_jax.make_zero_train_step(Stacked(), stage, mesh=mesh_of(target), precision="bf16", offload=SMALL_BUFFER)
+    batch = {name: jax.ShapeDtypeStruct((16, 8), jnp.int32) for name in BATCH}
+    compiled, layout = step.compiled_step(batch), step.layout(batch)
+    use = compiled.host_use
+    assert use.argument_bytes == use.alias_bytes and use.temporary_bytes == 0
+    if target.startswith("h100"):
+        assert use.argument_bytes == layout.host_bytes
+    assert not compiled.report.violations and "host memory" in str(compiled.report)
+    assert all(each.is_right for each in compiled.host_slices)
+
+    # Controls: a kind that the compiler never saw, and a state that is not donated.
+    if target.startswith("h100"):
+        monkeypatch.setattr(zero_jax.step.inspection, "set_memory_kinds", lambda lowered, *_: lowered)
+        again = zero_jax.make_zero_train_step(
+            Stacked(), stage, mesh=mesh_of(target), precision="bf16", offload=SMALL_BUFFER)
+        with pytest.raises(jax.errors.JaxRuntimeError):  # XLA is handed device memory as the host's
+            again.compile(batch)
+    not_in_place = dataclasses.replace(use, alias_bytes=0, temporary_bytes=layout.host_bytes)
+    assert len([*host_violations(compiled.contract.host, not_in_place)]) == 2
+
+
+COPYING = """HloModule step, is_scheduled=true
+
+%body (b: (s32[], f32[6,8])) -> (s32[], f32[6,8]) {
+  %b = (s32[], f32[6,8]{1,0:S(5)}) parameter(0)
+  %i = s32[] get-tuple-element(%b), index=0
+  %stack = f32[6,8]{1,0:S(5)} get-tuple-element(%b), index=1
+  %copied = f32[6,8]{1,0:S(5)} copy(%stack)
+  ROOT %out = (s32[], f32[6,8]{1,0:S(5)}) tuple(%i, %copied)
+}
+
+%cond (c: (s32[], f32[6,8])) -> pred[] {
+  %c = (s32[], f32[6,8]{1,0:S(5)}) parameter(0)
+  ROOT %less = pred[] constant(false)
+}
+
+ENTRY %main (x: f32[6,8]) -> (s32[], f32[6,8]) {
+  %x = f32[6,8]{1,0:S(5)} parameter(0)
+  %zero = s32[] constant(0)
+  %first = (s32[], f32[6,8]{1,0:S(5)}) tuple(%zero, %x)
+  ROOT %loop = (s32[], f32[6,8]{1,0:S(5)}) while(%first), condition=%cond, body=%body
+}
+"""
+
+
+class Memory:
+    host_argument_size_in_bytes = host_alias_size_in_bytes = 192
+    host_temp_size_in_bytes = 0
+
+
+def test_a_copy_of_the_whole_stack_in_a_loop_breaks_the_contract():
+    budget = HostBudget(192)
+    (line,) = host_violations(budget, host_use(parse(COPYING), Memory()))
+    assert "192 bytes in each round (copied)" in line
+    into_device = COPYING.replace("%copied = f32[6,8]{1,0:S(5)} copy", "%copied = f32[6,8]{1,0} copy")
+    assert not [*host_violations(budget, host_use(parse(into_device), Memory()))]
+
+
+@pytest.mark.parametrize("use, words", [
+    (HostUse(0, 0, 0), "dropped or moved"), (HostUse(96, 96, 0), "dropped or moved"),
+    (HostUse(192, 96, 0), "96 bytes of the state in host memory are not updated in place"),
+    (HostUse(192, 192, 64), "64 bytes of temporaries are in host memory")])
+def test_less_or_more_in_host_memory_breaks_the_contract(use, words):
+    assert any(words in line for line in host_violations(HostBudget(192), use))
+    assert not [*host_violations(HostBudget(192), HostUse(192, 192, 0))]
+    assert not [*host_violations(HostBudget(192, activations=True), HostUse(192, 192, 64))]
+
+
+@pytest.mark.parametrize("value, words", [
+    ("disk", 'give "optimizer"'), (True, 'give "optimizer"'), (3, 'give "optimizer"')])
+def test_other_values_are_refused(value, words):
+    with pytest.raises(zero_jax.UsageError, match=words):
+        zero_jax.make_zero_train_step(Stacked(), 3, offload=value)
+
+
+def test_what_cannot_be_offloaded_is_refused(monkeypatch):
+    with pytest.raises(zero_jax.UsageError, match='give "host" or "device"'):
+        zero_jax.Offload(optimizer="disk")
+    with pytest.raises(zero_jax.UsageError, match="offloads nothing"):
+        zero_jax.Offload(optimizer="device", master="device")
+    with pytest.raises(zero_jax.UsageError, match="at least 65,536"):
+        zero_jax.Offload(buffer_bytes=10)
+    for optimizer, offload, words in (
+            (optax.sgd(1e-2), "optimizer", "the optimizer keeps no array"),
+            (optax.adam(1e-2), zero_jax.Offload(optimizer="device"), "no master copy")):
+        step = zero_jax.make_zero_train_step(Stacked(), 3, optimizer=optimizer, offload=offload)
+        with pytest.raises(zero_jax.UsageError, match=words):
+            step.init(jax.random.key(0), BATCH)
+    step = zero_jax.make_zero_train_step(Stacked(), 3, offload="optimizer")
+    step.layout(BATCH)
+    monkeypatch.setattr(memory_kinds, "_physical_bytes", lambda: 2**16)
+    with pytest.raises(zero_jax.UsageError, match="the host has 65,536: give more hosts"):
+        step.init(jax.random.key(0), BATCH)
+    monkeypatch.setattr(memory_kinds, "HOST", "no_such_memory")
+    with pytest.raises(zero_jax.UsageError, match="has no memory 'no_such_memory'"):
+        zero_jax.make_zero_train_step(Stacked(), 3, offload="optimizer")
+
+
+def test_kinds_are_written_on_the_lowered_program():
+    lowered = jax.jit(lambda x, y: (x + 1, y), keep_unused=True).lower(jnp.ones(4), jnp.ones(3))
+    assert host_memory.memory_kinds(lowered) == ([None, None], [None, None])
+    host_memory.set_memory_kinds(lowered, ["pinned_host"], [None, "pinned_host"])
+    assert host_memory.memory_kinds(lowered) == (["pinned_host", None], [None, "pinned_host"])
+    assert "pinned_host" in lowered.as_text()

@@ -1,0 +1,116 @@
+"""How arrays that are streamed through a bounded buffer are cut: equal blocks of contiguous memory, and a rest."""
+
+import dataclasses
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+MAX_LEAVES = 8
+"""Leaves that share a loop, at most: the blocks of more would be small, and a copy costs 10 microseconds at least."""
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Blocks of an array of `shape`, a device's shard: `rows` of dim 0, or one row cut in `splits` along dim 1."""
+
+    shape: tuple[int, ...]
+    rows: int
+    splits: int = 1
+
+    @property
+    def rounds(self) -> int:
+        """The number of equal blocks."""
+        return self.shape[0] // self.rows * self.splits
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of a block."""
+        if self.splits == 1:
+            return self.rows, *self.shape[1:]
+        return 1, self.shape[1] // self.splits, *self.shape[2:]
+
+    def start(self, index: Any) -> tuple[Any, ...]:
+        """Where block `index` begins, in each dim."""
+        first, rest = (index * self.rows, ()) if self.splits == 1 else (
+            index // self.splits, (index % self.splits * (self.shape[1] // self.splits),))
+        return first, *rest, *[0] * (len(self.shape) - 1 - len(rest))
+
+    @property
+    def rest(self) -> "Blocks | None":
+        """What is left after the equal blocks, as one block of fewer rows; None if nothing is."""
+        left = self.shape[0] % self.rows
+        return Blocks((left, *self.shape[1:]), left) if left else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is one block, the array."""
+        return self.rounds == 1 and self.rest is None
+
+
+def cut_in_loops(shapes: Mapping[_Key, tuple[int, ...]], sizes: Mapping[_Key, int], buffer_bytes: int, *,
+                 tiled: bool = False) -> list[dict[_Key, Blocks]]:
+    """Groups of leaves, each of which is streamed in one loop, and how it cuts each of its leaves.
+
+    A round of a loop moves a block of each of its leaves, so that one is read while another is computed and a third is
+    written. Leaves of at most a quarter of the buffer are moved whole (`Blocks.is_whole`), in groups that fill half of
+    it.
+
+    Args:
+      shapes: of a device's shard.
+      sizes: bytes that are read for each leaf.
+      buffer_bytes: that a round may read.
+      tiled: of a TPU, which stores the last two dims in tiles, in an order that it chooses, and cannot write a part of
+        them to host memory ("Lane slice updating is not supported", libtpu of jax 0.10.2): matrices are moved whole,
+        and of stacks whole layers.
+    """
+    small = [key for key, size in sizes.items() if size <= buffer_bytes // 4 or tiled and len(shapes[key]) < 3]
+    groups = [dict.fromkeys(keys) for keys in _filled(small, sizes, buffer_bytes // 2)]
+    whole = [{key: Blocks(shapes[key], shapes[key][0]) for key in group} for group in groups]
+    by_rows: dict[int, list[_Key]] = {}
+    for key in shapes:
+        if key not in small:
+            by_rows.setdefault(shapes[key][0], []).append(key)
+    loops = [keys[at : at + MAX_LEAVES] for keys in by_rows.values() for at in range(0, len(keys), MAX_LEAVES)]
+    return [each for keys in loops for each in _loops(keys, shapes, sizes, buffer_bytes, tiled)] + whole
+
+
+def _loops(keys: Sequence[_Key], shapes: Mapping[_Key, tuple[int, ...]], sizes: Mapping[_Key, int], buffer_bytes: int,
+           tiled: bool) -> list[dict[_Key, Blocks]]:
+    """One loop over leaves of as many rows, or one for each where no rows or parts of rows fit the buffer together."""
+    rows, row_bytes = shapes[keys[0]][0], sum(sizes[key] for key in keys) // max(1, shapes[keys[0]][0])
+    if row_bytes <= buffer_bytes:
+        size = _block_rows(rows, max(1, min(rows, buffer_bytes // max(1, row_bytes))))
+        return [{key: Blocks(shapes[key], size) for key in keys}]
+    common = math.gcd(*(shapes[key][1] if len(shapes[key]) > 1 else 1 for key in keys))
+    common = 1 if tiled else common
+    splits = [n for n in _divisors(common) if row_bytes <= n * buffer_bytes]
+    if splits:
+        return [{key: Blocks(shapes[key], 1, splits[0]) for key in keys}]
+    if len(keys) > 1:
+        return [each for key in keys for each in _loops([key], shapes, sizes, buffer_bytes, tiled)]
+    return [{keys[0]: Blocks(shapes[keys[0]], 1, common)}]
+
+
+def _block_rows(rows: int, most: int) -> int:
+    """The rows of a block, at most `most`: a divisor of `rows` if one is large enough, else equal blocks and a rest."""
+    divisor = max(n for n in range(1, most + 1) if rows % n == 0)
+    return divisor if 2 * divisor >= most else -(-rows // -(-rows // most))
+
+
+def _filled(keys: Sequence[_Key], sizes: Mapping[_Key, int], limit: int) -> list[list[_Key]]:
+    """`keys` in order, in groups of at most `limit` bytes."""
+    groups: list[list[_Key]] = []
+    left = 0
+    for key in keys:
+        if not groups or sizes[key] > left:
+            groups.append([])
+            left = limit
+        groups[-1].append(key)
+        left -= sizes[key]
+    return groups
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(2, number + 1) if number % n == 0]
