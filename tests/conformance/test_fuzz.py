@@ -47,7 +47,7 @@ STEP = {"stage": [0, 3], "precision": ["bf16", None], "axis": ["data"], "frozen"
         "gather": ["use", "auto"],
         "rng_streams": ["dropout"], "tensor_rules": [()], "sequence_parallel": [False], "remat": ["full"],
         "partition_activations": [False], "hpz_axes": [()], "combine_bytes": [None],
-        "overlap": [False], "offload": [None, "optimizer"], "model": [Net()],
+        "overlap": [False], "prefetch": [False], "offload": [None, "optimizer"], "model": [Net()],
         "communication": [zero_jax.Communication(gradients="int8")]}
 
 

@@ -185,6 +185,7 @@ UNROLLED = dataclasses.replace(SMALL, scan_layers=False)
 REMAT = dataclasses.replace(SMALL, remat=True)
 UNEVEN = gpt2.Config(2, 500, 10, vocab_size=2047, max_length=64)  # no dim of its matrices divides by 8
 MERGED = dataclasses.replace(gpt2.PRESETS["1.5b"], num_layers=2, vocab_size=512, max_length=64)
+WIDE = gpt2.Config(8, 768, 12, vocab_size=512, max_length=512, remat=True)
 DEEP = gpt2.Config(4, 512, 8, vocab_size=512, max_length=16)
 LINEN, NNX = gpt2.build(SMALL), gpt2_nnx.build(SMALL)
 REDUCE_FP32 = {"precision": zero_jax.Precision(params="float32", compute="bfloat16", reduce="float32")}
@@ -225,6 +226,8 @@ def gathered_once(target, reduce, **options) -> Row:
 PROGRAMS: dict[str, Row] = {
     # Eight H100s: the stages and what negates them.
     **{f"h100 stage {stage}": Row(H100, stage) for stage in range(4)},
+    **{f"h100 stage 3, 8 layers{', prefetch' * prefetch}": Row(
+        H100, 3, gpt2.build(WIDE), batch=(4, 512), options={"prefetch": prefetch}) for prefetch in (False, True)},
     "h100 stage 3, annotated": Row(H100, 3, change=annotated),
     "h100 stage 3, kept": Row(H100, 3, change=kept),
     "h100 stage 3, padded after the sum": Row(H100, 3, gpt2.build(UNEVEN), change=partitioned),

@@ -1,11 +1,22 @@
-"""Collectives on the SparseCores of TPUs: asynchronous in the compiled step, and refused where nothing would change."""
+"""Communication beside compute when asked for, by SparseCores and by prefetch; refused where nothing would change."""
 
+import dataclasses
+import io
+import types
+
+import jax
+import jax.numpy as jnp
 import pytest
+from rich.console import Console
 from support.programs import program
 from support.targets import mesh_of
 
 import zero_jax
+from models import gpt2
+from zero_jax.cli.plan_report import plan_tables
 from zero_jax.xla.overlap import overlap_options
+
+CONFIG = gpt2.Config(2, 256, 4, vocab_size=2048, max_length=16)
 
 
 def asynchronous(name):
@@ -33,12 +44,88 @@ def test_without_it_everything_blocks():
     assert with_it.sent() == pytest.approx(without.sent(), rel=0.01)
 
 
+def beside_products(name):
+    """Share of the bytes of gathers in loops between whose start and end a product runs."""
+    gathers = [c for c in program(name).collectives if c.kind == "all-gather" and c.in_loop]
+    sent = [c.communication_bytes * c.count for c in gathers]
+    return sum(size for c, size in zip(gathers, sent, strict=True) if c.overlapped_flops) / sum(sent)
+
+
+@pytest.mark.slow
+def test_a_gpu_gathers_for_the_next_layer():
+    """Every gather of a loop has a product beside it, what is sent is the same, and memory grows by some layers.
+
+    The control is the step without: there a layer waits for its own gathers.
+    """
+    ahead, plain = program("h100 stage 3, 8 layers, prefetch"), program("h100 stage 3, 8 layers")
+    assert not ahead.report.violations
+    assert asynchronous("h100 stage 3, 8 layers, prefetch") > 0.99
+    assert beside_products("h100 stage 3, 8 layers, prefetch") > 0.99 > beside_products("h100 stage 3, 8 layers") + 0.3
+    assert ahead.sent() == pytest.approx(plain.sent(), rel=1e-3)
+    layer = 2 * 12 * 768**2
+    assert ahead.memory.temp_size_in_bytes - plain.memory.temp_size_in_bytes < 4 * layer
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"prefetch": 1}, "prefetch=1: give True or False"), ({"stage": 2, "prefetch": True}, "prefetch=True at stage 2"),
+    ({"target": "v5p:2x2x2", "prefetch": True}, "changes nothing on 'TPU v5'.*overlap=True"),
+    ({"target": "", "prefetch": True}, "changes nothing on 'cpu'"),
+    ({"prefetch": True, "accumulate": 2, "gather": "step"}, "prefetch=True at stage 3 with gather='step'"),
+    ({"prefetch": True, "model": dataclasses.replace(CONFIG, scan_layers=False)}, "no loop of this model")])
+def test_where_nothing_can_be_gathered_ahead_it_is_refused(options, told):
+    with pytest.raises(zero_jax.UsageError, match=told):
+        layout(**{"target": "h100:8"} | options)
+
+
 @pytest.mark.parametrize(("target", "reason"), [
     ("h100:8", "overlaps communication with compute by itself"), ("v5e:2x4", "has no SparseCores"),
     ("tpu7x:2x2x2", "by itself"), ("v4:2x2x2", "makes no collective asynchronous")])
 def test_where_it_changes_nothing_it_is_refused(target, reason):
     with pytest.raises(zero_jax.UsageError, match=f"overlap=True changes nothing on .*{reason}.*for TPU v5p and v6e"):
         overlap_options(mesh_of(target).devices.flat[0], True)
+
+
+@pytest.mark.parametrize("names", [("TPU v5", "TPU v5p"), ("TPU v6 lite", "TPU v6e")])
+def test_live_and_described_chips_get_the_same_options(names):
+    """Whichever of its names a chip reports; other kinds have none to begin with."""
+    described, live = (overlap_options(types.SimpleNamespace(device_kind=name, platform="tpu"), True) for name in names)
+    assert described == live and described
+
+
+def layout(target, stage=3, model=CONFIG, **options):
+    mesh = mesh_of(target) if target else zero_jax.make_mesh(8)
+    step = zero_jax.make_zero_train_step(gpt2.build(model), stage, mesh=mesh, precision="bf16", **options)
+    return step.layout({name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")})
+
+
+def test_the_layout_tells_the_options():
+    told = "collectives run beside compute by XLA's options: xla_tpu_"
+    assert told in layout("v5p:2x2x2", overlap=True).describe()
+    assert "xla_gpu_enable_pipelined_all_gather=True" in layout("h100:8", prefetch=True).describe()
+    assert told not in layout("v5p:2x2x2").describe() and told not in layout("h100:8").describe()
+
+
+@pytest.mark.slow
+def test_a_plan_tells_what_it_changes():
+    """The same step is compiled twice; where overlap is not asked for, once."""
+    batch = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")}
+    made = zero_jax.plan(gpt2.build(CONFIG), 3, "v5p:2x2x2", batch, precision="bf16", overlap=True)
+    plain = zero_jax.plan(gpt2.build(CONFIG), 3, "v5p:2x2x2", batch, precision="bf16")
+    assert plain.overlap is None and made.overlap is not None
+    assert made.overlap.seconds == pytest.approx((plain.timing.seconds, made.timing.seconds), rel=0.01)
+    exposed = [sum(each.timing.exposed_seconds.values()) for each in (plain, made)]
+    assert made.overlap.exposed_seconds == pytest.approx(tuple(exposed), rel=0.01)
+    assert made.overlap.temporaries[0] != made.overlap.temporaries[1]
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(plan_tables(made))
+    assert "exposed communication, seconds" in shown.getvalue()
+
+
+def test_gathers_that_come_last_stay_where_they_are():
+    """At stages 1 and 2 they have nothing beside them; at stage 3 they do."""
+    options = [layout("v5p:2x2x2", stage, overlap=True).overlap_note for stage in (1, 2, 3)]
+    assert options[0] == options[1] and "reduce_scatter=True" in options[0]
+    assert ["offload_all_gather=True" in each for each in options] == [False, False, True]
 
 
 def test_a_mapping_changes_the_options():

@@ -83,7 +83,12 @@ class PlanConfig(CommunicationOptions):
     are in host memory (ZeRO-Offload); the update streams them through the device."""
 
     overlap: bool = False
-    """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute, at a cost in memory."""
+    """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute, at a cost in memory. The
+    step is compiled without it, too, to say what it changes."""
+
+    prefetch_weights: bool = False
+    """On GPUs at stage 3: each layer of a loop gathers the parameters of the next one while it computes. The
+    step is compiled without it, too, to say what it changes."""
 
     search: Literal["no", "fit", "layers"] = "no"
     """fit: the smallest stage, largest batch and least remat that fit; layers: the deepest model."""

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from zero_jax.cli.memory_table import largest_table, memory_table
 from zero_jax.cli.report import optimizer_bytes, optimizer_text, replicated_text, size_text
+from zero_jax.planning.overlap import OverlapEffect
 from zero_jax.planning.plan import Plan
 from zero_jax.planning.search import SearchResult
 from zero_jax.sharding.layout import Layout
@@ -31,6 +32,8 @@ def plan_tables(plan: Plan) -> RenderableType:
         parts.append(_links_table(plan))
     if plan.timing is not None:
         parts.append(_timing_table(plan))
+    if plan.overlap is not None:
+        parts.append(_overlap_table(plan.overlap))
     if plan.advice:
         parts.append("What would help:\n" + "\n".join(f"  - {line}" for line in plan.advice))
     return Group(*parts)
@@ -123,7 +126,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "links": [{"link": link, "axes": axes, "bytes": sent} for (link, axes), sent in plan.links.items()],
         "timing": plan.timing and dataclasses.asdict(plan.timing) | {"bound": plan.timing.bound},
         **dict(zip(("optimizer_bytes", "adamw_bytes"), optimizer_bytes(plan.layout), strict=True)),
-        "gather": plan.layout.gather_note,
+        "gather": plan.layout.gather_note, "overlap": plan.overlap and dataclasses.asdict(plan.overlap),
         "replicated": [{"name": row.name, "bytes": row.bytes} for row in plan.layout.replicated()],
     }
 
@@ -184,6 +187,15 @@ def _timing_table(plan: Plan) -> Table:
         table.add_row("MFU by PaLM's formula, 6 N + 12 L h s a token", f"{timing.palm_mfu:.1%}")
     for call in timing.uncounted:
         table.add_row(f"NOT COUNTED, so that the step is slower than this: {call}")
+    return table
+
+
+def _overlap_table(effect: OverlapEffect) -> Table:
+    table = _table("What overlap and prefetch change (times are predicted)", "", "without", "with")
+    table.add_row("exposed communication, seconds", *(f"{seconds:.3g}" for seconds in effect.exposed_seconds))
+    table.add_row("step, seconds", *(f"{seconds:.3g}" for seconds in effect.seconds))
+    table.add_row("MFU", *(f"{share:.1%}" for share in effect.mfu))
+    table.add_row("temporaries", *map(size_text, effect.temporaries))
     return table
 
 

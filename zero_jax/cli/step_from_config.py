@@ -56,7 +56,7 @@ def residual_options(config: TrainConfig | PlanConfig, choice: ModelChoice) -> d
     """Model parallelism and activation options of a configuration, as arguments of `make_zero_train_step`."""
     return {
         "tensor_rules": choice.tensor_rules(config.tensor), "sequence_parallel": config.sequence_parallel,
-        "overlap": config.overlap, "communication": config.communication,
+        "overlap": config.overlap, "prefetch": config.prefetch_weights, "communication": config.communication,
         "offload": None if config.offload == "no" else config.offload,
         "remat": {"full": "full", "dots": "dots", "sqrt": Remat(every="sqrt")}.get(config.remat),
         "partition_activations": {"no": False, "yes": True}.get(config.partition_activations, "cpu")}

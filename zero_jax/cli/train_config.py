@@ -70,6 +70,9 @@ class RunOptions:
     overlap: bool = False
     """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute, at a cost in memory."""
 
+    prefetch_weights: bool = False
+    """On GPUs at stage 3: each layer of a loop gathers the parameters of the next one while it computes."""
+
     remat: RematName = "model"
     """Activation checkpointing. model: as the preset does it; no, yes: the model's own, off or on; full, dots, sqrt:
     from outside, saving each block's input, also its products, or the input of every sqrt-th block."""

@@ -5,6 +5,7 @@ The step is the real one, compiled by the target's own compiler; no device is ne
 
 import collections
 import dataclasses
+import functools
 import itertools
 import re
 import time
@@ -18,6 +19,7 @@ from zero_jax.errors import UsageError
 from zero_jax.planning.flops import traced_flops
 from zero_jax.planning.formulas import palm_flops
 from zero_jax.planning.memory import MemoryReport, Transformer, memory_report
+from zero_jax.planning.overlap import OverlapEffect
 from zero_jax.planning.timing import Timing, predict
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh import make_mesh
@@ -52,6 +54,8 @@ class Plan:
         links: bytes that each device sends per step, by link and mesh axes.
         timing: the predicted step time; None for live devices.
         compile_seconds: that tracing and compiling took here.
+        overlap: what `overlap=` or `prefetch=` changes, for which the step is compiled without it, too; None where
+            neither is given.
     """
 
     target: Target | None
@@ -68,6 +72,7 @@ class Plan:
     links: Mapping[tuple[str, tuple[str, ...]], float]
     timing: Timing | None
     compile_seconds: float
+    overlap: OverlapEffect | None = None
 
     @property
     def num_devices(self) -> int:
@@ -170,21 +175,25 @@ def examine(step: ZeroTrainStep, batch: Any, target: Target | None = None,
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return make_plan(refused_bytes(str(error)), refused=str(error).splitlines()[0])
-    timing, links = None, collections.defaultdict[Any, float](float)
+    timing, effect, links = None, None, collections.defaultdict[Any, float](float)
     if target is not None:
         coords = [xla_devices.coords(device) for device in step.mesh.devices.flat]
         is_text = leaf is not None and leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
         tokens = leaf.size if leaf is not None and is_text else size
         forward = traced_flops(step.trace_forward(batch))
-        timing = predict(
-            compiled.schedule, target, coords, tokens=tokens, model_flops=3 * forward,
+        timing_of = functools.partial(
+            predict, target=target, coords=coords, tokens=tokens, model_flops=3 * forward,
             palm_flops=transformer and tokens * palm_flops(
                 layout.num_params, transformer.layers, transformer.hidden, transformer.length))
+        timing = timing_of(compiled.schedule)
+        if step.options.overlap or step.options.prefetch:
+            plain = step.without_overlap().compiled_step(batch)
+            effect = OverlapEffect.of((timing_of(plain.schedule), timing), (plain.memory, compiled.memory))
         for collective in itertools.chain.from_iterable(each.collectives for each in compiled.report.results):
             link = target.link([coords[device] for device in collective.group]).name
             links[link, collective.axes(step.mesh.shape)] += collective.communication_bytes * collective.count
     return make_plan(compiled.device_bytes, host=compiled.host_bytes, communication=compiled.report, timing=timing,
-                     links=dict(links), memory=memory_report(layout, compiled, activations=transformer))
+                     overlap=effect, links=dict(links), memory=memory_report(layout, compiled, activations=transformer))
 
 
 def refused_bytes(message: str) -> int:

@@ -71,6 +71,7 @@ class Layout:
         gather_note: how often parameters are gathered and why, where `gather=` was given.
         quantized: which parameters are sent as codes; None: none.
         host: names of the leaves of `state` that are stored in host memory (`memory_kinds.with_offload`).
+        overlap_note: XLA's options by which collectives run beside compute, where the step has some.
     """
 
     axes: MeshAxes
@@ -85,6 +86,7 @@ class Layout:
     gather_note: str = ""
     quantized: QuantizedLeaves | None = None
     host: frozenset[str] = frozenset()
+    overlap_note: str = ""
 
     @property
     def mesh(self) -> Mesh:
@@ -181,6 +183,8 @@ class Layout:
         if self.host:
             lines.append(f"read from and written to host memory by each step: {self.host_bytes:,} bytes each way for "
                          "each device")
+        if self.overlap_note:
+            lines.append(f"collectives run beside compute by XLA's options: {self.overlap_note}")
         if self.replicated_batch:
             lines.append("leaves of the batch that are whole on every device: " + ", ".join(self.replicated_batch))
         lines += [] if self.quantized is None else self.quantized.describe()

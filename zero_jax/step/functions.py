@@ -112,7 +112,13 @@ class StepFunctions:
                 layout = trace_layout(
                     self._model, self._loss, self._optimizer, self.axes, self.options,
                     jax.eval_shape(self._guard.init), batch, read_by=self._with_inputs_cast(self._loss))
-            self._layout = dataclasses.replace(layout, replicated_batch=self.batches.replicated(batch))
+            if self.options.prefetch and not any(access.stacked for access in layout.reads.values()):
+                raise UsageError("prefetch=True, and no loop of this model runs over its parameters: there is no next "
+                                 "round to gather for. Put its layers in nn.scan or nnx.scan, or leave prefetch out.")
+            overlap = self.options.overlap_options(self.axes)
+            self._layout = dataclasses.replace(
+                layout, replicated_batch=self.batches.replicated(batch),
+                overlap_note=", ".join(f"{name}={value}" for name, value in overlap.items()))
         return self._layout
 
     def abstract_batch(self, batch: Batch) -> Any:

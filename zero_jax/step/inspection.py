@@ -1,7 +1,7 @@
 """A step before it runs: lowered, compiled, and checked against its contract, on live devices or target topologies."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -34,6 +34,16 @@ class InspectableStep(StepFunctions):
             lowered = self._jit(batch).lower(self.abstract_state(batch), self.abstract_batch(batch))
         kinds = self._memory_kinds(batch)
         return set_memory_kinds(lowered, kinds, kinds) if self._writes_memory_kinds else lowered
+
+    def without_overlap(self) -> Self:
+        """The same step without `overlap` and `prefetch`, to compare.
+
+        A step of its own: what is lowered with compiler options keeps them, whatever it is compiled with.
+        """
+        other = type(self)(self._model, self._optimizer, self._loss, self.axes,
+                           dataclasses.replace(self.options, overlap=False, prefetch=False), self._given_params)
+        other._layout = self._layout and dataclasses.replace(self._layout, overlap_note="")
+        return other
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """`lower`, compiled for the mesh's devices, live or of a target topology; calls of the step do not use it."""

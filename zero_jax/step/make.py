@@ -58,6 +58,7 @@ def make_zero_train_step(
     hpz_axes: str | Sequence[str] | None = None,
     combine_bytes: int | None = None,
     overlap: bool | Mapping[str, Any] = False,
+    prefetch: bool = False,
     batch_specs: Sequence[BatchRule] = (),
     communication: Communication | None = None,
     offload: Offload | str | None = None,
@@ -114,8 +115,11 @@ def make_zero_train_step(
         weights sharded over these alone, from which backward gathers without leaving the node (hpZ of ZeRO++, arXiv
         2306.10209).
       combine_bytes: the largest buffer into which XLA may combine collectives (C_B); None: as it does by itself.
-      overlap: on TPU v5p and v6e, True lets the SparseCores gather and reduce while the TensorCores compute, and costs
-        memory; a mapping changes XLA's options for it. Elsewhere it is refused, as it would change nothing.
+      overlap: on TPU v5p and v6e, True lets the SparseCores gather (at stage 3) and reduce while the TensorCores
+        compute, and costs memory; a mapping changes XLA's options for it. Elsewhere it is refused, as it would change
+        nothing.
+      prefetch: on GPUs at stage 3, each round of a loop over layers gathers the parameters of the next one while it
+        computes, forward and backward. A model without such a loop is refused.
       batch_specs: for leaves of the batch that are no examples (a graph's edges, a table, a key as uint32): pairs of a
         pattern (`re.search` in the leaf's name) and a `PartitionSpec` over axes of the mesh, or None for leaves that
         are whole on every device, as ("edges", P("data")). Scalars and typed keys need no rule. With `accumulate`
@@ -150,8 +154,8 @@ def make_zero_train_step(
         ema=ema, guard=guard, tensor_rules=rules_of(tensor_rules), sequence_parallel=sequence_parallel,
         remat=remat_of(remat), partition_activations=partition_activations,
         hpz_axes=texts("hpz_axes", hpz_axes, "(\"data_1\",)"), combine_bytes=combine_bytes,
-        overlap=overlap, batch_specs=tuple(batch_specs), communication=communication_of(communication),
-        offload=offload_of(offload))
+        overlap=overlap, prefetch=prefetch, batch_specs=tuple(batch_specs),
+        communication=communication_of(communication), offload=offload_of(offload))
     loss = next_token_loss if loss is None else loss
     check_loss(loss)
     with computing_on(axes.mesh), sharding_errors_explained():

@@ -21,7 +21,7 @@ from zero_jax.transforms.remat import Remat
 from zero_jax.typing import AxisNames, Pattern
 from zero_jax.xla.devices import combine_options
 from zero_jax.xla.host_slices import walk_options
-from zero_jax.xla.overlap import overlap_options
+from zero_jax.xla.overlap import overlap_options, prefetch_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,7 @@ class StepOptions:
     hpz_axes: AxisNames = ()
     combine_bytes: int | None = None
     overlap: bool | Mapping[str, Any] = False
+    prefetch: bool = False
     batch_specs: tuple[BatchRule, ...] = ()
     communication: Communication | None = None
     offload: Offload | None = None
@@ -84,6 +85,10 @@ class StepOptions:
                 raise UsageError(
                     f"gather={self.accumulation.gather!r} with hpz_axes={self.hpz_axes} and quantised weights: the "
                     "copy of a step would be decoded, and gathered inside of a node as it is: leave one of them out.")
+        whole = self.stage.number < 3 or self.accumulation.gather == "step" and not self.hpz_axes
+        if self.prefetch is True and whole:
+            raise UsageError(f"prefetch=True at stage {self.stage.number} with gather={self.accumulation.gather!r}: no "
+                             "layer gathers its parameters, which are whole: leave it out.")
         # Each of these raises for what it cannot be made of.
         BatchLayout(axes, self.batch_specs)
         if self.offload:
@@ -108,4 +113,10 @@ class StepOptions:
         """XLA's options for the devices of the mesh."""
         device = axes.mesh.devices.flat[0]
         walks = walk_options(device) if self.partition_activations == "cpu" or self.offload else {}
-        return combine_options(device, self.combine_bytes) | walks | overlap_options(device, self.overlap)
+        return combine_options(device, self.combine_bytes) | walks | self.overlap_options(axes)
+
+    def overlap_options(self, axes: MeshAxes) -> dict[str, Any]:
+        """Those of them by which communication runs beside compute."""
+        device = axes.mesh.devices.flat[0]
+        return (overlap_options(device, self.overlap, gathers=self.stage.shards_params)
+                | prefetch_options(device, self.prefetch))
