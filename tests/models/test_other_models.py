@@ -203,13 +203,27 @@ def test_the_kernel_is_xlas_on_a_cpu_and_the_asked_one_elsewhere(monkeypatch):
         kernels.attention(q, q, q, causal=True, implementation="cudnn")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "stage"), [("llama", 3), ("t5", 3), ("bert", 2), ("vit", 3)])
-def test_the_contract_is_kept_on_h100s(name, stage):
-    """By the program that XLA compiles for eight of them, in bf16; in fp32 it is another one."""
+def plan_of(name, stage):
+    """Of the smallest preset on eight H100s in bf16."""
     module, config = module_of(name), module_of(name).PRESETS["tiny"]
     batch = module.batch_shapes(config, 16, 32) if hasattr(module, "batch_shapes") else {
         key: jax.ShapeDtypeStruct((16, 32), jnp.int32) for key in ("inputs", "targets")}
-    planned = zero_jax.plan(module.build(config), stage, "h100:8", batch, loss=getattr(module, "loss", None),
-                            precision="bf16")
-    assert not planned.communication.violations and planned.fits and planned.layout.num_params == config.num_params
+    return zero_jax.plan(module.build(config), stage, "h100:8", batch, loss=getattr(module, "loss", None),
+                         precision="bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stage"), [("llama", 3), ("t5", 3), ("bert", 2), ("vit", 3)])
+def test_the_contract_is_kept_on_h100s(name, stage):
+    planned = plan_of(name, stage)
+    assert not planned.communication.violations and planned.fits
+    assert planned.layout.num_params == module_of(name).PRESETS["tiny"].num_params
+
+
+@pytest.mark.slow
+def test_a_bias_that_all_examples_share_breaks_it(monkeypatch):
+    """Negative control: its gradient is reduced as scores of all heads, before it is summed into buckets."""
+    of_each = t5.relative_bias
+    monkeypatch.setattr(t5, "relative_bias", lambda table, config, x, causal: of_each(
+        table, config, x[:1], causal=causal))
+    assert plan_of("t5", 3).communication.violations
