@@ -19,7 +19,7 @@ LAYERS: dict[str, int] = {
     "transforms": 3, "optim": 3, "distributed": 3,
     "frontends": 4,
     "step": 5,
-    "planning": 6, "checkpoint": 6, "interop": 6,
+    "planning": 6, "checkpoint": 6, "interop": 6, "diloco": 6,
     "__init__": 7,
     "cli": 8,
     "__main__": 9,

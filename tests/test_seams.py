@@ -29,6 +29,7 @@ from zero_jax.jaxpr.equations import primitive_of, trace
 from zero_jax.planning.plan import refused_bytes
 from zero_jax.sharding import gather, stored_optimizer
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.slices import on_one_slice
 from zero_jax.sharding.stored_shape import identity_shape
 from zero_jax.state import ZeroState
 from zero_jax.transforms import gather_remat, reduce_dtype, scatter_calls
@@ -207,6 +208,26 @@ def test_axes_are_part_of_an_arrays_type_and_moved_by_device_put():
         assert jax.sharding.get_abstract_mesh().empty and not jax.typeof(X).sharding.mesh.axis_types
         with jax.set_mesh(explicit):
             assert jax.jit(on_auto)(typed) == 65
+
+
+@pytest.mark.parametrize("slices", ["replica", ""])
+def test_the_body_of_a_mapped_shard_map_has_a_slice_of_size_one(slices):
+    """Control: of axes without slices the body has the dim that `jax.vmap` adds."""
+    axes = dataclasses.replace(MeshAxes.of(zero_jax.make_mesh(replica=2)).of_slices(), slices=slices)
+
+    def body(x):
+        return jax.lax.psum_scatter(jnp.sin(x), "data", scatter_dimension=0, tiled=True)
+
+    def scattered(x):
+        return jax.shard_map(on_one_slice(body, axes), mesh=axes.mesh, in_specs=P(), out_specs=P("data"),
+                             check_vma=False)(x)
+
+    x = np.arange(16, dtype=np.float32).reshape(2, 8)
+    with mend("sharding/slices.py"):
+        mapped = jax.jit(jax.vmap(scattered, spmd_axis_name="replica"))
+        np.testing.assert_allclose(mapped(x), 4 * np.sin(x), rtol=1e-6)
+        assert mapped.lower(x).compile().output_shardings.spec == P("replica", "data")
+        assert ("f32[8] = sin" in str(jax.make_jaxpr(mapped)(x))) == bool(slices)
 
 
 SHARDINGS = {

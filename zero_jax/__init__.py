@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero_jax.checkpoint.checkpoint import Checkpoints, Restored
     from zero_jax.checkpoint.manifest import CheckpointError, DamagedCheckpointError
+    from zero_jax.diloco.make import make_diloco_step
+    from zero_jax.diloco.step import DiLoCoStep
     from zero_jax.distributed.initialize import initialize
     from zero_jax.errors import ReplicaError, UsageError
     from zero_jax.frontends.lora import lora
@@ -41,6 +43,7 @@ __all__ = [
     "Communication",
     "ContractError",
     "DamagedCheckpointError",
+    "DiLoCoStep",
     "Guard",
     "Layout",
     "LossScale",
@@ -63,6 +66,7 @@ __all__ = [
     "import_params",
     "initialize",
     "lora",
+    "make_diloco_step",
     "make_mesh",
     "make_zero_train_step",
     "merge_lora",
@@ -82,6 +86,7 @@ _MODULES = {
     "Communication": "sharding.communication",
     "ContractError": "step.contract",
     "DamagedCheckpointError": "checkpoint.manifest",
+    "DiLoCoStep": "diloco.step",
     "Guard": "step.guard",
     "Layout": "sharding.layout",
     "LossScale": "precision",
@@ -104,6 +109,7 @@ _MODULES = {
     "import_params": "interop.params_io",
     "initialize": "distributed.initialize",
     "lora": "frontends.lora",
+    "make_diloco_step": "diloco.make",
     "make_mesh": "sharding.mesh",
     "make_zero_train_step": "step.make",
     "merge_lora": "interop.lora_files",

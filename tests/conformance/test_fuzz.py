@@ -26,6 +26,7 @@ from zero_jax.cli.plan_config import PlanConfig
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.data.batches import Batches
 from zero_jax.data.corpus import load
+from zero_jax.diloco.options import OuterOptions
 from zero_jax.interop.safetensors_file import find_tensors
 from zero_jax.xla.targets import target_of
 
@@ -70,11 +71,12 @@ CLASSES = [
     (zero_jax.Communication, ("weights", "gradients", "block", "exclude")),
     (zero_jax.Metric, ("reduce",)), (zero_jax.TensorRule, ("pattern", "spec", "units")), (zero_jax.Names, ("rules",)),
     (zero_jax.make_mesh, ("data", "replica", "context", "tensor", "devices")),
+    (OuterOptions, tuple(field.name for field in dataclasses.fields(OuterOptions))),
     (zero_jax.Checkpoints, ("path", "keep_last", "keep_every")), (target_of, ("text",)),
     (Batches, ("tokens", "batch_size", "length", "seed", "vocab_size")),
 ]
 DEFAULTS = {"tokens": np.arange(99), "batch_size": 2, "length": 3, "pattern": "a", "spec": (None,), "rules": (),
-            "path": "a", "text": "h100:8", "value": 1}
+            "path": "a", "text": "h100:8", "value": 1, "every": 10}
 
 
 @st.composite

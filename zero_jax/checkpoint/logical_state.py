@@ -20,7 +20,6 @@ from zero_jax.sharding.checksum import digest_texts, digests, dtype_name
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory_kinds import HOST, fetch, on_device, on_host, put_on_host
-from zero_jax.sharding.partition import choose_spec
 from zero_jax.state import ZeroState
 from zero_jax.tree import named_leaves
 
@@ -121,7 +120,7 @@ class LogicalState:
     def _logical_sharding(self, leaf: Any, shape: Any) -> NamedSharding:
         if shape.is_identity:
             return leaf.sharding
-        sharding = NamedSharding(self._layout.mesh, choose_spec(shape.shape, self._layout.axes.zero_sizes))
+        sharding = self._layout.true_sharding(shape, leaf)
         return on_host(sharding) if leaf.sharding.memory_kind == HOST else sharding
 
     def _convert_from_step(self, names: tuple[str, ...], leaves: dict[str, Any]) -> tuple[dict[str, Any], Any]:

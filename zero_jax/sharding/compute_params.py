@@ -29,6 +29,9 @@ def gather_compute_params(params: Any, layout: Layout, donated: Any = None) -> A
     """
     if layout.state.weights is None:
         return None
+    if (one := layout.one_slice) is not None:
+        each = jax.vmap(lambda *trees: gather_compute_params(trees[0], one, *trees[1:]), spmd_axis_name=one.axes.slices)
+        return each(params, *[] if donated is None else [donated])
     return gather_copy(params, layout.gradients, layout.state.weights, layout.stored_shapes.params, layout, donated)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import jax
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zero_jax.sharding.auto_axes import computing_on, on_auto_axes
 from zero_jax.sharding.mesh_axes import MeshAxes
@@ -72,6 +73,7 @@ class Layout:
         quantized: which parameters are sent as codes; None: none.
         host: names of the leaves of `state` that are stored in host memory (`memory_kinds.with_offload`).
         overlap_note: XLA's options by which collectives run beside compute, where the step has some.
+        one_slice: the layout of one of several slices, whose states are stacked in `state`; None where there is one.
     """
 
     axes: MeshAxes
@@ -87,6 +89,7 @@ class Layout:
     quantized: QuantizedLeaves | None = None
     host: frozenset[str] = frozenset()
     overlap_note: str = ""
+    one_slice: "Layout | None" = None
 
     @property
     def mesh(self) -> Mesh:
@@ -193,7 +196,8 @@ class Layout:
     def _note(self, name: str, leaf: jax.ShapeDtypeStruct, stored_shape: StoredShape) -> str:
         if not stored_shape.is_identity:
             return _padding_note(stored_shape)
-        if not self.shards(name) or math.prod(leaf.shape) <= 1:
+        num_slices = 1 if self.one_slice is None else self.state.rng.size
+        if not self.shards(name) or math.prod(leaf.shape) <= num_slices:
             return ""
         sharding: NamedSharding = leaf.sharding  # type: ignore[assignment]
         parts = parts_of(sharding.spec, self.axes.zero_sizes)
@@ -208,14 +212,23 @@ class Layout:
     def load(self, state: ZeroState) -> ZeroState:
         """`state` in its true shapes, each leaf in as many parts as its dims allow; `store` is the inverse."""
         with computing_on(self.mesh):
-            return jax.tree.map(self._load, self.stored_shapes, state)
+            return jax.tree.map(self._load, self.stored_shapes, self.state, state)
 
-    def _load(self, stored_shape: StoredShape, leaf: jax.Array) -> jax.Array:
+    def _load(self, stored_shape: StoredShape, like: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
         leaf = jax.device_put(leaf, jax.memory.Space.Device) if leaf.sharding.memory_kind == "pinned_host" else leaf
         if stored_shape.is_identity:
             return leaf
-        spec = choose_spec(stored_shape.shape, self.axes.zero_sizes)
-        return jax.jit(stored_shape.load, out_shardings=NamedSharding(self.mesh, spec))(leaf)
+        return jax.jit(stored_shape.load, out_shardings=self.true_sharding(stored_shape, like))(leaf)
+
+    def true_sharding(self, stored_shape: StoredShape, like: jax.ShapeDtypeStruct) -> NamedSharding:
+        """How a leaf that is stored as `like` is sharded in its true shape: in as many parts as that allows.
+
+        The states of several slices stay apart.
+        """
+        over = tuple(like.sharding.spec[:1]) if self.axes.slices and like.sharding.spec[:1] == (
+            self.axes.slices,) else ()
+        spec = choose_spec(stored_shape.shape[len(over):], self.axes.zero_sizes)
+        return NamedSharding(self.mesh, P(*over, *spec))
 
     def store(self, state: ZeroState) -> ZeroState:
         """`state`, of true shapes, as a step takes it."""

@@ -31,6 +31,7 @@ class MeshAxes:
         replica: the axis across which the shards are replicated (hybrid sharding).
         context: the axis over which the sequence is split (context parallelism).
         tensor: the axis over which rules split parameters (tensor parallelism).
+        slices: the axis across which slices train by themselves (`diloco`), which no step crosses; empty: none.
     """
 
     mesh: Mesh
@@ -38,6 +39,7 @@ class MeshAxes:
     replica: str = REPLICA
     context: str = CONTEXT
     tensor: str = TENSOR
+    slices: str = ""
 
     @classmethod
     def of(cls, mesh: Mesh, axis: str | Sequence[str] | None = None, roles: AxisRoles | None = None) -> "MeshAxes":
@@ -73,6 +75,15 @@ class MeshAxes:
             raise UsageError(
                 f"axis={zero}: rules split parameters over {tensor!r}, and ZeRO cannot shard over it as well.")
         return cls(auto_mesh(mesh), zero, replica, context, tensor)
+
+    def of_slices(self) -> "MeshAxes":
+        """The axes of a step of each slice by itself: what was `replica` is crossed by nothing."""
+        return dataclasses.replace(self, replica="", slices=self.replica)
+
+    @property
+    def step_names(self) -> AxisNames:
+        """The axes that the collectives of a step may cross: all but that of the slices."""
+        return tuple(name for name in self.mesh.axis_names if name != self.slices)
 
     def size(self, *names: str) -> int:
         """Devices along these axes together; an axis that the mesh lacks counts 1."""
@@ -122,7 +133,7 @@ class MeshAxes:
     def is_flat(self) -> bool:
         """Whether ZeRO shards over one axis alone, beside `context`, and nothing is replicated across another."""
         others = {self.context, self.tensor}
-        return (set(self.mesh.axis_names) <= {*self.zero, *others}
+        return (set(self.step_names) <= {*self.zero, *others}
                 and sum(name != self.context for name in self.zero) <= 1)
 
     @property

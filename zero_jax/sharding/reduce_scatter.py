@@ -29,7 +29,8 @@ def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P, hops: Sequence[
     mesh, tensor = mesh_axes.mesh, mesh_axes.tensor
     splits = [(dim, (entry,) if isinstance(entry, str) else entry) for dim, entry in enumerate(spec) if entry]
     splits = [(dim, tuple(axis for axis in axes if axis != tensor)) for dim, axes in splits]
-    rest = tuple(axis for axis in mesh.axis_names if axis != tensor and all(axis not in axes for _, axes in splits))
+    rest = tuple(axis for axis in mesh_axes.step_names
+                 if axis != tensor and all(axis not in axes for _, axes in splits))
     if is_tpu(mesh):
         for dim, axis in _scatter_order(value.size, mesh, splits):
             value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis))

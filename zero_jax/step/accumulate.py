@@ -18,6 +18,7 @@ from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.gather import compute_spec
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.reduce_scatter import reduce_parts
+from zero_jax.sharding.slices import on_one_slice
 from zero_jax.step.gradients import ForwardInputs, ForwardOutput, GradientFunction
 from zero_jax.step.metrics import combine
 from zero_jax.step.microbatches import Microbatches, is_key
@@ -104,9 +105,11 @@ def _reduce_once(
         dtype = uses[name].reduce if name in uses else like.dtype
         hops = layout.quantized.hops if layout.quantized and name in layout.quantized.gradients else ()
         reduce_scatter = jax.shard_map(
-            lambda part: reduce_parts((part[0] / weight).astype(dtype), layout.axes, sharding.spec, hops), mesh=mesh,
-            in_specs=P(axes, *compute_spec(sharding.spec, layout.axes)), out_specs=sharding.spec, check_vma=False)
-        return reduce_scatter(total).astype(total.dtype)
+            on_one_slice(lambda part, weight: reduce_parts(
+                (part[0] / weight).astype(dtype), layout.axes, sharding.spec, hops), layout.axes),
+            mesh=mesh, in_specs=(P(axes, *compute_spec(sharding.spec, layout.axes)), P()), out_specs=sharding.spec,
+            check_vma=False)
+        return reduce_scatter(total, weight).astype(total.dtype)
 
     uses = dict(named_leaves(layout.uses))  # no entry where a parameter is read as it is stored
     grads = map_named(reduce, grad_sum, weights, layout.gradients)

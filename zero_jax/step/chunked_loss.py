@@ -31,7 +31,10 @@ def chunked_next_token_loss(mesh: Mesh, chunks: int, *, axis: Any = None, axis_r
     axes = MeshAxes.of(mesh, axis, axis_roles)
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise UsageError(f"chunks={chunks!r}: give the number of parts, at least 1.")
+    return _loss_on(axes, chunks)
 
+
+def _loss_on(axes: MeshAxes, chunks: int) -> Loss:
     def loss(model: Any, batch: Batch) -> Any:
         features, table = call_model(model, batch, logits=False)
         targets, chunking = batch["targets"], _Chunking(axes, chunks)
@@ -47,7 +50,9 @@ def chunked_next_token_loss(mesh: Mesh, chunks: int, *, axis: Any = None, axis_r
         total = weights.astype(jnp.float32).sum()
         return loss_sum / jnp.where(total == 0, 1.0, total), {}, total
 
-    return loss
+    of_step: Any = loss
+    of_step.of_slices = lambda: _loss_on(axes.of_slices(), chunks)
+    return of_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +143,7 @@ def _backward(chunking: _Chunking, residuals: Any, cotangent: jax.Array) -> Any:
 
     # On a torus `transforms.explicit_scatter.scatter_partial_gradients` sums and scatters the devices' parts;
     # elsewhere XLA makes a reduce-scatter of a sum in here.
-    summed_outside = axes.is_tpu and set(token_axes) == set(axes.mesh.axis_names)
+    summed_outside = axes.is_tpu and set(token_axes) == set(axes.step_names)
     table_spec = P(token_axes, *chunking.table_spec) if summed_outside else chunking.table_spec
     features_grad, table_grad = chunking.run(on_device, (axes.batch_spec, table_spec))(*residuals)
     weights = residuals[3]

@@ -50,7 +50,7 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
     For simulated devices the contract is what XLA:CPU can keep: it sends bfloat16 as float32. There and at stage 0 a
     tied embedding, as a rule the largest leaf, is reduced for each of its reads.
     """
-    mesh, stage, platform = layout.axes.sizes, layout.stage, layout.axes.platform
+    mesh, stage, platform, names = layout.axes.sizes, layout.stage, layout.axes.platform, layout.axes.step_names
 
     # First, parameters and gradients, and how often microbatches send them.
     num_microbatches = 1 if accumulation is None else accumulation.microbatches
@@ -78,10 +78,10 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
         TrafficBudget(f"parameters gathered for {how}" if zero_axes else "no parameter gathered", ("all-gather",),
                       zero_axes, gathered, pieces, "gather", gathered_codes),
         TrafficBudget("gradients summed" + (" and scattered" if zero_axes else ""),
-                      ("reduce-scatter", "all-reduce") if zero_axes else ("all-reduce",), tuple(mesh), reduced, pieces,
+                      ("reduce-scatter", "all-reduce") if zero_axes else ("all-reduce",), names, reduced, pieces,
                       "reduce", reduced_codes),
         TrafficBudget("metrics, statistics of the batch and other small sums",
-                      ("all-reduce", "all-gather", "reduce-scatter", "collective-permute"), tuple(mesh), small,
+                      ("all-reduce", "all-gather", "reduce-scatter", "collective-permute"), names, small,
                       key="rest")]
     if optimizer is not None and zero_axes and (matrices := moved(layout, optimizer)):
         budgets.append(TrafficBudget(
@@ -94,10 +94,14 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
         budgets.append(TrafficBudget(
             "activations summed, gathered and scattered", ("all-reduce", "all-gather", "reduce-scatter"), model_axes,
             activation_bytes * num_microbatches * (2 if platform == "cpu" else 1), key="activations"))
+    if axes.slices:
+        budgets += [
+            TrafficBudget("outer gradients summed between slices", ("all-reduce",), (axes.slices,), 0.0, key="slices"),
+            TrafficBudget("outer parameters gathered in each slice", ("all-gather",), axes.zero, 0.0, key="outer")]
     return Contract(stage.number, mesh, platform, slack, tuple(budgets), zero_axes, params,
                     state_budget(layout), num_microbatches if copies.gathers_at_use else 1, num_reductions,
                     axes.context, step_weights_bytes(layout),
-                    host_budget(layout, activations=host_activations))
+                    host_budget(layout, activations=host_activations), axes.slices)
 
 
 def check(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0,

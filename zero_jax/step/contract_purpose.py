@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from zero_jax.optim.whole_matrices import MATRICES_SCOPE
 from zero_jax.sharding.gather import GATHER_SCOPE, SCATTER
+from zero_jax.sharding.slices import OUTER_SCOPE
 from zero_jax.step.contract_report import Contract
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.shapes import shape_bytes
@@ -13,10 +14,14 @@ from zero_jax.xla.shapes import shape_bytes
 
 def purpose_of(collective: Collective, contract: Contract) -> str:
     """The key of the budget that `collective` counts against."""
+    axes = collective.axes(contract.mesh)
+    if contract.slices in axes:
+        return "slices"
+    if contract.slices and OUTER_SCOPE in collective.op_name and GATHER_SCOPE not in collective.op_name:
+        return "outer"
     if MATRICES_SCOPE in collective.op_name and contract.budget("matrices"):
         return "matrices"
     activations = contract.budget("activations")
-    axes = collective.axes(contract.mesh)
     if activations and GATHER_SCOPE not in collective.op_name and (
             len(axes) == 1 and axes[0] in activations.axes and (
                 axes[0] != contract.context or SCATTER not in collective.op_name)):

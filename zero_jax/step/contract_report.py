@@ -22,7 +22,7 @@ class TrafficBudget:
         communication_bytes: what each device may send per step, counted as rings do.
         pieces: elements of each buffer that may be sent (of whole matrices: sorted dims) -> the parameter that it
             holds; empty where anything small may be.
-        key: short for the purpose: "gather", "reduce", "rest", "matrices" or "activations".
+        key: short for the purpose: "gather", "reduce", "rest", "matrices", "activations", "slices" or "outer".
         code_bytes: of `communication_bytes` those that are promised as quantised codes (bytes, `CODES`).
     """
 
@@ -114,6 +114,7 @@ class Contract:
         num_reductions: how often gradients are reduced in a step.
         context: the mesh axis over which the sequence is split.
         host: what may be in the host's memory; None where nothing is offloaded.
+        slices: the mesh axis across which slices train by themselves; empty: there is none.
     """
 
     stage: int
@@ -129,6 +130,7 @@ class Contract:
     context: str = ""
     copy_bytes: int = 0
     host: HostBudget | None = None
+    slices: str = ""
 
     def budget(self, key: str) -> TrafficBudget | None:
         """The budget of this key, if there is one."""

@@ -41,6 +41,18 @@ def violations(results: Mapping[str, TrafficResult], contract: Contract) -> Iter
         if matrices.communication_bytes > (1 + TOLERANCE) * matrices.budget.communication_bytes + SMALL_LEAF:
             yield (f"{_sent(matrices)} bytes of whole matrices travel, {_promised(matrices.budget)} are promised: "
                    f"{explain(matrices.collectives, contract)}")
+    if slices := results.get("slices"):
+        sent, promised = slices.communication_bytes, slices.budget.communication_bytes
+        if sent > (1 + TOLERANCE) * promised:
+            yield (f"{_sent(slices)} bytes cross the axis {contract.slices!r} between slices, "
+                   f"{_promised(slices.budget)} are promised: {explain(slices.collectives, contract)}")
+        if sent < (1 - TOLERANCE) * promised:
+            yield (f"{_sent(slices)} bytes cross the axis {contract.slices!r} between slices, and "
+                   f"{_promised(slices.budget)} must, of the outer gradients in their dtype.")
+    if outer := results.get("outer"):
+        if outer.communication_bytes > (1 + TOLERANCE) * outer.budget.communication_bytes + contract.slack:
+            yield (f"{_sent(outer)} bytes of outer parameters are gathered in each slice, {_promised(outer.budget)} "
+                   f"are promised: {explain(outer.collectives, contract)}")
     wrong = [c for c in gather.collectives if set(c.axes(contract.mesh)) - set(gather.budget.axes)]
     if total_bytes(wrong) > rest_bytes:
         yield (f"parameters are gathered over {' x '.join(wrong[0].axes(contract.mesh))}, not only over "
@@ -113,6 +125,9 @@ def _advice(collective: Collective, contract: Contract) -> str:
         return ("The optimizer needs whole matrices, and the partitioner splits its products: give them to "
                 "zero_jax.whole_matrices.")
     purpose = purpose_of(collective, contract)
+    if purpose == "slices":
+        return ("Slices train by themselves: look for a value of the model's that is not of one slice, a sharding "
+                "constraint over this axis, or outer gradients in a wider dtype.")
     if purpose == "activations":
         return ("Look at tensor_rules: a column-parallel kernel, whose outputs are split, goes before a row-parallel "
                 "one, and what lies between (heads) must be whole on each device.")

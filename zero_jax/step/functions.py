@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +95,20 @@ class StepFunctions:
     def lora(self) -> Lora | None:
         """The model with its adapters, which are known once there is a layout; None where it has none."""
         return self._model if isinstance(self._model, Lora) else None
+
+    @property
+    def loss(self) -> Loss:
+        """As the step calls it."""
+        return self._loss
+
+    def of_slices(self) -> Self:
+        """This step as each slice along the axis `replica` takes it by itself, to be mapped over the slices.
+
+        `jax.vmap` with that axis as `spmd_axis_name` maps a call over states and batches with a leading dim.
+        """
+        loss: Any = self._loss
+        loss = loss.of_slices() if hasattr(loss, "of_slices") else loss  # one that names axes of the mesh
+        return type(self)(self._model, self._optimizer, loss, self.axes.of_slices(), self.options, self._given_params)
 
     def batch_target(self, *, steps: bool) -> Callable[[str, Any], NamedSharding]:
         """Where a leaf of a batch belongs; steps: of several batches, (steps, global batch, ...)."""

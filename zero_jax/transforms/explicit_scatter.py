@@ -46,6 +46,7 @@ from zero_jax.sharding.communication import Hop
 from zero_jax.sharding.gather import names_of
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.reduce_scatter import reduce_parts
+from zero_jax.sharding.slices import on_one_slice
 from zero_jax.transforms.scatter_calls import MOVES, SUMS, is_quantized, is_scatter, is_uneven
 
 _KEEPS_DIMS = ("copy", NAME, CONVERT)
@@ -130,7 +131,7 @@ class PartialGradient:
             batch = None if dim is not None else self._batch(eqn.invars[0], reduced_axes(eqn))
             return batch is not None and self._set_split(eqn.invars[0], batch)
         if primitive == "reduce_sum":
-            return (self.axes == tuple(self.mesh.axis_names) and reduced_axes(eqn) == (0,)
+            return (self.axes == self.mesh_axes.step_names and reduced_axes(eqn) == (0,)
                     and self._comes_from_devices(eqn.invars[0]) and self._set_split(eqn.invars[0], {0: self.axes}))
         return primitive == SCATTER_ADD and (dim is not None or not self.split) and self._split_rows(eqn, dim)
 
@@ -223,7 +224,8 @@ class PartialGradient:
             return reduce_parts(_stored(scatter, self._own(values)), self.mesh_axes, self.sharding.spec, self.hops)
 
         summed = jax.shard_map(
-            part, mesh=self.mesh, out_specs=self.sharding.spec, check_vma=False, in_specs=self._in_specs)
+            on_one_slice(part, self.mesh_axes), mesh=self.mesh, out_specs=self.sharding.spec, check_vma=False,
+            in_specs=self._in_specs)
 
         def zero_scatter(*values: jax.Array) -> jax.Array:
             with jax.named_scope(scope):
@@ -233,14 +235,17 @@ class PartialGradient:
 
     def each(self, env: dict[Any, Any]) -> jax.Array:
         """Every device's part, along a leading dim that counts the devices, from values of the inputs."""
-        parts = jax.shard_map(lambda *values: self._own(values)[None], mesh=self.mesh, in_specs=self._in_specs,
-                              out_specs=P(self.axes), check_vma=False)
+        parts = jax.shard_map(
+            on_one_slice(lambda *values: self._own(values)[None], self.mesh_axes), mesh=self.mesh,
+            in_specs=self._in_specs, out_specs=P(self.axes), check_vma=False)
         return parts(*(env[atom] for atom in self.splits))
 
     def reduced(self, scatter: JaxprEqn, parts: jax.Array) -> jax.Array:
         """What `scatter` makes of the sum of what `each` returned, or of sums of such."""
         reduce = jax.shard_map(
-            lambda own: reduce_parts(_stored(scatter, own[0]), self.mesh_axes, self.sharding.spec, self.hops),
+            on_one_slice(lambda own: reduce_parts(_stored(scatter, own[0]), self.mesh_axes, self.sharding.spec,
+                                              self.hops),
+                         self.mesh_axes),
             mesh=self.mesh, in_specs=P(self.axes), out_specs=self.sharding.spec, check_vma=False)
         return reduce(parts)
 

@@ -179,7 +179,7 @@ class _Loop:
     def _part(self, scatter: JaxprEqn) -> PartialGradient | None:
         sharding: NamedSharding = out_shardings(scatter)[0]
         # Where a model's own axes split it, it is the partitioner's to sum.
-        if set(self.axes.batch) != set(self.axes.mesh.axis_names):
+        if set(self.axes.batch) != set(self.axes.step_names):
             return None
         part = PartialGradient(self.makers, self.batch_size, self.axes, sharding, split=False, sums_rows=True,
                                hops=self.hops if is_quantized(scatter) else ())

@@ -1,0 +1,370 @@
+"""Slices that train by themselves (DiLoCo): numbers, what is sent between them, how many they are, checkpoints."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from support.plain_training import linen_functions, nnx_functions
+from support.targets import mesh_of
+
+import zero_jax
+from zero_jax.diloco.fragments import due
+from zero_jax.step.contract import check
+from zero_jax.tree import map_named, named_leaves
+
+VOCABULARY, WIDTH, ROWS = 32, 9, 16
+"""The width divides over no number of devices: every stage pads it, or finds another dim."""
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(WIDTH)(nn.tanh(nn.Dense(2 * WIDTH)(x))), None
+
+
+class Scanned(nn.Module):
+    """Four blocks in a loop, so that fragments are made of layers."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+        blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
+        return nn.Dense(VOCABULARY)(blocks(name="blocks")(x, None)[0])
+
+
+class Normed(nnx.Module):
+    """A batch norm, whose statistics are each slice's own."""
+
+    def __init__(self, *, rngs):
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.dense = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.dense(self.norm(self.embed(tokens)))
+
+
+STREAMING = {"fragments": 2, "overlap": True, "mix": 0.25}
+"""What most rows are of, so that they share their programs' compilations."""
+
+MODELS = {"linen": Scanned(), "nnx": lambda rngs: Normed(rngs=rngs)}
+INNER = optax.adamw(1e-2, eps=1e-6)
+
+
+def batches(number, rows=ROWS):
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (number, rows, 5)).astype(np.int32)
+    return [{"inputs": each[:, :-1], "targets": each[:, 1:]} for each in tokens]
+
+
+def make(stage=3, flavour="linen", replica=2, inner=INNER, step_options=None, **options):
+    step = zero_jax.make_zero_train_step(
+        MODELS[flavour], stage, optimizer=inner, mesh=zero_jax.make_mesh(replica=replica), **step_options or {})
+    return zero_jax.make_diloco_step(step, **{"every": 3, **options})
+
+
+def trained(diloco, given, state=None):
+    """(losses, (steps, slices); the last state)."""
+    state = diloco.init(jax.random.key(0), given[0]) if state is None else state
+    losses = []
+    for batch in given:
+        state, metrics = diloco(state, batch)
+        losses.append(np.asarray(metrics["loss"]))
+    return np.array(losses), state
+
+
+def plain_loss(model, batch):
+    logits = model(batch["inputs"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def plain_diloco(flavour, inner, outer, given, *, slices, every, pieces=None, overlap=False, mix=0.0):
+    """Flax and optax alone, slice after slice on one device: (losses, outer parameters).
+
+    pieces: for each fragment a tree of masks like the parameters; None: all of them at once.
+    """
+    model = MODELS[flavour]
+    init, apply = linen_functions(model, plain_loss, ()) if isinstance(model, nn.Module) else nnx_functions(
+        model, plain_loss)
+    outer_params, variables = init(jax.random.split(jax.random.key(0))[0], given[0])
+    pieces = [jax.tree.map(jnp.ones_like, outer_params)] if pieces is None else pieces
+
+    @jax.jit
+    def inner_step(params, variables, state, batch):
+        def loss_of(params):
+            out, new, _ = apply(params, variables, jax.random.key(0), batch)
+            return out, new
+
+        (loss, variables), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        updates, state = inner.update(grads, state, params)
+        return optax.apply_updates(params, updates), variables, state, loss
+
+    @jax.jit
+    def outer_step(outer_params, outer_state, sent, own, mask):
+        gradient = jax.tree.map(lambda start, *ends: start - sum(ends) / slices, outer_params, *sent)
+        updates, new_state = outer.update(gradient, outer_state)
+        chosen = lambda new, old: jax.tree.map(  # noqa: E731
+            lambda at, new, old: jnp.where(at, new, old), mask, new, old)
+        new_params = chosen(optax.apply_updates(outer_params, updates), outer_params)
+        new_state = jax.tree.map(lambda at, new, old: new if old is None else jnp.where(at, new, old),
+                                 mask, new_state[0].trace, outer_state[0].trace)
+        own = [chosen(jax.tree.map(lambda old, new: mix * old + (1 - mix) * new, each, new_params), each)
+               for each in own]
+        return new_params, (outer_state[0]._replace(trace=new_state), *outer_state[1:]), own
+
+    params, outer_state = [outer_params] * slices, outer.init(outer_params)
+    others, states, losses = [variables] * slices, [inner.init(outer_params)] * slices, []
+    for number, batch in enumerate(given):
+        before, row = params, []
+        params = list(params)
+        for index in range(slices):
+            part = jax.tree.map(lambda leaf, index=index: np.split(leaf, slices)[index], batch)
+            params[index], others[index], states[index], loss = inner_step(
+                params[index], others[index], states[index], part)
+            row.append(loss)
+        losses.append(row)
+        fragment = due(number + (not overlap), every=every, fragments=len(pieces))
+        if fragment is not None:
+            outer_params, outer_state, params = outer_step(
+                outer_params, outer_state, before if overlap else params, params, pieces[fragment])
+    return np.array(losses), outer_params
+
+
+def masks(diloco, params):
+    """For each fragment, which elements of the true parameters it has; stacked layers are cut in the first dim."""
+    def mask(fragment):
+        def of(name, leaf):
+            piece = fragment.get(name)
+            if piece is None or piece.dim is None:
+                return np.full(leaf.shape, piece is not None)
+            assert piece.dim == 0
+            layers = np.arange(leaf.shape[0]).reshape(-1, *[1] * (leaf.ndim - 1))
+            return np.broadcast_to((layers >= piece.start) & (layers < piece.stop), leaf.shape)
+
+        return map_named(of, params)
+
+    return [mask(fragment) for fragment in diloco.fragments()]
+
+
+def close(left, right, tolerance=2e-4):
+    left, right = ({name: np.asarray(leaf) for name, leaf in named_leaves(tree)} for tree in (left, right))
+    assert left.keys() == right.keys()
+    return all(np.allclose(left[name], right[name], rtol=tolerance, atol=tolerance) for name in left)
+
+
+ROWS_OF_NUMBERS = [
+    pytest.param(0, "nnx", {}, {}, id="0-nnx"),
+    pytest.param(3, "linen", STREAMING, {}, id="3-streaming"),
+    pytest.param(3, "linen", {**STREAMING, "fragments": 3}, {}, id="3-three", marks=pytest.mark.slow),
+    pytest.param(0, "linen", {"fragments": 2}, {}, id="0-fragments", marks=pytest.mark.slow),
+    pytest.param(1, "linen", {"overlap": True}, {}, id="1-overlap", marks=pytest.mark.slow),
+    pytest.param(2, "nnx", {"fragments": 2, "nesterov": False}, {}, id="2-nnx", marks=pytest.mark.slow),
+    pytest.param(2, "linen", {"fragments": 3}, {"accumulate": 2}, id="2-accumulate", marks=pytest.mark.slow),
+    pytest.param(3, "nnx", {"every": 1, "overlap": True}, {}, id="3-nnx", marks=pytest.mark.slow),
+    pytest.param(3, "linen", {}, {"accumulate": 2, "reduce": "once"}, id="3-once", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("stage", "flavour", "options", "step_options"), ROWS_OF_NUMBERS)
+def test_numbers_are_those_of_a_plain_loop_over_slices(stage, flavour, options, step_options):
+    """Control: the loop with another momentum is another run."""
+    given, diloco = batches(8), make(stage, flavour, step_options=step_options, **options)
+    losses, state = trained(diloco, given)
+    params = diloco.params(state)
+    plain = {"slices": 2, "every": diloco.outer.every, "pieces": masks(diloco, params),
+             "overlap": diloco.outer.overlap, "mix": diloco.outer.kept}
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=diloco.outer.nesterov)
+    plain_losses, plain_params = plain_diloco(flavour, INNER, outer, given, **plain)
+    np.testing.assert_allclose(losses, plain_losses, rtol=2e-4)
+    assert close(params, plain_params)
+    other, other_params = plain_diloco(flavour, INNER, optax.sgd(0.7, momentum=0.5, nesterov=True), given, **plain)
+    assert not np.allclose(losses, other, rtol=2e-4) and not close(params, other_params)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+def test_averaging_plain_sgd_in_every_step_is_synchronous_training(stage):
+    """Control: averaging every other step is not."""
+    given, plain = batches(4), {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
+    diloco = make(stage, inner=optax.sgd(0.1), every=1, **plain)
+    losses, state = trained(diloco, given)
+    synchronous, sync_losses = diloco.step.init(jax.random.key(0), given[0]), []
+    for batch in given:
+        synchronous, metrics = diloco.step(synchronous, batch)
+        sync_losses.append(metrics["loss"])
+    np.testing.assert_allclose(losses.mean(1), sync_losses, rtol=1e-6)
+    assert close(diloco.params(state), diloco.step.params(synchronous), 1e-6)
+    seldom = make(stage, inner=optax.sgd(0.1), every=2, **plain)
+    assert not close(seldom.params(trained(seldom, given)[1]), diloco.step.params(synchronous), 1e-6)
+
+
+def check_contracts(diloco, batch):
+    """Every program keeps its contract, and what is wrong with it is found."""
+    reports = diloco.verify(batch)
+    sent = {fragment: report.contract.budget("slices").communication_bytes for fragment, report in reports.items()}
+    assert sent[None] == 0 and all(sent[fragment] > 0 for fragment in sent if fragment is not None)
+    slices = [result for result in reports[None].results if result.budget.key == "slices"]
+    assert slices[0].collectives == ()
+    # Controls: an outer step is no step of slices alone, and these are no outer step; synchronous training is neither.
+    outer, alone = diloco.compiled_step(batch, 0), diloco.compiled_step(batch)
+    assert any("between slices" in line for line in check(outer.collectives, alone.contract).violations)
+    assert any("must, of the outer gradients" in line for line in check(alone.collectives, outer.contract).violations)
+    every_step = diloco.step.compiled_step(batch).collectives
+    assert any("between slices" in line for line in check(every_step, alone.contract).violations)
+    return sent
+
+
+def test_nothing_crosses_between_slices_but_the_fragment_that_is_due():
+    given = batches(1)[0]
+    sent = check_contracts(make(**STREAMING), given)
+    # Two slices of four devices: each sends its quarter of the parameters once. Padded, in float32.
+    assert sum(sent.values()) == pytest.approx(4 * (4 * (WIDTH * 2 * WIDTH * 2 + 3 * WIDTH)
+                                                    + (2 * WIDTH + 1) * VOCABULARY) / 4, rel=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "stage"), [("h100:8", 3), ("h100:8", 0), ("v5e:2x4", 3)])
+def test_compilers_of_accelerators_send_outer_gradients_in_their_dtype(target, stage):
+    """Control: in float32 they are twice as many bytes."""
+    given = {name: jax.ShapeDtypeStruct((64, 128), jnp.int32) for name in ("inputs", "targets")}
+    from models import gpt2
+
+    def of(dtype):
+        step = zero_jax.make_zero_train_step(
+            gpt2.build(gpt2.Config(2, 256, 4, vocab_size=1024, max_length=128)), stage, precision="bf16",
+            mesh=mesh_of(target, replica=2))
+        return zero_jax.make_diloco_step(step, every=4, dtype=dtype)
+
+    diloco, wide = of("bfloat16"), of("float32")
+    sent = check_contracts(diloco, given)
+    assert sent[0] == wide.contract(given, 0).budget("slices").communication_bytes / 2
+    assert any("between slices" in line for line in check(
+        wide.compiled_step(given, 0).collectives, diloco.contract(given, 0)).violations)
+
+
+def bits(tree):
+    return {name: np.array(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+            for name, leaf in named_leaves(tree)}
+
+
+def test_a_restored_checkpoint_goes_on_bit_for_bit(tmp_path):
+    """Control: the slices differ, so that a restore that mixed them up would be seen."""
+    given, diloco = batches(6), make(**STREAMING)
+    _, state = trained(diloco, given[:4])
+    assert not np.array_equal(*bits(state)["params/Dense_0/kernel"])
+    with zero_jax.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(diloco, state, wait=True)
+        losses, end = trained(diloco, given[4:], state)
+        restored = checkpoints.restore(diloco, given[0])
+    assert restored.step == 4
+    again, other = trained(diloco, given[4:], restored.state)
+    np.testing.assert_array_equal(losses, again)
+    left, right = bits(end), bits(other)
+    assert all(np.array_equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_four_slices_go_on_from_a_checkpoint_of_two(stage, tmp_path):
+    """Two slices of four devices become four of two, at another stage; control: the new slices draw other numbers."""
+    given, two, four = batches(3), make(2, "nnx", every=2), make(stage, "nnx", replica=4, every=2)
+    _, state = trained(two, given[:2])
+    before = bits(dataclasses.replace(two.layout().load(state), weights=None))
+    with zero_jax.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(two, state, wait=True)
+        four.layout(given[0])
+        saved = four.of_slices(2)
+        resized = four.resized(checkpoints.restore(saved, given[0]).state, saved)
+    after = bits(dataclasses.replace(four.layout().load(resized), weights=None))
+    for name, leaf in after.items():
+        is_shared = name == "step" or name.startswith(("frozen/", "opt_state/outer/"))
+        is_key = before[name].dtype == np.uint32
+        wanted = before[name] if is_shared else np.concatenate([before[name], before[name]])
+        chosen = np.s_[:2] if is_key and not is_shared else np.s_[...]
+        np.testing.assert_array_equal(leaf[chosen], wanted[chosen], err_msg=name)
+    assert len(np.unique(after["rng"], axis=0)) == 4
+    losses, _ = trained(four, given[2:], resized)
+    assert losses.shape == (1, 4) and np.isfinite(losses).all()
+
+
+@pytest.mark.slow
+def test_synchronous_training_goes_on_from_the_outer_parameters():
+    diloco = make(2, "nnx", step_options={"precision": "bf16"})
+    given = batches(4)
+    _, state = trained(diloco, given[:3])
+    synchronous = diloco.synchronous(state)
+    count = synchronous.opt_state[0].count
+    assert int(count) == int(synchronous.step) == 3
+    synchronous, metrics = diloco.step(synchronous, given[3])
+    assert np.isfinite(metrics["loss"])
+
+
+def with_step(**options):
+    return lambda: make(step_options=options)
+
+
+@pytest.mark.slow
+def test_losses_that_name_axes_of_the_mesh_do_so_in_slices():
+    """Control: a shard_map of the user's over the slices is refused in words."""
+    from models import gpt2
+
+    model = gpt2.build(gpt2.Config(1, 16, 2, vocab_size=VOCABULARY, max_length=4))
+    mesh, given = zero_jax.make_mesh(replica=2), batches(3)
+    chunked = zero_jax.chunked_next_token_loss(mesh, 2)
+    curves = [trained(zero_jax.make_diloco_step(
+        zero_jax.make_zero_train_step(model, 3, loss=loss, mesh=mesh), every=2), given)[0] for loss in (None, chunked)]
+    np.testing.assert_allclose(*curves, rtol=1e-5)
+    wrapped = zero_jax.make_zero_train_step(model, 3, loss=lambda *args: chunked(*args), mesh=mesh)
+    with pytest.raises(zero_jax.UsageError, match="names the axis 'replica' of the slices"):
+        trained(zero_jax.make_diloco_step(wrapped, every=2), given)
+
+
+WRONG = {
+    "no slices": (lambda: make(replica=1), "has no axis 'replica'"),
+    "no step": (lambda: zero_jax.make_diloco_step(MODELS["linen"], every=3), "give the step that"),
+    "every": (lambda: make(every=0), "every=0: give at least 1"),
+    "every is a text": (lambda: make(every="3"), "every='3'"),
+    "more fragments than steps": (lambda: make(fragments=4), "at most 3 fragments"),
+    "fragments": (lambda: make(fragments=0), "fragments=0"),
+    "learning rate": (lambda: make(learning_rate=-1), "learning_rate=-1"),
+    "momentum": (lambda: make(momentum=1.0), "momentum=1.0"),
+    "mix without overlap": (lambda: make(mix=0.5), "without overlap=True would change nothing"),
+    "mix": (lambda: make(overlap=True, mix=1.0), "mix=1.0"),
+    "nesterov": (lambda: make(nesterov="yes"), "nesterov='yes'"),
+    "dtype": (lambda: make(dtype="int8"), "dtype='int8'"),
+    "guard": (with_step(guard=zero_jax.Guard()), "guard="),
+    "quantised collectives": (with_step(communication=zero_jax.Communication(weights="int8")), "communication="),
+    "average": (with_step(ema=0.9), "ema="),
+    "more fragments than leaves": (
+        lambda: make(flavour="nnx", every=9, fragments=9).layout(batches(1)[0]), "make 5: give at most 5"),
+    "owners": (lambda: make(inner=optax.partition(
+        {"whole": zero_jax.whole_matrices(optax.sgd(1e-2, momentum=0.9), zero_jax.make_mesh(replica=2)), "rest": INNER},
+        lambda params: jax.tree.map(lambda leaf: "whole" if leaf.ndim == 2 else "rest", params),
+    )).layout(batches(1)[0]), "gather"),
+    "a batch that does not divide": (lambda: make().layout(batches(1, 12)[0]), "does not divide"),
+    "a state of another step": (
+        lambda: trained((diloco := make()), batches(1), diloco.step.init(jax.random.key(0), batches(1)[0])),
+        "not of this step"),
+    "inside of jit": (lambda: jax.jit(diloco := make())(diloco.init(jax.random.key(0), batches(1)[0]), batches(1)[0]),
+                      "inside of jit"),
+    "another number of slices": (lambda: trained(diloco := make(), batches(1), dataclasses.replace(
+        diloco.init(jax.random.key(0), batches(1)[0]), rng=jax.random.split(jax.random.key(0), 3))), "rng is"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bad_input_is_one_clear_error(name):
+    call, message = WRONG[name]
+    with pytest.raises(zero_jax.UsageError) as caught:
+        call()
+    assert message in str(caught.value)
+
+
+def test_due_sends_each_fragment_once_in_every_so_many_steps():
+    for every, fragments in ((1, 1), (5, 1), (5, 2), (7, 7), (10, 3)):
+        order = [due(number, every=every, fragments=fragments) for number in range(2 * every + 1)]
+        assert order[0] is None and order[every] == order[2 * every] == fragments - 1
+        for start in (1, every + 1):
+            assert [each for each in order[start:start + every] if each is not None] == list(range(fragments))

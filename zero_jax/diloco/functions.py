@@ -1,0 +1,200 @@
+"""The functions of a DiLoCo step that JAX traces: a step of every slice, the outer step, and into and out of slices."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import with_sharding_constraint as constrain
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.diloco.fragments import Fragment, fragments_of
+from zero_jax.diloco.options import OuterOptions
+from zero_jax.diloco.outer import Store, apply_movement, mean_movement, stored_as
+from zero_jax.diloco.state_layout import INNER, OUTER, diloco_layout, is_stacked, sharded_layout
+from zero_jax.errors import UsageError
+from zero_jax.sharding.compute_params import gather_compute_params
+from zero_jax.sharding.gather import names_of
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.slices import OUTER_SCOPE
+from zero_jax.state import ZeroState
+from zero_jax.step.microbatches import is_key
+from zero_jax.step.step import ZeroTrainStep
+from zero_jax.tree import map_named
+from zero_jax.typing import Batch, Metrics, Pytree
+
+
+class DiLoCoFunctions:
+    """What `DiLoCoStep` compiles. Nothing here runs on devices by itself."""
+
+    def __init__(self, step: ZeroTrainStep, outer: OuterOptions, num_slices: int | None = None):
+        """As `make_diloco_step` calls it; raises ValueError for a step that slices cannot take.
+
+        num_slices: of a state that is only stored and not trained; default: those of the mesh.
+        """
+        replica = step.axes.replica
+        if step.axes.replica_size < 2:
+            raise UsageError(f"The mesh {step.axes.sizes} has no axis {replica!r} of two slices or more: build it with "
+                             "zero_jax.make_mesh(replica=2), say, or name yours: axis_roles={\"replica\": \"dcn\"}.")
+        if step.options.guard is not None:
+            raise UsageError("guard= skips a step on all devices, and slices step by themselves: leave it out.")
+        if step.options.ema is not None:
+            raise UsageError("ema= would average each slice's own parameters: leave it out. The outer parameters, "
+                             "step.params(state), are an average already.")
+        if step.options.communication is not None:
+            raise UsageError("communication= quantises the collectives of a step, which is not known to be right in "
+                             "slices yet: leave it out; dtype=\"bfloat16\" halves what is sent between them.")
+        if step.options.offload:
+            raise UsageError("offload= keeps states in host memory, which slices cannot stack yet: leave it out.")
+        if crossing := [rule for rule in step.options.batch_specs if replica in names_of(rule[1] or P())]:
+            raise UsageError(f"batch_specs: {crossing[0]!r} splits a leaf over the slices, {replica!r}, between which "
+                             "nothing is sent: give None, or axes of a slice.")
+        self.step, self.outer = step, outer
+        self._inner = step.of_slices()
+        self.axes = self._inner.axes
+        self.batches, self.batch_sharding = step.batches, step.batch_sharding
+        self.num_slices = self.axes.size(self.axes.slices) if num_slices is None else num_slices
+        self._layout: Layout | None = None
+        self._fragments: tuple[Fragment, ...] = ()
+        self._stores: Any = None
+
+    def layout(self, batch: Batch = None) -> Layout:
+        """How every leaf of the state is stored; `batch` may be left out once known."""
+        if self._layout is None:
+            self.step.layout(batch)
+            one = self._inner.layout(None if batch is None else self._batch_of_one(batch))
+            sharded = sharded_layout(one)
+            self._fragments = fragments_of(sharded, self.outer.fragments)
+            self._stores = stored_as(one.stored_shapes.params, sharded.stored_shapes.params)
+            self._layout = diloco_layout(one, self.num_slices)
+        return self._layout
+
+    def _batch_of_one(self, batch: Batch) -> Batch:
+        """A slice's part of `batch`, as `jax.ShapeDtypeStruct`s."""
+        batches = self.step.batches
+        return batches.resized(batch, batches.size(batch) // self.axes.size(self.axes.slices))
+
+    def _slices_of(self, batch: Batch) -> tuple[Batch, Pytree]:
+        """(`batch` with a leading dim of the slices for its examples, what of it has one, as `jax.vmap` takes it)."""
+        batches, num_slices = self._inner.batches, self.axes.size(self.axes.slices)
+
+        def split(name: str, leaf: jax.Array) -> jax.Array:
+            if not batches.is_example(name, leaf):
+                return leaf
+            leaf_sharding = NamedSharding(self.axes.mesh, P(self.axes.slices, *batches.spec(name, leaf)))
+            return constrain(leaf.reshape(num_slices, -1, *leaf.shape[1:]), leaf_sharding)
+
+        dims = map_named(lambda name, leaf: 0 if batches.is_example(name, leaf) else None, batch)
+        return map_named(split, batch), dims
+
+    def _program(self, fragment: int | None, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
+        """A step of every slice; fragment: what is averaged after it, or with `overlap` beside it."""
+        if fragment is None:
+            return self._steps(state, batch)
+        if self.outer.overlap:
+            movement = self._movement(fragment, state)
+            state, metrics = self._steps(state, batch)
+            # Else XLA waits for the sum where the first result of it could be used, before the backward pass.
+            movement, params = jax.lax.optimization_barrier((movement, state.params))
+            return self._moved(fragment, dataclasses.replace(state, params=params), metrics, movement)
+        state, metrics = self._steps(state, batch)
+        return self._moved(fragment, state, metrics, self._movement(fragment, state))
+
+    def _steps(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
+        """A step of every slice by itself."""
+        slices, batch_dims = self._slices_of(batch)
+        each_own: Any = 0
+        shared: Any = None
+        state_dims = ZeroState(step=shared, params=each_own, weights=each_own, frozen=shared, opt_state=each_own,
+                               variables=each_own, ema=each_own, guard=each_own, rng=each_own)
+        each = jax.vmap(self._inner, in_axes=(state_dims, batch_dims), spmd_axis_name=self.axes.slices,
+                        out_axes=(dataclasses.replace(state_dims, step=0), 0))
+        new, metrics = each(dataclasses.replace(state, opt_state=state.opt_state[INNER]), slices)
+        return dataclasses.replace(
+            new, step=state.step + 1, frozen=state.frozen,
+            opt_state={INNER: new.opt_state, OUTER: state.opt_state[OUTER]}), metrics
+
+    def _movement(self, fragment: int, state: ZeroState) -> dict[str, jax.Array]:
+        return mean_movement(state.params, state.opt_state[OUTER]["params"], self._fragments[fragment], self.axes,
+                             self.outer.dtype, self._stores[0])
+
+    @jax.named_scope(OUTER_SCOPE)
+    def _moved(self, fragment: int, state: ZeroState, metrics: Metrics, movement: dict[str, jax.Array]
+               ) -> tuple[ZeroState, Metrics]:
+        """The state after the outer step of a fragment; what the model reads is gathered again."""
+        params, outer = apply_movement(state.params, state.opt_state[OUTER], movement, self._fragments[fragment],
+                                       self.axes, self.outer, self._stores)
+        layout, weights = self.layout(), None
+        if state.weights is not None:
+            weights = gather_compute_params(jax.tree.map(constrain, params, layout.gradients), layout, state.weights)
+        return dataclasses.replace(
+            state, params=jax.tree.map(constrain, params, layout.shardings.params), weights=weights,
+            opt_state={**state.opt_state, OUTER: outer}), metrics
+
+    def _from_synchronous(self, state: ZeroState) -> ZeroState:
+        """The state of slices that are alike, but for their random keys."""
+        layout, num_slices = self.layout(), self.num_slices
+
+        def copies(leaf: jax.Array) -> jax.Array:
+            if is_key(leaf):
+                return slice_keys(leaf, jnp.arange(num_slices))
+            return jnp.broadcast_to(leaf, (num_slices, *leaf.shape))
+
+        stacked = jax.tree.map(copies, state)
+        start = self._as_outer(stacked.params, layout.state.opt_state[OUTER]["params"])
+        zeros = jax.tree.map(jnp.zeros_like, start)
+        return dataclasses.replace(
+            stacked, step=state.step, frozen=state.frozen,
+            opt_state={INNER: stacked.opt_state, OUTER: {"params": start, "momentum": zeros}})
+
+    def _as_outer(self, params: Pytree, like: Pytree) -> Pytree:
+        """The parameters of the first slice as the outer ones are stored."""
+        store: Store = self._stores[0]
+        return map_named(lambda name, leaf, like: store(name, leaf)[0].astype(like.dtype), params, like)
+
+    def _synchronous(self, state: ZeroState) -> ZeroState:
+        """The state of `step`: outer parameters, and means over the slices of what else there is."""
+        like = self.step.layout()
+        back: Store = self._stores[1]
+        params = map_named(lambda name, outer, leaf: back(name, outer[None])[0].astype(leaf.dtype),
+                           state.opt_state[OUTER]["params"], like.state.params)
+        fields = {name: jax.tree.map(mean_of_slices, getattr(state, name))
+                  for name in ("variables", "guard", "rng")}
+        masters = jax.tree.map(constrain, params, like.gradients)
+        return dataclasses.replace(
+            state, params=params, weights=gather_compute_params(masters, like),
+            opt_state=jax.tree.map(mean_of_slices, state.opt_state[INNER]), **fields)
+
+    def _resized(self, state: ZeroState, before: "DiLoCoFunctions") -> ZeroState:
+        """A state of another number of slices, in true shapes, as one of as many as here; weights are left out."""
+        here, there = jnp.arange(self.num_slices), before.num_slices
+
+        def pick(name: str, leaf: jax.Array) -> jax.Array:
+            if not is_stacked(name):
+                return leaf
+            leaf = leaf[here % there]
+            # The first `there` keep their keys.
+            return jnp.where((here < there).reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jax.vmap(
+                slice_key)(leaf, here)) if is_key(leaf) else leaf
+
+        return map_named(pick, dataclasses.replace(state, weights=None))
+
+
+def slice_key(keys: jax.Array, number: Any) -> jax.Array:
+    """Keys of any shape, as those of the slice `number`."""
+    fold = functools.partial(jax.random.fold_in, data=number)
+    return jax.vmap(fold)(keys.reshape(-1)).reshape(keys.shape)
+
+
+def slice_keys(keys: jax.Array, numbers: jax.Array) -> jax.Array:
+    """`slice_key` of each number, along a leading dim."""
+    return jax.vmap(slice_key, in_axes=(None, 0))(keys, numbers)
+
+
+def mean_of_slices(leaf: jax.Array) -> jax.Array:
+    """The mean over slices in float32 of a floating leaf; of others the first slice's."""
+    if is_key(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return leaf[0]
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)).mean(0).astype(leaf.dtype)
