@@ -53,6 +53,8 @@ def test_a_folder_of_tokens_gives_the_batches_of_its_text(files):
         for batch, other in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
             assert batch.keys() == other.keys()
             assert all((batch[name] == other[name]).all() for name in batch)
+        arrays = {name: str(array.dtype) for name, array in found[0][0].items()}
+        assert arrays == dataclasses.replace(folder, documents=documents).batch_arrays  # as inspect compiles them
     assert set(found[0][0]) == {"inputs", "targets", "weights", "segment_ids", "positions"}
     bytes_ = batches_of(dataclasses.replace(TINY, data=(str(files / "a.jsonl"),)))  # the control
     assert (bytes_[0][0]["inputs"] != batches_of(text)[0][0]["inputs"]).any()

@@ -113,6 +113,16 @@ class DataOptions:
                 or any(is_tokenized(name) or format_of(name) != "text" for name in names))
 
     @property
+    def batch_arrays(self) -> dict[str, str]:
+        """The arrays of a batch, all of shape (batch_size, seq_len), with their dtypes."""
+        arrays = {"inputs": "int32", "targets": "int32"}
+        if self.documents != "concatenate":
+            arrays["weights"] = "float32"
+        if self.documents == "pack":
+            arrays |= {"segment_ids": "int32", "positions": "int32"}
+        return arrays
+
+    @property
     def token_file(self) -> bool:
         """Whether the data are ids of some tokenizer, and not text read as bytes."""
         return is_token_file(self.data)

@@ -93,7 +93,7 @@ def inspect_command(config: TrainConfig, *, console: Console | None = None) -> b
     step = step_of(config, choice, devices)
     shape = (config.batch_size, config.seq_len)
     chosen = examine(
-        step, {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}, target,
+        step, {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in config.batch_arrays.items()}, target,
         transformer=_transformer(choice.config, None, config.batch_size // len(devices), config.seq_len))
     console.print(state_table(chosen.layout))
     console.print(plan_tables(chosen))

@@ -36,7 +36,7 @@ def plan_rows(offsets: np.ndarray, length: int, *, pack: bool, shift: int) -> Ro
     shift: 1 where a position is an input and the token after it its target, so that a document of n tokens takes n - 1
     positions, and one of a single token none; 0 where each token is a position. A longer document is cut into pieces of
     `length` positions, with no target lost. pack: pieces share rows by best fit, the longest first (Ding et al. 2024,
-    arXiv 2404.10830, "Fewer Truncations Improve Language Modeling"), some microseconds for each; else each has a row.
+    arXiv 2404.10830, "Fewer Truncations Improve Language Modeling"), about a microsecond for each; else each has a row.
 
     Raises ValueError where no document has a position.
     """
