@@ -17,7 +17,8 @@ from .gpt2_names import huggingface, huggingface_config
 from .layers import attention as kernels
 from .layers.attention import Implementation
 
-__all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "huggingface", "huggingface_config", "tensor_rules"]
+__all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "decoder", "huggingface", "huggingface_config",
+           "tensor_rules"]
 
 INIT = nn.initializers.normal(0.02)
 EPSILON = 1e-5
@@ -83,6 +84,21 @@ def attention(qkv: jax.Array, config: Config, segment_ids: jax.Array | None) -> 
     return kernels.attention(q, k, v, causal=True, segment_ids=documents, implementation=config.attention)
 
 
+def cached_attention(block: nn.Module, qkv: jax.Array, config: Config) -> jax.Array:
+    """`attention` of the tokens that follow those before, whose keys and values are in `block`'s collection `cache`."""
+    batch, new, _ = qkv.shape
+    q, k, v = jnp.moveaxis(qkv.reshape(batch, new, config.num_heads, 3, -1), 3, 0)
+    shape = (batch, config.max_length, *k.shape[2:])
+    keys, values = (block.variable("cache", name, jnp.zeros, shape, k.dtype) for name in ("keys", "values"))
+    length = block.variable("cache", "length", jnp.zeros, (), jnp.int32)
+    for cached, value in ((keys, k), (values, v)):
+        cached.value = jax.lax.dynamic_update_slice_in_dim(cached.value, value, length.value, axis=1)
+    seen = jnp.arange(config.max_length)[None] <= (length.value + jnp.arange(new))[:, None]
+    length.value += new
+    bias = jnp.where(seen, 0.0, jnp.finfo(q.dtype).min).astype(q.dtype)[None, None]
+    return kernels.attention(q, keys.value, values.value, causal=False, bias=bias, implementation="xla")
+
+
 def residual_init(config: Config) -> nn.initializers.Initializer:
     """GPT-2's initializer for the two projections of each layer that add to the residual stream."""
     return nn.initializers.normal(0.02 / math.sqrt(2 * config.num_layers))
@@ -93,6 +109,7 @@ class Block(nn.Module):
 
     config: Config
     deterministic: bool
+    decode: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> tuple[jax.Array, None]:
@@ -102,16 +119,21 @@ class Block(nn.Module):
         dense = functools.partial(nn.Dense, dtype=c.dtype)
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         qkv = dense(3 * c.width, kernel_init=INIT, name="qkv")(norm(name="ln_1")(x))
-        mixed = attention(qkv, c, segment_ids)
+        mixed = cached_attention(self, qkv, c) if self.decode else attention(qkv, c, segment_ids)
         x = x + dropout(dense(c.width, kernel_init=residual_init(c), name="proj")(mixed))
         hidden = nn.gelu(dense(4 * c.width, kernel_init=INIT, name="up")(norm(name="ln_2")(x)))
         return x + dropout(dense(c.width, kernel_init=residual_init(c), name="down")(hidden)), None
 
 
 class GPT2(nn.Module):
-    """Tokens, int (batch, seq), to logits (batch, seq, vocab) in the dtype of the computation."""
+    """Tokens, int (batch, seq), to logits (batch, seq, vocab) in the dtype of the computation.
+
+    decode: the tokens follow those of earlier calls, whose keys and values are in the collection `cache`: at most
+    `max_length` in all.
+    """
 
     config: Config
+    decode: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array, *, segment_ids: jax.Array | None = None, positions: jax.Array | None = None,
@@ -129,18 +151,22 @@ class GPT2(nn.Module):
             deterministic = not self.has_rng("dropout")
         embed = functools.partial(nn.Embed, features=c.width, dtype=c.dtype, embedding_init=INIT)
         wte = embed(c.vocab_size, name="wte")
+        if self.decode:
+            length = self.variable("cache", "length", jnp.zeros, (), jnp.int32)
+            positions = length.value + jnp.arange(tokens.shape[-1])[None]
+            length.value += tokens.shape[-1]
         positions = jnp.arange(tokens.shape[-1])[None] if positions is None else positions
         x = wte(tokens) + embed(c.max_length, name="wpe")(positions)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
-        block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat else Block
+        block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat and not self.decode else Block
         if c.scan_layers:
-            stack = nn.scan(block, variable_axes={"params": 0}, length=c.num_layers,
+            stack = nn.scan(block, variable_axes={"params": 0, "cache": 0}, length=c.num_layers,
                             in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
                             split_rngs={"params": True, "dropout": True})
-            x, _ = stack(c, deterministic, name="blocks")(x, segment_ids)
+            x, _ = stack(c, deterministic, self.decode, name="blocks")(x, segment_ids)
         else:
             for layer in range(c.num_layers):
-                x, _ = block(c, deterministic, name=f"blocks_{layer}")(x, segment_ids)
+                x, _ = block(c, deterministic, self.decode, name=f"blocks_{layer}")(x, segment_ids)
         x = nn.LayerNorm(epsilon=EPSILON, dtype=c.dtype, name="ln_f")(x)
         return wte.attend(x) if logits else (x, wte.embedding)
 
@@ -148,6 +174,11 @@ class GPT2(nn.Module):
 def build(config: Config) -> GPT2:
     """The model of `config`."""
     return GPT2(config)
+
+
+def decoder(config: Config) -> GPT2:
+    """The model as it generates: with a cache of keys and values, from the same parameters."""
+    return GPT2(config, decode=True)
 
 
 def tensor_rules(config: Config) -> list[tuple[str, Any, int | None]]:

@@ -36,7 +36,8 @@ class ModelChoice:
     rules: `tensor_rules(config)` of the module, how tensor parallelism splits its parameters; None if it has none.
     loss, batch_shapes: `loss(model, batch)` of the module and `batch_shapes(config, rows, length)`, its batches; None
     for a model of text that predicts the next token. file_config: `huggingface_config(config)` of the module, the
-    config.json of its checkpoints.
+    config.json of its checkpoints. decoder: `decoder(config)` of the module, the Linen model that generates with keys
+    and values in the collection `cache`; None where there is none.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ModelChoice:
     loss: Callable[..., Any] | None = None
     batch_shapes: Callable[[Any, int, int | None], Any] | None = None
     file_config: Callable[[Any], Mapping[str, Any]] | None = None
+    decoder: Callable[[Any], Any] | None = None
 
     def check_predicts_text(self, command: str) -> None:
         """Raises ValueError for a model with a loss of its own, whose batches `train` does not make."""
@@ -122,7 +124,8 @@ def find_model(name: str) -> ModelChoice:
         wrong = f"{module_name} has no preset {preset!r}" if preset else f"name a preset, as in {module_name}:PRESET"
         raise UsageError(f"model={name!r}: {wrong}" + nearest(preset, list(presets)))
     functions = [getattr(module, field, None) for field in (
-        "build", "huggingface", "tensor_rules", "loss", "batch_shapes", "huggingface_config")]
+        "build", "huggingface", "tensor_rules", "loss", "batch_shapes", "huggingface_config",
+        "decoder")]
     if short is None:
         functions = [None if function is None else _told(function, name) for function in functions]
     return ModelChoice(f"{module_name}:{preset}", presets[preset], *functions)  # pyright: ignore[reportArgumentType]

@@ -181,7 +181,7 @@ def _train(config: TrainConfig, choice: ModelChoice, console: Console | None, pr
         asked = preemption.signal if loop.preempted or interrupted else None
         preemption.release()  # the run is saved: Ctrl-C ends what follows
         if not interrupted and not loop.preempted:
-            samples = continuations(config, step, state, data)
+            samples = continuations(config, choice, step, state, data)
         curve = log.draw(f"{config.model}, stage {config.stage}, {len(devices)} devices", bigram)
         summary = Summary(
             steps=log.last_step, loss=log.train[-1][1] if log.train else None,
