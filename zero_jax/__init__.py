@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zero_jax.step.losses import next_token_loss
     from zero_jax.step.make import make_zero_train_step
     from zero_jax.step.metrics import Metric
+    from zero_jax.step.preference_loss import dpo_loss, response_log_probs
     from zero_jax.step.step import ZeroTrainStep
     from zero_jax.transforms.remat import Remat
 
@@ -60,6 +61,7 @@ __all__ = [
     "ZeroTrainStep",
     "attention",
     "chunked_next_token_loss",
+    "dpo_loss",
     "export_lora",
     "export_params",
     "import_lora",
@@ -73,6 +75,7 @@ __all__ = [
     "next_token_loss",
     "plan",
     "remat",
+    "response_log_probs",
     "simulate_devices",
     "whole_matrices",
 ]
@@ -103,6 +106,7 @@ _MODULES = {
     "ZeroTrainStep": "step.step",
     "attention": "step.attention",
     "chunked_next_token_loss": "step.chunked_loss",
+    "dpo_loss": "step.preference_loss",
     "export_lora": "interop.lora_files",
     "export_params": "interop.params_io",
     "import_lora": "interop.lora_files",
@@ -116,6 +120,7 @@ _MODULES = {
     "next_token_loss": "step.losses",
     "plan": "planning.plan",
     "remat": "frontends.model_functions",
+    "response_log_probs": "step.preference_loss",
     "simulate_devices": "sharding.mesh",
     "whole_matrices": "optim.whole_matrices",
 }

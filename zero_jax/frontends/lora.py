@@ -19,16 +19,19 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from zero_jax.arguments import is_number, patterns, shown, whole
+from zero_jax.distributed.initialize import on_host
 from zero_jax.errors import UsageError
 from zero_jax.frontends.composition import Composed, Composition
 from zero_jax.jaxpr.passes import with_jaxpr_passes
+from zero_jax.precision import Precision
 from zero_jax.sharding.param_access import ParamAccess
+from zero_jax.sharding.stored_codes import FORMATS, StoredCodes
 from zero_jax.transforms.low_rank import LowRank, adapted, split_low_rank_products
 from zero_jax.tree import named_leaves
 from zero_jax.typing import Pattern
 
-LORA_A, LORA_B = "_lora_a", "_lora_b"
-"""What the names of an adapter's two matrices have in addition to that of the kernel."""
+LORA_A, LORA_B, CODES = "_lora_a", "_lora_b", "_codes"
+"""What the names of an adapter's two matrices, and of a quantised kernel, have in addition to that of the kernel."""
 _KEY = "_lora_key"
 ALL_LINEAR = "all-linear"
 """As targets: every kernel that is used in matrix products alone."""
@@ -46,6 +49,7 @@ class LoraModel:
     alpha: float
     dropout: float = 0.0
     trainable: tuple[str, ...] = ()
+    base: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.model, LoraModel):
@@ -55,6 +59,9 @@ class LoraModel:
             raise UsageError(f"lora: alpha={shown(self.alpha)}: give a number above 0, as 2 * rank.")
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise UsageError(f"lora: dropout={shown(self.dropout)}: give a share from 0 to below 1.")
+        if self.base not in (None, *FORMATS):
+            raise UsageError(f"lora: base={shown(self.base)}: give None (as the model reads it), "
+                             f"{' or '.join(map(repr, FORMATS))}.")
         if not self.targets:
             raise UsageError(f"lora: targets=(): name the kernels to adapt, as (\"qkv\", \"proj\"), or {ALL_LINEAR!r}.")
 
@@ -71,7 +78,7 @@ class LoraModel:
 
 
 def lora(model: Any, rank: int, targets: Pattern | Sequence[Pattern], *, alpha: float | None = None,
-         dropout: float = 0.0, trainable: Pattern | Sequence[Pattern] = ()) -> LoraModel:
+         dropout: float = 0.0, trainable: Pattern | Sequence[Pattern] = (), base: str | None = None) -> LoraModel:
     """`model` with low-rank adapters: what `make_zero_train_step` trains are they alone.
 
     A kernel W of shape (in, out) is used as W + alpha / rank * A B, with A (in, rank) drawn at the start and B (rank,
@@ -88,22 +95,27 @@ def lora(model: Any, rank: int, targets: Pattern | Sequence[Pattern], *, alpha: 
       alpha: the adapter is multiplied by alpha / rank; default: the rank.
       dropout: share of A's inputs that is set to zero in training. Evaluators have none.
       trainable: patterns of parameters that are trained as a whole beside the adapters, as a new head.
+      base: "int8" or "nf4" (QLoRA, arXiv 2305.14314): every kernel that is used in matrix products alone, but for what
+        is `trainable`, is stored as codes of blocks of 64 values (1.03 and 0.53 bytes for each), as `kernel_codes`. The
+        codes are what is sharded and gathered; the model decodes them where it reads the kernel. Embeddings, biases and
+        norms stay as they are.
 
     Raises ValueError for values that make no sense; `step.init` and `step.layout` do for targets that match no kernel
     and for a rank that is too large, before anything compiles.
     """
     return LoraModel(model, rank, patterns("lora: targets", targets, "(\"qkv\", \"proj\")"),
                      rank if alpha is None else alpha, dropout,
-                     patterns("lora: trainable", trainable, "(\"head\",)"))
+                     patterns("lora: trainable", trainable, "(\"head\",)"), base)
 
 
 class Lora:
     """A `LoraModel` as pure functions (`model_functions.ModelFunctions`), around those of the model itself."""
 
-    def __init__(self, base: Any, config: LoraModel):
-        self.base, self.config = base, config
+    def __init__(self, base: Any, config: LoraModel, precision: Precision):
+        self.base, self.config, self._precision = base, config, precision
         self.set_by_gradient, self.metadata = base.set_by_gradient, base.metadata
         self.specs: dict[str, LowRank] = {}
+        self.codes: dict[str, StoredCodes] = {}
         self.composition: Composition = ()
 
     @property
@@ -121,9 +133,13 @@ class Lora:
             self._find_adapters(fun, rng, batch, given)
         params, variables = self.base.init(fun, rng, batch, given)
         self.metadata = self.base.metadata
-        flat = traverse_util.flatten_dict(params)
+        flat = dict[Any, Any](traverse_util.flatten_dict(params))
         for composed in self.composition:
-            flat |= dict(zip(composed.part_paths[1:], self._new_adapter(composed.name, rng), strict=True))
+            paths = composed.part_paths
+            if composed.name in self.codes:
+                flat[paths[0]] = self.codes[composed.name].encode(flat.pop(composed.path))
+            if composed.name in self.specs:
+                flat |= dict(zip(paths[1:], self._new_adapter(composed.name, rng), strict=True))
         return traverse_util.unflatten_dict(flat), variables
 
     def lasting(self, variables: Any) -> Any:
@@ -143,7 +159,7 @@ class Lora:
         composition = self.composition
         if train and rng is not None and self.config.dropout:
             composition = [dataclasses.replace(each, parts=(*each.parts, _KEY), dims=(*each.dims, ()))
-                           for each in composition]
+                           if each.name in self.specs else each for each in composition]
             params, uses = self._with_keys(params, uses, rng)
 
         def run(params: Any, variables: Any, rng: Any, batch: Any) -> Any:
@@ -157,9 +173,18 @@ class Lora:
         """Values for every stored leaf, from those of the model's parameters; adapters that it lacks are new ones."""
         values = dict(given)
         for composed in self.composition:
-            new = dict(zip(composed.part_names[1:], self._new_adapter(composed.name, rng), strict=True))
-            values |= {name: value for name, value in new.items() if name not in values}
+            names, name = composed.part_names, composed.name
+            if name in self.codes and name in values:
+                values[names[0]] = on_host(jax.jit(self.codes[name].encode)(values.pop(name)))
+            if name in self.specs:
+                new = dict(zip(names[1:], self._new_adapter(name, rng), strict=True))
+                values |= {name: value for name, value in new.items() if name not in values}
         return values
+
+    def weight(self, composed: Composed, stored: jax.Array, dtype: Any) -> jax.Array:
+        """A kernel without its adapter, from the first of its stored leaves."""
+        codes = self.codes.get(composed.name)
+        return stored.astype(dtype) if codes is None else codes.decode(stored, dtype)
 
     def _new_adapter(self, name: str, rng: jax.Array) -> list[jax.Array]:
         """A and B at the start: A as PyTorch draws a linear layer (and PEFT an A), B zero."""
@@ -171,7 +196,8 @@ class Lora:
     def _with_keys(self, params: Any, uses: Any, rng: jax.Array) -> tuple[Any, Any]:
         """`params` with the data of a key beside each adapter, one for each of its layers, and `uses` likewise."""
         flat, flat_uses = (dict[Any, Any](traverse_util.flatten_dict(tree)) for tree in (params, uses))
-        for number, composed in enumerate(self.composition):
+        adapted_ones = [composed for composed in self.composition if composed.name in self.specs]
+        for number, composed in enumerate(adapted_ones):
             shape = self.specs[composed.name].key_shape
             keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(rng, _ADAPTERS), number), math.prod(shape))
             path = (*composed.path[:-1], f"{composed.path[-1]}{_KEY}")
@@ -195,18 +221,28 @@ class Lora:
             if config.rank > min(sides):
                 raise UsageError(f"lora: rank={config.rank} is more than {name} has, a matrix of {sides[0]} x "
                                  f"{sides[1]}: give at most {min(sides)}, or leave it out of the targets.")
+        if config.base is not None:
+            self.codes = {name: StoredCodes(config.base, leaves[name].shape, access.stacked, access.contracted[-1])
+                          for name, access in kernels.items() if access.contracted
+                          and not any(re.search(pattern, name) for pattern in config.trainable)}
         self.specs = specs
         paths = {"/".join(map(str, path)): path for path in traverse_util.flatten_dict(params)}
-        self.composition = [self._composed(number, name, paths[name], leaves[name])
-                            for number, name in enumerate(specs)]
+        self.composition = [self._composed(name, paths[name], leaves[name]) for name in {**specs, **self.codes}]
 
-    def _composed(self, number: int, name: str, path: tuple[Any, ...], leaf: Any) -> Composed:
-        spec = self.specs[name]
-        everything = tuple(range(len(spec.shape)))
+    def _composed(self, name: str, path: tuple[Any, ...], leaf: Any) -> Composed:
+        spec, codes = self.specs.get(name), self.codes.get(name)
+        dtype, number = self._precision.read_dtype(name, leaf.dtype), [*self.specs, name].index(name)
+        shared = tuple(dim for dim in range(len(leaf.shape)) if codes is None or dim != codes.dim)
+        parts: list[tuple[str, tuple[int, ...]]] = [("" if codes is None else CODES, shared)]
+        if spec is not None:
+            parts += [(LORA_A, (*spec.stacked, *spec.rows)), (LORA_B, (*spec.stacked, *spec.columns))]
+
+        def build(stored: jax.Array, *adapter: jax.Array) -> jax.Array:
+            weight = stored if codes is None else codes.decode(stored, dtype)
+            return weight if spec is None else adapted(number, spec, weight, *adapter)
+
         like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        return Composed(path, like, ("", LORA_A, LORA_B), (
-            everything, (*spec.stacked, *spec.rows), (*spec.stacked, *spec.columns)),
-            functools.partial(adapted, number, spec))
+        return Composed(path, like, tuple(part for part, _ in parts), tuple(dims for _, dims in parts), build)
 
 
 def _is_kernel(leaf: Any, access: ParamAccess) -> bool:

@@ -12,6 +12,7 @@ from zero_jax.frontends.composition import Composition
 from zero_jax.frontends.linen import Linen
 from zero_jax.frontends.lora import Lora, LoraModel
 from zero_jax.frontends.nnx import Nnx
+from zero_jax.precision import Precision
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.transforms.remat import Remat
 
@@ -53,13 +54,14 @@ class ModelFunctions(Protocol):
         ...
 
 
-def to_model_functions(model: Any, streams: Sequence[str]) -> ModelFunctions:
+def to_model_functions(model: Any, streams: Sequence[str], precision: Precision | None = None) -> ModelFunctions:
     """`model`, a Linen module, an NNX module or a function of `rngs` that makes one, as pure functions.
 
-    It may have adapters (`lora`). Raises ValueError for anything else.
+    It may have adapters (`lora`). precision: in which dtype it reads its parameters. Raises ValueError for anything
+    else.
     """
     if isinstance(model, LoraModel):
-        return Lora(to_model_functions(model.model, streams), model)
+        return Lora(to_model_functions(model.model, streams), model, precision or Precision())
     if not isinstance(model, (nn.Module, nnx.Module)) and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module  # an object around a module and its parameters, as Hugging Face's Flax models are
     if isinstance(model, nn.Module):

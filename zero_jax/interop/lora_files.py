@@ -42,19 +42,22 @@ def merge_lora(step: Any, state: ZeroState, *, dtype: Any = None) -> Params:
     """The model's own parameters, each adapted kernel W as W + alpha / rank * A B, as the model would have them.
 
     state: of `step`, a step of a `zero_jax.lora` model; it stays. dtype: of the merged kernels, whose sum is of
-    float32; None: that in which the base is stored, where bfloat16 rounds small changes away. Leaves that have no
+    float32; None: that in which the base is stored, where bfloat16 rounds small changes away;
+    a quantised one is decoded to that of the model. Leaves that have no
     adapter are those of the state, not copies. Raises ValueError for a step without adapters.
     """
     lora = _lora_of(step, state)
 
     def merge(composed: Composed, leaves: list[jax.Array]) -> jax.Array:
-        weight, a, b = leaves
+        is_coded, spec = composed.name in lora.codes, lora.specs.get(composed.name)
 
-        def add(weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-            total = weight.astype(jnp.float32) + lora.specs[composed.name].delta(a, b)
-            return total.astype(weight.dtype if dtype is None else dtype)
+        def add(stored: jax.Array, *adapter: jax.Array) -> jax.Array:
+            total = lora.weight(composed, stored, jnp.float32)
+            total = total if spec is None else total + spec.delta(*adapter)
+            own = composed.like.dtype if is_coded else stored.dtype
+            return total.astype(own if dtype is None else dtype)
 
-        return jax.jit(add, out_shardings=weight.sharding)(weight, a, b)
+        return jax.jit(add, out_shardings=None if is_coded else leaves[0].sharding)(*leaves)
 
     return group_parts(step.params(state), lora.composition, merge)
 

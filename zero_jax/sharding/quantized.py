@@ -5,7 +5,9 @@ and bfloat16 collectives into wider ones, and int4 ones into int8.
 """
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,10 +18,16 @@ from zero_jax.typing import DType
 SCALE_BYTES = 2
 """Of a block's scale: the upper half of a float32, rounded up."""
 
-_LIMITS = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
-_BITS = {"int8": 8, "fp8": 8, "int4": 4}
-NAMES = tuple(_LIMITS)
-"""Formats: symmetric integers, and float8_e4m3fn."""
+_LIMITS = {"int8": 127.0, "fp8": 448.0, "int4": 7.0, "nf4": 1.0}
+_BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
+NAMES = ("int8", "fp8", "int4")
+"""Formats of messages: symmetric integers, and float8_e4m3fn."""
+
+NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+       -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+       0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+"""The values of NormalFloat4 (QLoRA, arXiv 2305.14314, appendix E), a format of stored weights: quantiles of a normal
+distribution."""
 
 _SMALLEST = 2.0**-126
 """The smallest normal float32: compilers flush what is below it to zero, so that such scales would divide by zero."""
@@ -51,7 +59,7 @@ class BlockFormat:
     @property
     def relative_error(self) -> float:
         """The largest error of a value over the largest magnitude in its block."""
-        step = {"fp8": 32.0}.get(self.name, 1.0)  # between its largest codes
+        step = {"fp8": 32.0, "nf4": NF4[1] - NF4[0]}.get(self.name, 1.0)  # between its largest codes
         return (1 + 2**-7) * step / 2 / _LIMITS[self.name]
 
     def encode(self, values: jax.Array) -> jax.Array:
@@ -80,6 +88,10 @@ class BlockFormat:
         """Codes of (..., values of a block) within the format's limits; int4: the halves of a block share bytes."""
         if self.name == "fp8":
             return _bitcast(scaled.astype(jnp.float8_e4m3fn), jnp.uint8)
+        if self.name == "nf4":
+            borders = [(low + high) / 2 for low, high in itertools.pairwise(NF4)]
+            low, high = jnp.split(sum((scaled > border).astype(jnp.uint8) for border in borders), 2, axis=-1)
+            return low | (high << 4)
         codes = _bitcast(jnp.round(scaled).astype(jnp.int8), jnp.uint8)
         if self.name == "int8":
             return codes
@@ -90,10 +102,20 @@ class BlockFormat:
         """The inverse of `_codes`, as float32."""
         if self.name == "fp8":
             return _bitcast(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+        if self.name == "nf4":
+            return _chosen(NF4, jnp.concatenate([codes & 15, codes >> 4], axis=-1))
         if self.name == "int4":
             codes = jnp.concatenate([codes << 4, codes & 0xF0], axis=-1)
             return (_bitcast(codes, jnp.int8) >> 4).astype(jnp.float32)  # an arithmetic shift: it keeps the sign
         return _bitcast(codes, jnp.int8).astype(jnp.float32)
+
+
+def _chosen(values: Sequence[float], codes: jax.Array) -> jax.Array:
+    """`values[codes]` as float32 by selects alone, which fuse on every backend; a lookup is a gather."""
+    if len(values) == 1:
+        return jnp.full(codes.shape, values[0], jnp.float32)
+    half = len(values) // 2
+    return jnp.where((codes & half) != 0, _chosen(values[half:], codes), _chosen(values[:half], codes))
 
 
 def _scale_bits(scales: jax.Array) -> jax.Array:

@@ -159,7 +159,7 @@ def make_zero_train_step(
     loss = next_token_loss if loss is None else loss
     check_loss(loss)
     with computing_on(axes.mesh), sharding_errors_explained():
-        functions = to_model_functions(model, rng_streams)
+        functions = to_model_functions(model, rng_streams, precision)
     return ZeroTrainStep(functions, takes_value(optimizer), loss, axes, options, own_values(base))
 
 
