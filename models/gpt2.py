@@ -30,7 +30,7 @@ class Config:
 
     dropout: of the embeddings and of what is added to the residual stream, not of attention.
     dtype: of the computation; None: that of the parameters.
-    attention: its kernel; None: the best that there is (`layers.attention`).
+    attention: its kernel (`layers.attention`), or a function such as `zero_jax.attention(mesh)`.
     scan_layers: one `nn.scan` over stacked blocks, so that compile time does not grow with depth.
     remat: save only each block's input for the backward pass.
 

@@ -1,19 +1,18 @@
-"""Dot-product attention on heads: grouped queries, packed documents, biases, and the kernel that computes it.
+"""Dot-product attention on heads: grouped queries, packed documents, biases.
 
 Shapes: B batch, S queries, T keys, H query heads, K key-value heads (H is a multiple), E head dim.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-Implementation = Literal["xla", "cudnn"] | None
-"""The kernel: None takes cuDNN's flash attention where this process computes on an NVIDIA GPU and it can, else XLA."""
-
-MAX_CUDNN_HEAD_DIM = 128
-"""Of cuDNN before Hopper; later GPUs take 256."""
+Implementation = Literal["xla", "cudnn"] | Callable[..., jax.Array] | None
+"""The kernel: XLA's (also None), cuDNN's, or a function `fun(q, k, v, *, causal, segment_ids, bias, scale)` of arrays
+as `attention` takes them, which returns (B, S, H, E)."""
 
 
 def attention(q_BxSxHxE: jax.Array, k_BxTxKxE: jax.Array, v_BxTxKxE: jax.Array, *, causal: bool,
@@ -25,17 +24,20 @@ def attention(q_BxSxHxE: jax.Array, k_BxTxKxE: jax.Array, v_BxTxKxE: jax.Array, 
     documents do not see each other, and tokens not padding. bias: broadcastable to (B, H, S, T), added to the scores.
     scale: of the scores; None: 1 / sqrt(E).
     """
-    mask_Bx1xSxT = None if segment_ids is None else (segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None])
     dtype = q_BxSxHxE.dtype
-    chosen = _chosen(q_BxSxHxE, bias) if implementation is None else implementation
-    if dtype == jnp.float16 and chosen == "xla":
+    if callable(implementation):
+        out_BxSxHxE = implementation(
+            q_BxSxHxE, k_BxTxKxE, v_BxTxKxE, causal=causal, segment_ids=segment_ids, bias=bias, scale=scale)
+        return _joined(out_BxSxHxE)
+    mask_Bx1xSxT = None if segment_ids is None else (segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None])
+    if dtype == jnp.float16 and implementation != "cudnn":
         # In float16 JAX's attention requests a matrix product that only NVIDIA GPUs have.
         q_BxSxHxE, k_BxTxKxE, v_BxTxKxE = (
             each.astype(jnp.float32) for each in (q_BxSxHxE, k_BxTxKxE, v_BxTxKxE))
     out_BxSxHxE = jax.nn.dot_product_attention(
         q_BxSxHxE, k_BxTxKxE, v_BxTxKxE, bias=bias, mask=mask_Bx1xSxT, is_causal=causal, scale=scale,
-        implementation=chosen)
-    return checkpoint_name(out_BxSxHxE.reshape(*out_BxSxHxE.shape[:2], -1).astype(dtype), "attention")
+        implementation=implementation)
+    return _joined(out_BxSxHxE.astype(dtype))
 
 
 def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
@@ -43,8 +45,5 @@ def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
     return x.reshape(*x.shape[:2], num_heads, -1)
 
 
-def _chosen(q: jax.Array, bias: jax.Array | None) -> Literal["xla", "cudnn"]:
-    """XLA also for biases, whose gradient cuDNN gives for few shapes."""
-    fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] <= MAX_CUDNN_HEAD_DIM and q.shape[-1] % 8 == 0
-    even = q.shape[1] % 2 == 0  # a mask becomes a bias of cuDNN's, which wants even lengths
-    return "cudnn" if bias is None and fits and even and jax.default_backend() == "gpu" else "xla"
+def _joined(out_BxSxHxE: jax.Array) -> jax.Array:
+    return checkpoint_name(out_BxSxHxE.reshape(*out_BxSxHxE.shape[:2], -1), "attention")

@@ -190,15 +190,17 @@ def test_bad_input(make, message):
         make()
 
 
-def test_the_kernel_is_xlas_on_a_cpu_and_the_asked_one_elsewhere(monkeypatch):
-    """CuDNN's where shapes and dtypes allow; asked for on a CPU it is JAX's error, and no other kernel in silence."""
+def test_the_kernel_is_the_asked_one():
+    """A function gets what the model gives it; cuDNN on a CPU is JAX's error, and no other kernel in silence."""
     q = jnp.zeros((1, 8, 2, 16), jnp.bfloat16)
-    assert kernels._chosen(q, None) == "xla"
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert kernels._chosen(q, None) == "cudnn"
-    assert {kernels._chosen(*given) for given in ((q.astype(jnp.float32), None), (q, q), (q[..., :6], None),
-                                                  (q[:, :7], None), (jnp.zeros((1, 8, 2, 256), jnp.bfloat16), None))
-            } == {"xla"}
+    given = {}
+
+    def mine(*qkv, **options):
+        given.update(options)
+        return qkv[0] + 1
+
+    assert kernels.attention(q, q, q, causal=True, scale=2.0, implementation=mine).sum() == q.size
+    assert given == {"causal": True, "segment_ids": None, "bias": None, "scale": 2.0}
     with pytest.raises(RuntimeError, match="cuDNN"):
         kernels.attention(q, q, q, causal=True, implementation="cudnn")
 

@@ -13,12 +13,13 @@ from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.plan_config import PlanConfig
 from zero_jax.cli.plan_report import draw_stages, finite, plan_json, plan_tables, search_table, verdict
 from zero_jax.cli.report import make_console, state_table
-from zero_jax.cli.step_from_config import devices_of, residual_options, step_of
+from zero_jax.cli.step_from_config import attention_text, devices_of, residual_options, step_of, with_attention
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.optim.presets import OPTIMIZERS
 from zero_jax.planning.memory import Transformer
 from zero_jax.planning.plan import Plan, examine, plan
 from zero_jax.planning.search import SearchResult, deepest, search
+from zero_jax.sharding.mesh import make_mesh
 from zero_jax.stages import STAGES
 from zero_jax.xla.devices import target_devices
 from zero_jax.xla.targets import Target, target_of
@@ -38,6 +39,10 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
                "accumulate": config.accumulate, "reduce": config.reduce, "gather": config.gather,
                "tensor": config.tensor, "context": config.context, "replica": config.replica,
                "loss": choice.loss, **residual_options(config, choice)}
+
+    mesh = make_mesh(options["mesh"], tensor=config.tensor, context=config.context, replica=config.replica,
+                     devices=target_devices(target))
+    choice = with_attention(choice, mesh, config.attention)
 
     def batch(per_device: int) -> Any:
         rows = per_device * config.groups
@@ -73,6 +78,8 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
             console.print(search_table(result))
         if chosen:
             console.print(plan_tables(chosen))
+            console.print(attention_text(choice, batch=chosen.batch_size // config.accumulate, length=length,
+                                         precision=config.precision))
     if config.png is not None:
         _draw(config, choice, target, batch(config.batch_per_device), options, None if result else chosen)
     return chosen is not None and chosen.fits
@@ -97,6 +104,8 @@ def inspect_command(config: TrainConfig, *, console: Console | None = None) -> b
         transformer=_transformer(choice.config, None, config.batch_size // len(devices), config.seq_len))
     console.print(state_table(chosen.layout))
     console.print(plan_tables(chosen))
+    console.print(attention_text(with_attention(choice, step.mesh, config.attention), batch=config.batch_size
+                                 // config.accumulate, length=config.seq_len, precision=config.precision))
     if config.dry_run and chosen.timing is None and not chosen.refused:
         console.print("Time: not predicted for the devices that are here; --target h100:8, say, predicts it.")
     return chosen.fits

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Literal, get_args
 
+from zero_jax.cli.attention_options import AttentionOptions
 from zero_jax.cli.choices import Gather, Offloaded, Optimizer, PrecisionName, Reduce, RematName, check_gather
 from zero_jax.cli.communication_options import CommunicationOptions
 from zero_jax.cli.environment import check_folder
@@ -18,7 +19,7 @@ from zero_jax.xla.targets import Target, target_of
 
 @takes_old_names
 @dataclasses.dataclass(frozen=True)
-class PlanConfig(CommunicationOptions):
+class PlanConfig(AttentionOptions, CommunicationOptions):
     """Compile a train step for a target topology, no accelerator needed: does it fit, and what does it send."""
 
     target: str = "h100:8"
@@ -140,6 +141,7 @@ class PlanConfig(CommunicationOptions):
         if self.png is not None:
             check_folder("png", self.png.parent)
         choice = with_remat(find_model(self.model), self.remat)
+        self.check_attention(choice, target.chip.platform)
         if self.vocab_size is not None:
             choice = choice.with_change("vocab_size", self.vocab_size)
         if self.search == "layers":

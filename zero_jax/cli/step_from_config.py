@@ -1,11 +1,14 @@
-"""The devices and the train step that a configuration names."""
+"""The devices, the attention kernel and the train step that a configuration names."""
 
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
+from zero_jax.cli.attention_options import AttentionName
 from zero_jax.cli.environment import simulates
 from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.plan_config import PlanConfig
@@ -15,6 +18,7 @@ from zero_jax.errors import UsageError
 from zero_jax.optim.presets import OPTIMIZERS
 from zero_jax.optim.schedules import make_schedule
 from zero_jax.sharding.mesh import make_mesh, simulate_devices
+from zero_jax.step.attention import Attention, attention
 from zero_jax.step.guard import Guard
 from zero_jax.step.make import make_zero_train_step
 from zero_jax.step.step import ZeroTrainStep
@@ -46,10 +50,35 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device])
     injected = optax.inject_hyperparams(lambda learning_rate: make(learning_rate))(learning_rate=schedule)
     optimizer = optax.chain(optax.clip_by_global_norm(config.grad_clip_norm), injected)
     mesh = make_mesh(replica=config.replica, tensor=config.tensor, context=config.context, devices=devices)
+    choice = with_attention(choice, mesh, config.attention)
     return make_zero_train_step(
         choice.build(choice.config), config.stage, optimizer=optimizer, mesh=mesh, precision=config.precision,
         accumulate=config.accumulate, reduce=config.reduce, gather=config.gather, ema=config.ema,
         guard=Guard(skip=config.max_bad_steps), **residual_options(config, choice))
+
+
+def with_attention(choice: ModelChoice, mesh: Mesh, kernel: AttentionName) -> ModelChoice:
+    """`choice` with the attention kernel of the devices of `mesh`, where its config takes one."""
+    if not hasattr(choice.config, "attention"):
+        return choice
+    return choice.with_change("attention", attention(mesh, kernel=None if kernel == "auto" else kernel))
+
+
+def attention_text(choice: ModelChoice, *, batch: int, length: int | None, precision: str) -> str:
+    """The kernel that computes a model's attention, and why not the one of its devices; "" where that is not known.
+
+    batch, length: of the global batch.
+    """
+    sizes: Any = choice.config
+    kernel = getattr(sizes, "attention", None)
+    if not isinstance(kernel, Attention) or length is None or not hasattr(sizes, "num_heads"):
+        return ""
+    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}.get(precision.partition("-")[0], jnp.float32)
+    head_dim = getattr(sizes, "head_dim", None) or sizes.width // sizes.num_heads
+    q, k = (jax.ShapeDtypeStruct((batch, length, heads or sizes.num_heads, head_dim), dtype)
+            for heads in (sizes.num_heads, getattr(sizes, "num_kv_heads", None)))
+    name, reason = kernel.kernel_for(q, k)
+    return f"Attention: {name}" + (f" ({reason})" if reason else "")
 
 
 def residual_options(config: TrainConfig | PlanConfig, choice: ModelChoice) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from zero_jax.arguments import check_path
 from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
+from zero_jax.cli.attention_options import AttentionOptions
 from zero_jax.cli.choices import Gather, Offloaded, Optimizer, PrecisionName, Reduce, RematName, check_gather
 from zero_jax.cli.communication_options import CommunicationOptions
 from zero_jax.cli.data_options import DataOptions, check_eval_data
@@ -159,7 +160,8 @@ class RunOptions:
 
 @takes_old_names
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(CommunicationOptions, ReportOptions, EvaluationOptions, ScheduleOptions, DataOptions, RunOptions):
+class TrainConfig(AttentionOptions, CommunicationOptions, ReportOptions, EvaluationOptions, ScheduleOptions,
+                  DataOptions, RunOptions):
     """Train a language model at a ZeRO stage. --config run.toml: options from a file, by the same names; flags win."""
 
     def __post_init__(self) -> None:
@@ -233,6 +235,8 @@ class TrainConfig(CommunicationOptions, ReportOptions, EvaluationOptions, Schedu
         elif self.devices is None and simulates() and not (self.distributed or COORDINATOR in os.environ):
             self.check_devices(SIMULATED_DEVICES)
         choice = with_remat(find_model(self.model), self.remat)
+        platform = target_of(self.target).chip.platform if self.target else "cpu" if simulates() else None
+        self.check_attention(choice, platform)
         choice.check(seq_len=self.seq_len, vocab_size=self.data_vocab_size())
         choice.tensor_rules(self.tensor)
         choice.check_predicts_text("train")

@@ -1,0 +1,45 @@
+"""`--attention`: which kernel a model is built with, and what is refused before JAX starts."""
+
+import dataclasses
+
+import pytest
+from support.targets import mesh_of
+
+from zero_jax.cli.model_lookup import find_model
+from zero_jax.cli.plan_config import PlanConfig
+from zero_jax.cli.step_from_config import attention_text, with_attention
+from zero_jax.cli.train_config import TrainConfig
+from zero_jax.errors import UsageError
+
+TINY = {"model": "gpt2:tiny", "seq_len": 64}
+
+
+@pytest.mark.parametrize("make, told", [
+    (lambda: PlanConfig(target="h100:8", attention="splash", **TINY), "splash is a kernel of TPU devices.*CUDA"),
+    (lambda: PlanConfig(target="v5e:2x4", attention="cudnn", **TINY), "cudnn is a kernel of CUDA devices.*TPU"),
+    (lambda: TrainConfig(attention="cudnn", **TINY), "cudnn is a kernel of CUDA devices.*CPU"),
+    (lambda: TrainConfig(attention="cudn", **TINY), "attention='cudn' is unknown.*cudnn"),
+    (lambda: PlanConfig(attention="xla", model="resnet:resnet50"), "resnet:resnet50 has no field 'attention'")])
+def test_what_cannot_take_effect_is_refused(make, told):
+    with pytest.raises(UsageError, match=told):
+        make().check()
+
+
+@pytest.mark.parametrize("target, kernel, text", [
+    ("cpu", "auto", "Attention: xla"),
+    ("v5e:2x4", "auto", "Attention: splash"),
+    ("v5e:2x4", "xla", "Attention: xla")])
+def test_the_model_gets_the_kernel_and_the_report_tells_it(target, kernel, text):
+    choice = find_model("gpt2:124m")
+    built = with_attention(choice, mesh_of(target), kernel)
+    assert attention_text(built, batch=8, length=1024, precision="bf16") == text
+    assert attention_text(choice, batch=8, length=1024, precision="bf16") == ""  # built by nobody
+    if kernel == "auto" and target != "cpu":
+        told = attention_text(built, batch=8, length=1000, precision="bf16")
+        assert told.startswith("Attention: xla (1000 queries")
+
+
+def test_a_model_without_the_option_is_left_as_it_is():
+    choice = find_model("resnet:resnet50")
+    assert with_attention(choice, mesh_of("cpu"), "auto") == choice
+    assert not hasattr(dataclasses.replace(choice).config, "attention")

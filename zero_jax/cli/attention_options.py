@@ -1,0 +1,38 @@
+"""The option of `train` and `plan` that chooses the kernel of attention. No JAX."""
+
+import dataclasses
+from typing import Literal, get_args
+
+from zero_jax.cli.model_lookup import ModelChoice, nearest
+from zero_jax.errors import UsageError
+
+AttentionName = Literal["auto", "xla", "cudnn", "splash"]
+
+PLATFORMS = {"cudnn": "cuda", "splash": "tpu"}
+"""The platform of the devices that have a kernel."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """Which kernel computes attention."""
+
+    attention: AttentionName = "auto"
+    """The kernel of attention: cudnn (GPU), splash (TPU) or xla; auto: the devices' own where it takes the arrays."""
+
+    def check_attention(self, choice: ModelChoice, platform: str | None) -> None:
+        """Raises UsageError where a kernel is asked for that the model cannot take, or that the devices do not have.
+
+        platform: of the devices: "cuda", "tpu" or "cpu"; None: not known before JAX starts.
+        """
+        if self.attention not in get_args(AttentionName):
+            raise UsageError(f"attention={self.attention!r} is unknown"
+                             f"{nearest(self.attention, [*get_args(AttentionName)])}")
+        if self.attention == "auto":
+            return
+        if not hasattr(choice.config, "attention"):
+            raise UsageError(f"attention={self.attention}: {choice.name} has no field 'attention' in its config: leave "
+                             "it out.")
+        wanted = PLATFORMS.get(self.attention)
+        if wanted is not None and platform not in (None, wanted):
+            raise UsageError(f"attention={self.attention} is a kernel of {wanted.upper()} devices, and these are "
+                             f"{platform.upper()}: give auto or xla.")
