@@ -94,6 +94,11 @@ class ModelChoice:
             raise UsageError(f"The data's vocabulary of {vocab_size} is larger than vocab_size={known} of {self.name}.")
 
 
+def with_remat(choice: ModelChoice, remat: str) -> ModelChoice:
+    """`choice` with its own remat switched by `yes` or `no`; any other value is for `make_zero_train_step`."""
+    return choice.with_change("remat", remat == "yes") if remat in ("yes", "no") else choice
+
+
 def find_model(name: str) -> ModelChoice:
     """The model that MODULE:PRESET names.
 

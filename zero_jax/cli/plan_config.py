@@ -10,9 +10,8 @@ from zero_jax.cli.attention_options import AttentionOptions
 from zero_jax.cli.choices import Gather, Offloaded, Optimizer, PrecisionName, Reduce, RematName, check_gather
 from zero_jax.cli.communication_options import CommunicationOptions
 from zero_jax.cli.environment import check_folder
-from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
+from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest, with_remat
 from zero_jax.cli.renamed import REMAT_VALUES, takes_old_names
-from zero_jax.cli.train_config import with_remat
 from zero_jax.errors import UsageError
 from zero_jax.xla.targets import Target, target_of
 

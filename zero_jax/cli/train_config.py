@@ -15,7 +15,7 @@ from zero_jax.cli.communication_options import CommunicationOptions
 from zero_jax.cli.data_options import DataOptions, check_eval_data
 from zero_jax.cli.environment import check_folder, check_no_checkpoints, simulates
 from zero_jax.cli.evaluation_options import EvaluationOptions
-from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest
+from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest, with_remat
 from zero_jax.cli.renamed import takes_old_names
 from zero_jax.cli.report_options import ReportOptions
 from zero_jax.cli.schedule_options import ScheduleOptions
@@ -294,8 +294,3 @@ class InspectConfig(TrainConfig):
 
     def _check_checkpoints(self) -> None:
         pass  # it writes none
-
-
-def with_remat(choice: ModelChoice, remat: str) -> ModelChoice:
-    """`choice` with its own remat switched by `yes` or `no`; any other value is for `make_zero_train_step`."""
-    return choice.with_change("remat", remat == "yes") if remat in ("yes", "no") else choice
