@@ -14,7 +14,7 @@ SPECIAL_TOKENS = (EOS[0], PAD[0], MASK[0])
 def train_bpe(texts: Iterable[str], *, vocab_size: int, sentinels: int = 0) -> HuggingFaceTokenizer:
     """A byte-level BPE as GPT-2's, trained on `texts`: any text is encoded, and decoded to itself.
 
-    Ids 0 to 2 are <|endoftext|>, <|pad|> and <|mask|>; after them come `sentinels` tokens <extra_id_0> and so on, for
+    Ids 0 to 2 are `<|endoftext|>`, `<|pad|>` and `<|mask|>`; then come `sentinels` tokens `<extra_id_0>` and so on, for
     span corruption, and the 256 bytes. Where the texts have fewer pairs to merge, its `vocab_size` is smaller than that
     asked for. The same texts give the same tokenizer. Raises ValueError for no text, and a vocabulary without room for
     the bytes and special tokens.
