@@ -24,11 +24,12 @@ from zero_jax.data.batches import Batches
 SLICES, DEVICES, LENGTH, ROWS = 4, 8, 64, 32
 VARIANTS = {
     "synchronous": None,
+    "averaged every 20 steps": {"every": 20, "learning_rate": 1.0, "momentum": 0.0, "nesterov": False},
     "DiLoCo, every 20 steps": {"every": 20},
     "streaming: 4 fragments, overlap, bf16": {"every": 20, "fragments": 4, "overlap": True, "dtype": "bfloat16"},
     "alone": {"every": 10**9},
 }
-COLORS = dict(zip(VARIANTS, ("#202428", "#1f6fb2", "#f0a030", "#9aa5b1"), strict=True))
+COLORS = dict(zip(VARIANTS, ("#202428", "#2f8f5b", "#1f6fb2", "#f0a030", "#9aa5b1"), strict=True))
 
 
 def slice_bytes(diloco, batch):
