@@ -6,11 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import command_line
 from support.oracle import slow
 
 import zero_jax
 from models import gpt2
+from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.cli.generate import sample_with_cache
+from zero_jax.cli.model_lookup import find_model
+from zero_jax.cli.resume import fixed
+from zero_jax.cli.step_from_config import step_of
+from zero_jax.cli.terminal_text import shown_text
+from zero_jax.cli.train_config import TrainConfig
+from zero_jax.data.tokenizer import ByteTokenizer
 
 PROMPT, NEW = 5, 7
 
@@ -46,3 +54,38 @@ def test_tokens_with_a_cache_are_those_without(stage, change):
     assert not np.array_equal(expected, greedy(model, params, np.roll(prompts, 1, axis=1)))
     drawn = step.evaluator(sample_with_cache(gpt2.decoder(config), num_tokens=NEW, temperature=5.0))
     assert not np.array_equal(np.asarray(drawn(state, {"inputs": prompts}, jax.random.key(1))), expected)
+
+
+@pytest.mark.slow
+def test_the_command_continues_prompts_with_the_parameters_of_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("zero_jax.cli.generate_command.simulate_devices", lambda number: None)  # there are 8 already
+    config = TrainConfig(model="gpt2:tiny", batch_size=8, seq_len=16)
+    step = step_of(config, find_model(config.model), jax.devices())
+    batch = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")}
+    state = step.init(jax.random.key(0), batch)
+    params = jax.tree.map(lambda leaf: 4 * leaf, jax.device_get(step.params(state)))
+    state = step.init(jax.random.key(0), batch, params=params)
+    with Checkpoints(tmp_path / "checkpoints", keep_last=4) as checkpoints:
+        checkpoints.save(step, state, at=1, config=fixed(config), wait=True)
+        checkpoints.save(step, state, at=2, config=fixed(config) | {"data": ["x.npy"]}, wait=True)
+        checkpoints.save(step, state, at=3, config=fixed(config) | {"tokenizer": "t.json"}, wait=True)
+        checkpoints.save(step, state, at=4, config=fixed(config) | {"model": "gpt2_nnx:tiny"}, wait=True)
+    model = gpt2.build(gpt2.PRESETS["tiny"])
+
+    def generate(at, prompt, *options):
+        return command_line.run("generate", "--checkpoint", str(tmp_path / "checkpoints"), "--at", at, "--prompt",
+                                prompt, "--temperature", "0", "--tokens", str(NEW), *options)
+
+    expected = greedy(model, params, jnp.array([list(b"hello")], jnp.int32))[0].tolist()
+    done = generate("2", " ".join(map(str, b"hello")))
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == " ".join(map(str, expected)), done.stderr
+    done = generate("1", "hello")
+    assert done.stdout == f"--- hello\n{shown_text(ByteTokenizer().decode(expected))}\n", done.stderr
+    for at, prompt, options, message in (
+            ("3", "hello", (), "the run's tokenizer was t.json: give it with tokenizer"),
+            ("2", "hello", (), "its tokenizer is not known"),
+            ("2", "256", (), "has the id 256, and the model"),
+            ("1", "h" * 60, (), "with tokens=7 that is more than max_length=64"),
+            ("4", "hello", (), "has no decoder(config)"), ("1", "hello", ("--ema",), "the run kept no average")):
+        done = generate(at, prompt, *options)
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -22,6 +22,7 @@ from zero_jax.checkpoint.history import parse_place
 from zero_jax.checkpoint.manifest import Leaf, Manifest, parse
 from zero_jax.cli import main
 from zero_jax.cli.export_config import ExportConfig
+from zero_jax.cli.generate_config import GenerateConfig
 from zero_jax.cli.plan_config import PlanConfig
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.data.batches import Batches
@@ -119,8 +120,8 @@ def fuzz_methods(started, name, first, second, keeps):
         clear(lambda: getattr(step, name)(begin, second))
 
 
-ARGS = ["train", "plan", "inspect", "export", "launch", "--", "--help", "--version", *(
-    f"--{field.name.replace('_', '-')}" for config in (TrainConfig, PlanConfig, ExportConfig)
+ARGS = ["train", "plan", "inspect", "export", "generate", "launch", "--", "--help", "--version", *(
+    f"--{field.name.replace('_', '-')}" for config in (TrainConfig, PlanConfig, ExportConfig, GenerateConfig)
     for field in dataclasses.fields(config)), "0", "-1", "3", "4", "999999", "nan", "inf", "1e400", "", "python",
     "--config", "--config=/dev/null",
     "gpt2:tiny", "../x:a", "json:a", "h100:8", "v5p:0x0x0", ":::", "/dev/null", "\x1b[2J", "a" * 3000, "yes", "bf16",
@@ -133,7 +134,8 @@ def fuzz_command_line(args, monkeypatch):
         raise KeyboardInterrupt
 
     for name in ("zero_jax.cli.train.train", "zero_jax.cli.plan_command.plan_command", "zero_jax.cli.main.launch",
-                 "zero_jax.cli.plan_command.inspect_command", "zero_jax.cli.export_command.export_command"):
+                 "zero_jax.cli.plan_command.inspect_command", "zero_jax.cli.export_command.export_command",
+                 "zero_jax.cli.generate_command.generate_command"):
         monkeypatch.setattr(name, stop)
     monkeypatch.setattr(main, "end_with_launcher", lambda: None)
     err = io.StringIO()

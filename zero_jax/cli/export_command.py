@@ -37,7 +37,7 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
     checkpoints = Checkpoints(config.checkpoint, read_only=True)
     manifest = checkpoints.manifest(config.at)
     number = manifest.step
-    run = _run(config, manifest.config)
+    run = saved_run(config.checkpoint, config.model, manifest.config)
     choice = find_model(run.model)
     names = _names(config, choice)
     if devices is None and simulates():
@@ -68,15 +68,18 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
     return written
 
 
-def _run(config: ExportConfig, saved: Any) -> TrainConfig:
-    """The options of the run that saved, at stage 3, where a device stores the least."""
+def saved_run(checkpoint: str, given: str | None, saved: Any) -> TrainConfig:
+    """The options of the run that saved, at stage 3, where a device stores the least; given: its model, if said.
+
+    Raises ValueError for what `train` did not save, and for a model that is not ours and was not given.
+    """
     saved = current_options(saved) if isinstance(saved, dict) else {}
     if not saved.keys() >= {"model", *NEEDED}:
-        raise CheckpointError(f"{config.checkpoint} was not saved by the command train: it lacks the options of a "
+        raise CheckpointError(f"{checkpoint} was not saved by the command train: it lacks the options of a "
                               "run. Export it from Python with zero_jax.export_params.")
-    model = config.model or str(saved["model"])
-    if config.model is None and short_name(model.partition(":")[0]) is None:
-        raise UsageError(f"model: {config.checkpoint} names the model {model!r}, whose module would run when it is "
+    model = given or str(saved["model"])
+    if given is None and short_name(model.partition(":")[0]) is None:
+        raise UsageError(f"model: {checkpoint} names the model {model!r}, whose module would run when it is "
                          f"imported: give --model {model} if you trust it.")
     options = {name: saved[name] for name in NEEDED}
     options["grad_clip_norm"] = float(options["grad_clip_norm"])

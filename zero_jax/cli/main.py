@@ -14,10 +14,12 @@ from pathlib import Path
 
 from zero_jax.cli.config_file import expand_config
 from zero_jax.cli.export_config import ExportConfig
+from zero_jax.cli.generate_config import GenerateConfig
 from zero_jax.cli.import_config import ImportConfig
 from zero_jax.cli.model_lookup import current_name, told, users_line
 from zero_jax.cli.plan_config import PlanConfig
 from zero_jax.cli.renamed import current_args
+from zero_jax.cli.terminal_text import shown_text
 from zero_jax.cli.tokenize_command import TokenizeConfig, tokenize_command
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
 from zero_jax.distributed.launch import PREEMPTED, LaunchConfig, end_with_launcher, launch
@@ -37,7 +39,7 @@ _PLAN_ENVIRONMENT = {
 }
 
 
-Config = TrainConfig | PlanConfig | ExportConfig | ImportConfig | TokenizeConfig | LaunchConfig
+Config = TrainConfig | PlanConfig | ExportConfig | GenerateConfig | ImportConfig | TokenizeConfig | LaunchConfig
 """Of any command."""
 
 
@@ -138,7 +140,7 @@ def _parse(args: Sequence[str]) -> Config:
     except ImportError as error:
         raise UsageError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
     commands = {"train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
-                "import": ImportConfig, "tokenize": TokenizeConfig, "launch": LaunchConfig}
+                "generate": GenerateConfig, "import": ImportConfig, "tokenize": TokenizeConfig, "launch": LaunchConfig}
     args = expand_config(args, {name: commands[name] for name in ("train", "inspect")})
     for option in PATHS:  # an empty text is the current folder to pathlib
         if f"{option}=" in args or any(pair == (option, "") for pair in itertools.pairwise(args)):
@@ -169,6 +171,12 @@ def _run(config: Config) -> int:
     config.check()
     if isinstance(config, TokenizeConfig):
         print(*tokenize_command(config), sep="\n")
+        return 0
+    if isinstance(config, GenerateConfig):
+        from zero_jax.cli.generate_command import generate_command
+
+        for prompt, text in zip(config.prompt, generate_command(config), strict=True):
+            print(f"--- {shown_text(prompt)}\n{shown_text(text)}")
         return 0
     if isinstance(config, ExportConfig):
         from zero_jax.cli.export_command import export_command

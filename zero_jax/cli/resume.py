@@ -21,9 +21,6 @@ FIXED = ("model", "data", "data_weights", "eval_data", "eval_fraction", "tokeniz
          "weight_decay", "grad_clip_norm", "seed", "init_from")
 """The options that determine the losses of a run. Stage, mesh, devices, and what is printed and saved may change."""
 
-ADDED: dict[str, Any] = {"quantize_weights": "no", "quantize_gradients": []}
-"""What a run that was saved before there were these options did."""
-
 
 def fixed(config: TrainConfig) -> dict[str, Any]:
     """The options of a run that must not change when it is resumed, as plain JSON."""

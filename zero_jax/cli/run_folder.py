@@ -25,6 +25,7 @@ def folder_text(config: TrainConfig) -> str:
     commands = {
         "go on where it ended": f"train --config {config.out}/config.toml --resume",
         "the same run again": f"train --config {config.out}/config.toml --out ANOTHER_FOLDER",
+        "text from its model": f"generate --checkpoint {config.checkpoints} --prompt TEXT" if config.save_every else "",
         "its parameters as safetensors":
             f"export --checkpoint {config.checkpoints} --out model.safetensors" if config.save_every else ""}
     said = "".join(f"  {what}:\n    python -m zero_jax {command}\n" for what, command in commands.items() if command)

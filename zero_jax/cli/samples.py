@@ -8,6 +8,7 @@ import numpy as np
 from zero_jax.cli.generate import generate, next_logits, sample_with_cache
 from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.run_data import RunData
+from zero_jax.cli.terminal_text import shown_text
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.distributed.initialize import on_host, put_global
 from zero_jax.step.step import ZeroTrainStep
@@ -33,8 +34,7 @@ def continuations(config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep,
     new = (_with_cache if cached else _without_cache)(config, choice, step, state, prompts)
 
     def text(ids: np.ndarray) -> str:
-        # An untrained model generates control characters, which a terminal would interpret.
-        return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in data.text(ids))
+        return shown_text(data.text(ids))
 
     return tuple(f"--- held-out text:\n{text(prompts[i])}\n--- continued by the model:\n{text(new[i])}"
                  for i in range(config.samples))
