@@ -60,9 +60,14 @@ def gather_copy(params: Any, shards: Any, likes: Any, stored_shapes: Any, layout
 
 
 def cast_compute_params(params: Any, layout: Layout) -> Any:
-    """The shards of the compute weights, before they are gathered; None if there is no copy."""
+    """The shards of the compute weights, before they are gathered; None if there is no copy.
+
+    Those that are sent as codes are not cast: they are encoded from the master weights.
+    """
+    codes = {} if layout.quantized is None else layout.quantized.gathers
     weights = layout.state.weights
-    return None if weights is None else jax.tree.map(lambda param, like: param.astype(like.dtype), params, weights)
+    return None if weights is None else map_named(
+        lambda name, param, like: param if name in codes else param.astype(like.dtype), params, weights)
 
 
 def _rounds(layers: int, size: int) -> int:
