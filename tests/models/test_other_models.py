@@ -100,6 +100,14 @@ def test_tensor_parallelism(name, tensor):
     assert float(metrics["grad_norm"]) == pytest.approx(alone(name).norms[0], rel=2e-5)
 
 
+@pytest.mark.parametrize("name", [slow(name) for name in ("llama", "llama_nnx", "bert", "t5")])
+def test_context_parallelism(name):
+    step, state = run_on(zero_jax.make_mesh(context=2), name, rules=False)
+    _, metrics = step(state, batches(name)[0])
+    assert float(metrics["loss"]) == pytest.approx(alone(name).losses[0], rel=2e-6)
+    assert float(metrics["grad_norm"]) == pytest.approx(alone(name).norms[0], rel=2e-5)
+
+
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "vit"])
 def test_tensor_rules_split_all_matrices(name):
     """And heads that do not divide are refused."""
