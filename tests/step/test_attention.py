@@ -108,12 +108,31 @@ def shape(batch=16, length=1024, heads=8, head_dim=64, dtype=jnp.bfloat16):
     ("v5e:2x4", {}, shape(), {"bias": 0.0}, "xla", "a bias"),
     ("h100:8", {}, shape(), {}, "cudnn", ""),
     ("h100:8", {}, shape(dtype=jnp.float32), {}, "xla", "float32 queries"),
-    ("h100:8", {}, shape(head_dim=100), {}, "xla", "heads of 100"),
+    ("h100:8", {}, shape(head_dim=100), {}, "cudnn", ""),
+    ("h100:8", {}, shape(head_dim=136), {}, "xla", "heads of 136"),
     ("h100:8", {}, shape(length=1023), {}, "xla", "an odd length")])
 def test_the_kernel_of_a_call(monkeypatch, target, sizes, q, options, kernel, reason):
     monkeypatch.setattr(module, "cudnn_is_installed", lambda: True)
     chosen = attention(mesh_of(target, **sizes)).kernel_for(q, q, **options)
     assert chosen[0] == kernel and chosen[1].startswith(reason) if not reason else reason in chosen[1]
+
+
+def test_heads_that_cudnn_does_not_take_are_padded(monkeypatch):
+    """With zeros, which change nothing: cuDNN stands for itself by XLA's."""
+    monkeypatch.setattr(module, "cudnn_is_installed", lambda: True)
+    plain, seen = jax.nn.dot_product_attention, []
+
+    def stand_in(q, k, v, *, implementation, **options):
+        seen.append((q.shape[-1], implementation))
+        return plain(q, k, v, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    qkv = [each.astype(jnp.bfloat16) for each in arrays(head_dim=12)]
+    out = attention(mesh_of("h100:8"))(*qkv)
+    assert seen == [(16, "cudnn")] and out.shape == qkv[0].shape
+    np.testing.assert_allclose(out.astype(jnp.float32), plain(*qkv, is_causal=True).astype(jnp.float32), atol=0.02)
+    unscaled = plain(*qkv, is_causal=True, scale=16 ** -0.5)  # negative control: the scale of the padded heads
+    assert abs(out - unscaled).max() > 0.02
 
 
 def test_without_cudnn_a_gpu_has_xla(monkeypatch):

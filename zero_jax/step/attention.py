@@ -86,10 +86,12 @@ class Attention:
         mask = None if segment_ids is None else segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :]
         # In float16 JAX's own attention requests a matrix product that only NVIDIA GPUs have.
         wide = jnp.float32 if q.dtype == jnp.float16 and kernel == "xla" else q.dtype
+        # cuDNN takes heads of multiples of 8: columns of zeros change no score, and give columns of zeros.
+        padding = -q.shape[-1] % 8 if kernel == "cudnn" else 0
+        padded = (jnp.pad(each.astype(wide), [(0, 0)] * 3 + [(0, padding)]) for each in (q, k, v))
         out = jax.nn.dot_product_attention(
-            *(each.astype(wide) for each in (q, k, v)), bias=bias, mask=mask, is_causal=causal, scale=scale,
-            implementation=kernel)
-        return out.astype(q.dtype)
+            *padded, bias=bias, mask=mask, is_causal=causal, scale=scale, implementation=kernel)
+        return out[..., :q.shape[-1]].astype(q.dtype)
 
     def kernel_for(self, q: Any, k: Any, *, bias: Any = None) -> tuple[Kernel, str]:
         """The kernel that computes a call with such arrays, and why not the one of these devices; "" if it does."""
@@ -105,8 +107,8 @@ class Attention:
                 reason = "cuDNN cannot be loaded"
             elif q.dtype not in (jnp.bfloat16, jnp.float16):
                 reason = f"{q.dtype} queries, where cuDNN takes bfloat16 and float16"
-            elif head_dim > 128 or head_dim % 8:
-                reason = f"heads of {head_dim}, where cuDNN takes multiples of 8 up to 128"
+            elif head_dim > 128:
+                reason = f"heads of {head_dim}, where cuDNN takes up to 128"
             elif queries % 2 or keys % 2:
                 reason = f"an odd length ({queries} queries, {keys} keys)"
             return ("xla", reason) if reason else ("cudnn", "")
