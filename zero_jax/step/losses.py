@@ -33,9 +33,10 @@ def call_model(model: Any, batch: Batch, **options: Any) -> Any:
 
     Attention must not cross segments: raises ValueError for a model without these arguments.
     """
+    inputs = batch["inputs"]  # before `try`, so that a batch without it is told by this line
     given = {name: batch[name] for name in ("segment_ids", "positions") if name in batch}
     try:
-        return model(batch["inputs"], **given, **options)
+        return model(inputs, **given, **options)
     except TypeError as error:
         if given and any(f"unexpected keyword argument {name!r}" in str(error) for name in given):
             raise UsageError(f"The batch has packed documents, and the model does not take {' and '.join(given)}: its "
