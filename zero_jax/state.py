@@ -20,8 +20,9 @@ class ZeroState:
     step: number of steps taken, int32 scalar; a step that is skipped is not taken.
     params: the trainable parameters, at full precision, a tree of dicts; sharded at stage 3, and at stages 1 and 2
         where `weights` holds what the model reads (then they are the paper's fp32 master copy).
-    weights: the copy of `params` in the compute dtype that the model reads, replicated; None at stage 3
-        and wherever the parameters are stored in the dtype they are used in.
+    weights: the copy of `params` in the compute dtype that the model reads, replicated; sharded at stage 3
+        with master weights in host memory, else None there, and wherever the parameters are stored in the dtype they
+        are used in.
     frozen: the other parameters, in the dtype in which the model reads them; sharded at stage 3.
     opt_state: the optimizer's state; sharded from stage 1 on.
     variables: what the model owns beside parameters (batch statistics, RNG streams, frozen variables).

@@ -92,7 +92,12 @@ def test_offload_has_the_bits_of_no_offload_and_updates_in_place(stage, options)
         np.testing.assert_allclose(numbers, same, rtol=1e-6)
     else:
         assert numbers == same
-        assert differing(device, host) == []
+        if device.weights is None and host.weights is not None:  # stage 3 keeps a copy
+            cast = jax.tree.map(lambda param, weight: param.astype(weight.dtype), device.params, host.weights)
+            assert differing(cast, host.weights) == []
+            assert differing(device, dataclasses.replace(host, weights=None)) == []
+        else:
+            assert differing(device, host) == []
     assert host_leaves(host) == step.layout().host and not host_leaves(device)
     large = {name for name, leaf in named_leaves(host.opt_state) if leaf.size >= 2**12}
     assert large and {f"opt_state/{name}" for name in large} <= step.layout().host
@@ -147,8 +152,9 @@ def test_scales_rounding_and_tensor_parallelism_have_their_numbers(options):
 
 @pytest.mark.slow
 def test_checkpoints_are_restored_to_either_memory(tmp_path):
-    device, at_device, _ = trained(3, None, ema=0.9)
-    host, at_host, _ = trained(1, SMALL_BUFFER, ema=0.9)
+    device, at_device, _ = trained(1, None, ema=0.9, precision="bf16", steps=1)
+    host, at_host, _ = trained(3, SMALL_BUFFER, ema=0.9, precision="bf16", steps=1)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(at_host.weights)} == {"device"}
     for name, step, state, other in (("device", device, at_device, host), ("host", host, at_host, device)):
         with zero_jax.Checkpoints(tmp_path / name) as checkpoints:
             checkpoints.save(step, state)

@@ -45,7 +45,7 @@ def formulas(layout: Layout) -> dict[str, tuple[str, float]]:
     terms = {"params": (stored, stage.shards_params or (weights is not None and stage.shards_optimizer)),
              "opt_state": (2 * stored, stage.shards_optimizer)}
     if weights is not None:
-        terms["weights"] = (read, False)
+        terms["weights"] = (read, stage.shards_params)
     if layout.state.ema is not None:
         terms["ema"] = (average, stage.shards_optimizer)
     return {kind: (f"{size} P" + ("/N" if split else ""),

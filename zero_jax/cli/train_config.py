@@ -65,8 +65,8 @@ class RunOptions:
     """Split checkpointed activations over the tensor axis (P_a); cpu: also offload them to host memory."""
 
     offload: Offloaded = "no"
-    """optimizer: the optimizer's states, the moving average and, at stages 0 to 2 with bf16, the fp32 master weights
-    are in host memory (ZeRO-Offload); the update streams them through the device."""
+    """optimizer: the optimizer's states, the moving average and, with bf16, the fp32 master weights are in host memory
+    (ZeRO-Offload); the update streams them through the device."""
 
     overlap: bool = False
     """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute, at a cost in memory."""

@@ -155,7 +155,7 @@ class Layout:
         stage = self.stage
         return {
             "params": stage.shards_params or self.state.weights is not None and stage.shards_optimizer,
-            "opt_state": stage.shards_optimizer, "ema": stage.shards_optimizer,
+            "weights": stage.shards_params, "opt_state": stage.shards_optimizer, "ema": stage.shards_optimizer,
             "frozen": stage.shards_params, "variables": stage.shards_params}.get(name.split("/")[0], False)
 
     def describe(self) -> str:

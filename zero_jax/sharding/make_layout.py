@@ -37,6 +37,7 @@ class LayoutPolicy:
             microbatches is reduced after the last of them.
         hpz_axes: ZeRO axes among which backward gathers what forward gathered over the others (ZeRO++'s hpZ).
         communication: in which formats weights and gradients are sent; None: as they are.
+        compute_shards: whether stage 3, too, stores a copy in the dtype of computation, sharded as the master weights.
     """
 
     stage: Stage
@@ -44,6 +45,7 @@ class LayoutPolicy:
     reduce_at_use: bool = True
     hpz_axes: AxisNames = ()
     communication: Communication | None = None
+    compute_shards: bool = False
 
 
 def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
@@ -85,12 +87,13 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
     params = state.params
     param_shapes, sharded_specs, opt_shapes, opt_specs = partition_state(
         params, optimizer, sizes if stage.shards_optimizer else {}, reads, tiled=axes.is_tpu, splits=splits)
-    has_weights = not stage.shards_params and any(
+    has_weights = (policy.compute_shards or not stage.shards_params) and any(
         leaf.dtype != as_read(name, leaf).dtype for name, leaf in named_leaves(params))
     unsharded_specs = map_specs(lambda spec: compute_spec(spec, axes), sharded_specs)
     shards_master = stage.shards_params or has_weights and stage.shards_optimizer
     param_specs = sharded_specs if shards_master else unsharded_specs
-    weights = jax.tree.map(put, map_named(as_read, params), unsharded_specs, param_shapes) if has_weights else None
+    weights = jax.tree.map(put, map_named(as_read, params), sharded_specs if stage.shards_params else unsharded_specs,
+                           param_shapes) if has_weights else None
 
     # Second, the frozen parameters: an optimizer of nothing, since all that is done with them is to read them.
     frozen = map_named(as_read, state.frozen or {})

@@ -32,9 +32,9 @@ class Offload:
     """What of the state is stored in host memory; `make_zero_train_step(offload="optimizer")` is `Offload()`.
 
     optimizer: "host" or "device", the optimizer's states, and with them the moving average of the parameters.
-    master: "host" or "device", the fp32 master weights, at stages 0 to 2 where the model reads a copy of another dtype.
-        At stage 3, and where the model reads parameters as they are stored, these are what the model reads: they stay
-        on the device.
+    master: "host" or "device", the fp32 master weights, where the model reads a copy of another dtype. Stage 3 stores
+        such a copy, sharded, beside them, unless gradients are reduced in another dtype than it, weights are sent as
+        codes, or gathered once a step. Where the model reads parameters as they are stored, they stay on the device.
     buffer_bytes: what the update may read at a time from the host's memory, per device; it needs about twice as much
         device memory, since results are written back from there.
 

@@ -126,8 +126,8 @@ def make_zero_train_step(
         every microbatch gets what is whole, and of a typed key one of its own; what a rule shards is refused.
       communication: quantised collectives (ZeRO++), as `zero_jax.Communication(weights="int8", gradients="int8")`; by
         default weights and gradients are sent in the dtypes of `precision`.
-      offload: "optimizer" stores the optimizer's states, the moving average, and at stages 0 to 2 the fp32 master copy
-        of bf16 weights, in host memory (ZeRO-Offload, arXiv 2101.06840); an `Offload` says which of them. The update
+      offload: "optimizer" stores the optimizer's states, the moving average, and the fp32 master copy of bf16 weights,
+        in host memory (ZeRO-Offload, arXiv 2101.06840); an `Offload` says which of them. The update
         runs on the device and streams them through a bounded buffer: the same numbers. None: all in device memory.
       streams: deprecated, the former name of `rng_streams`.
       secondary: deprecated, the former name of `hpz_axes`.

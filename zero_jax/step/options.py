@@ -100,7 +100,15 @@ class StepOptions:
     def layout_policy(self) -> LayoutPolicy:
         """What of these options decides how the state is stored."""
         return LayoutPolicy(self.stage, self.precision, reduce_at_use=not self.accumulation.once,
-                            hpz_axes=self.hpz_axes, communication=self.communication)
+                            hpz_axes=self.hpz_axes, communication=self.communication,
+                            compute_shards=self._offloads_master)
+
+    @property
+    def _offloads_master(self) -> bool:
+        """Whether stage 3 reads a sharded copy of master weights in host memory: it must have the same gradients."""
+        precision = self.precision
+        return (self.offload is not None and self.offload.master == "host" and self.communication is None
+                and self.accumulation.gather == "use" and precision.reduce in (None, precision.compute))
 
     def activations(self, axes: MeshAxes, batch_size: int) -> Activations:
         """How the activations of so many examples are sharded and stored."""

@@ -29,6 +29,8 @@ class _Updated(NamedTuple):
     params: Params
     opt_state: OptState
     ema: Params | None
+    weights: Params | None = None
+    """At stage 3 the sharded copy that the model reads, where there is one; elsewhere it is gathered afterwards."""
 
 
 ROUNDING = 0xB16
@@ -81,17 +83,19 @@ def apply_update(
         if not offload:
             new_params = jax.tree.map(constrain, new_params, layout.gradients)
         average = None if ema is None else _averaged(ema, old.ema, new_params)
-        new = _Updated(new_params, opt_state, average)  # type: ignore[arg-type]
+        new = _Updated(new_params, opt_state, average, old.weights)  # type: ignore[arg-type]
         new = new if given["is_good"] is None else _kept_if_bad(given["is_good"], new, old)
-        return new, cast_compute_params(new.params, layout)
+        cast = cast_compute_params(new.params, layout)
+        return (new, cast) if old.weights is None else (new._replace(weights=cast), None)
 
-    old = _Updated(_constrained(state.params, layout), state.opt_state, state.ema)
+    old = _Updated(_constrained(state.params, layout), state.opt_state, state.ema,
+                   state.weights if layout.stage.shards_params else None)
     given = {"grads": grads, "written": output.written or {}, "loss": output.loss, "key": key if stochastic else None,
              "is_good": is_good}
     new, cast = _streamed(update, old, given, layout, offload) if offload else update(old, given)
 
     # Third, at stages 1 and 2 what the model reads is gathered anew.
-    weights = gather_compute_params(cast, layout, state.weights)
+    weights = gather_compute_params(cast, layout, state.weights) if old.weights is None else new.weights
     new_state = ZeroState(
         step=step, params=new.params, weights=weights, frozen=state.frozen, opt_state=new.opt_state,
         variables=variables, ema=new.ema, guard=guard_state, rng=state.rng)
@@ -119,7 +123,8 @@ def _kept_if_bad(is_good: Scalar, new: Pytree, old: Pytree) -> Any:
 def _streamed(update: Callable[[Any, Any], Any], old: _Updated, given: dict[str, Any], layout: Layout, offload: Offload
               ) -> tuple[_Updated, Params | None]:
     """`update(old, given)`, block by block."""
-    shardings = _Updated(layout.gradients, layout.shardings.opt_state, layout.shardings.ema)
+    shardings = _Updated(layout.gradients, layout.shardings.opt_state, layout.shardings.ema,
+                         None if old.weights is None else layout.shardings.weights)
     specs, names = [leaf.spec for leaf in jax.tree.leaves(shardings)], [name for name, _ in named_leaves(old)]
     streams = Streams(layout.mesh, tuple(specs), tuple(name in layout.host for name in names), offload.buffer_bytes)
     new, cast = stream(update, as_placed(old, layout), given, streams)
