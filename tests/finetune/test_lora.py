@@ -185,7 +185,7 @@ class TestProducts:
 
         x, w, a, b = self.arrays()
         whole = w + 1.5 * jnp.einsum("ijr,ro->ijo", a[..., :2], b[:, 0])
-        split = with_jaxpr_passes(fun, functools.partial(split_low_rank_products, specs=[self.SPEC]))
+        split = with_jaxpr_passes(fun, functools.partial(split_low_rank_products, specs={"w": self.SPEC}))
         np.testing.assert_allclose(split(x, w, a, b), jnp.einsum(equation, x, whole), rtol=1e-4, atol=1e-5)
         assert "zero_adapted" in str(jax.make_jaxpr(fun)(x, w, a, b))
         assert "zero_adapted" not in str(jax.make_jaxpr(split)(x, w, a, b))
@@ -195,14 +195,14 @@ class TestProducts:
             return jnp.sum(adapted(0, self.SPEC, w, a, b) ** 2) + jnp.sum(x)
 
         x, w, a, b = self.arrays()
-        split = with_jaxpr_passes(fun, functools.partial(split_low_rank_products, specs=[self.SPEC]))
+        split = with_jaxpr_passes(fun, functools.partial(split_low_rank_products, specs={"w": self.SPEC}))
         np.testing.assert_allclose(split(x, w, a, b), fun(x, w, a, b), rtol=1e-6)
 
     def test_dropout_is_of_what_a_multiplies(self):
         key = jax.random.key_data(jax.random.key(7)).reshape(1, 1, 1, -1)
         fun = with_jaxpr_passes(
             lambda x, w, a, b, key: jnp.einsum("nji,ijo->no", x, adapted(0, self.SPEC, w, a, b, key)),
-            functools.partial(split_low_rank_products, specs=[self.SPEC]))
+            functools.partial(split_low_rank_products, specs={"w": self.SPEC}))
         x, w, a, b = self.arrays()
         kept = jax.random.bernoulli(jax.random.key(7), 0.75, x.shape)
         thin = jnp.einsum("nji,ijr->nr", jnp.where(kept, x / 0.75, 0), a[..., :2])
@@ -211,6 +211,20 @@ class TestProducts:
 
 
 class TestDropout:
+    def test_what_it_does_not_reach_is_refused(self):
+        """A product in a jitted function of the model's: right without dropout, refused with it."""
+        spec = TestProducts.SPEC
+
+        def fun(x, w, a, b, *key):
+            weight = adapted(0, spec, w, a, b, *key)
+            return jax.jit(lambda x, weight: jnp.einsum("nji,ijo->no", x, weight))(x, weight)
+
+        x, w, a, b = TestProducts().arrays()
+        split = with_jaxpr_passes(fun, functools.partial(split_low_rank_products, specs={"blocks/w": spec}))
+        np.testing.assert_allclose(split(x, w, a, b), fun(x, w, a, b), rtol=1e-6)
+        with pytest.raises(zero_jax.UsageError, match="blocks/w is used elsewhere than in a product"):
+            split(x, w, a, b, jax.random.key_data(jax.random.key(7)).reshape(1, 1, 1, -1))
+
     @pytest.mark.parametrize("flavour", [slow("linen"), slow("nnx")])
     def test_in_training_and_not_in_evaluation(self, flavour):
         model, batches = FLAVOURS[flavour](CONFIG), token_batches(3)

@@ -274,7 +274,8 @@ def test_what_cannot_be_offloaded_is_refused(monkeypatch):
         zero_jax.Offload(buffer_bytes=10)
     for optimizer, offload, words in (
             (optax.sgd(1e-2), "optimizer", "the optimizer keeps no array"),
-            (optax.adam(1e-2), zero_jax.Offload(optimizer="device"), "no master copy")):
+            (optax.adam(1e-2), zero_jax.Offload(optimizer="device"), "no master copy"),
+            (optax.adam(1e-2), zero_jax.Offload(master="host"), r'master="host"\) at stage 3: .*no master copy')):
         step = zero_jax.make_zero_train_step(Stacked(), 3, optimizer=optimizer, offload=offload)
         with pytest.raises(zero_jax.UsageError, match=words):
             step.init(jax.random.key(0), BATCH)

@@ -166,7 +166,7 @@ class Lora:
             return self.base.run(fun, params, variables, rng, batch, uses, train=train, reads=reads,
                                   composition=composition)
 
-        split = functools.partial(split_low_rank_products, specs=[*self.specs.values()])
+        split = functools.partial(split_low_rank_products, specs=self.specs)
         return with_jaxpr_passes(run, split)(params, variables, rng, batch)
 
     def stored_values(self, given: Mapping[str, Any], rng: jax.Array) -> dict[str, Any]:

@@ -26,15 +26,19 @@ and all leaves below this are together less than 0.1 % of any model that needs o
 
 _PLACES = ("host", "device")
 
+_NO_COPY = ("the model reads the parameters as they are stored, so that there is no master copy beside them (there is "
+            "one with precision=\"bf16\"; at stage 3 not with communication=, gather= or another dtype of reduction)")
+
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
     """What of the state is stored in host memory; `make_zero_train_step(offload="optimizer")` is `Offload()`.
 
     optimizer: "host" or "device", the optimizer's states, and with them the moving average of the parameters.
-    master: "host" or "device", the fp32 master weights, where the model reads a copy of another dtype. Stage 3 stores
-        such a copy, sharded, beside them, unless gradients are reduced in another dtype than it, weights are sent as
-        codes, or gathered once a step. Where the model reads parameters as they are stored, they stay on the device.
+    master: "host" or "device", the fp32 master weights; None: "host" where the model reads a copy of another dtype.
+        Stage 3 stores such a copy, sharded, beside them, unless gradients are reduced in another dtype than it, weights
+        are sent as codes, or gathered once a step. Where the model reads parameters as they are stored, there is no
+        copy: they stay on the device, and "host" is refused.
     buffer_bytes: what the update may read at a time from the host's memory, per device; it needs about twice as much
         device memory, since results are written back from there.
 
@@ -42,12 +46,12 @@ class Offload:
     """
 
     optimizer: str = "host"
-    master: str = "host"
+    master: str | None = None
     buffer_bytes: int = 2**24
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "master"):
-            if getattr(self, name) not in _PLACES:
+            if getattr(self, name) not in _PLACES and (name, getattr(self, name)) != ("master", None):
                 raise UsageError(f"Offload({name}={shown(getattr(self, name))}): give \"host\" or \"device\".")
         size = self.buffer_bytes
         if isinstance(size, bool) or not isinstance(size, int) or size < 2**16:
@@ -105,8 +109,11 @@ def with_offload(layout: Layout, offload: Offload | None) -> Layout:
     if offload is None:
         return layout
     check_host_memory(layout.axes)
-    fields = {"opt_state": offload.optimizer, "ema": offload.optimizer,
-              "params": offload.master if layout.state.weights is not None else "device"}
+    has_copy = layout.state.weights is not None
+    if offload.master == "host" and not has_copy:
+        raise UsageError(f"Offload(master=\"host\") at stage {layout.stage.number}: {_NO_COPY}: leave master out.")
+    master = offload.master or "host"
+    fields = {"opt_state": offload.optimizer, "ema": offload.optimizer, "params": master if has_copy else "device"}
 
     def is_large(leaf: Any) -> bool:
         return (jnp.issubdtype(leaf.dtype, jnp.number) and len(leaf.shape) > 0
@@ -124,8 +131,7 @@ def with_offload(layout: Layout, offload: Offload | None) -> Layout:
 
 def _why_none(layout: Layout, offload: Offload) -> str:
     if offload.optimizer == "device" and layout.state.weights is None:
-        return ("the model reads the parameters as they are stored, so that there is no master copy beside them (there "
-                "is one at stages 0 to 2 with precision=\"bf16\")")
+        return _NO_COPY
     return f"the optimizer keeps no array of {MIN_BYTES:,} bytes on a device or more"
 
 

@@ -107,7 +107,7 @@ class StepOptions:
     def _offloads_master(self) -> bool:
         """Whether stage 3 reads a sharded copy of master weights in host memory: it must have the same gradients."""
         precision = self.precision
-        return (self.offload is not None and self.offload.master == "host" and self.communication is None
+        return (self.offload is not None and self.offload.master != "device" and self.communication is None
                 and self.accumulation.gather == "use" and precision.reduce in (None, precision.compute))
 
     def activations(self, axes: MeshAxes, batch_size: int) -> Activations:

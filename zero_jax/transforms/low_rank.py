@@ -7,12 +7,13 @@ size, and in backward its gradient. `split_low_rank_products` replaces it in the
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, bind_eqn, eqn_of, is_literal, primitive_of, shape_of, variables
 from zero_jax.jaxpr.primitives import CONSTRAINT, CONVERT, DOT, NAME, dot_dims, jit_name, permutation
 from zero_jax.transforms.scatter_calls import inlined
@@ -120,15 +121,17 @@ def adapted(number: int, spec: LowRank, weight: jax.Array, a: jax.Array, b: jax.
     return jax.jit(call)(weight, a, b, *key)
 
 
-def split_low_rank_products(jaxpr: Jaxpr, *, specs: Sequence[LowRank]) -> Jaxpr:
+def split_low_rank_products(jaxpr: Jaxpr, *, specs: Mapping[str, LowRank]) -> Jaxpr:
     """Replaces `x (W + s A B)` by `x W + s (x A) B`, with dropout of the x that A multiplies.
 
     Why: A B is of the size of W and in bfloat16 rounds away beside it, and backward would make W's whole gradient to
     get those of A and B from it.
     Order: before all others, in the program of the model alone.
 
-    specs: by the number of the call. A product whose dims are not those of the adapter keeps the weight that was added
-    up, and so does whatever else uses it.
+    specs: by the name of the parameter, in the order of the calls' numbers. A product whose dims are not those of the
+    adapter keeps the weight that was added up, and so does whatever else uses it.
+
+    Raises ValueError where a weight that was added up remains in use and its adapter has dropout, which would be lost.
     """
     weights: dict[Any, tuple[JaxprEqn, tuple[JaxprEqn, ...]]] = {}
     eqns: list[JaxprEqn] = []
@@ -143,11 +146,22 @@ def split_low_rank_products(jaxpr: Jaxpr, *, specs: Sequence[LowRank]) -> Jaxpr:
             side = next((side for side in (1, 0) if _known(eqn.invars[side], weights)), None)
             if side is not None:
                 call, moves = weights[eqn.invars[side]]
-                spec = specs[int((jit_name(call) or "").removeprefix(ADAPTED))]
-                eqns += _split(eqn, side, call, moves, spec) or [eqn]
+                eqns += _split(eqn, side, call, moves, specs[_name(call, specs)]) or [eqn]
                 continue
         eqns.append(eqn)
-    return jaxpr.replace(eqns=_without_unused(eqns, weights, jaxpr.outvars))
+    eqns = _without_unused(eqns, weights, jaxpr.outvars)
+    for eqn in eqns:
+        if eqn.outvars and eqn.outvars[0] in weights and not weights[eqn.outvars[0]][1] and len(eqn.invars) > 3:
+            raise UsageError(
+                f"lora(dropout=...): {_name(eqn, specs)} is used elsewhere than in a product of its own (in a jitted "
+                "function or under a vmap of the model's), which the adapter's dropout does not reach: leave dropout "
+                "out, or this target.")
+    return jaxpr.replace(eqns=eqns)
+
+
+def _name(call: JaxprEqn, specs: Mapping[str, LowRank]) -> str:
+    """The parameter whose adapted weight `call` makes."""
+    return [*specs][int((jit_name(call) or "").removeprefix(ADAPTED))]
 
 
 def _split(dot: JaxprEqn, side: int, call: JaxprEqn, moves: tuple[JaxprEqn, ...], spec: LowRank
