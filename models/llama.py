@@ -31,8 +31,8 @@ class Config:
 
     num_kv_heads: shared by num_heads / num_kv_heads query heads each. hidden: width of the feed-forward. rope_scaling:
     LLaMA 3.1's; None: none. qk_norm: queries and keys are normalised in each head, as in Qwen 3. tied: the output layer
-    is the embedding. epsilon: of the norms. dtype: of the computation; None: that of the parameters. attention: the
-    kernel; None: the best that there is. scan_layers, remat: as in `models.gpt2`.
+    is the embedding. epsilon: of the norms. dtype: of the computation; None: that of the parameters. attention: its
+    kernel. That, scan_layers and remat are as in `models.gpt2`.
 
     Raises ValueError for invalid sizes.
     """
