@@ -37,6 +37,7 @@ def losses(pack):
     return {name: jnp.stack([row[name] for row in batch]) for name in batch[0]}
 
 
+@pytest.mark.slow
 def test_packed_is_one_document_after_another():
     tokens = np.random.default_rng(1).integers(1, VOCAB, LENGTHS.sum())
     total, number = 0.0, 0

@@ -184,7 +184,8 @@ def test_numbers_are_those_of_a_plain_loop_over_slices(stage, flavour, options, 
     assert not np.allclose(losses, other, rtol=2e-4) and not close(params, other_params)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow),
+                                   pytest.param(3, marks=pytest.mark.slow)])
 def test_averaging_plain_sgd_in_every_step_is_synchronous_training(stage):
     """Control: averaging every other step is not."""
     given, plain = batches(4), {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
@@ -249,6 +250,7 @@ def bits(tree):
             for name, leaf in named_leaves(tree)}
 
 
+@pytest.mark.slow
 def test_a_restored_checkpoint_goes_on_bit_for_bit(tmp_path):
     """Control: the slices differ, so that a restore that mixed them up would be seen."""
     given, diloco = batches(6), make(**STREAMING)

@@ -69,7 +69,7 @@ def check_base_stays(run):
 
 class TestNumbers:
     @pytest.mark.parametrize("flavour, scanned, stage", [
-        ("linen", True, 3), ("nnx", True, 2), slow("nnx", True, 3), slow("linen", False, 0), slow("linen", True, 1),
+        ("linen", True, 3), slow("nnx", True, 2), slow("nnx", True, 3), slow("linen", False, 0), slow("linen", True, 1),
         slow("nnx", False, 3), slow("linen", True, 0), slow("nnx", True, 0), slow("linen", False, 2)])
     def test_those_of_adapters_by_hand(self, flavour, scanned, stage):
         """Uneven shapes, scanned layers; what is frozen does not move by a bit, and only adapters have moments."""
@@ -111,6 +111,7 @@ class TestNumbers:
             assert "tensor" not in spec["params/blocks/qkv/kernel_lora_a"]
             assert "tensor" in spec["params/blocks/down/kernel_lora_a"]
 
+    @pytest.mark.slow
     def test_kernels_of_many_dims_and_both_ways(self):
         """Heads as dims of their own, a raw matrix that is used transposed, one that is used by no product."""
 
@@ -239,6 +240,7 @@ class TestDropout:
 
 
 class TestValues:
+    @pytest.mark.slow
     def test_from_a_base_that_one_has(self):
         """Adapters are new, everything else is as given; also by `with_params`, and where the base is an NNX module."""
         model, batch = gpt2.build(CONFIG), token_batches(1)[0]

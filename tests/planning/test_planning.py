@@ -15,6 +15,7 @@ def compiler():
         pytest.skip(f"needs {extra}")
 
 
+@pytest.mark.slow
 def test_plan_as_json(monkeypatch):
     """And not a word of the devices that are not here, which JAX would look for."""
     monkeypatch.delenv("JAX_PLATFORMS")

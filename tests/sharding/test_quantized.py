@@ -208,8 +208,8 @@ def losses_of_plain_steps(step, layout, model, batches, start, policy, block=Non
     return losses, params
 
 
-@pytest.mark.parametrize("kind", [
-    name if name == "odd" else slow(name) for name in STEPS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STEPS)
 def test_a_step_is_a_plain_step_with_the_rounded_weights(kind):
     """And negative control: weights as they are, or in blocks of twice the size, have other losses."""
     model, *rest = STEPS[kind]

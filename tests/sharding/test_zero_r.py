@@ -73,6 +73,7 @@ def test_parameters_are_gathered_over_data_alone_and_activations_travel_as_megat
     assert 0.8 < activations.communication_bytes / activations.budget.communication_bytes <= 1
 
 
+@pytest.mark.slow
 def test_the_contract_sees_rules_that_do_not_fit_together():
     rules = (("qkv/kernel|up/kernel|proj/kernel", P(None, "tensor")), ("wte|down/kernel", P("tensor", None)))
     made, text, _ = compiled(rules=rules, **CHECKPOINTED)

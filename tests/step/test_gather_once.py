@@ -91,6 +91,7 @@ def test_a_gather_in_each_microbatch_breaks_the_promise():
         contract.verify(each.text, once.contract)
 
 
+@pytest.mark.slow
 def test_gathers_are_missed():
     """Negative controls: the same gathers in each of eight rounds, and none."""
     once = program("h100 stage 3, gathered once, reduced once")
