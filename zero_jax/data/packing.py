@@ -58,24 +58,24 @@ def plan_rows(offsets: np.ndarray, length: int, *, pack: bool, shift: int) -> Ro
 
 
 def _best_fit(slots: np.ndarray, length: int) -> np.ndarray:
-    """The row of each piece: the fullest row with room for it, the longest pieces first. int64 (num_pieces,)."""
+    """The row of each piece: the fullest row that it fits into, the longest pieces first. int64 (num_pieces,)."""
     rows = np.empty(len(slots), np.int64)
-    with_room: list[list[int]] = [[] for _ in range(length + 1)]  # rows by the positions that are left in them
-    rooms, num_rows = 0, 0  # bit r is set where with_room[r] is not empty
+    by_free: list[list[int]] = [[] for _ in range(length + 1)]  # rows by the number of their free positions
+    non_empty, num_rows = 0, 0  # bit n of non_empty is set where by_free[n] has a row
     for piece in np.argsort(-slots, kind="stable").tolist():
         size = int(slots[piece])
-        fitting = rooms >> size
+        fitting = non_empty >> size
         if fitting:
-            room = size + (fitting & -fitting).bit_length() - 1
-            row = with_room[room].pop()
-            if not with_room[room]:
-                rooms ^= 1 << room
+            free = size + (fitting & -fitting).bit_length() - 1
+            row = by_free[free].pop()
+            if not by_free[free]:
+                non_empty ^= 1 << free
         else:
-            room, row, num_rows = length, num_rows, num_rows + 1
+            free, row, num_rows = length, num_rows, num_rows + 1
         rows[piece] = row
-        if left := room - size:
-            with_room[left].append(row)
-            rooms |= 1 << left
+        if left := free - size:
+            by_free[left].append(row)
+            non_empty |= 1 << left
     return rows
 
 
