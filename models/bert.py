@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from .bert_names import huggingface, huggingface_config
 from .layers.attention import Implementation, attention, split_heads
+from .layers.checks import check_at_least_one, check_multiple, check_share
 
 __all__ = ["Bert", "Block", "Config", "PRESETS", "build", "huggingface", "huggingface_config", "loss", "tensor_rules"]
 
@@ -49,13 +50,9 @@ class Config:
     remat: bool = False
 
     def __post_init__(self):
-        for name in ("num_layers", "width", "num_heads", "hidden", "vocab_size", "max_length", "num_types"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.width % self.num_heads:
-            raise ValueError(f"width={self.width} is not a multiple of num_heads={self.num_heads}.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be in [0, 1).")
+        check_at_least_one(self, "num_layers", "width", "num_heads", "hidden", "vocab_size", "max_length", "num_types")
+        check_multiple(self, "width", "num_heads")
+        check_share(self, "dropout")
 
     @property
     def num_params(self) -> int:

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from .gpt2_names import huggingface, huggingface_config
 from .layers import attention as kernels
 from .layers.attention import Implementation
+from .layers.checks import check_at_least_one, check_multiple, check_share
 
 __all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "decoder", "huggingface", "huggingface_config",
            "tensor_rules"]
@@ -49,13 +50,9 @@ class Config:
     remat: bool = False
 
     def __post_init__(self):
-        for name in ("num_layers", "width", "num_heads", "vocab_size", "max_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.width % self.num_heads:
-            raise ValueError(f"width={self.width} is not a multiple of num_heads={self.num_heads}.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be in [0, 1).")
+        check_at_least_one(self, "num_layers", "width", "num_heads", "vocab_size", "max_length")
+        check_multiple(self, "width", "num_heads")
+        check_share(self, "dropout")
 
     @property
     def num_params(self) -> int:

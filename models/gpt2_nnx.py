@@ -10,6 +10,7 @@ from flax import nnx
 
 from .gpt2 import EPSILON, INIT, PRESETS, Config, attention, check_length, residual_init, tensor_rules
 from .gpt2_names import huggingface, huggingface_config
+from .layers.nnx_stack import make_blocks, run_blocks
 
 __all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "huggingface", "huggingface_config", "tensor_rules"]
 
@@ -47,17 +48,7 @@ class GPT2(nnx.Module):
         self.wte = _embed(config.vocab_size, config, rngs)
         self.wpe = _embed(config.max_length, config, rngs)
         self.dropout = _dropout(config, rngs)
-        self.blocks: Any  # one Block with stacked parameters, or a list of them
-        if config.scan_layers:
-
-            @nnx.split_rngs(splits=config.num_layers)
-            @nnx.vmap
-            def stack(rngs: nnx.Rngs) -> Block:
-                return Block(config, rngs=rngs)
-
-            self.blocks = stack(rngs)
-        else:
-            self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.blocks = make_blocks(lambda rngs: Block(config, rngs=rngs), config, rngs)
         self.ln_f = nnx.LayerNorm(config.width, epsilon=EPSILON, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, *, segment_ids: jax.Array | None = None, positions: jax.Array | None = None,
@@ -70,17 +61,7 @@ class GPT2(nnx.Module):
         check_length(c, tokens)
         positions = jnp.arange(tokens.shape[-1])[None] if positions is None else positions
         x = self.dropout(self.wte(tokens) + self.wpe(positions))
-
-        def run(x: jax.Array, block: Block, segment_ids: jax.Array | None) -> jax.Array:
-            return block(x, segment_ids)
-
-        if c.remat:
-            run = nnx.remat(run, prevent_cse=not c.scan_layers)
-        if c.scan_layers:
-            x = nnx.scan(run, in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry)(x, self.blocks, segment_ids)
-        else:
-            for block in self.blocks:
-                x = run(x, block, segment_ids)
+        x = run_blocks(self.blocks, c, x, segment_ids)
         return self.wte.attend(self.ln_f(x)) if logits else (self.ln_f(x), self.wte.embedding[...])
 
 

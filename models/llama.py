@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .layers.attention import Implementation, attention, split_heads
+from .layers.checks import check_at_least_one, check_multiple
 from .layers.rotary import RopeScaling, frequencies, rotate
 from .llama_names import huggingface, huggingface_config
 
@@ -56,12 +57,9 @@ class Config:
     remat: bool = False
 
     def __post_init__(self):
-        for name in ("num_layers", "width", "num_heads", "num_kv_heads", "hidden", "head_dim", "vocab_size",
-                     "max_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}.")
+        check_at_least_one(self, "num_layers", "width", "num_heads", "num_kv_heads", "hidden", "head_dim",
+                           "vocab_size", "max_length")
+        check_multiple(self, "num_heads", "num_kv_heads")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: rotary positions rotate pairs.")
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .layers.attention import split_heads
+from .layers.nnx_stack import make_blocks, run_blocks
 from .llama import INIT, PRESETS, Config, check_length, huggingface, huggingface_config, mixed, tensor_rules
 
 __all__ = ["PRESETS", "Attention", "Block", "Config", "FeedForward", "Llama", "build", "huggingface",
@@ -74,17 +75,7 @@ class Llama(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = config
         self.wte = _embed(config, rngs)
-        self.blocks: Any  # one Block with stacked parameters, or a list of them
-        if config.scan_layers:
-
-            @nnx.split_rngs(splits=config.num_layers)
-            @nnx.vmap
-            def stack(rngs: nnx.Rngs) -> Block:
-                return Block(config, rngs=rngs)
-
-            self.blocks = stack(rngs)
-        else:
-            self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.blocks = make_blocks(lambda rngs: Block(config, rngs=rngs), config, rngs)
         self.ln_f = _norm(config, config.width, rngs)
         if not config.tied:
             self.lm_head = _embed(config, rngs)
@@ -95,19 +86,7 @@ class Llama(nnx.Module):
         c = self.config
         check_length(c, tokens_BxS)
         positions_BxS = jnp.arange(tokens_BxS.shape[-1])[None] if positions is None else positions
-
-        def run(x: jax.Array, block: Block, positions: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-            return block(x, positions, segment_ids)
-
-        if c.remat:
-            run = nnx.remat(run, prevent_cse=not c.scan_layers)
-        x_BxSxD = self.wte(tokens_BxS)
-        if c.scan_layers:
-            scan = nnx.scan(run, in_axes=(nnx.Carry, 0, None, None), out_axes=nnx.Carry)
-            x_BxSxD = scan(x_BxSxD, self.blocks, positions_BxS, segment_ids)
-        else:
-            for block in self.blocks:
-                x_BxSxD = run(x_BxSxD, block, positions_BxS, segment_ids)
+        x_BxSxD = run_blocks(self.blocks, c, self.wte(tokens_BxS), positions_BxS, segment_ids)
         x_BxSxD, table = self.ln_f(x_BxSxD), self.wte if c.tied else self.lm_head
         return table.attend(x_BxSxD) if logits else (x_BxSxD, table.embedding[...])
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from .layers.checks import check_at_least_one
 from .resnet_names import huggingface, huggingface_config
 
 __all__ = ["Bottleneck", "Config", "PRESETS", "ResNet", "batch_shapes", "build", "huggingface", "huggingface_config",
@@ -43,9 +44,7 @@ class Config:
     def __post_init__(self):
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"blocks={self.blocks} must be one or more stages of at least 1 block.")
-        for name in ("width", "num_classes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        check_at_least_one(self, "width", "num_classes")
 
 
 class Bottleneck(nn.Module):

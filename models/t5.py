@@ -20,6 +20,7 @@ import optax
 from jax.typing import DTypeLike
 
 from .layers.attention import Implementation, attention, split_heads
+from .layers.checks import check_at_least_one, check_share
 from .t5_names import huggingface, huggingface_config
 
 __all__ = ["Block", "Config", "PRESETS", "Stack", "T5", "batch_shapes", "build", "huggingface", "huggingface_config",
@@ -58,14 +59,11 @@ class Config:
     remat: bool = False
 
     def __post_init__(self):
-        for name in ("num_layers", "width", "num_heads", "hidden", "head_dim", "vocab_size", "max_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        check_at_least_one(self, "num_layers", "width", "num_heads", "hidden", "head_dim", "vocab_size", "max_length")
         if self.buckets < 4 or self.buckets % 4 or self.max_distance <= self.buckets // 2:
             raise ValueError(f"buckets={self.buckets} must be a multiple of 4, and max_distance={self.max_distance} "
                              "more than half of it.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be in [0, 1).")
+        check_share(self, "dropout")
 
     @property
     def num_params(self) -> int:

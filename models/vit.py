@@ -18,6 +18,7 @@ import optax
 from jax.typing import DTypeLike
 
 from .layers.attention import Implementation, attention, split_heads
+from .layers.checks import check_at_least_one, check_multiple, check_share
 from .vit_names import huggingface, huggingface_config
 
 __all__ = ["Block", "Config", "PRESETS", "ViT", "batch_shapes", "build", "huggingface", "huggingface_config", "loss",
@@ -52,16 +53,11 @@ class Config:
     remat: bool = False
 
     def __post_init__(self):
-        for name in ("num_layers", "width", "num_heads", "hidden", "image_size", "patch_size", "channels",
-                     "num_classes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.width % self.num_heads:
-            raise ValueError(f"width={self.width} is not a multiple of num_heads={self.num_heads}.")
-        if self.image_size % self.patch_size:
-            raise ValueError(f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be in [0, 1).")
+        check_at_least_one(self, "num_layers", "width", "num_heads", "hidden", "image_size", "patch_size", "channels",
+                           "num_classes")
+        check_multiple(self, "width", "num_heads")
+        check_multiple(self, "image_size", "patch_size")
+        check_share(self, "dropout")
 
     @property
     def num_tokens(self) -> int:

@@ -5,12 +5,12 @@ Shapes: as there.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from flax import nnx
 
 from .layers.attention import attention, split_heads
+from .layers.nnx_stack import make_blocks, run_blocks
 from .vit import (
     EPSILON,
     INIT,
@@ -64,17 +64,7 @@ class ViT(nnx.Module):
         self.class_token = nnx.Param(nnx.initializers.zeros(rngs.params(), (1, 1, c.width)))
         self.positions = nnx.Param(INIT(rngs.params(), (1, c.num_tokens, c.width)))
         self.dropout = _dropout(c, rngs)
-        self.blocks: Any  # one Block with stacked parameters, or a list of them
-        if c.scan_layers:
-
-            @nnx.split_rngs(splits=c.num_layers)
-            @nnx.vmap
-            def stack(rngs: nnx.Rngs) -> Block:
-                return Block(c, rngs=rngs)
-
-            self.blocks = stack(rngs)
-        else:
-            self.blocks = nnx.List([Block(c, rngs=rngs) for _ in range(c.num_layers)])
+        self.blocks = make_blocks(lambda rngs: Block(c, rngs=rngs), c, rngs)
         self.ln_f = _norm(c, rngs)
         self.head = nnx.Linear(c.width, c.num_classes, dtype=c.dtype, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
@@ -82,18 +72,8 @@ class ViT(nnx.Module):
         """Dropout is active unless `eval()` was called. Raises ValueError for images of another size."""
         c = self.config
         check_images(c, images)
-
-        def run(x: jax.Array, block: Block) -> jax.Array:
-            return block(x)
-
-        if c.remat:
-            run = nnx.remat(run, prevent_cse=not c.scan_layers)
         x_BxSxD = self.dropout(tokens_of(self.patches(images), self.class_token[...], self.positions[...]))
-        if c.scan_layers:
-            x_BxSxD = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BxSxD, self.blocks)
-        else:
-            for block in self.blocks:
-                x_BxSxD = run(x_BxSxD, block)
+        x_BxSxD = run_blocks(self.blocks, c, x_BxSxD)
         return self.head(self.ln_f(x_BxSxD)[:, 0])
 
 

@@ -16,8 +16,8 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, sentinels: int = 0) -> H
 
     Ids 0 to 2 are `<|endoftext|>`, `<|pad|>` and `<|mask|>`; then come `sentinels` tokens `<extra_id_0>` and so on, for
     span corruption, and the 256 bytes. Where the texts have fewer pairs to merge, its `vocab_size` is smaller than that
-    asked for. The same texts give the same tokenizer. Raises ValueError for no text, and a vocabulary without room for
-    the bytes and special tokens.
+    asked for. The same texts give the same tokenizer. Raises ValueError for no text, and a vocabulary smaller than the
+    bytes and special tokens.
     """
     special = [*SPECIAL_TOKENS, *(f"<extra_id_{i}>" for i in range(whole("sentinels", sentinels, 0)))]
     least = 256 + len(special)

@@ -1,0 +1,22 @@
+"""Checks of a model's sizes, which raise ValueError."""
+
+from typing import Any
+
+
+def check_at_least_one(config: Any, *names: str) -> None:
+    """Each of these fields is 1 or more."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least 1.")
+
+
+def check_multiple(config: Any, name: str, of: str) -> None:
+    """The field `name` is a multiple of the field `of`."""
+    if getattr(config, name) % getattr(config, of):
+        raise ValueError(f"{name}={getattr(config, name)} is not a multiple of {of}={getattr(config, of)}.")
+
+
+def check_share(config: Any, name: str) -> None:
+    """The field is a share of something that is not all of it."""
+    if not 0 <= getattr(config, name) < 1:
+        raise ValueError(f"{name}={getattr(config, name)} must be in [0, 1).")
