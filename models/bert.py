@@ -17,12 +17,13 @@ import optax
 from jax.typing import DTypeLike
 
 from .bert_names import huggingface, huggingface_config
+from .layers.activations import exact_gelu
 from .layers.attention import Implementation, attention, split_heads
 from .layers.checks import check_at_least_one, check_multiple, check_share
+from .layers.norms import LayerNorm
 
 __all__ = ["Bert", "Block", "Config", "PRESETS", "build", "huggingface", "huggingface_config", "loss", "tensor_rules"]
 
-INIT = nn.initializers.normal(0.02)
 EPSILON = 1e-12
 
 
@@ -31,7 +32,8 @@ class Config:
     """An encoder with learned positions, token types and norms after each addition; the output table is the embedding.
 
     hidden: width of the feed-forward. dropout: of the embeddings and of what is added to the residual stream, not of
-    attention. dtype, attention, scan_layers, remat: as in `models.llama`.
+    attention. init_range: standard deviation of the matrices and tables at the start; 0.02 suits the published widths.
+    dtype, attention, scan_layers, remat: as in `models.llama`.
 
     Raises ValueError for invalid sizes.
     """
@@ -44,6 +46,7 @@ class Config:
     max_length: int = 512
     num_types: int = 2
     dropout: float = 0.0
+    init_range: float = 0.02
     dtype: DTypeLike | None = None
     attention: Implementation = None
     scan_layers: bool = True
@@ -53,6 +56,12 @@ class Config:
         check_at_least_one(self, "num_layers", "width", "num_heads", "hidden", "vocab_size", "max_length", "num_types")
         check_multiple(self, "width", "num_heads")
         check_share(self, "dropout")
+        check_share(self, "init_range")
+
+    @property
+    def init(self) -> nn.initializers.Initializer:
+        """Of matrices and tables."""
+        return nn.initializers.normal(self.init_range)
 
     @property
     def num_params(self) -> int:
@@ -60,10 +69,6 @@ class Config:
         layer = 4 * self.width**2 + 2 * self.width * self.hidden + 9 * self.width + self.hidden
         embeddings = (self.vocab_size + self.max_length + self.num_types + 2) * self.width
         return self.num_layers * layer + embeddings + self.width**2 + 3 * self.width + self.vocab_size
-
-
-def _gelu(x: jax.Array) -> jax.Array:
-    return nn.gelu(x, approximate=False)
 
 
 class Block(nn.Module):
@@ -76,14 +81,14 @@ class Block(nn.Module):
     def __call__(self, x_BxSxD: jax.Array, segment_ids_BxS: jax.Array | None) -> tuple[jax.Array, None]:
         """The residual stream after this layer."""
         c = self.config
-        norm = functools.partial(nn.LayerNorm, epsilon=EPSILON, dtype=c.dtype)
-        dense = functools.partial(nn.Dense, dtype=c.dtype, kernel_init=INIT)
+        norm = functools.partial(LayerNorm, epsilon=EPSILON, dtype=c.dtype)
+        dense = functools.partial(nn.Dense, dtype=c.dtype, kernel_init=c.init)
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         q, k, v = (split_heads(dense(c.width, name=name)(x_BxSxD), c.num_heads) for name in "qkv")
         segment_ids = None if segment_ids_BxS is None else (segment_ids_BxS, segment_ids_BxS)
         mixed = attention(q, k, v, causal=False, segment_ids=segment_ids, implementation=c.attention)
         x_BxSxD = norm(name="ln_1")(x_BxSxD + dropout(dense(c.width, name="proj")(mixed)))
-        hidden_BxSxF = _gelu(dense(c.hidden, name="up")(x_BxSxD))
+        hidden_BxSxF = exact_gelu(dense(c.hidden, name="up")(x_BxSxD))
         return norm(name="ln_2")(x_BxSxD + dropout(dense(c.width, name="down")(hidden_BxSxF))), None
 
 
@@ -109,8 +114,8 @@ class Bert(nn.Module):
             raise ValueError(f"{tokens_BxS.shape[-1]} tokens are more than max_length={c.max_length}.")
         if deterministic is None:
             deterministic = not self.has_rng("dropout")
-        embed = functools.partial(nn.Embed, features=c.width, dtype=c.dtype, embedding_init=INIT)
-        norm = functools.partial(nn.LayerNorm, epsilon=EPSILON, dtype=c.dtype)
+        embed = functools.partial(nn.Embed, features=c.width, dtype=c.dtype, embedding_init=c.init)
+        norm = functools.partial(LayerNorm, epsilon=EPSILON, dtype=c.dtype)
         wte = embed(c.vocab_size, name="wte")
         positions_BxS = jnp.arange(tokens_BxS.shape[-1])[None] if positions is None else positions
         types_BxS = jnp.zeros_like(tokens_BxS) if token_types is None else token_types
@@ -126,7 +131,7 @@ class Bert(nn.Module):
         else:
             for layer in range(c.num_layers):
                 x_BxSxD, _ = block(c, deterministic, name=f"blocks_{layer}")(x_BxSxD, segment_ids)
-        x_BxSxD = _gelu(nn.Dense(c.width, dtype=c.dtype, kernel_init=INIT, name="head")(x_BxSxD))
+        x_BxSxD = exact_gelu(nn.Dense(c.width, dtype=c.dtype, kernel_init=c.init, name="head")(x_BxSxD))
         bias_V = self.param("head_bias", nn.initializers.zeros, (c.vocab_size,))
         logits_BxSxV = wte.attend(norm(name="ln_head")(x_BxSxD))
         return logits_BxSxV + bias_V[None, None].astype(logits_BxSxV.dtype)
@@ -172,6 +177,8 @@ def tensor_rules(config: Config) -> list[tuple[str, Any, int | None]]:
 
 PRESETS: dict[str, Config] = {
     "tiny": Config(2, 64, 4, 128, vocab_size=256, max_length=64),
+    # Bytes, and the special tokens that zero_jax.data gives them
+    "bytes": Config(4, 128, 4, 512, vocab_size=384),
     "base": Config(12, 768, 12, 3072),
     # The LAMB paper (arXiv 1904.00962), and the seeds of ZeRO's
     "large": Config(24, 1024, 16, 4096, remat=True),

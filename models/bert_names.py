@@ -37,5 +37,6 @@ def huggingface_config(config: Any) -> dict[str, Any]:
         "intermediate_size": config.hidden, "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads, "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_length, "type_vocab_size": config.num_types, "layer_norm_eps": 1e-12,
+        "initializer_range": config.init_range,
         "hidden_act": "gelu", "position_embedding_type": "absolute", "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": 0.0, "tie_word_embeddings": True}

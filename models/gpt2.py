@@ -15,8 +15,11 @@ from jax.typing import DTypeLike
 
 from .gpt2_names import huggingface, huggingface_config
 from .layers import attention as kernels
+from .layers.activations import gelu
 from .layers.attention import Implementation
 from .layers.checks import check_at_least_one, check_multiple, check_share
+from .layers.kv_cache import attention_with_variables
+from .layers.norms import LayerNorm
 
 __all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "decoder", "huggingface", "huggingface_config",
            "tensor_rules"]
@@ -69,31 +72,22 @@ def check_length(config: Config, tokens: jax.Array) -> None:
         raise ValueError(f"{tokens.shape[-1]} tokens are more than max_length={config.max_length}.")
 
 
-def attention(qkv: jax.Array, config: Config, segment_ids: jax.Array | None) -> jax.Array:
-    """Causal self-attention of (batch, seq, 3 x width), giving (batch, seq, width).
+def heads(qkv: jax.Array, config: Config) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values, (batch, seq, heads, head dim), of (batch, seq, 3 x width).
 
     Columns are ordered (head, q | k | v, head dim), as in Megatron, so that sharding them splits no head. GPT-2's
     released weights have q | k | v outermost.
     """
     batch, seq, _ = qkv.shape
     q, k, v = jnp.moveaxis(qkv.reshape(batch, seq, config.num_heads, 3, -1), 3, 0)
+    return q, k, v
+
+
+def attention(qkv: jax.Array, config: Config, segment_ids: jax.Array | None) -> jax.Array:
+    """Causal self-attention of (batch, seq, 3 x width), giving (batch, seq, width)."""
     documents = None if segment_ids is None else (segment_ids, segment_ids)
-    return kernels.attention(q, k, v, causal=True, segment_ids=documents, implementation=config.attention)
-
-
-def cached_attention(block: nn.Module, qkv: jax.Array, config: Config) -> jax.Array:
-    """`attention` of the tokens that follow those before, whose keys and values are in `block`'s collection `cache`."""
-    batch, new, _ = qkv.shape
-    q, k, v = jnp.moveaxis(qkv.reshape(batch, new, config.num_heads, 3, -1), 3, 0)
-    shape = (batch, config.max_length, *k.shape[2:])
-    keys, values = (block.variable("cache", name, jnp.zeros, shape, k.dtype) for name in ("keys", "values"))
-    length = block.variable("cache", "length", jnp.zeros, (), jnp.int32)
-    for cached, value in ((keys, k), (values, v)):
-        cached.value = jax.lax.dynamic_update_slice_in_dim(cached.value, value, length.value, axis=1)
-    seen = jnp.arange(config.max_length)[None] <= (length.value + jnp.arange(new))[:, None]
-    length.value += new
-    bias = jnp.where(seen, 0.0, jnp.finfo(q.dtype).min).astype(q.dtype)[None, None]
-    return kernels.attention(q, keys.value, values.value, causal=False, bias=bias, implementation="xla")
+    return kernels.attention(
+        *heads(qkv, config), causal=True, segment_ids=documents, implementation=config.attention)
 
 
 def residual_init(config: Config) -> nn.initializers.Initializer:
@@ -106,31 +100,34 @@ class Block(nn.Module):
 
     config: Config
     deterministic: bool
-    decode: bool = False
+    cache_length: int = 0
 
     @nn.compact
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> tuple[jax.Array, None]:
         """The residual stream after this layer."""
         c = self.config
-        norm = functools.partial(nn.LayerNorm, epsilon=EPSILON, dtype=c.dtype)
+        norm = functools.partial(LayerNorm, epsilon=EPSILON, dtype=c.dtype)
         dense = functools.partial(nn.Dense, dtype=c.dtype)
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         qkv = dense(3 * c.width, kernel_init=INIT, name="qkv")(norm(name="ln_1")(x))
-        mixed = cached_attention(self, qkv, c) if self.decode else attention(qkv, c, segment_ids)
+        if self.cache_length:
+            mixed = attention_with_variables(self, *heads(qkv, c), self.cache_length)
+        else:
+            mixed = attention(qkv, c, segment_ids)
         x = x + dropout(dense(c.width, kernel_init=residual_init(c), name="proj")(mixed))
-        hidden = nn.gelu(dense(4 * c.width, kernel_init=INIT, name="up")(norm(name="ln_2")(x)))
+        hidden = gelu(dense(4 * c.width, kernel_init=INIT, name="up")(norm(name="ln_2")(x)))
         return x + dropout(dense(c.width, kernel_init=residual_init(c), name="down")(hidden)), None
 
 
 class GPT2(nn.Module):
     """Tokens, int (batch, seq), to logits (batch, seq, vocab) in the dtype of the computation.
 
-    decode: the tokens follow those of earlier calls, whose keys and values are in the collection `cache`: at most
-    `max_length` in all.
+    cache_length: above 0, the tokens follow those of earlier calls, whose keys and values are in the collection
+    `cache`: at most so many in all.
     """
 
     config: Config
-    decode: bool = False
+    cache_length: int = 0
 
     @nn.compact
     def __call__(self, tokens: jax.Array, *, segment_ids: jax.Array | None = None, positions: jax.Array | None = None,
@@ -148,23 +145,23 @@ class GPT2(nn.Module):
             deterministic = not self.has_rng("dropout")
         embed = functools.partial(nn.Embed, features=c.width, dtype=c.dtype, embedding_init=INIT)
         wte = embed(c.vocab_size, name="wte")
-        if self.decode:
+        if self.cache_length:
             length = self.variable("cache", "length", jnp.zeros, (), jnp.int32)
             positions = length.value + jnp.arange(tokens.shape[-1])[None]
             length.value += tokens.shape[-1]
         positions = jnp.arange(tokens.shape[-1])[None] if positions is None else positions
         x = wte(tokens) + embed(c.max_length, name="wpe")(positions)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
-        block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat and not self.decode else Block
+        block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat and not self.cache_length else Block
         if c.scan_layers:
             stack = nn.scan(block, variable_axes={"params": 0, "cache": 0}, length=c.num_layers,
                             in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
                             split_rngs={"params": True, "dropout": True})
-            x, _ = stack(c, deterministic, self.decode, name="blocks")(x, segment_ids)
+            x, _ = stack(c, deterministic, self.cache_length, name="blocks")(x, segment_ids)
         else:
             for layer in range(c.num_layers):
-                x, _ = block(c, deterministic, self.decode, name=f"blocks_{layer}")(x, segment_ids)
-        x = nn.LayerNorm(epsilon=EPSILON, dtype=c.dtype, name="ln_f")(x)
+                x, _ = block(c, deterministic, self.cache_length, name=f"blocks_{layer}")(x, segment_ids)
+        x = LayerNorm(epsilon=EPSILON, dtype=c.dtype, name="ln_f")(x)
         return wte.attend(x) if logits else (x, wte.embedding)
 
 
@@ -173,9 +170,12 @@ def build(config: Config) -> GPT2:
     return GPT2(config)
 
 
-def decoder(config: Config) -> GPT2:
-    """The model as it generates: with a cache of keys and values, from the same parameters."""
-    return GPT2(config, decode=True)
+def decoder(config: Config, length: int | None = None) -> GPT2:
+    """The model as it generates: with a cache of keys and values of `length` tokens, from the same parameters.
+
+    length: of prompt and new tokens; default: `max_length`.
+    """
+    return GPT2(config, cache_length=length or config.max_length)
 
 
 def tensor_rules(config: Config) -> list[tuple[str, Any, int | None]]:

@@ -8,11 +8,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .gpt2 import EPSILON, INIT, PRESETS, Config, attention, check_length, residual_init, tensor_rules
+from .gpt2 import EPSILON, INIT, PRESETS, Config, attention, check_length, heads, residual_init, tensor_rules
 from .gpt2_names import huggingface, huggingface_config
-from .layers.nnx_stack import make_blocks, run_blocks
+from .layers.activations import gelu
+from .layers.kv_cache import Cache, cached_attention
+from .layers.nnx_stack import Decoder, make_blocks, next_positions, run_blocks, run_cached
+from .layers.norms import NnxLayerNorm
 
-__all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "huggingface", "huggingface_config", "tensor_rules"]
+__all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "decoder", "huggingface", "huggingface_config",
+           "tensor_rules"]
 
 
 class Block(nnx.Module):
@@ -20,7 +24,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         width, dtype = config.width, config.dtype
-        norm = functools.partial(nnx.LayerNorm, width, epsilon=EPSILON, dtype=dtype, rngs=rngs)
+        norm = functools.partial(NnxLayerNorm, width, epsilon=EPSILON, dtype=dtype, rngs=rngs)
         linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
         self.config = config
         self.ln_1 = norm()
@@ -31,10 +35,17 @@ class Block(nnx.Module):
         self.down = linear(4 * width, width, kernel_init=residual_init(config))
         self.dropout = _dropout(config, rngs)
 
-    def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-        """The residual stream after this layer."""
-        x = x + self.dropout(self.proj(attention(self.qkv(self.ln_1(x)), self.config, segment_ids)))
-        return x + self.dropout(self.down(nnx.gelu(self.up(self.ln_2(x)))))
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None, *, cache: Cache | None = None) -> Any:
+        """The residual stream after this layer; with a cache also that, with these tokens."""
+        qkv = self.qkv(self.ln_1(x))
+        if cache is None:
+            return self._after(x, attention(qkv, self.config, segment_ids))
+        mixed, cache = cached_attention(*heads(qkv, self.config), cache)
+        return self._after(x, mixed), cache
+
+    def _after(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+        x = x + self.dropout(self.proj(mixed))
+        return x + self.dropout(self.down(gelu(self.up(self.ln_2(x)))))
 
 
 class GPT2(nnx.Module):
@@ -49,7 +60,7 @@ class GPT2(nnx.Module):
         self.wpe = _embed(config.max_length, config, rngs)
         self.dropout = _dropout(config, rngs)
         self.blocks = make_blocks(lambda rngs: Block(config, rngs=rngs), config, rngs)
-        self.ln_f = nnx.LayerNorm(config.width, epsilon=EPSILON, dtype=config.dtype, rngs=rngs)
+        self.ln_f = NnxLayerNorm(config.width, epsilon=EPSILON, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, *, segment_ids: jax.Array | None = None, positions: jax.Array | None = None,
                  logits: bool = True) -> Any:
@@ -64,6 +75,12 @@ class GPT2(nnx.Module):
         x = run_blocks(self.blocks, c, x, segment_ids)
         return self.wte.attend(self.ln_f(x)) if logits else (self.ln_f(x), self.wte.embedding[...])
 
+    def decode(self, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        """(Logits, the cache with them) of tokens that follow those in `cache`, which `decoder` makes."""
+        x = self.dropout(self.wte(tokens) + self.wpe(next_positions(self.config, cache, tokens)))
+        x, cache = run_cached(self.blocks, self.config, x, cache)
+        return self.wte.attend(self.ln_f(x)), cache
+
 
 def build(config: Config) -> Callable[[nnx.Rngs], GPT2]:
     """A function of `rngs` that builds the model, so that its parameters can be initialised sharded."""
@@ -72,6 +89,12 @@ def build(config: Config) -> Callable[[nnx.Rngs], GPT2]:
         return GPT2(config, rngs=rngs)
 
     return make
+
+
+def decoder(config: Config, length: int | None = None) -> Decoder:
+    """How the model generates, as in `models.gpt2`."""
+    return Decoder(config, length=length or config.max_length, num_heads=config.num_heads,
+                   head_dim=config.width // config.num_heads)
 
 
 def _embed(num_embeddings: int, config: Config, rngs: nnx.Rngs) -> nnx.Embed:

@@ -15,13 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .layers.activations import silu
 from .layers.attention import Implementation, attention, split_heads
 from .layers.checks import check_at_least_one, check_multiple
+from .layers.kv_cache import attention_with_variables
+from .layers.norms import RMSNorm
 from .layers.rotary import RopeScaling, frequencies, rotate
 from .llama_names import huggingface, huggingface_config
 
-__all__ = ["PRESETS", "Attention", "Block", "Config", "FeedForward", "Llama", "RopeScaling", "build", "huggingface",
-           "huggingface_config", "tensor_rules"]
+__all__ = ["PRESETS", "Attention", "Block", "Config", "FeedForward", "Llama", "RopeScaling", "build", "decoder",
+           "huggingface", "huggingface_config", "tensor_rules"]
 
 INIT = nn.initializers.normal(0.02)
 
@@ -78,32 +81,41 @@ def check_length(config: Config, tokens: jax.Array) -> None:
         raise ValueError(f"{tokens.shape[-1]} tokens are more than max_length={config.max_length}.")
 
 
-def mixed(config: Config, q: jax.Array, k: jax.Array, v: jax.Array, positions_BxS: jax.Array,
-          segment_ids_BxS: jax.Array | None) -> jax.Array:
-    """Causal attention of heads, (B, S, H or K, E), whose queries and keys are rotated first, giving (B, S, H x E)."""
+def rotated(config: Config, q: jax.Array, k: jax.Array, positions_BxS: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys with their rotary positions."""
     turn = functools.partial(rotate, positions_BxS=positions_BxS,
                              frequency=frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
+    return turn(q), turn(k)
+
+
+def mixed(config: Config, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BxS: jax.Array | None) -> jax.Array:
+    """Causal attention of rotated heads, (B, S, H or K, E), giving (B, S, H x E)."""
     segment_ids = None if segment_ids_BxS is None else (segment_ids_BxS, segment_ids_BxS)
-    return attention(turn(q), turn(k), v, causal=True, segment_ids=segment_ids, implementation=config.attention)
+    return attention(q, k, v, causal=True, segment_ids=segment_ids, implementation=config.attention)
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention, (B, S, D) to the same."""
+    """Grouped-query self-attention, (B, S, D) to the same. cache_length: as in `Llama`."""
 
     config: Config
+    cache_length: int = 0
 
     @nn.compact
     def __call__(self, x_BxSxD: jax.Array, positions_BxS: jax.Array, segment_ids_BxS: jax.Array | None) -> jax.Array:
         """What is added to the residual stream."""
         c = self.config
         dense = functools.partial(nn.Dense, use_bias=False, dtype=c.dtype, kernel_init=INIT)
-        norm = functools.partial(nn.RMSNorm, epsilon=c.epsilon, dtype=c.dtype)
+        norm = functools.partial(RMSNorm, epsilon=c.epsilon, dtype=c.dtype)
         q_BxSxHxE = split_heads(dense(c.num_heads * c.head_dim, name="q")(x_BxSxD), c.num_heads)
         k_BxSxKxE = split_heads(dense(c.num_kv_heads * c.head_dim, name="k")(x_BxSxD), c.num_kv_heads)
         v_BxSxKxE = split_heads(dense(c.num_kv_heads * c.head_dim, name="v")(x_BxSxD), c.num_kv_heads)
         if c.qk_norm:
             q_BxSxHxE, k_BxSxKxE = norm(name="q_norm")(q_BxSxHxE), norm(name="k_norm")(k_BxSxKxE)
-        out = mixed(c, q_BxSxHxE, k_BxSxKxE, v_BxSxKxE, positions_BxS, segment_ids_BxS)
+        q_BxSxHxE, k_BxSxKxE = rotated(c, q_BxSxHxE, k_BxSxKxE, positions_BxS)
+        if self.cache_length:
+            out = attention_with_variables(self, q_BxSxHxE, k_BxSxKxE, v_BxSxKxE, self.cache_length)
+        else:
+            out = mixed(c, q_BxSxHxE, k_BxSxKxE, v_BxSxKxE, segment_ids_BxS)
         return dense(c.width, name="proj")(out)
 
 
@@ -117,29 +129,36 @@ class FeedForward(nn.Module):
         """What is added to the residual stream."""
         c = self.config
         dense = functools.partial(nn.Dense, use_bias=False, dtype=c.dtype, kernel_init=INIT)
-        hidden_BxSxF = nn.silu(dense(c.hidden, name="gate")(x_BxSxD)) * dense(c.hidden, name="up")(x_BxSxD)
+        hidden_BxSxF = silu(dense(c.hidden, name="gate")(x_BxSxD)) * dense(c.hidden, name="up")(x_BxSxD)
         return dense(c.width, name="down")(hidden_BxSxF)
 
 
 class Block(nn.Module):
-    """One pre-norm layer, (B, S, D) to the same; the None is for `nn.scan`."""
+    """One pre-norm layer, (B, S, D) to the same; the None is for `nn.scan`. cache_length: as in `Llama`."""
 
     config: Config
+    cache_length: int = 0
 
     @nn.compact
     def __call__(self, x_BxSxD: jax.Array, positions_BxS: jax.Array, segment_ids_BxS: jax.Array | None
                  ) -> tuple[jax.Array, None]:
         """The residual stream after this layer."""
         c = self.config
-        norm = functools.partial(nn.RMSNorm, epsilon=c.epsilon, dtype=c.dtype)
-        x_BxSxD += Attention(c, name="attn")(norm(name="ln_1")(x_BxSxD), positions_BxS, segment_ids_BxS)
+        norm = functools.partial(RMSNorm, epsilon=c.epsilon, dtype=c.dtype)
+        attend = Attention(c, self.cache_length, name="attn")
+        x_BxSxD += attend(norm(name="ln_1")(x_BxSxD), positions_BxS, segment_ids_BxS)
         return x_BxSxD + FeedForward(c, name="mlp")(norm(name="ln_2")(x_BxSxD)), None
 
 
 class Llama(nn.Module):
-    """Tokens, int (B, S), to logits (B, S, V) in the dtype of the computation."""
+    """Tokens, int (B, S), to logits (B, S, V) in the dtype of the computation.
+
+    cache_length: above 0, the tokens follow those of earlier calls, whose keys and values are in the collection
+    `cache`: at most so many in all.
+    """
 
     config: Config
+    cache_length: int = 0
 
     @nn.compact
     def __call__(self, tokens_BxS: jax.Array, *, segment_ids: jax.Array | None = None,
@@ -152,19 +171,23 @@ class Llama(nn.Module):
         """
         c = self.config
         check_length(c, tokens_BxS)
+        if self.cache_length:
+            length = self.variable("cache", "length", jnp.zeros, (), jnp.int32)
+            positions = length.value + jnp.arange(tokens_BxS.shape[-1])[None]
+            length.value += tokens_BxS.shape[-1]
         positions_BxS = jnp.arange(tokens_BxS.shape[-1])[None] if positions is None else positions
         embed = nn.Embed(c.vocab_size, c.width, dtype=c.dtype, embedding_init=INIT, name="wte")
         x_BxSxD = embed(tokens_BxS)
-        block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat else Block
+        block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat and not self.cache_length else Block
         if c.scan_layers:
-            stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True},
+            stack = nn.scan(block, variable_axes={"params": 0, "cache": 0}, split_rngs={"params": True},
                             in_axes=(nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType]
                             length=c.num_layers)
-            x_BxSxD, _ = stack(c, name="blocks")(x_BxSxD, positions_BxS, segment_ids)
+            x_BxSxD, _ = stack(c, self.cache_length, name="blocks")(x_BxSxD, positions_BxS, segment_ids)
         else:
             for layer in range(c.num_layers):
-                x_BxSxD, _ = block(c, name=f"blocks_{layer}")(x_BxSxD, positions_BxS, segment_ids)
-        x_BxSxD = nn.RMSNorm(epsilon=c.epsilon, dtype=c.dtype, name="ln_f")(x_BxSxD)
+                x_BxSxD, _ = block(c, self.cache_length, name=f"blocks_{layer}")(x_BxSxD, positions_BxS, segment_ids)
+        x_BxSxD = RMSNorm(epsilon=c.epsilon, dtype=c.dtype, name="ln_f")(x_BxSxD)
         table = embed if c.tied else nn.Embed(
             c.vocab_size, c.width, dtype=c.dtype, embedding_init=INIT, name="lm_head")
         return table.attend(x_BxSxD) if logits else (x_BxSxD, table.embedding)
@@ -173,6 +196,11 @@ class Llama(nn.Module):
 def build(config: Config) -> Llama:
     """The model of `config`."""
     return Llama(config)
+
+
+def decoder(config: Config, length: int | None = None) -> Llama:
+    """The model as it generates, as in `models.gpt2`."""
+    return Llama(config, cache_length=length or config.max_length)
 
 
 def tensor_rules(config: Config) -> list[tuple[str, Any, int | None]]:
@@ -199,6 +227,8 @@ _SMALL: dict[str, Any] = {"max_length": 131072, "rope_scaling": RopeScaling(32.0
 PRESETS: dict[str, Config] = {
     "tiny": Config(2, 64, 4, 2, 128, head_dim=16, vocab_size=256, max_length=64, rope_theta=1e4),
     "bytes": Config(2, 192, 4, 2, 512, head_dim=48, vocab_size=256, max_length=512, rope_theta=1e4, tied=True),
+    # To be trained on a laptop: scripts/training/language_model.py.
+    "11m": Config(6, 384, 6, 2, 1024, head_dim=64, vocab_size=4096, max_length=1024, rope_theta=1e4, tied=True),
     "3-8b": _llama(32, 4096, 32, 14336),
     "3-70b": _llama(80, 8192, 64, 28672),
     "3.1-8b": _llama(32, 4096, 32, 14336, **_LONG),

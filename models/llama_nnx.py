@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .layers.activations import silu
 from .layers.attention import split_heads
-from .layers.nnx_stack import make_blocks, run_blocks
-from .llama import INIT, PRESETS, Config, check_length, huggingface, huggingface_config, mixed, tensor_rules
+from .layers.kv_cache import Cache, cached_attention
+from .layers.nnx_stack import Decoder, make_blocks, next_positions, run_blocks, run_cached
+from .layers.norms import NnxRMSNorm
+from .llama import INIT, PRESETS, Config, check_length, huggingface, huggingface_config, mixed, rotated, tensor_rules
 
-__all__ = ["PRESETS", "Attention", "Block", "Config", "FeedForward", "Llama", "build", "huggingface",
-           "huggingface_config", "tensor_rules"]
+__all__ = ["PRESETS", "Attention", "Block", "Config", "FeedForward", "Llama", "build", "decoder",
+           "huggingface", "huggingface_config", "tensor_rules"]
 
 
 class Attention(nnx.Module):
@@ -30,15 +33,20 @@ class Attention(nnx.Module):
         if c.qk_norm:
             self.q_norm, self.k_norm = _norm(c, c.head_dim, rngs), _norm(c, c.head_dim, rngs)
 
-    def __call__(self, x_BxSxD: jax.Array, positions_BxS: jax.Array, segment_ids_BxS: jax.Array | None) -> jax.Array:
-        """What is added to the residual stream."""
+    def __call__(self, x_BxSxD: jax.Array, positions_BxS: jax.Array, segment_ids_BxS: jax.Array | None = None, *,
+                 cache: Cache | None = None) -> Any:
+        """What is added to the residual stream; with a cache also that, with these tokens."""
         c = self.config
         q_BxSxHxE = split_heads(self.q(x_BxSxD), c.num_heads)
         k_BxSxKxE = split_heads(self.k(x_BxSxD), c.num_kv_heads)
         v_BxSxKxE = split_heads(self.v(x_BxSxD), c.num_kv_heads)
         if c.qk_norm:
             q_BxSxHxE, k_BxSxKxE = self.q_norm(q_BxSxHxE), self.k_norm(k_BxSxKxE)
-        return self.proj(mixed(c, q_BxSxHxE, k_BxSxKxE, v_BxSxKxE, positions_BxS, segment_ids_BxS))
+        q_BxSxHxE, k_BxSxKxE = rotated(c, q_BxSxHxE, k_BxSxKxE, positions_BxS)
+        if cache is None:
+            return self.proj(mixed(c, q_BxSxHxE, k_BxSxKxE, v_BxSxKxE, segment_ids_BxS))
+        out, cache = cached_attention(q_BxSxHxE, k_BxSxKxE, v_BxSxKxE, cache)
+        return self.proj(out), cache
 
 
 class FeedForward(nnx.Module):
@@ -51,7 +59,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BxSxD: jax.Array) -> jax.Array:
         """What is added to the residual stream."""
-        return self.down(nnx.silu(self.gate(x_BxSxD)) * self.up(x_BxSxD))
+        return self.down(silu(self.gate(x_BxSxD)) * self.up(x_BxSxD))
 
 
 class Block(nnx.Module):
@@ -63,10 +71,13 @@ class Block(nnx.Module):
         self.ln_2 = _norm(config, config.width, rngs)
         self.mlp = FeedForward(config, rngs=rngs)
 
-    def __call__(self, x_BxSxD: jax.Array, positions_BxS: jax.Array, segment_ids_BxS: jax.Array | None) -> jax.Array:
-        """The residual stream after this layer."""
-        x_BxSxD += self.attn(self.ln_1(x_BxSxD), positions_BxS, segment_ids_BxS)
-        return x_BxSxD + self.mlp(self.ln_2(x_BxSxD))
+    def __call__(self, x_BxSxD: jax.Array, positions_BxS: jax.Array, segment_ids_BxS: jax.Array | None = None, *,
+                 cache: Cache | None = None) -> Any:
+        """The residual stream after this layer; with a cache also that, with these tokens."""
+        out = self.attn(self.ln_1(x_BxSxD), positions_BxS, segment_ids_BxS, cache=cache)
+        x_BxSxD += out if cache is None else out[0]
+        x_BxSxD += self.mlp(self.ln_2(x_BxSxD))
+        return x_BxSxD if cache is None else (x_BxSxD, out[1])
 
 
 class Llama(nnx.Module):
@@ -86,9 +97,18 @@ class Llama(nnx.Module):
         c = self.config
         check_length(c, tokens_BxS)
         positions_BxS = jnp.arange(tokens_BxS.shape[-1])[None] if positions is None else positions
-        x_BxSxD = run_blocks(self.blocks, c, self.wte(tokens_BxS), positions_BxS, segment_ids)
-        x_BxSxD, table = self.ln_f(x_BxSxD), self.wte if c.tied else self.lm_head
-        return table.attend(x_BxSxD) if logits else (x_BxSxD, table.embedding[...])
+        x_BxSxD = self.ln_f(run_blocks(self.blocks, c, self.wte(tokens_BxS), positions_BxS, segment_ids))
+        return self._table.attend(x_BxSxD) if logits else (x_BxSxD, self._table.embedding[...])
+
+    def decode(self, tokens_BxS: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        """(Logits, the cache with them) of tokens that follow those in `cache`, which `decoder` makes."""
+        positions_BxS = next_positions(self.config, cache, tokens_BxS)
+        x_BxSxD, cache = run_cached(self.blocks, self.config, self.wte(tokens_BxS), cache, positions_BxS)
+        return self._table.attend(self.ln_f(x_BxSxD)), cache
+
+    @property
+    def _table(self) -> nnx.Embed:
+        return self.wte if self.config.tied else self.lm_head
 
 
 def build(config: Config) -> Callable[[nnx.Rngs], Llama]:
@@ -100,12 +120,18 @@ def build(config: Config) -> Callable[[nnx.Rngs], Llama]:
     return make
 
 
+def decoder(config: Config, length: int | None = None) -> Decoder:
+    """How the model generates, as in `models.gpt2`."""
+    return Decoder(config, length=length or config.max_length, num_heads=config.num_kv_heads,
+                   head_dim=config.head_dim)
+
+
 def _linear(config: Config, inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
     return nnx.Linear(inputs, outputs, use_bias=False, dtype=config.dtype, kernel_init=INIT, rngs=rngs)
 
 
-def _norm(config: Config, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(width, epsilon=config.epsilon, dtype=config.dtype, rngs=rngs)
+def _norm(config: Config, width: int, rngs: nnx.Rngs) -> NnxRMSNorm:
+    return NnxRMSNorm(width, epsilon=config.epsilon, dtype=config.dtype, rngs=rngs)
 
 
 def _embed(config: Config, rngs: nnx.Rngs) -> nnx.Embed:

@@ -107,5 +107,6 @@ def batch_shapes(config: Config, rows: int, length: int | None) -> dict[str, jax
 
 PRESETS: dict[str, Config] = {
     "tiny": Config((1, 1), width=8, num_classes=8),
+    "digits": Config((1, 1), width=16, num_classes=10),
     "resnet50": Config((3, 4, 6, 3)),
 }

@@ -19,8 +19,10 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
+from .layers.activations import gelu
 from .layers.attention import Implementation, attention, split_heads
 from .layers.checks import check_at_least_one, check_share
+from .layers.norms import RMSNorm
 from .t5_names import huggingface, huggingface_config
 
 __all__ = ["Block", "Config", "PRESETS", "Stack", "T5", "batch_shapes", "build", "huggingface", "huggingface_config",
@@ -139,7 +141,7 @@ class FeedForward(nn.Module):
         c = self.config
         hidden_BxSxF = _dense(c, c.hidden, _init(c.width), "up")(x_BxSxD)
         if c.gated:
-            hidden_BxSxF *= nn.gelu(_dense(c, c.hidden, _init(c.width), "gate")(x_BxSxD))
+            hidden_BxSxF *= gelu(_dense(c, c.hidden, _init(c.width), "gate")(x_BxSxD))
         else:
             hidden_BxSxF = nn.relu(hidden_BxSxF)
         return _dense(c, c.width, _init(c.hidden), "down")(hidden_BxSxF)
@@ -269,14 +271,16 @@ def _dense(config: Config, features: int, init: nn.initializers.Initializer, nam
     return nn.Dense(features, use_bias=False, dtype=config.dtype, kernel_init=init, name=name)
 
 
-def _norm(config: Config, name: str) -> nn.RMSNorm:
-    return nn.RMSNorm(epsilon=EPSILON, dtype=config.dtype, name=name)
+def _norm(config: Config, name: str) -> RMSNorm:
+    return RMSNorm(epsilon=EPSILON, dtype=config.dtype, name=name)
 
 
 _gated = functools.partial(Config, gated=True, remat=True)
 
 PRESETS: dict[str, Config] = {
     "tiny": Config(2, 64, 4, 128, head_dim=16, vocab_size=256, max_length=64),
+    # Bytes, and the special tokens that zero_jax.data gives them
+    "bytes": Config(3, 128, 4, 512, head_dim=32, vocab_size=384),
     # Version 1.0 (Table 14 of the paper): 3b and 11b have more and wider heads than their width
     "small": Config(6, 512, 8, 2048),
     "base": Config(12, 768, 12, 3072),

@@ -9,16 +9,19 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
+from .layers.activations import exact_gelu
 from .layers.attention import attention, split_heads
 from .layers.nnx_stack import make_blocks, run_blocks
+from .layers.norms import NnxLayerNorm
 from .vit import (
     EPSILON,
+    FIRST,
     INIT,
+    POSITIONS,
     PRESETS,
     Config,
     batch_shapes,
     check_images,
-    gelu,
     huggingface,
     huggingface_config,
     loss,
@@ -47,7 +50,7 @@ class Block(nnx.Module):
         c, y_BxSxD = self.config, self.ln_1(x_BxSxD)
         q, k, v = (split_heads(linear(y_BxSxD), c.num_heads) for linear in (self.q, self.k, self.v))
         x_BxSxD += self.dropout(self.proj(attention(q, k, v, causal=False, implementation=c.attention)))
-        return x_BxSxD + self.dropout(self.down(gelu(self.up(self.ln_2(x_BxSxD)))))
+        return x_BxSxD + self.dropout(self.down(exact_gelu(self.up(self.ln_2(x_BxSxD)))))
 
 
 class ViT(nnx.Module):
@@ -59,10 +62,10 @@ class ViT(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         c = self.config = config
         size = (c.patch_size, c.patch_size)
-        self.patches = nnx.Conv(c.channels, c.width, size, size, padding="VALID", dtype=c.dtype, kernel_init=INIT,
+        self.patches = nnx.Conv(c.channels, c.width, size, size, padding="VALID", dtype=c.dtype, kernel_init=FIRST,
                                 rngs=rngs)
         self.class_token = nnx.Param(nnx.initializers.zeros(rngs.params(), (1, 1, c.width)))
-        self.positions = nnx.Param(INIT(rngs.params(), (1, c.num_tokens, c.width)))
+        self.positions = nnx.Param(POSITIONS(rngs.params(), (1, c.num_tokens, c.width)))
         self.dropout = _dropout(c, rngs)
         self.blocks = make_blocks(lambda rngs: Block(c, rngs=rngs), c, rngs)
         self.ln_f = _norm(c, rngs)
@@ -86,8 +89,8 @@ def build(config: Config) -> Callable[[nnx.Rngs], ViT]:
     return make
 
 
-def _norm(config: Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(config.width, epsilon=EPSILON, dtype=config.dtype, rngs=rngs)
+def _norm(config: Config, rngs: nnx.Rngs) -> NnxLayerNorm:
+    return NnxLayerNorm(config.width, epsilon=EPSILON, dtype=config.dtype, rngs=rngs)
 
 
 def _dropout(config: Config, rngs: nnx.Rngs) -> nnx.Dropout:

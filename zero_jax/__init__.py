@@ -6,28 +6,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_jax.checkpoint.checkpoint import Checkpoints, Restored
-    from zero_jax.checkpoint.manifest import CheckpointError, DamagedCheckpointError
+    from zero_jax.contract.verify import ContractError
     from zero_jax.diloco.make import make_diloco_step
     from zero_jax.diloco.step import DiLoCoStep
     from zero_jax.distributed.initialize import initialize
-    from zero_jax.errors import ReplicaError, UsageError
+    from zero_jax.errors import CheckpointError, DamagedCheckpointError, ReplicaError, UsageError
     from zero_jax.frontends.lora import lora
     from zero_jax.frontends.model_functions import remat
-    from zero_jax.interop.lora_files import export_lora, import_lora, merge_lora
+    from zero_jax.interop.lora_files import export_lora, export_merged, import_lora, merge_lora
     from zero_jax.interop.naming import Names
-    from zero_jax.interop.params_io import export_params, import_params
+    from zero_jax.interop.params_io import export_params, import_params, init_from_file
+    from zero_jax.interop.programs import export_programs
     from zero_jax.optim.whole_matrices import whole_matrices
+    from zero_jax.planning.offload_choice import OffloadChoice
+    from zero_jax.planning.placement import choose_offload
     from zero_jax.planning.plan import plan
     from zero_jax.precision import LossScale, Precision
-    from zero_jax.sharding.communication import Communication
     from zero_jax.sharding.layout import Layout
-    from zero_jax.sharding.memory_kinds import Offload
+    from zero_jax.sharding.memory.kinds import Offload
     from zero_jax.sharding.mesh import make_mesh, simulate_devices
+    from zero_jax.sharding.quantized.policy import Communication
     from zero_jax.sharding.tensor_rules import TensorRule
     from zero_jax.state import ZeroState
     from zero_jax.step.attention import Attention, attention
     from zero_jax.step.chunked_loss import chunked_next_token_loss
-    from zero_jax.step.contract import ContractError
+    from zero_jax.step.disk.step import DiskTrainStep
     from zero_jax.step.guard import BadStepError, Guard
     from zero_jax.step.losses import next_token_loss
     from zero_jax.step.make import make_zero_train_step
@@ -45,12 +48,14 @@ __all__ = [
     "ContractError",
     "DamagedCheckpointError",
     "DiLoCoStep",
+    "DiskTrainStep",
     "Guard",
     "Layout",
     "LossScale",
     "Metric",
     "Names",
     "Offload",
+    "OffloadChoice",
     "Precision",
     "Remat",
     "ReplicaError",
@@ -60,12 +65,16 @@ __all__ = [
     "ZeroState",
     "ZeroTrainStep",
     "attention",
+    "choose_offload",
     "chunked_next_token_loss",
     "dpo_loss",
     "export_lora",
+    "export_merged",
     "export_params",
+    "export_programs",
     "import_lora",
     "import_params",
+    "init_from_file",
     "initialize",
     "lora",
     "make_diloco_step",
@@ -84,18 +93,20 @@ __all__ = [
 _MODULES = {
     "Attention": "step.attention",
     "BadStepError": "step.guard",
-    "CheckpointError": "checkpoint.manifest",
+    "CheckpointError": "errors",
     "Checkpoints": "checkpoint.checkpoint",
-    "Communication": "sharding.communication",
-    "ContractError": "step.contract",
-    "DamagedCheckpointError": "checkpoint.manifest",
+    "Communication": "sharding.quantized.policy",
+    "ContractError": "contract.verify",
+    "DamagedCheckpointError": "errors",
     "DiLoCoStep": "diloco.step",
+    "DiskTrainStep": "step.disk.step",
     "Guard": "step.guard",
     "Layout": "sharding.layout",
     "LossScale": "precision",
     "Metric": "step.metrics",
     "Names": "interop.naming",
-    "Offload": "sharding.memory_kinds",
+    "Offload": "sharding.memory.kinds",
+    "OffloadChoice": "planning.offload_choice",
     "Precision": "precision",
     "Remat": "transforms.remat",
     "ReplicaError": "errors",
@@ -105,12 +116,16 @@ _MODULES = {
     "ZeroState": "state",
     "ZeroTrainStep": "step.step",
     "attention": "step.attention",
+    "choose_offload": "planning.placement",
     "chunked_next_token_loss": "step.chunked_loss",
     "dpo_loss": "step.preference_loss",
     "export_lora": "interop.lora_files",
+    "export_merged": "interop.lora_files",
     "export_params": "interop.params_io",
+    "export_programs": "interop.programs",
     "import_lora": "interop.lora_files",
     "import_params": "interop.params_io",
+    "init_from_file": "interop.params_io",
     "initialize": "distributed.initialize",
     "lora": "frontends.lora",
     "make_diloco_step": "diloco.make",

@@ -18,6 +18,14 @@ class UsageError(ValueError):
         super().__init__(printable(str(message), MAX_MESSAGE))
 
 
+class CheckpointError(UsageError):
+    """A checkpoint, or a state in files, cannot be saved or restored: the message says which, why, and what to do."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not as it was saved. `restore(..., fallback=True)` restores the last intact one."""
+
+
 class ReplicaError(RuntimeError):
     """Copies of a state that must be the same bits on several devices are not: the message names the devices."""
 

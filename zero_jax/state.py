@@ -30,6 +30,7 @@ class ZeroState:
         one.
     guard: the count of bad steps and the loss scale (`guard.GuardState`); None without loss scale and guard.
     rng: the typed key from which each step's randomness is derived.
+    disk: with `Offload(disk=...)` which generation of the files has the leaves that are `OnDisk` here, uint32 (2,).
     """
 
     step: Scalar
@@ -41,6 +42,7 @@ class ZeroState:
     ema: Params | None
     guard: Pytree
     rng: PRNGKey
+    disk: jax.Array | None = None
 
     def __repr__(self) -> str:
         leaves = [leaf for leaf in jax.tree.leaves(self) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
@@ -54,6 +56,16 @@ class ZeroState:
 
 FROM_PARAMS = ("params", "weights", "frozen", "opt_state", "ema")
 """The fields of a state that hold the parameters, or follow from them."""
+
+
+def state_key(rng: object) -> PRNGKey:
+    """`rng` as `typed_key`, for a state: raises ValueError where it is not of JAX's default implementation."""
+    key, default = typed_key(rng), jax.eval_shape(lambda: jax.random.key(0)).dtype
+    if key.dtype != default:
+        raise UsageError(f"rng is of {key.dtype}, and the keys of a step are of jax_default_prng_impl, {default}: say "
+                         "jax.config.update(\"jax_default_prng_impl\", ...) before the step is made, or give "
+                         "jax.random.key(0).")
+    return key
 
 
 def typed_key(rng: object) -> PRNGKey:

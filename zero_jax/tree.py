@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero_jax.errors import UsageError
+
 
 def path_name(path: tuple[Any, ...]) -> str:
     """A key path as `blocks/attention/kernel`."""
@@ -21,6 +23,15 @@ def map_named(fun: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of `tree` with their names, in tree order."""
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def check_are_dicts(params: Any) -> None:
+    """Raises ValueError for a parameter that is a list, a tuple or another pytree than dicts of arrays."""
+    for path, _ in jax.tree_util.tree_leaves_with_path(params):
+        at = next((i for i, entry in enumerate(path) if not isinstance(entry, jax.tree_util.DictKey)), None)
+        if at is not None:
+            raise UsageError(f"The parameter {path_name(path[:at])} is a list, a tuple or a dataclass: make it an "
+                             "array, or a dict of arrays.")
 
 
 def split_named(tree: dict[Any, Any], chosen: Callable[[str, Any], bool]) -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -69,3 +80,15 @@ def with_dtypes_of(new: Any, old: Any) -> Any:
     """`new` with the dtypes of `old`: a state keeps its dtypes from step to step, whatever a step computes in."""
     return jax.tree.map(lambda leaf, like: leaf if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else (
         leaf.astype(like.dtype)), new, old)
+
+
+def key_impl(key: jax.ShapeDtypeStruct) -> Any:
+    """The implementation of an abstract typed key, as `jax.random.wrap_key_data` takes it."""
+    implementations: list[Any] = []
+
+    def trace(key: jax.Array) -> jax.Array:
+        implementations.append(jax.random.key_impl(key))
+        return key
+
+    jax.eval_shape(trace, key)
+    return implementations[0]

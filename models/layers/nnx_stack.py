@@ -4,7 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+
+from .kv_cache import Cache
 
 
 def make_blocks(make: Callable[[nnx.Rngs], nnx.Module], config: Any, rngs: nnx.Rngs) -> Any:
@@ -33,3 +36,52 @@ def run_blocks(blocks: Any, config: Any, x: jax.Array, *others: Any) -> jax.Arra
     for block in blocks:
         x = run(x, block, *others)
     return x
+
+
+def run_cached(blocks: Any, config: Any, x: jax.Array, cache: Any, *others: Any) -> tuple[jax.Array, Any]:
+    """(`x` after all blocks, the cache with its tokens), each called as `block(x, *others, cache=...)`.
+
+    cache: a `Cache` whose arrays have a leading dim of the layers where they are stacked, else a list of caches.
+    """
+    def run(x: jax.Array, block: Any, cache: Any, *others: Any) -> Any:
+        return block(x, *others, cache=cache)
+
+    if config.scan_layers:
+        return nnx.scan(run, in_axes=(nnx.Carry, 0, 0, *[None] * len(others)), out_axes=(nnx.Carry, 0))(
+            x, blocks, cache, *others)
+    caches = []
+    for block, each in zip(blocks, cache, strict=True):
+        x, each = run(x, block, each, *others)
+        caches.append(each)
+    return x, caches
+
+
+class Decoder:
+    """How an NNX model generates, called as a Linen model with the collections `params` and `cache` is.
+
+    `params` is the module itself, which has `decode(tokens, cache)`, (logits, cache with the tokens).
+    """
+
+    def __init__(self, config: Any, *, length: int, num_heads: int, head_dim: int):
+        """length: of prompt and new tokens. num_heads, head_dim: of keys and values."""
+        self._config, self._shape = config, (length, num_heads, head_dim)
+
+    def apply(self, variables: Any, tokens: jax.Array, *, mutable: Any) -> tuple[jax.Array, Any]:
+        """(logits, {"cache": with `tokens`}); without a cache among `variables` from an empty one."""
+        module = nnx.clone(variables["params"])  # of this trace, which may be that of a loop
+        cache = variables["cache"] if "cache" in variables else self._empty(tokens.shape[0], module)
+        logits, cache = module.decode(tokens, cache)
+        return logits, {"cache": cache}
+
+    def _empty(self, batch_size: int, module: Any) -> Any:
+        dtype = self._config.dtype or module.wte.embedding[...].dtype
+        one, layers = Cache.empty((batch_size, *self._shape), dtype), self._config.num_layers
+        if not self._config.scan_layers:
+            return [one] * layers
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (layers, *leaf.shape)), one)
+
+
+def next_positions(config: Any, cache: Any, tokens: jax.Array) -> jax.Array:
+    """The positions of `tokens`, int (1, new), after those in `cache`."""
+    length = cache.length[0] if config.scan_layers else cache[0].length
+    return length + jnp.arange(tokens.shape[-1])[None]

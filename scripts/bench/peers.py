@@ -3,22 +3,26 @@
     python scripts/bench/peers.py                                      # 8 simulated devices, minutes on 2 cores
     python scripts/bench/peers.py --devices 2 --torch-python PATH      # and torch's FSDP2, in as many processes (gloo)
 
-Peers: plain jit data parallelism and plain annotation (`scripts/bench/stages.py`), Flax's recipe for NNX (`nnx.jit`,
+Peers: plain jit data parallelism and plain annotation of arrays, Flax's recipe for NNX (`nnx.jit`,
 `nnx.get_partition_spec` in place of a layout, `with_sharding_constraint` on model and optimizer: arrays sharded as the
 second of these), and with --torch-python, an interpreter that has torch, `fully_shard` on every block of the same
 decoder, not compiled. GPT-2 in float32 with AdamW on the same tokens.
 
 The variants take turns, so that a busy machine slows all of them. A ratio is that of plain jit's step time over the
 variant's, the fastest step of a round each, the median over the rounds: above 1 the variant is faster than plain jit.
+Beside it the same of the CPU time of this process, all threads of all simulated devices: it does not count what other
+processes took, nor the waits of devices for each other, which on a busy machine are most of a step's time.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import socket
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -27,13 +31,54 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from stages import hand_written, timed
+from plain_step import plain_step
 
 import zero_jax
 from models import gpt2, gpt2_nnx
 from zero_jax.sharding.layout import choose_spec
 
 BASE = "plain jit data parallelism"
+
+
+def hand_written(model, optimizer, mesh, batch, *, annotated):
+    """A step with jit alone; `annotated`: every array is sharded as at stage 3, with nothing else specified."""
+    params = jax.eval_shape(model.init, jax.random.key(0), batch["inputs"])["params"]
+    place = lambda leaf: NamedSharding(mesh, choose_spec(leaf.shape, dict(mesh.shape)) if annotated else P())  # noqa: E731
+    shardings = jax.tree.map(place, (params, jax.eval_shape(optimizer.init, params)))
+
+    def init():
+        params = model.init(jax.random.key(0), batch["inputs"])["params"]
+        return params, optimizer.init(params)
+
+    jitted = jax.jit(plain_step(model, optimizer), donate_argnums=0,
+                     in_shardings=(shardings, NamedSharding(mesh, P("data"))),
+                     out_shardings=(shardings, NamedSharding(mesh, P())))
+    return jitted, jax.jit(init, out_shardings=shardings)()
+
+
+def timed(step, state, batch, num_steps):
+    """((seconds of each step, CPU seconds of each), the last state)."""
+    spent = []
+    for _ in range(num_steps):
+        start = time.perf_counter(), time.process_time()
+        state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+        spent.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    return tuple(zip(*spent, strict=True)), state
+
+
+def call_overhead(step, state, batch, num_calls=200):
+    """Median microseconds of a call of the step over calling its compiled function, dispatch only."""
+    compiled = step._jit(batch)
+    spent = {"step": [], "compiled": []}
+    calls = [("step", step), ("compiled", compiled)]
+    for i in range(num_calls):
+        for name, call in calls if i % 2 else reversed(calls):
+            start = time.perf_counter()
+            state, metrics = call(state, batch)
+            spent[name].append(time.perf_counter() - start)
+            jax.block_until_ready((state, metrics))
+    return 1e6 * (statistics.median(spent["step"]) - statistics.median(spent["compiled"]))
 
 
 def flax_recipe(config, mesh, tx):
@@ -126,7 +171,7 @@ def main():
         step = zero_jax.make_zero_train_step(model, stage, optimizer=tx, mesh=mesh)
         variants[f"zero_jax stage {stage}"] = step, step.init(jax.random.key(0), batch)
     workers = Torch(args.torch_python, config, args.batch // args.devices, args.devices) if args.torch_python else None
-    seconds = {name: [] for name in [*variants, *["torch FSDP2, gloo"] * bool(workers)]}
+    seconds = {name: [] for name in [*variants, *["torch FSDP2, gloo"] * bool(workers)]}  # (of the clock, of the CPU)
     for number in range(args.rounds + 1):  # the first compiles
         for name in seconds:
             if name in variants:
@@ -134,21 +179,32 @@ def main():
                 spent, state = timed(step, state, batch, args.steps)
                 variants[name] = step, state
             else:
-                spent = workers.steps(args.steps)
-            seconds[name] += [min(spent)] * (number > 0)
+                spent = workers.steps(args.steps), [float("nan")]  # of other processes
+            seconds[name] += [tuple(min(each) for each in spent)] * (number > 0)
     if workers:
         workers.close()
 
-    rows = [{"variant": name, "median_ms": 1e3 * statistics.median(spent),
-             "speed": float(np.median(np.array(seconds[BASE]) / spent))} for name, spent in seconds.items()]
+    rows = []
+    for name, spent in seconds.items():
+        (median, cpu), (speed, cpu_speed) = (
+            np.median(each, axis=0).tolist() for each in (np.array(spent), np.array(seconds[BASE]) / spent))
+        rows.append({"variant": name, "median_ms": 1e3 * median, "speed": speed, "cpu_ms": 1e3 * cpu,
+                     "cpu_speed": cpu_speed})
     print(f"jax {jax.__version__}, {args.devices} simulated devices, GPT-2 {args.layers} x {args.width}, "
           f"batch {args.batch} x {args.seq_len}, fp32, {args.rounds} rounds; "
           f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    print("| variant | median ms | speed over plain jit |\n| --- | --- | --- |")
+    print("| variant | median ms | speed over plain jit | CPU ms | by CPU time |\n| --- | --- | --- | --- | --- |")
     for row in rows:
-        print(f"| {row['variant']} | {row['median_ms']:.1f} | {row['speed']:.3f} |")
+        print(f"| {row['variant']} | {row['median_ms']:.1f} | {row['speed']:.3f} | {row['cpu_ms']:.1f} "
+              f"| {row['cpu_speed']:.3f} |")
+    tiny = gpt2.build(dataclasses.replace(gpt2.PRESETS["tiny"], max_length=8))
+    step = zero_jax.make_zero_train_step(tiny, 3, mesh=zero_jax.make_mesh(1))
+    small = {name: np.zeros((1, 8), np.int32) for name in ("inputs", "targets")}
+    overhead = call_overhead(step, step.init(jax.random.key(0), small), small)
+    print(f"A call of a step takes {overhead:.1f} microseconds more than one of its compiled function.")
     if args.json:
-        Path(args.json).write_text(json.dumps({"rows": rows, "jax": jax.__version__}, indent=1))
+        found = {"rows": rows, "overhead_us": overhead, "jax": jax.__version__}
+        Path(args.json).write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

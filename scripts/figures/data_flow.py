@@ -49,7 +49,7 @@ def before_the_first_step():
     boxes += [
         box(xs[4], low, "XLA", ["for live devices, or", "a target topology"], "input"),
         box(xs[3], low, "compiled program", ["text, memory,", "collectives"], "program"),
-        box(xs[2], low, "xla/, step/contract", ["what it sends, against", "what the stage allows"], "package"),
+        box(xs[2], low, "xla/, contract", ["what it sends, against", "what the stage allows"], "package"),
         box(xs[1], low, "planning/", ["does it fit, why,", "how long"], "package"),
         box(xs[0], low, "cli/", ["train, inspect, plan,", "export, launch"], "package"),
     ]

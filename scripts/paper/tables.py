@@ -29,7 +29,7 @@ from runs import RUNS, block_params
 import zero_jax
 from models import gpt2
 from models.gpt2 import PRESETS
-from zero_jax.cli.report import make_console
+from zero_jax.cli.reports.report import make_console
 from zero_jax.planning import formulas
 from zero_jax.planning.formulas import PAPER, model_state_bytes
 from zero_jax.xla import devices as xla_devices

@@ -27,7 +27,7 @@ from runs import RUNS, Run
 import zero_jax
 from models import gpt2
 from models.gpt2 import PRESETS
-from zero_jax.cli.report import make_console
+from zero_jax.cli.reports.report import make_console
 from zero_jax.planning import timing
 from zero_jax.xla import devices as xla_devices
 from zero_jax.xla.schedule import schedule

@@ -27,7 +27,7 @@ from runs import RUNS
 import zero_jax
 from models import gpt2
 from models.gpt2 import PRESETS
-from zero_jax.cli.report import make_console
+from zero_jax.cli.reports.report import make_console
 from zero_jax.planning.search import deepest
 from zero_jax.xla.targets import target_of
 

@@ -22,7 +22,7 @@ from zero_jax.distributed.launch import COORDINATOR, LOCAL_DEVICES, NUM_PROCESSE
 
 ROOT = Path(__file__).parents[2]
 HEARTBEAT, MARGIN = 10, 5
-STEPS = {1: (1500, 150), 2: (120, 15)}
+STEPS = {1: (700, 70), 2: (120, 15)}
 """By the number of processes: steps of a run, and how often it saves. A step takes 1 ms or some 20 ms."""
 MOMENTS = ("compile", "step", "save")
 
@@ -41,7 +41,8 @@ class Run:
         command = [
             sys.executable, "-m", "zero_jax", "train", "--model", "support.pairs:small", "--batch-size", "8",
             "--seq-len", "16", "--max-bytes", "50000", "--samples", "0", "--steps", str(steps), "--save-every",
-            str(every), "--eval-every", str(steps), "--heartbeat", str(HEARTBEAT), "--out", str(self.out), *args]
+            str(every), "--eval-every", str(steps), "--no-html", "--heartbeat", str(HEARTBEAT), "--out", str(self.out),
+            *args]
         self.out.mkdir(parents=True, exist_ok=True)
         address, started = f"127.0.0.1:{_free_port()}", []
         for number in range(count):

@@ -1,19 +1,25 @@
 """State, temporaries and communication of train steps compiled for target topologies, as a Markdown table.
 
     python scripts/tables/communication.py --out communication.md    # an hour on 2 cores; no accelerator
-    python scripts/tables/communication.py --targets h100:8 --models 1.5b --stages 3
+    python scripts/tables/communication.py --targets h100:8 --models 1.5b --stages 3 --out communication.md
+    python scripts/tables/communication.py --targets v5p:2x2x2 --no-overlap --out communication.md
+    python scripts/tables/communication.py --targets v6e:4x4 --models 1.5b 6.7b --resume --out communication.md
 
 Each step is compiled by the target's own compiler and compared with its contract (`step.verify`). State and temporaries
 are per device. "Measured over ideal" is the bytes that each device sends in a step over the paper's: 2
 (stages 1 and 2, one program) or 3 (stage 3) elements per parameter, in bf16 on a ring. Then follow the shares of those
-bytes that are asynchronous, and that all-reduces send. Rows are written as they come, to --out and as JSON beside it.
-Of a step that does not fit, the compiler reports the temporaries alone.
+bytes that are asynchronous, and that all-reduces send; and, predicted from the compiled schedule (planning/timing.py),
+the milliseconds in which nothing but communication runs, and those of the step. Rows are written as they come, to --out
+and as JSON beside it; rows that the JSON has from earlier runs stay, so that a table can be made in parts. Of a step
+that does not fit, the compiler reports the temporaries alone. --no-overlap: steps with overlap=False, which is another
+program on v5p and v6e.
 """
 
 import argparse
 import dataclasses
 import json
 import math
+import time
 from pathlib import Path
 
 import jax
@@ -31,7 +37,7 @@ LENGTH = 1024
 TARGETS = ("h100:8", "h100:16x8", "h100:128x8", "v5p:2x2x2", "v5p:4x4x8", "v5p:8x8x16", "v5e:16x16")
 MODELS = {"1.5b": gpt2, "6.7b": gpt2, "resnet50": resnet}
 HEADER = ("target", "model", "stage", "state MiB", "ideal MiB", "temporaries MiB", "measured over ideal",
-          "asynchronous", "all-reduced", "contract", "compile s")
+          "asynchronous", "all-reduced", "exposed ms", "step ms", "contract", "CPU s")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +45,8 @@ class Row:
     """One compiled step; bytes are of one device.
 
     state, ideal_state, temporaries: in memory. sent, ideal_sent, asynchronous, all_reduced: communication of a step.
-    refused: why it does not fit, or "". violations: of the contract.
+    exposed, step_seconds: predicted; 0 where it does not fit. seconds: of CPU time, to make it. refused: why it does
+    not fit, or "". violations: of the contract. overlap: False where the step was made with `overlap=False`.
     """
 
     target: str
@@ -54,23 +61,32 @@ class Row:
     ideal_sent: float
     asynchronous: float
     all_reduced: float
+    exposed: float
+    step_seconds: float
     seconds: float
     refused: str
     violations: tuple[str, ...]
     notes: tuple[str, ...]
+    overlap: bool = True
+
+    @property
+    def name(self) -> tuple[str, str, tuple[int, ...], bool]:
+        return self.target, self.model, self.stages, self.overlap
 
     def __str__(self) -> str:
         cells = (
-            self.target, self.model, ", ".join(map(str, self.stages)), *(f"{size / 2**20:,.1f}" for size in (
-                self.state, self.ideal_state, self.temporaries)), *self._communication(), f"{self.seconds:.0f}")
+            self.target + ", overlap=False" * (not self.overlap), self.model, ", ".join(map(str, self.stages)),
+            *(f"{size / 2**20:,.1f}" for size in (self.state, self.ideal_state, self.temporaries)),
+            *self._communication(), f"{self.seconds:.0f}")
         return f"| {' | '.join(cells)} |"
 
     def _communication(self) -> tuple[str, ...]:
-        """Measured over ideal, the asynchronous share, the share of all-reduces, and the contract."""
+        """Measured over ideal, the asynchronous and the all-reduced share, predicted times, and the contract."""
         if self.refused:
-            return "-", "-", "-", "does not fit"
+            return *"-----", "does not fit"
         shares = (f"{share / self.sent:.1%}" for share in (self.asynchronous, self.all_reduced))
-        return f"{self.sent / self.ideal_sent:.3f}", *shares, "broken" if self.violations else "kept"
+        times = (f"{seconds * 1e3:,.1f}" for seconds in (self.exposed, self.step_seconds))
+        return f"{self.sent / self.ideal_sent:.3f}", *shares, *times, "broken" if self.violations else "kept"
 
 
 def classify(model, batch):
@@ -86,18 +102,19 @@ def batch_of(model, size):
     return {name: jax.ShapeDtypeStruct((size, LENGTH), jnp.int32) for name in ("inputs", "targets")}
 
 
-def step_of(target, model, stage):
+def step_of(target, model, stage, overlap):
     """(step, batch) on the target's default mesh."""
     devices, module = xla_devices.target_devices(target), MODELS[model]
     step = zero_jax.make_zero_train_step(
         module.build(module.PRESETS[model]), stage, loss=classify if module is resnet else None, precision="bf16",
-        mesh=zero_jax.make_mesh(devices=devices))
+        mesh=zero_jax.make_mesh(devices=devices), overlap="auto" if overlap else False)
     return step, batch_of(model, len(devices))
 
 
-def measure(target, model, stages):
-    step, batch = step_of(target, model, stages[0])
-    plan = examine(step, batch, target_of(target))
+def measure(target, model, stages, overlap=True):
+    began = time.process_time()
+    step, batch = step_of(target, model, stages[0], overlap)
+    plan = examine(step, batch, target_of(target), compare=False)
     layout, devices = plan.layout, plan.num_devices
     num_params, state = layout.num_params, layout.device_bytes
     traffic = plan.communication.results if plan.communication else ()
@@ -107,9 +124,26 @@ def measure(target, model, stages):
         step.stage.state_bytes(num_params, devices, low_precision=True), max(0, plan.needed_bytes - state),
         math.fsum(size for _, size in sent), step.stage.communication * num_params * 2 * (devices - 1) / devices,
         math.fsum(size for c, size in sent if c.asynchronous),
-        math.fsum(size for c, size in sent if c.kind == "all-reduce"), plan.compile_seconds, plan.refused,
-        plan.communication.violations if plan.communication else (),
-        tuple(note for result in traffic for note in result.notes))
+        math.fsum(size for c, size in sent if c.kind == "all-reduce"),
+        sum(plan.timing.exposed_seconds.values()) if plan.timing else 0.0, plan.timing.seconds if plan.timing else 0.0,
+        time.process_time() - began, plan.refused, plan.communication.violations if plan.communication else (),
+        tuple(note for result in traffic for note in result.notes), overlap)
+
+
+def earlier(out):
+    """The rows of `out` that earlier runs have measured."""
+    if out is None or not out.with_suffix(".json").exists():
+        return []
+    rows = json.loads(out.with_suffix(".json").read_text())
+    return [Row(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+            for row in rows]
+
+
+def place(row):
+    """By which rows are sorted: the order of the whole table."""
+    models, targets = list(MODELS), list(TARGETS)
+    target = targets.index(row.target) if row.target in targets else len(targets)
+    return models.index(row.model), target, row.target, not row.overlap, row.stages
 
 
 def write(rows, out):
@@ -124,18 +158,25 @@ def main():
     parser.add_argument("--targets", nargs="+", default=TARGETS)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3], choices=[row.number for row in STAGES])
+    parser.add_argument("--no-overlap", action="store_true", help="with overlap=False")
+    parser.add_argument("--resume", action="store_true", help="without the rows that the JSON beside --out has")
     parser.add_argument("--out", type=Path, help="a Markdown file; JSON goes beside it")
     args = parser.parse_args()
+    if args.resume and not args.out:
+        parser.error("--resume reads the rows beside --out: give both")
     together = tuple(stage for stage in args.stages if stage in (1, 2))  # one program (zero_jax/stages.py says why)
     programs = [(stage,) for stage in args.stages if stage not in (1, 2)] + [together] * bool(together)
-    rows = []
+    rows = {row.name: row for row in earlier(args.out)}
     for model in args.models:
         for target in args.targets:
             for stages in sorted(programs):
-                rows.append(measure(target, model, stages))
-                print(rows[-1], *rows[-1].violations, sep="\n  ", flush=True)
+                if args.resume and (target, model, stages, not args.no_overlap) in rows:
+                    continue
+                row = measure(target, model, stages, not args.no_overlap)
+                rows[row.name] = row
+                print(row, *row.violations, sep="\n  ", flush=True)
                 if args.out:
-                    write(rows, args.out)
+                    write(sorted(rows.values(), key=place), args.out)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Validation loss of DiLoCo beside synchronous training, on the project's text: the standard library of Python.
 
-    python scripts/tables/diloco.py            # 4 slices of 2 simulated devices, 600 steps; minutes on 2 cores
+    python scripts/tables/diloco.py --steps 400 --seeds 3    # 2 and 4 slices on 4 simulated devices; 15 CPU minutes
+    python scripts/tables/diloco.py --json runs.json --only "synchronous" "2 slices: DiLoCo"    # some; --json keeps all
 
-The same byte-level GPT-2, batches, inner optimizer and seed. `alone` never averages: it is what a slice learns from its
-quarter of the examples. Validation is of the outer parameters (of `alone` those of the first slice), on held-out text.
-Writes docs/images/diloco.svg and prints a table; --steps 20 shows in half a minute that it runs.
+The same byte-level GPT-2, batches, inner optimizer and, for each seed, first parameters. `alone` never averages: it is
+what a slice learns from its quarter of the examples. Validation is of the outer parameters (of `alone` those of the
+first slice), on held-out text. Writes docs/images/diloco.svg, with the mean over the seeds, and prints a table; --steps
+20 shows in half a minute that it runs.
 """
 
 import argparse
@@ -21,57 +23,76 @@ from models import gpt2
 from zero_jax.data import corpus
 from zero_jax.data.batches import Batches
 
-SLICES, DEVICES, LENGTH, ROWS = 4, 8, 64, 32
+DEVICES, LENGTH, ROWS, CHECKS = 4, 64, 32, 15
+MEAN = {"every": 20, "learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
 VARIANTS = {
-    "synchronous": None,
-    "averaged every 20 steps": {"every": 20, "learning_rate": 1.0, "momentum": 0.0, "nesterov": False},
-    "DiLoCo, every 20 steps": {"every": 20},
-    "streaming: 4 fragments, overlap, bf16": {"every": 20, "fragments": 4, "overlap": True, "dtype": "bfloat16"},
-    "alone": {"every": 10**9},
+    "synchronous": (4, None),
+    "2 slices: DiLoCo": (2, {"every": 20}),
+    "4 slices: DiLoCo": (4, {"every": 20}),
+    "4 slices: DiLoCo, momentum 0.5": (4, {"every": 20, "momentum": 0.5}),
+    "2 slices: averaged": (2, MEAN),
+    "4 slices: averaged": (4, MEAN),
+    "4 slices: averaged, 4 fragments, overlap, bf16": (
+        4, MEAN | {"fragments": 4, "overlap": True, "dtype": "bfloat16"}),
+    "4 slices: one of them alone": (4, {"every": 10**9}),
 }
-COLORS = dict(zip(VARIANTS, ("#202428", "#2f8f5b", "#1f6fb2", "#f0a030", "#9aa5b1"), strict=True))
+"""By name: how many slices, and what `make_diloco_step` is asked for. Of synchronous training the slices are groups of
+devices that store the same (hybrid sharding), so that its bytes are comparable."""
+
+COLORS = dict(zip(VARIANTS, ("#202428", "#1f6fb2", "#1f6fb2", "#7ab0de", "#2f8f5b", "#2f8f5b", "#f0a030", "#9aa5b1"),
+                  strict=True))
 
 
-def slice_bytes(diloco, batch):
+def between(steps):
+    """Steps between two evaluations."""
+    return max(20, steps // CHECKS)
+
+
+def slice_bytes(trainer, slices, batch):
     """Bytes that a device sends between slices, in a step on average; XLA:CPU sends bfloat16 as float32."""
-    elements = sum(piece.elements for fragment in diloco.fragments(batch) for piece in fragment.values())
-    return 2 * (SLICES - 1) / SLICES * elements * jax.numpy.dtype(diloco.outer.dtype).itemsize / diloco.outer.every
+    if isinstance(trainer, zero_jax.DiLoCoStep):
+        elements = sum(piece.elements for fragment in trainer.fragments(batch) for piece in fragment.values())
+        elements *= jax.numpy.dtype(trainer.outer.dtype).itemsize / 4 / trainer.outer.every
+    else:
+        elements = trainer.layout(batch).num_params / (DEVICES // slices)
+    return 2 * (slices - 1) / slices * elements * 4
 
 
-def curve(options, tokens, held_out, steps, seed):
-    """([(step, validation loss)], bytes between slices in a step on average)."""
+def curves(slices, options, tokens, held_out, steps, seeds):
+    """(For each seed [(step, validation loss)], bytes between slices in a step on average)."""
     model = gpt2.build(gpt2.Config(2, 64, 4, vocab_size=256, max_length=LENGTH))
     schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, min(50, steps // 4), steps, 4e-4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    step = zero_jax.make_zero_train_step(model, 3, optimizer=optimizer, mesh=zero_jax.make_mesh(replica=SLICES))
-    batches = Batches(tokens, batch_size=ROWS, length=LENGTH, seed=seed, sharding=step.batch_sharding)
+    mesh = zero_jax.make_mesh(replica=slices)
+    step = zero_jax.make_zero_train_step(model, 3, optimizer=optimizer, mesh=mesh)
+    trainer = step if options is None else zero_jax.make_diloco_step(step, **options)
     checks = Batches(held_out, batch_size=256, length=LENGTH, sharding=step.batch_sharding)
     checks = [next(checks) for _ in range(2)]
-    first = next(batches)
-    trainer = step if options is None else zero_jax.make_diloco_step(step, **options)
-    state, evaluate, points = trainer.init(jax.random.key(seed), first), step.evaluator(), []
-    params = step.layout(first).num_params
-    every_step = 2 * (SLICES - 1) / SLICES * 4 * params / (DEVICES // SLICES)
-    sent = every_step if options is None else slice_bytes(trainer, first)
+    is_alone, found = options is not None and options["every"] > steps, []
+    evaluate = (step if is_alone else trainer).evaluator()
 
-    def to_check(state):
-        if options is None:
+    def checked(state):
+        if not is_alone:
             return state
         one = trainer.synchronous(state)
-        if options["every"] > steps:
-            params = jax.tree.map(lambda leaf, like: jax.device_put(leaf[0], like.sharding), state.params, one.params)
-            one = dataclasses.replace(one, params=params)
-        return one
+        params = jax.tree.map(lambda leaf, like: jax.device_put(leaf[0], like.sharding), state.params, one.params)
+        return dataclasses.replace(one, params=params)
 
-    for number in range(1, steps + 1):
-        state, _ = trainer(state, first if number == 1 else next(batches))
-        if number % max(20, steps // 30) == 0:
-            checked = to_check(state)
-            points.append((number, float(np.mean([evaluate(checked, batch) for batch in checks]))))
-    return points, sent
+    for seed in range(seeds):
+        batches, points = Batches(tokens, batch_size=ROWS, length=LENGTH, seed=seed, sharding=step.batch_sharding), []
+        first = next(batches)
+        state = trainer.init(jax.random.key(seed), first)
+        for number in range(1, steps + 1):
+            state, _ = trainer(state, first if number == 1 else next(batches))
+            if number % between(steps) == 0:
+                one = checked(state)
+                points.append((number, float(np.mean([evaluate(one, batch) for batch in checks]))))
+        found.append(points)
+    return found, slice_bytes(trainer, slices, first)
 
 
-def draw(path, curves):
+def draw(path, rows):
+    """The mean over the seeds of each row's curves."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -80,9 +101,11 @@ def draw(path, curves):
     figure = Figure(figsize=(8, 3.6), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="steps", ylabel="validation loss, nats per byte")
-    for name, points in curves.items():
-        axes.plot(*zip(*points, strict=True), label=name, color=COLORS[name], linewidth=1.6)
-    axes.set_title(f"{SLICES} slices, each with a quarter of the batch", fontsize=11, loc="left")
+    for name, row in rows.items():
+        steps, losses = np.mean(row["curves"], 0).T
+        axes.plot(steps, losses, label=name, color=COLORS[name], linewidth=1.6,
+                  linestyle="--" if name.startswith("2") else "-")
+    axes.set_title("Slices that take their steps by themselves, averaged every 20", fontsize=11, loc="left")
     axes.legend(frameon=False, fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -93,23 +116,25 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--out", type=Path, default=Path("docs/images/diloco.svg"))
-    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--json", type=Path, default=None, help="what was measured, to go on from with --only")
     args = parser.parse_args()
     zero_jax.simulate_devices(DEVICES)
     tokens, held_out = corpus.split(corpus.python_source(4_000_000), length=LENGTH, holdout=0.02)
-    curves, rows = {}, []
-    print(f"| training | bytes between slices, per device and step | validation loss after {args.steps} steps |\n"
+    rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    last = args.steps - args.steps % between(args.steps)
+    print(f"| training | bytes between slices, per device and step | validation loss at step {last} of {args.steps} |\n"
           "| --- | --- | --- |")
-    for name, options in VARIANTS.items():
-        runs = [curve(options, tokens, held_out, args.steps, seed) for seed in range(args.seeds)]
-        curves[name], sent = runs[0]
-        last = [points[-1][1] for points, _ in runs]
-        rows.append({"training": name, "bytes": sent, "losses": last, "curve": curves[name]})
-        print(f"| {name} | {sent:,.0f} | {', '.join(f'{loss:.3f}' for loss in last)} |", flush=True)
-    draw(args.out, curves)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+    for name in args.only:
+        found, sent = curves(*VARIANTS[name], tokens, held_out, args.steps, args.seeds)
+        rows[name] = {"bytes": sent, "curves": found}
+        losses = [points[-1][1] for points in found]
+        print(f"| {name} | {sent:,.0f} | {np.mean(losses):.3f} ({', '.join(f'{loss:.3f}' for loss in losses)}) |",
+              flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(rows))
+    draw(args.out, {name: rows[name] for name in VARIANTS if name in rows})
 
 
 if __name__ == "__main__":

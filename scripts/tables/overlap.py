@@ -1,7 +1,7 @@
 """What overlap and prefetch bring to a step and cost it, compiled for a target topology, as rows of a Markdown table.
 
-    python scripts/tables/overlap.py v5p:2x2x2 3 1.5b '{}' '{"overlap": true}'    # 10 minutes on 2 idle cores
-    python scripts/tables/overlap.py h100:8 3 1.5b '{}' '{"prefetch": true}'      # 3 minutes
+    python scripts/tables/overlap.py v5p:2x2x2 3 1.5b '{"overlap": false}' '{}'    # 10 minutes on 2 idle cores
+    python scripts/tables/overlap.py h100:8 3 1.5b '{}' '{"prefetch": true}'       # 3 minutes
 
 Each argument behind target, stage and model is a set of arguments of `make_zero_train_step`, as JSON; what it has under
 "xla" are options of XLA. Of each it prints the shares of the bytes of gathers and reductions that are sent
@@ -25,8 +25,8 @@ from zero_jax.xla.devices import target_devices
 from zero_jax.xla.targets import target_of
 
 MODELS = {name: (gpt2.PRESETS[name], 4) for name in ("124m", "1.5b", "6.7b")} | {
-    "4x512": (gpt2.Config(4, 512, 8, vocab_size=8192, max_length=256), 1),
-    "4x1024": (gpt2.Config(4, 1024, 8), 1)}
+    **{f"{layers}x512": (gpt2.Config(layers, 512, 8, vocab_size=8192, max_length=256), 1) for layers in (2, 4)},
+    "4x1024": (gpt2.Config(4, 1024, 8), 1), "4x1024-unrolled": (gpt2.Config(4, 1024, 8, scan_layers=False), 1)}
 """A configuration, and the sequences of each device."""
 
 HEADER = """| target, stage, model | arguments | asynchronous | beside a product | temporaries, GB | exposed, ms \
@@ -42,10 +42,9 @@ def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> s
     step = make_zero_train_step(gpt2.build(dataclasses.replace(config, remat=True)), stage, mesh=mesh,
                                 precision="bf16", **options)
     step._compiler_options |= arguments.get("xla", {})
-    step = step if not options else _alone(step)
     tokens = jax.ShapeDtypeStruct((batch * mesh.size, config.max_length), jnp.int32)
     began = time.perf_counter()
-    plan = examine(step, {"inputs": tokens, "targets": tokens}, target_of(target))
+    plan = examine(step, {"inputs": tokens, "targets": tokens}, target_of(target), compare=False)
     seconds = time.perf_counter() - began
     if plan.communication is None or plan.timing is None or plan.communication.violations:
         return f"| {target}, {stage}, {model} | {arguments} | {plan.refused or 'breaks its contract'} |"
@@ -60,12 +59,6 @@ def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> s
              f"{sum(timing.exposed_seconds.values()) * 1e3:.3g}", f"{timing.seconds * 1e3:.4g}", f"{timing.mfu:.1%}",
              f"{seconds:.0f}")
     return f"| {' | '.join(cells)} |"
-
-
-def _alone(step: Any) -> Any:
-    """`step` without what makes `examine` compile it once more, to compare: its compiler options are set already."""
-    step.options = dataclasses.replace(step.options, overlap=False, prefetch=False)
-    return step
 
 
 if __name__ == "__main__":

@@ -41,6 +41,26 @@ class Lstm(nn.Module):
         return nn.Dense(2048)(nn.RNN(nn.LSTMCell(256))(nn.Embed(2048, 256)(tokens)))
 
 
+class Mlp(nn.Module):
+    """Of two large products."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(2048, 8192)(tokens)
+        return nn.Dense(2048)(nn.Dense(8192, name="down")(nn.gelu(nn.Dense(4 * 8192, name="up")(x))))
+
+
+class Convolutions(nn.Module):
+    """Convolutions over the sequence whose kernels are under weight norm."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(2048, 256)(tokens)
+        for _ in range(2):
+            x = nn.tanh(nn.WeightNorm(nn.Conv(256, (8,)))(x))
+        return nn.Dense(2048)(x)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A step that needs the pass `name`. config: changes of GPT-2's, or another `model`; options: of the step.
@@ -62,6 +82,8 @@ class Case:
 CASES = (
     Case("checkpoint_blocks", "remat=\"full\"", options={"remat": "full"}, without={"remat": None}),
     Case("duplicate_param_reads"),
+    Case("tile_products", "an MLP of width 8192, 16 tiles each", model=Mlp(), length=64,
+         options={"tiling": {"up/kernel": 16, "down/kernel": 16}}, without={"tiling": None}),
     Case("split_sequence", "6 layers, tensor=2, remat=\"full\"", tensor=2, config={"num_layers": 6},
          options={"remat": "full", "tensor_rules": gpt2.tensor_rules(GPT2), "sequence_parallel": True},
          without={"sequence_parallel": False}),
@@ -69,12 +91,13 @@ CASES = (
          options={"precision": None}),
     Case("isolate_inner_remat", "the model checkpoints its blocks", config={"remat": True}),
     Case("remat_scan_bodies"),
-    Case("name_scan_carries", "48 layers, remat=\"full\"", config={"num_layers": 48}, options={"remat": "full"}),
     Case("keep_all_but_gathered"),
+    Case("gather_again", "6 layers, not scanned", config={"scan_layers": False, "num_layers": 6}),
     Case("merge_scatters", "4 layers of width 1024, 256 chips", target="v5e:16x16", config=SLICE),
     Case("inline_calls", "reduced in fp32", options={"precision": REDUCED_IN_FLOAT32}),
     Case("compute_grads_in_reduce_dtype", "reduced in fp32", options={"precision": REDUCED_IN_FLOAT32}),
     Case("communicate_once_per_loop", "an LSTM of width 256 over 16 tokens", length=16, model=Lstm()),
+    Case("scatter_derived_gradients", "2 convolutions under nn.WeightNorm", length=64, model=Convolutions()),
     Case("scatter_partial_gradients", "4 layers of width 1024, 256 chips", target="v5e:16x16", config=SLICE),
 )
 

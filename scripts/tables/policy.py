@@ -10,8 +10,8 @@ block. "Compiled" is what the H100's compiler allocates. The exit status is 1 if
 any row.
 
 What the formula leaves out. Several blocks to a checkpoint are a loop in a loop, for which the compiler copies stacked
-weights into the layout in which it multiplies them (0.3 GB of 1.5B). In "none" and "names" of 1.5B it allocates 0.8 and
-0.4 GB that are not alive at the peak. It fuses some of a block's arrays, so that "block" rows of one block to a
+weights into the layout in which it multiplies them (0.3 GB of 1.5B). In "none" and "names" of 1.5B it allocates 0.7 and
+0.2 GB that are not alive at the peak. It fuses some of a block's arrays, so that "block" rows of one block to a
 checkpoint are above 1. sqrt: of 62 blocks the nearest divisor is 2; 4 does not divide.
 """
 
@@ -29,7 +29,7 @@ from saved_activations import backward_peak_bytes, saved_activations, weight_byt
 
 import zero_jax
 from models import gpt2
-from zero_jax.cli.report import make_console
+from zero_jax.cli.reports.report import make_console
 from zero_jax.planning.plan import examine
 from zero_jax.xla import devices as xla_devices
 from zero_jax.xla.targets import target_of
@@ -97,7 +97,8 @@ def formula(config, remat, mesh, batch):
     gradients = 4 * layout.num_params / layout.num_shards
     moments = backward_peak_bytes(
         state=layout.device_bytes, gradients=gradients, stacked=saved.stacked, other=saved.other, largest=saved.largest,
-        block=everything.stacked / everything.rounds, every=every, weights=weights, waiting=waiting)
+        block=everything.stacked / everything.rounds, of_block=everything.of_block, every=every, weights=weights,
+        waiting=waiting)
     moment = max(moments, key=lambda name: moments[name])
     return moment, moments[moment], gradients, saved.stacked
 

@@ -1,16 +1,18 @@
 """What quantised collectives send on H100s, as a Markdown table, from compiled programs.
 
     python scripts/tables/quantized_bytes.py                        # minutes for each row; no accelerator
-    python scripts/tables/quantized_bytes.py h100:8 "int4, int4"    # one row
+    python scripts/tables/quantized_bytes.py --targets h100:16x8    # the rows of one target
 
 A GPT-2 of 4 layers and width 512 (38.9M parameters, vocabulary 50304) at stage 3 in bf16. Bytes are those that each
 device sends in a step, per parameter: in all, and across hosts. Ideal: the bits of the formats alone for all
-parameters, without scales and without the vectors that travel as they are. ZeRO++ (arXiv 2306.10209, table 1) counts
-3 M across nodes for ZeRO-3 and 0.75 M with all three techniques, int4 across nodes.
+parameters, without scales and without the vectors that travel as they are; across hosts those of groups that have one
+GPU of each host. XLA gathers and scatters bf16 in one ring over all GPUs, which crosses hosts with a little more.
+ZeRO++ (arXiv 2306.10209, table 1) counts 3 M across nodes for ZeRO-3 and 0.75 M with all three techniques: 0.5 M for
+the int8 weights of the forward pass, 0 for those of the backward pass (hpZ), 0.25 M for gradients of 4 bits.
 """
 
+import argparse
 import dataclasses
-import sys
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from models import gpt2
 from zero_jax import Communication
 from zero_jax.xla.devices import target_devices
 
-BITS = {None: 16, "int8": 8, "fp8": 8, "int4": 4}
+BITS = {None: 16, "int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 MODEL = gpt2.Config(4, 512, 8, remat=True)
 
 
@@ -58,8 +60,11 @@ class Row:
         return gathers + sums + 7 / 8 * (2 * weights + BITS[inside] / 8), gathers + sums
 
 
-ROWS = [Row(1), Row(1, "int8"), Row(1, "int8", "int8"), Row(1, "int4", "int4"), Row(16), Row(16, hpz=True),
-        Row(16, "int8", ("int4", "int8"), hpz=True), Row(16, "int8", ("int8", "int4"), hpz=True)]
+ROWS = [Row(1), Row(1, "int8"), Row(1, "int8", "int8"), Row(1, "int4", "int4"),
+        Row(16), Row(16, hpz=True), Row(16, "int8", ("int4", "int8"), hpz=True),
+        Row(16, "int8", ("int8", "fp4"), hpz=True), Row(16, "int8", "int4", hpz=True),
+        Row(16, "int4", "int4", hpz=True), Row(128), Row(128, "int8", ("int8", "fp4"), hpz=True),
+        Row(128, "int8", "int4", hpz=True)]
 
 
 def measure(row: Row) -> tuple[float, float, float]:
@@ -79,13 +84,26 @@ def measure(row: Row) -> tuple[float, float, float]:
             sum(size for size, c in sent if c.asynchronous) / total)
 
 
-if __name__ == "__main__":
-    print("| GPUs | weights, gradients | bytes | over ideal | across hosts | over ideal | asynchronous |")
-    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
+def main() -> None:
+    """Prints a row for each of `ROWS`; those of a target follow the one of bf16."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    targets = list(dict.fromkeys(row.target for row in ROWS))
+    parser.add_argument("--targets", nargs="+", default=targets, choices=targets)
+    parser.add_argument("--rows", nargs="+", default=[row.name for row in ROWS], help="\"bf16, bf16\" before others")
+    args = parser.parse_args()
+    print("| GPUs | weights, gradients | bytes | over ideal | asynchronous | across hosts | over ideal | of bf16's |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    base: dict[str, float] = {}
     for row in ROWS:
-        if len(sys.argv) < 3 or (row.target, row.name) == (sys.argv[1], sys.argv[2]):
+        if row.target in args.targets and row.name in args.rows:
             total, remote, share = measure(row)
             ideal, ideal_remote = row.ideal
-            across = f"{remote:.3f} | {remote / ideal_remote:.3f}" if ideal_remote else "- | -"
-            print(f"| {row.target} | {row.name} | {total:.3f} | {total / ideal:.3f} | {across} | {share:.0%} |",
+            base.setdefault(row.target, remote)
+            across = (f"{remote:.3f} | {remote / ideal_remote:.3f} | {remote / base[row.target]:.3f}" if ideal_remote
+                      else "- | - | -")
+            print(f"| {row.target} | {row.name} | {total:.3f} | {total / ideal:.3f} | {share:.0%} | {across} |",
                   flush=True)
+
+
+if __name__ == "__main__":
+    main()

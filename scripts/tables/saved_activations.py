@@ -10,9 +10,19 @@ from typing import Any
 
 import jax
 
-from zero_jax.jaxpr.equations import Jaxpr, inner_jaxprs, is_literal, primitive_of, shape_of, trace, variables
-from zero_jax.jaxpr.primitives import REMAT, SCAN, Checkpoint, call_jaxpr, num_rounds
+from zero_jax.jaxpr.equations import (
+    Jaxpr,
+    JaxprEqn,
+    inner_jaxprs,
+    is_literal,
+    primitive_of,
+    shape_of,
+    trace,
+    variables,
+)
+from zero_jax.jaxpr.primitives import JIT, SCAN, call_jaxpr, num_rounds
 from zero_jax.sharding.layout import Layout
+from zero_jax.transforms.gather_again import is_backward_barrier
 from zero_jax.tree import leaf_bytes, named_leaves
 
 _SAME = ("name", "reduce_precision", "sharding_constraint", "copy")
@@ -24,12 +34,14 @@ class SavedActivations:
     """Bytes per device between forward and backward.
 
     stacked: saved by loops over blocks, in all iterations. other: the rest, as of the loss. largest: the largest array
-    in `other`. rounds: iterations of the loop that saves most: blocks, or groups of blocks that are one checkpoint.
+    in `other`; of_block: that of a block. rounds: iterations of the loop that saves most: blocks, or groups of blocks
+    that are one checkpoint.
     """
 
     stacked: float
     other: float
     largest: float
+    of_block: float
     rounds: int
 
     @property
@@ -52,23 +64,36 @@ def saved_activations(step: Any, batch: Any) -> SavedActivations:
     size = jax.tree.leaves(batch)[0].shape[0]
     axes = step.batch_sharding.spec[0]
     num_shards = math.prod(step.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
-    (call,) = trace(jax.jit(step), step.abstract_state(batch), step.abstract_batch(batch)).jaxpr.eqns
-    jaxpr = call_jaxpr(call).jaxpr
-    backward = next((eqn for eqn in jaxpr.eqns if primitive_of(eqn) == REMAT
-                     and Checkpoint.of(eqn).differentiated), None)
-    if backward is None:
+    traced = trace(jax.jit(step), step.abstract_state(batch), step.abstract_batch(batch)).jaxpr
+    barrier, rounds_of = _barrier(traced, traced.invars[-len(jax.tree.leaves(batch)):])
+    if barrier is None:
         raise ValueError("saved_activations: nothing is gathered again in the backward pass, so that it has no single "
                          "start: the mesh has one device, or no parameter is sharded.")
-    rounds_of = _computed(jaxpr, jaxpr.invars[-len(jax.tree.leaves(batch)):])
-    stacked = other = largest = 0.0
+    stacked = other = largest = of_block = 0.0
     loops: dict[int, float] = {}
-    for var in dict.fromkeys(variables(backward.invars)):
+    for var in dict.fromkeys(variables(barrier.invars)):
         saved = leaf_bytes(var.aval.shape, var.aval.dtype) / (num_shards if size in var.aval.shape else 1)
         if rounds := rounds_of.get(var, 0):
             stacked, loops[rounds] = stacked + saved, loops.get(rounds, 0) + saved
+            of_block = max(of_block, saved / rounds)
         elif var in rounds_of:
             other, largest = other + saved, max(largest, saved)
-    return SavedActivations(stacked, other, largest, max(loops, key=lambda length: loops[length], default=0))
+    return SavedActivations(stacked, other, largest, of_block, max(loops, key=lambda rounds: loops[rounds], default=0))
+
+
+def _barrier(jaxpr: Jaxpr, inputs: Iterable[Any]) -> tuple[JaxprEqn | None, dict[Any, int]]:
+    """The barrier between forward and backward, in a call at any depth, and `_computed` of the program it is in."""
+    rounds_of = _computed(jaxpr, inputs)
+    for eqn in jaxpr.eqns:
+        if is_backward_barrier(eqn):
+            return eqn, rounds_of
+        if primitive_of(eqn) == JIT:
+            inner = call_jaxpr(eqn).jaxpr
+            found, within = _barrier(inner, [own for own, atom in zip(inner.invars, eqn.invars, strict=True)
+                                             if not is_literal(atom) and atom in rounds_of])
+            if found is not None:
+                return found, within
+    return None, {}
 
 
 def _computed(jaxpr: Jaxpr, inputs: Iterable[Any]) -> dict[Any, int]:
@@ -110,20 +135,21 @@ def weight_bytes(layout: Layout) -> tuple[float, float]:
 
 
 def backward_peak_bytes(
-    *, state: float, gradients: float, stacked: float, other: float, largest: float, block: float, every: int = 1,
-    weights: float = 0, waiting: float = 0
+    *, state: float, gradients: float, stacked: float, other: float, largest: float, block: float,
+    of_block: float = 0, every: int = 1, weights: float = 0, waiting: float = 0
 ) -> dict[str, float]:
     """Bytes per device at the two moments of a step at stage 3 with the most memory: after the loss, and in a block.
 
     state: model states. gradients: a device's shards in the optimizer's dtype, all of them from the start of backward.
     stacked: saved by the policy in all blocks. other: saved outside of blocks, `largest` of that in one array, the
     logits, whose gradient is as large. block: all activations of one block, needed once for the block in backward, and
-    again for each of `every` blocks that are one checkpoint and recomputed together. weights: one block's, gathered;
-    waiting: gradients that stay unsharded until the end (a tied embedding).
+    again for each of `every` blocks that are one checkpoint and recomputed together; of_block: the largest of them, an
+    attention's scores, whose gradient is as large. weights: one block's, gathered; waiting: gradients that stay
+    unsharded until the end (a tied embedding).
 
     Where every block is a checkpoint of `hidden` elements, `stacked` is `checkpoint_elements`: this is section 6.1's
     accounting with recomputed, gathered and reduced arrays.
     """
     base = state + gradients + stacked
     together = every * block if every > 1 else 0
-    return {"loss": base + other + largest, "block": base + together + block + every * weights + waiting}
+    return {"loss": base + other + largest, "block": base + together + block + of_block + every * weights + waiting}

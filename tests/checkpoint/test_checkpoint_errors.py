@@ -14,7 +14,8 @@ from support.saved import BATCH, WORDS, difference, dump, make_step, trained
 import zero_jax
 from zero_jax import Checkpoints
 from zero_jax.checkpoint import integrity
-from zero_jax.checkpoint.manifest import CheckpointError, check_names
+from zero_jax.checkpoint.manifest import check_names
+from zero_jax.errors import CheckpointError
 
 
 class Model(nn.Module):

@@ -1,21 +1,15 @@
 """Processes that are killed while they save or train; `scripts/reliability/crash_test.py` does the same more often."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from support.scripts import script
 
 pytestmark = pytest.mark.slow
-SCRIPTS = str(Path(__file__).parents[2] / "scripts" / "reliability")
 
 
 @pytest.fixture
-def crash_test(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    import crash_test
-
-    yield crash_test
-    sys.modules.pop("crash_test")
+def crash_test():
+    with script("reliability/crash_test") as module:
+        yield module
 
 
 def test_kills_while_saving(crash_test, tmp_path):

@@ -8,8 +8,8 @@ from support.saved import BATCH, advanced, dump, step_for, trained
 
 from zero_jax import Checkpoints
 from zero_jax.checkpoint.local_copies import LocalCopies
-from zero_jax.cli.train import train
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.cli.training.train import train
 
 
 def copied(path, step, *numbers, heads=(None,), config="run"):
@@ -97,7 +97,7 @@ def test_a_run_goes_on_from_its_last_copy(tmp_path, monkeypatch, capsys, local):
                          save_every=2, eval_every=6, out=tmp_path / "run", **options)
     whole = train(dataclasses.replace(config, out=tmp_path / "whole", local_checkpoints=None, local_every=None),
                   console=Console(quiet=True))
-    from zero_jax.cli import loop
+    from zero_jax.cli.training import loop
 
     record = loop.Loop._record
     with monkeypatch.context() as patch:

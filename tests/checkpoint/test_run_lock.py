@@ -14,13 +14,14 @@ from support.saved import BATCH, step_for, trained
 
 import zero_jax
 from zero_jax import Checkpoints
-from zero_jax.checkpoint import orbax_store, run_lock
-from zero_jax.checkpoint.run_lock import RunLock
+from zero_jax.checkpoint import orbax_store
+from zero_jax.disk import run_lock
+from zero_jax.disk.run_lock import RunLock
 
 ROOT = Path(__file__).parents[2]
 OWNER = """
 import sys, time
-from zero_jax.checkpoint.run_lock import RunLock
+from zero_jax.disk.run_lock import RunLock
 RunLock(sys.argv[1]).acquire()
 print("acquired", flush=True)
 time.sleep(600)

@@ -3,12 +3,12 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.two_processes import two_processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,19 +50,8 @@ with zero_jax.Checkpoints(folder, keep_last=2) as checkpoints:
 
 def run(folder, *actions):
     """What both processes print, which must be the same, by the first word of each line; or the errors of both."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
-                        "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    processes = [subprocess.Popen([sys.executable, "-c", PROCESS, address, str(number), str(folder),
-                                   json.dumps(actions)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                  text=True) for number in range(2)]
-    try:
+    with two_processes(PROCESS, str(folder), json.dumps(actions)) as processes:
         outputs = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
     if any(process.returncode for process in processes):
         return [errors for _, errors in outputs]
     first, second = ([line.split() for line in output.splitlines() if line.split()[0] in WORDS]  # others are Gloo's

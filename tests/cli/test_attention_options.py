@@ -6,7 +6,7 @@ import pytest
 from support.targets import mesh_of
 
 from zero_jax.cli.model_lookup import find_model
-from zero_jax.cli.plan_config import PlanConfig
+from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.step_from_config import attention_text, with_attention
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.errors import UsageError

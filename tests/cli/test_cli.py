@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from support.command_line import ROOT, message, run, run_process
 
-from zero_jax.cli.main import version_text
-from zero_jax.cli.plan_config import PlanConfig
+from zero_jax.cli.main import main, version_text
+from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.renamed import current_args, current_options
 from zero_jax.cli.train_config import TrainConfig
 
@@ -90,11 +90,21 @@ BAD_INPUT = {
                       "nowhere cannot be read"),
     "imported names": (["import", "--model", "json:tiny", "--weights", ".", "--out", "x.safetensors"],
                        ". has neither model.safetensors nor model.safetensors.index.json: name the file"),
-    "masked words": (["train", "--model", "bert:base"], "bert has a loss of its own: train it from Python"),
+    "objective": (["train", "--objective", "masked"], "for models of masked tokens, and gpt2:bytes is a model of next"),
+    "another objective's option": (["train", "--mask-fraction", "0.3"], "it is of objective=masked, and this run has"),
+    "text of images": (["train", "--model", "vit:digits"], "data=python is text, and vit:digits classifies images"),
+    "images of text": (["train", "--data", "digits"], "data=digits are images, and gpt2:bytes reads text"),
     "length of images": (["plan", "--model", "vit:tiny", "--seq-len", "8"], "vit:tiny takes no sequences"),
     "generated from": (["generate", "--checkpoint", "nowhere", "--prompt", "a"], "checkpoint=nowhere: no such folder"),
     "generated from nothing": (["generate", "--checkpoint", ".", "--prompt", ""], "prompt is empty: give a text"),
     "no tokens": (["generate", "--checkpoint", ".", "--prompt", "a", "--tokens", "0"], "tokens=0 is not within 1"),
+    "adapters without a rank": (["train", "--lora-base", "nf4"], "lora_base=nf4 without lora_rank: there are no"),
+    "rank of adapters": (["train", "--lora-rank", "0"], "lora_rank=0 is not within 1"),
+    "adapters' target": (["train", "--lora-rank", "4", "--lora-targets", "qkw"],
+                         "the target 'qkw' matches no parameter of GPT2; the nearest are blocks/qkv/kernel"),
+    "adapters' pattern": (["train", "--lora-rank", "4", "--lora-targets", "("], "'(' is no regular expression"),
+    "planned adapters": (["plan", "--model", "llama:tiny", "--lora-rank", "40", "--lora-targets", "attn/k"],
+                         "rank=40 is more than blocks/attn/k/kernel has, a matrix of 64 x 32"),
     "hang": (["train", "--hang-exit"], "hang_exit without hang_after"),
     "target": (["plan", "--target", "h10:8"], "unknown target 'h10:8', nearest is 'h100:8'"),
     "slice": (["plan", "--target", "v5p:8x8"], "is not written as v5p:XxYxZ"),
@@ -227,6 +237,22 @@ def test_help_and_what_is_refused_early_import_no_jax():
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--learning-rate" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_output_that_nobody_reads_ends_quietly(monkeypatch):
+    closed, unread = os.pipe()
+    os.close(closed)
+    command = [sys.executable, "-m", "zero_jax", "train", "--help"]
+    with open(unread, "wb") as reader_ended:
+        done = subprocess.run(command, cwd=ROOT, stdout=reader_ended, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 141 and not done.stderr
+
+    def fails(args):
+        raise BrokenPipeError("some other pipe")
+
+    monkeypatch.setattr("zero_jax.cli.main._status", fails)
+    with pytest.raises(BrokenPipeError, match="other"):  # negative control: not that of the output
+        main([])
 
 
 def test_every_field_says_what_it_is():

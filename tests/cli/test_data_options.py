@@ -12,7 +12,7 @@ import pytest
 from support.command_line import ROOT, message, run
 
 from models import gpt2
-from zero_jax.cli.run_data import load_data
+from zero_jax.cli.objectives.choose import objective_of
 from zero_jax.cli.tokenize_command import TokenizeConfig, tokenize_command
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.data.tokenized import open_tokenized
@@ -21,7 +21,7 @@ from zero_jax.data.tokenizer_training import train_bpe
 pytest.importorskip("grain"), pytest.importorskip("tokenizers")
 
 LINES = [{"text": f"line {k}: " + "the quick brown fox " * (k % 5 + 1)} for k in range(300)]
-TINY = TrainConfig(model="gpt2:tiny", batch_size=8, seq_len=32)
+SMALL = TrainConfig(model="gpt2:124m", batch_size=8, seq_len=32)
 RUN = ["train", "--model", "gpt2:tiny", "--batch-size", "8", "--seq-len", "32", "--steps", "4", "--samples", "1",
        "--eval-every", "4", "--save-every", "2"]
 
@@ -40,33 +40,39 @@ def files(tmp_path_factory):
     return folder
 
 
-def batches_of(config, vocab_size=300):
-    train, held_out = load_data(config, vocab_size).batches(None)
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no run has left its checkpoints
+
+
+def batches_of(config):
+    train, held_out = objective_of(config).load_data().batches(None)
     return [train[k] for k in range(2)], list(held_out.once())[:2]
 
 
 def test_a_folder_of_tokens_gives_the_batches_of_its_text(files):
-    text = dataclasses.replace(TINY, data=(str(files / "a.jsonl"),), tokenizer=files / "tokenizer.json")
-    folder = dataclasses.replace(TINY, data=(str(files / "tokens"),))
+    text = dataclasses.replace(SMALL, data=(str(files / "a.jsonl"),), tokenizer=files / "tokenizer.json")
+    folder = dataclasses.replace(SMALL, data=(str(files / "tokens"),))
     for documents in ("concatenate", "pad", "pack"):
         found, expected = (batches_of(dataclasses.replace(config, documents=documents)) for config in (folder, text))
         for batch, other in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
             assert batch.keys() == other.keys()
             assert all((batch[name] == other[name]).all() for name in batch)
-        arrays = {name: str(array.dtype) for name, array in found[0][0].items()}
-        assert arrays == dataclasses.replace(folder, documents=documents).batch_arrays  # as inspect compiles them
+        arrays = {name: (array.shape, array.dtype) for name, array in found[0][0].items()}
+        shapes = objective_of(dataclasses.replace(folder, documents=documents)).batch_shapes()
+        assert arrays == {name: (each.shape, each.dtype) for name, each in shapes.items()}  # as inspect compiles them
     assert set(found[0][0]) == {"inputs", "targets", "weights", "segment_ids", "positions"}
-    bytes_ = batches_of(dataclasses.replace(TINY, data=(str(files / "a.jsonl"),)))  # the control
+    bytes_ = batches_of(dataclasses.replace(SMALL, data=(str(files / "a.jsonl"),)))  # the control
     assert (bytes_[0][0]["inputs"] != batches_of(text)[0][0]["inputs"]).any()
-    data = load_data(folder, 300)
+    data = objective_of(folder).load_data()
     ids = open_tokenized(files / "tokens").documents().tokens
     ids = ids[:list(ids).index(0)]  # of the first document
-    assert data.text(ids) == LINES[0]["text"] and data.bigram is not None
+    assert data.text(ids) == LINES[0]["text"] and data.baselines.keys() == {"bigram model"}
 
 
 def test_weights_are_the_shares_of_the_sources(files):
-    config = dataclasses.replace(TINY, data=(str(files / "a.jsonl"), str(files / "b.txt")), data_weights=(0.25, 0.75))
-    train, _ = load_data(config, 256).batches(None)
+    config = dataclasses.replace(SMALL, data=(str(files / "a.jsonl"), str(files / "b.txt")), data_weights=(0.25, 0.75))
+    train, _ = objective_of(config).load_data().batches(None)
     lazy = sum(b"lazy" in bytes(row.astype(np.uint8)) or b"another" in bytes(row.astype(np.uint8))
                for k in range(10) for row in train[k]["inputs"])
     assert lazy == 60
@@ -74,8 +80,8 @@ def test_weights_are_the_shares_of_the_sources(files):
 
 def test_evaluation_and_training_data_are_apart(files):
     for documents in ("concatenate", "pad"):
-        config = dataclasses.replace(TINY, data=(str(files / "a.jsonl"),), documents=documents, eval_fraction=0.2)
-        train, held_out = load_data(config, 256).batches(None)
+        config = dataclasses.replace(SMALL, data=(str(files / "a.jsonl"),), documents=documents, eval_fraction=0.2)
+        train, held_out = objective_of(config).load_data().batches(None)
         seen = {bytes(row.astype(np.uint8)) for k in range(train.batches_per_epoch) for row in train[k]["inputs"]}
         numbers = [{int(number) for row in part for number in _numbers(row)} for part in (
             seen, {bytes(row.astype(np.uint8)) for batch in held_out.once() for row in batch["inputs"]})]

@@ -9,7 +9,8 @@ import pytest
 
 import zero_jax
 from models import gpt2
-from zero_jax.cli.evaluation import evaluate, token_sums
+from zero_jax.cli.objectives.objective import with_perplexity
+from zero_jax.cli.training.evaluation import evaluate, token_sums
 
 
 def by_hand(logits, targets, weights):
@@ -28,7 +29,7 @@ def batches(draw, shapes):
 
 def test_the_metrics_are_of_all_tokens():
     sets = batches(np.random.default_rng(0), [(4, 6), (4, 6), (2, 6)])
-    found = evaluate(lambda batch: token_sums(lambda logits: jnp.asarray(logits), batch), sets)
+    found = with_perplexity(evaluate(lambda batch: token_sums(lambda logits: jnp.asarray(logits), batch), sets))
     flat = {name: np.concatenate([batch[name].reshape(-1, *batch[name].shape[2:]) for batch in sets])
             for name in sets[0]}
     expected = by_hand(flat["inputs"], flat["targets"], flat["weights"])
@@ -42,10 +43,11 @@ def test_the_metrics_are_of_all_tokens():
 
 
 def test_no_token_and_a_loss_beyond_exp_are_told_as_such():
-    none = {"loss": jnp.zeros(()), "correct": jnp.zeros(()), "tokens": jnp.zeros(())}
-    assert all(math.isnan(value) for name, value in evaluate(lambda _: none, [1]).items() if name != "perplexity")
-    large = {"loss": jnp.float32(8000), "correct": jnp.zeros(()), "tokens": jnp.float32(8)}
-    assert evaluate(lambda _: large, [1]) == {"loss": 1000.0, "perplexity": math.inf, "accuracy": 0.0}
+    none = {"loss": jnp.zeros(()), "accuracy": jnp.zeros(()), "weight": jnp.zeros(())}
+    assert all(map(math.isnan, with_perplexity(evaluate(lambda _: none, [1])).values()))
+    large = {"loss": jnp.float32(8000), "accuracy": jnp.zeros(()), "weight": jnp.float32(8)}
+    found = with_perplexity(evaluate(lambda _: large, [1]))
+    assert found == {"loss": 1000.0, "perplexity": math.inf, "accuracy": 0.0}
 
 
 @pytest.mark.slow
@@ -56,7 +58,7 @@ def test_an_evaluation_on_shards_is_that_of_one_device(stage):
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     step = zero_jax.make_zero_train_step(model, stage)
     state = step.init(jax.random.key(0), batch)
-    found = evaluate(lambda batch: step.evaluator(token_sums)(state, batch), [batch, batch])
+    found = with_perplexity(evaluate(lambda batch: step.evaluator(token_sums)(state, batch), [batch, batch]))
     logits = model.apply({"params": jax.device_get(step.params(state))}, batch["inputs"])
     expected = by_hand(np.asarray(logits), batch["targets"], np.ones((8, 16)))
     np.testing.assert_allclose(list(found.values()), expected, rtol=1e-5)

@@ -16,12 +16,12 @@ import safetensors.numpy as safetensors_numpy
 from models import gpt2
 from zero_jax import Names, export_params
 from zero_jax.checkpoint.checkpoint import Checkpoints
-from zero_jax.cli.export_command import export_command
-from zero_jax.cli.export_config import ExportConfig
 from zero_jax.cli.model_lookup import find_model
-from zero_jax.cli.resume import fixed
 from zero_jax.cli.step_from_config import step_of
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.cli.training.resume import fixed
+from zero_jax.cli.weights.export_command import export_command
+from zero_jax.cli.weights.export_config import ExportConfig
 
 ROOT = Path(__file__).parents[2]
 RUN = TrainConfig(model="gpt2:tiny", stage=2, precision="bf16", ema=0.5, batch_size=8, seq_len=16,

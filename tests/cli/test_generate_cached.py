@@ -10,41 +10,57 @@ from support import command_line
 from support.oracle import slow
 
 import zero_jax
-from models import gpt2
+from models import gpt2, llama
 from zero_jax.checkpoint.checkpoint import Checkpoints
-from zero_jax.cli.generate import sample_with_cache
 from zero_jax.cli.model_lookup import find_model
-from zero_jax.cli.resume import fixed
 from zero_jax.cli.step_from_config import step_of
 from zero_jax.cli.terminal_text import shown_text
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.cli.training.resume import fixed
+from zero_jax.cli.weights.generate import sample_with_cache
 from zero_jax.data.tokenizer import ByteTokenizer
 
 PROMPT, NEW = 5, 7
 
 
 def greedy(model, params, prompts):
-    """Without a cache: the whole sequence for each token."""
-    tokens = prompts
-    for _ in range(NEW):
-        logits = model.apply({"params": params}, tokens)
-        tokens = jnp.concatenate([tokens, logits[:, -1].argmax(-1, keepdims=True).astype(jnp.int32)], axis=1)
-    return np.asarray(tokens[:, PROMPT:])
+    """Without a cache: the whole sequence for each token; what follows a token does not change it."""
+    tokens = np.pad(prompts, ((0, 0), (0, NEW)))
+    forward = jax.jit(lambda params, tokens: model.apply({"params": params}, tokens).argmax(-1))
+    for at in range(PROMPT, PROMPT + NEW):
+        tokens[:, at] = forward(params, tokens)[:, at - 1]
+    return tokens[:, PROMPT:]
 
 
-@pytest.mark.parametrize(("stage", "change"), [
-    slow(3, {}), slow(0, {}), slow(1, {"scan_layers": False}), slow(3, {"remat": True, "scan_layers": False})])
-def test_tokens_with_a_cache_are_those_without(stage, change):
-    config = dataclasses.replace(gpt2.PRESETS["tiny"], max_length=16, width=32, vocab_size=40, **change)
-    model = gpt2.build(config)
+def as_linen(params):
+    """Parameters of an NNX model by Linen's names: a list of blocks is blocks_0, blocks_1, ..."""
+    blocks = params.get("blocks", {"scanned": None})
+    if not all(isinstance(at, int) for at in blocks):
+        return params
+    others = {name: tree for name, tree in params.items() if name != "blocks"}
+    return others | {f"blocks_{at}": block for at, block in blocks.items()}
+
+
+SIZES = {"max_length": 16, "width": 32, "vocab_size": 40}
+
+
+@pytest.mark.parametrize(("name", "stage", "change"), [
+    slow("gpt2", 3, {"remat": True, "dropout": 0.3}),
+    slow("llama", 1, {"remat": True, "scan_layers": False, "qk_norm": True}),
+    slow("gpt2_nnx", 0, {"scan_layers": False}), slow("llama_nnx", 3, {"tied": True, "qk_norm": True})])
+def test_tokens_with_a_cache_are_those_without(name, stage, change):
+    choice = find_model(f"{name}:tiny")
+    config = dataclasses.replace(choice.config, **SIZES, **change)
+    choice, linen = dataclasses.replace(choice, config=config), {"gpt2": gpt2, "llama": llama}[name.partition("_")[0]]
     prompts = np.random.default_rng(0).integers(0, 40, (8, PROMPT)).astype(np.int32)
-    step = zero_jax.make_zero_train_step(model, stage)
+    step = zero_jax.make_zero_train_step(choice.build(config), stage)
     batch = {"inputs": prompts, "targets": prompts}
     state = step.init(jax.random.key(0), batch)
     # Weights of an initialisation hardly tell tokens apart: larger ones do.
     params = jax.tree.map(lambda leaf: 8 * leaf, jax.device_get(step.params(state)))
     state = step.init(jax.random.key(0), batch, params=params)
-    evaluate = step.evaluator(sample_with_cache(gpt2.decoder(config), num_tokens=NEW, temperature=0.0))
+    decoder, model, params = choice.decoder_for(PROMPT + NEW), linen.build(config), as_linen(params)
+    evaluate = step.evaluator(sample_with_cache(decoder, num_tokens=NEW, temperature=0.0))
     found = np.asarray(evaluate(state, {"inputs": prompts}, jax.random.key(1)))
     expected = greedy(model, params, prompts)
     np.testing.assert_array_equal(found, expected)
@@ -52,13 +68,34 @@ def test_tokens_with_a_cache_are_those_without(stage, change):
     other = jax.tree.map(lambda leaf: -leaf, params)
     assert not np.array_equal(expected, greedy(model, other, prompts))
     assert not np.array_equal(expected, greedy(model, params, np.roll(prompts, 1, axis=1)))
-    drawn = step.evaluator(sample_with_cache(gpt2.decoder(config), num_tokens=NEW, temperature=5.0))
+    drawn = step.evaluator(sample_with_cache(decoder, num_tokens=NEW, temperature=5.0))
     assert not np.array_equal(np.asarray(drawn(state, {"inputs": prompts}, jax.random.key(1))), expected)
+
+
+def test_a_cache_without_positions_goes_on_with_other_tokens():
+    """What the rows above would see: keys that are rotated as if each call began the text."""
+    config = dataclasses.replace(llama.PRESETS["tiny"], **SIZES, scan_layers=False, num_layers=1)
+    model = llama.build(config)
+    tokens = np.random.default_rng(0).integers(0, 40, (2, 8)).astype(np.int32)
+    params = jax.tree.map(lambda leaf: 8 * leaf, jax.jit(model.init)(jax.random.key(0), tokens)["params"])
+    whole = jax.jit(model.apply)({"params": params}, tokens)
+    decoder = llama.decoder(config, 8)
+
+    @jax.jit
+    def last(params, kept):
+        _, cache = decoder.apply({"params": params}, tokens[:, :-1], mutable=["cache"])
+        cache = cache["cache"] | {"length": kept * cache["cache"]["length"]}
+        logits, _ = decoder.apply({"params": params, "cache": cache}, tokens[:, -1:], mutable=["cache"])
+        return logits[:, 0]
+
+    np.testing.assert_allclose(last(params, 1), whole[:, -1], rtol=1e-4, atol=1e-4)
+    assert np.abs(last(params, 0) - whole[:, -1]).max() > 0.1
 
 
 @pytest.mark.slow
 def test_the_command_continues_prompts_with_the_parameters_of_a_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero_jax.cli.generate_command.simulate_devices", lambda number: None)  # there are 8 already
+    # There are 8 already.
+    monkeypatch.setattr("zero_jax.cli.weights.generate_command.simulate_devices", lambda number: None)
     config = TrainConfig(model="gpt2:tiny", batch_size=8, seq_len=16)
     step = step_of(config, find_model(config.model), jax.devices())
     batch = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")}
@@ -69,14 +106,14 @@ def test_the_command_continues_prompts_with_the_parameters_of_a_checkpoint(tmp_p
         checkpoints.save(step, state, at=1, config=fixed(config), wait=True)
         checkpoints.save(step, state, at=2, config=fixed(config) | {"data": ["x.npy"]}, wait=True)
         checkpoints.save(step, state, at=3, config=fixed(config) | {"tokenizer": "t.json"}, wait=True)
-        checkpoints.save(step, state, at=4, config=fixed(config) | {"model": "gpt2_nnx:tiny"}, wait=True)
+        checkpoints.save(step, state, at=4, config=fixed(config) | {"model": "t5:tiny"}, wait=True)
     model = gpt2.build(gpt2.PRESETS["tiny"])
 
     def generate(at, prompt, *options):
         return command_line.run("generate", "--checkpoint", str(tmp_path / "checkpoints"), "--at", at, "--prompt",
                                 prompt, "--temperature", "0", "--tokens", str(NEW), *options)
 
-    expected = greedy(model, params, jnp.array([list(b"hello")], jnp.int32))[0].tolist()
+    expected = greedy(model, params, np.array([list(b"hello")], np.int32))[0].tolist()
     done = generate("2", " ".join(map(str, b"hello")))
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == " ".join(map(str, expected)), done.stderr
     done = generate("1", "hello")

@@ -8,15 +8,16 @@ import re
 import pytest
 from support.programs import PROGRAMS, program
 
-from zero_jax.cli.html_report import Run, memory_parts, report_html
-from zero_jax.cli.report_figures import MAX_POINTS, curves, thinned
-from zero_jax.cli.run_folder import folder_text
+from zero_jax.cli.reports.html_report import Run, memory_parts, report_html
+from zero_jax.cli.reports.report_figures import MAX_POINTS, curves, thinned
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.cli.training.run_folder import folder_text
 
 NAME = "h100 stage 3"
-SUMMARY = {"steps": 30, "loss": 2.5, "validation_loss": 2.625, "validation_perplexity": 13.805,
-           "validation_accuracy": 0.3125, "bigram_loss": 2.417, "tokens_per_second": 54321.0, "seconds": 12.0,
-           "peak_bytes": 3 << 30, "interrupted": False, "preempted": False}
+EVALUATION = {"validation_loss": 2.625, "validation_perplexity": 13.805, "validation_accuracy": 0.3125}
+SUMMARY = {"steps": 30, "loss": 2.5, "evaluation": EVALUATION, "baselines": {"bigram model": 2.417},
+           "items_per_second": 54321.0, "seconds": 12.0, "peak_bytes": 3 << 30, "interrupted": False,
+           "preempted": False}
 
 
 class Checked(html.parser.HTMLParser):
@@ -71,7 +72,8 @@ def test_it_has_the_numbers_of_the_run_and_needs_no_other_file(tmp_path, compile
     assert not re.findall(r"url\((?!#)", text)
     assert all(value.startswith("#") for _, name, value in parsed.attributes if name == "xlink:href")
     # The control: another run has another page.
-    assert page(tmp_path, compiled, summary=SUMMARY | {"validation_loss": 1.5}).count("1.500") > text.count("1.500")
+    other = page(tmp_path, compiled, summary=SUMMARY | {"evaluation": {"validation_loss": 1.5}})
+    assert other.count("1.500") > text.count("1.500")
 
 
 def test_memory_is_of_the_whole_step(compiled):
@@ -94,3 +96,8 @@ def test_a_folder_says_what_is_in_it():
         assert words in text
     less = folder_text(TrainConfig(html=False, save_every=0))
     assert not any(words in less for words in ("report.html", "checkpoints", "tensorboard", "profile", "wandb"))
+
+
+def test_curves_of_a_run_that_ended_before_its_first_step():
+    """Matplotlib warns of a legend without lines, and warnings are errors here."""
+    assert "<svg" in curves({"loss": [], "validation": []}, title="Loss", unit="nats")

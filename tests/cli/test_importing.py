@@ -14,9 +14,9 @@ from support.numpy_gpt2 import hugging_face
 
 from models import gpt2, llama
 from zero_jax import Names
-from zero_jax.cli.import_command import import_command
-from zero_jax.cli.import_config import ImportConfig
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.cli.weights.import_command import import_command
+from zero_jax.cli.weights.import_config import ImportConfig
 from zero_jax.interop.model_config import check_config
 from zero_jax.interop.params_io import export_tree
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_jax.cli.profile import KERNELS, OTHER, PRODUCTS, summarize
+from zero_jax.cli.training.profile import KERNELS, OTHER, PRODUCTS, summarize
 from zero_jax.xla.events import Loop, Work
 
 SCHEDULE = (

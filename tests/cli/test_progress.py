@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from zero_jax.cli.loop import Loop
-from zero_jax.cli.metrics_log import MetricsLog
-from zero_jax.cli.progress import ASCII_BLOCKS, BLOCKS, ProgressReporter, sparkline
+from zero_jax.cli.model_lookup import find_model
+from zero_jax.cli.objectives.causal import Causal
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.cli.training.loop import Loop
+from zero_jax.cli.training.metrics_log import MetricsLog
+from zero_jax.cli.training.progress import ASCII_BLOCKS, BLOCKS, ProgressReporter, sparkline
 from zero_jax.distributed.preemption import Preemption
 from zero_jax.distributed.watchdog import Watchdog
 from zero_jax.planning.flops import StepFlops
@@ -83,8 +85,9 @@ def test_data_are_waited_for_only_when_the_devices_are_done(tmp_path, loss, low,
     log = MetricsLog(tmp_path / "train.jsonl")
     config = TrainConfig(steps=6, eval_every=6)
     with ProgressReporter(Console(quiet=True), total=6) as progress, Watchdog(None) as watchdog:
-        Loop(config, lambda state, batch: (state, metrics), lambda state, batch: {}, Slow(), Slow(), log, progress,
-             watchdog, Preemption(), None, StepFlops(1.0, 1.0, 1, None), [], 1024).run(0)
+        objective = Causal(config, find_model(config.model))
+        Loop(config, objective, lambda state, batch: (state, metrics), lambda state, batch: {}, Slow(), Slow(), log,
+             progress, watchdog, Preemption(), {}, StepFlops(1.0, 1.0, 1, None), [], 1024).run(0)
     log.close()
     rows = [row for row in map(json.loads, (tmp_path / "train.jsonl").read_text().splitlines()) if "loss" in row]
     assert len(rows) == 6 and all(row["memory_bytes"] == 1024 and row["mfu"] is None for row in rows)

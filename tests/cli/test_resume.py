@@ -16,10 +16,10 @@ from rich.console import Console
 from support import command_line
 
 from zero_jax.checkpoint.checkpoint import Checkpoints
-from zero_jax.cli.metrics_log import MetricsLog
-from zero_jax.cli.resume import FIXED, differences, fixed
-from zero_jax.cli.train import train
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
+from zero_jax.cli.training.metrics_log import MetricsLog
+from zero_jax.cli.training.resume import FIXED, differences, fixed
+from zero_jax.cli.training.train import train
 
 ROOT = Path(__file__).parents[2]
 TINY = TrainConfig(model="gpt2:tiny", batch_size=8, seq_len=32, max_bytes=200_000, eval_every=8, steps=12, samples=0,
@@ -143,7 +143,7 @@ def test_every_option_that_matters_is_compared(whole, change):
 
 def test_what_may_change_and_what_may_not_are_all_options():
     free = {"stage", "devices", "replica", "tensor", "context", "sequence_parallel", "overlap", "offload",
-            "partition_activations",
+            "offload_disk", "offload_fraction", "offload_gib", "tiling", "partition_activations",
             "remat", "accumulate", "reduce", "gather", "max_bad_steps", "eval_every", "eval_batches", "save_every",
             "max_to_keep", "resume", "out", "save_to", "local_checkpoints", "local_every", "samples", "distributed",
             "heartbeat", "hang_after", "hang_exit", "check_replicas", "prefetch",

@@ -18,11 +18,11 @@ from support.oracle import slow
 
 import zero_jax
 from models import gpt2
-from zero_jax.cli import report
-from zero_jax.cli.data_options import BYTES
-from zero_jax.cli.generate import generate, next_logits
-from zero_jax.cli.train import train
+from zero_jax.cli.options.data import BYTES
+from zero_jax.cli.reports import report
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.cli.training.train import train
+from zero_jax.cli.weights.generate import generate, next_logits
 from zero_jax.data import corpus
 from zero_jax.precision import POLICIES
 from zero_jax.stages import STAGES
@@ -70,7 +70,7 @@ def test_the_command_writes_log_and_curve(tmp_path):
     assert "gpt2:tiny, ZeRO stage 3, 4 cpu devices" in page and page.count("<svg") >= 7
     assert "Where the time went" in page and "continued by the model" in page
     first, *rows, last = lines(tmp_path / "train.jsonl")
-    assert first["config"]["stage"] == 3 and len(first["devices"]) == 4 and first["bigram_loss"] > 1
+    assert first["config"]["stage"] == 3 and len(first["devices"]) == 4 and first["baselines"]["bigram model"] > 1
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert set(steps[0]) == {
@@ -86,7 +86,7 @@ def test_the_command_writes_log_and_curve(tmp_path):
     np.testing.assert_allclose([row["learning_rate"] for row in steps], [0, 3e-3, 3e-3], rtol=1e-5)
     assert "not the default:\nmodel = " in done.stdout
     assert 'schedule = "constant"' in (tmp_path / "config.toml").read_text()
-    assert last["summary"]["validation_loss"] == rows[-1]["validation_loss"]
+    assert last["summary"]["evaluation"]["validation_loss"] == rows[-1]["validation_loss"]
     evaluation = next(row for row in rows if "validation_loss" in row)
     assert np.exp(evaluation["validation_loss"]) == pytest.approx(evaluation["validation_perplexity"])
     assert 0 <= evaluation["validation_accuracy"] <= 1
@@ -113,7 +113,7 @@ def test_stages_agree(tmp_path):
     found = [learned(tmp_path / str(stage), stage) for stage in (0, 3)]
     # Sums are taken in another order.
     np.testing.assert_allclose(found[0].validation_loss, found[1].validation_loss, rtol=1e-3)
-    assert found[0].bigram_loss == found[1].bigram_loss
+    assert found[0].baselines == found[1].baselines
 
 
 @pytest.mark.slow

@@ -1,123 +1,18 @@
-"""What a model may do with its parameters, module feature by module feature, beside a plain flax and optax loop.
+"""What a model may do with its parameters, module feature by module feature, beside a plain flax and optax loop."""
 
-The loop knows nothing of the library: it starts from the values that the step made, and both go on alone. Odd sizes are
-padded on eight devices, even ones are not.
-"""
-
-import math
-import re
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
+from support.beside_plain_loop import OPTIMIZER, SIZES, STAGES, compare, factory, squares, up_front, vectors
 from support.oracle import slow
 
 import zero_jax
 from zero_jax.frontends import nnx as nnx_frontend
-from zero_jax.step import gradients
-from zero_jax.transforms import explicit_scatter
 from zero_jax.tree import named_leaves
-from zero_jax.xla import devices as xla_devices
-
-OPTIMIZER = optax.sgd(0.02, momentum=0.9)
-RNG = np.random.default_rng(0)
-NUM_STEPS = 3
-SIZES = {"even": (64, 64), "uneven": (67, 71)}
-STAGES = pytest.mark.parametrize("stage, sizes", [
-    slow(0, "uneven"), slow(1, "uneven"), (2, "uneven"), slow(3, "even"), (3, "uneven")])
-
-
-def vectors(width, rows=16):
-    return [{"x": RNG.normal(size=(rows, width)).astype(np.float32), "y": RNG.normal(size=(rows, 1)).astype(np.float32)}
-            for _ in range(NUM_STEPS)]
-
-
-def squares(model, batch):
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-
-def plain_linen(model, params, variables, batches, loss, dtype=None):
-    """Losses, parameters and variables of Flax's own loop, on one device; `dtype`: in which floats are read."""
-    opt_state = OPTIMIZER.init(params)
-
-    def cast(tree):
-        return jax.tree.map(lambda x: x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
-
-    @jax.jit
-    def step(params, variables, opt_state, batch):
-        scales = {name: tree for name, tree in variables.items() if name == "_overwrite_with_gradient"}
-
-        def loss_of(params, scales):
-            everything = {"params": cast(params), **variables, **scales}
-            return nn.apply(loss, model, mutable=list(variables))(everything, cast(batch))
-
-        (value, new), (grads, scales) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(params, scales)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        return value, optax.apply_updates(params, updates), {**new, **scales}, opt_state
-
-    losses = []
-    for batch in batches:
-        value, params, variables, opt_state = step(params, variables, opt_state, jax.tree.map(jnp.asarray, batch))
-        losses.append(float(value))
-    return losses, params, variables
-
-
-def plain_nnx(factory, params, variables, batches, loss):
-    """The same of Flax's own loop over a module, which it changes, on one device."""
-    module = factory(nnx.Rngs(0))
-    values = dict(named_leaves(params) + named_leaves(variables))
-    for path, variable in nnx.to_flat_state(nnx.state(module)):
-        if isinstance(variable, nnx.Variable):
-            variable.set_value(jnp.asarray(values["/".join(map(str, path))]))
-    optimizer = nnx.Optimizer(module, OPTIMIZER, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(module, optimizer, batch):
-        value, grads = nnx.value_and_grad(loss)(module, batch)
-        optimizer.update(module, grads)
-        return value
-
-    losses = [float(step(module, optimizer, batch)) for batch in batches]
-    _, params, variables = nnx.split(module, nnx.Param, ...)
-    return losses, nnx.to_pure_dict(params), nnx.to_pure_dict(variables)
-
-
-def compare(model, stage, batches, loss=squares, *, plain=None, dtype=None, tolerance=2e-5, **options):
-    """Trains both ways and compares losses, parameters and what else the model owns; returns (step, state).
-
-    plain: the model of the plain loop, where it is not the same.
-    """
-    step = zero_jax.make_zero_train_step(model, stage, optimizer=OPTIMIZER, loss=loss, **options)
-    state = step.init(jax.random.key(0), batches[0])
-    start = jax.device_get((step.params(state), state.variables))
-    flavour = {"dtype": dtype} if isinstance(model, nn.Module) else {}
-    loop = plain_linen if isinstance(model, nn.Module) else plain_nnx
-    expected, *plain_trees = loop(plain or model, *start, batches, loss, **flavour)
-    losses = []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    assert np.isfinite(losses).all()
-    np.testing.assert_allclose(losses, expected, rtol=tolerance)
-    for tree, like in zip((step.params(state), state.variables), plain_trees, strict=True):
-        likes = dict(named_leaves(like))
-        for name, leaf in named_leaves(tree):
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                continue
-            a, b = np.asarray(leaf), np.asarray(likes[name])
-            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * (1 + np.abs(b).max()), err_msg=name)
-    return step, state
-
-
-def up_front(step):
-    """The names that `describe` lists as gathered before the model runs."""
-    (line,) = [line for line in step.layout().describe().splitlines() if line.startswith("gathered up front")]
-    names = line.split(": ")[1]
-    return [] if names == "none" else names.split(", ")
 
 
 class Clipped(nnx.Module):
@@ -155,10 +50,6 @@ class Bypassing(nnx.Module):
         x = nnx.tanh(self.wide(x))
         penalty += sum(jnp.mean(leaf**2) for leaf in jax.tree.leaves(nnx.state(self.out, nnx.Param)))
         return self.out(nnx.relu(x @ self.kernel.T + x.mean(0) @ self.table[:3].sum(0))) + penalty
-
-
-def factory(module, sizes):
-    return lambda rngs: module(*sizes, rngs=rngs)
 
 
 @STAGES
@@ -435,134 +326,6 @@ class Rescaled(Pmapped):
         x = nn.Dense(self.hidden, name="Dense_0")(x)
         halves = nn.BatchNorm(use_running_average=False, name="BatchNorm_0")(x[: len(x) // 2])
         return nn.Dense(1, name="Dense_1")(nn.relu(jnp.concatenate([halves, halves])))
-
-
-class Recurrent(nn.Module):
-    hidden: int
-
-    @nn.compact
-    def __call__(self, x):
-        steps = nn.RNN(nn.OptimizedLSTMCell(self.hidden))(x.reshape(x.shape[0], 4, -1))
-        return nn.Dense(1)(steps.mean(1))
-
-
-class NnxRecurrent(nnx.Module):
-    def __init__(self, width, hidden, rngs):
-        self.rnn = nnx.RNN(nnx.GRUCell(width // 4, hidden, rngs=rngs))
-        self.out = nnx.Linear(hidden, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(self.rnn(x.reshape(x.shape[0], 4, -1)).mean(1))
-
-
-class Shared(nn.Module):
-    """One block of layers over and over, in a loop of JAX's own: its weights, biases and a table are read in each."""
-
-    hidden: int
-
-    @nn.compact
-    def __call__(self, x):
-        first, second = nn.Dense(self.hidden, name="first"), nn.Dense(self.hidden, name="second")
-        table = self.param("table", nn.initializers.normal(0.1), (9, self.hidden))
-        x = first(x)
-        second(x)
-
-        def body(x, position):
-            return nn.tanh(second(x) + table[position][None]), None
-
-        return nn.Dense(1)(jax.lax.scan(body, x, jnp.arange(5))[0])
-
-
-RECURRENT = {
-    "linen": lambda width, hidden: Recurrent(hidden), "nnx": lambda *sizes: factory(NnxRecurrent, sizes),
-    "shared": lambda width, hidden: Shared(hidden)}
-
-
-@pytest.mark.parametrize("flavour", RECURRENT)
-@STAGES
-def test_recurrent_loops(flavour, stage, sizes):
-    width, hidden = {"even": (64, 64), "uneven": (68, 71)}[sizes]
-    compare(RECURRENT[flavour](width, hidden), stage, vectors(width))
-
-
-@pytest.mark.parametrize("target", ["h100:8", slow("v5e:2x4")])
-@pytest.mark.parametrize("flavour, stage, sizes", [
-    ("linen", 3, "even"), slow("linen", 3, "uneven"), slow("linen", 2, "even"), slow("nnx", 3, "even"),
-    slow("shared", 3, "even")])
-def test_recurrent_loops_send_their_parameters_once(flavour, stage, sizes, target):
-    """`verify` raises where a step sends more than its contract: 26 times as much, once."""
-    if extra := xla_devices.missing_compiler(target):
-        pytest.skip(f"needs {extra}")
-    on_tpu = target.startswith("v5e")
-    mesh = zero_jax.make_mesh(data=(2, 4) if on_tpu else 8, devices=xla_devices.target_devices(target))
-    width = {"even": 256, "uneven": 1004 if on_tpu else 268}[sizes]  # parts of small leaves do not fill TPU tiles
-    batch = {"x": jax.ShapeDtypeStruct((64, width), jnp.float32), "y": jax.ShapeDtypeStruct((64, 1), jnp.float32)}
-    step = zero_jax.make_zero_train_step(RECURRENT[flavour](width, width), stage, mesh=mesh, loss=squares)
-    report = step.verify(batch)
-    assert on_tpu or report.communication_bytes < 1.01 * report.contract.communication_bytes
-
-
-class Typed(nn.Module):
-    """Modules that compute in a dtype of their own, whatever they are given."""
-
-    hidden: int
-    dtype: type
-
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(2):
-            x = nn.gelu(nn.Dense(self.hidden, dtype=self.dtype)(x))
-        return nn.Dense(1, dtype=self.dtype)(x)
-
-
-OWN_DTYPES = {"bf16 of fp32": (jnp.bfloat16, None), "fp32 of bf16": (jnp.float32, "bf16")}
-
-
-@pytest.mark.parametrize("case", OWN_DTYPES)
-@pytest.mark.parametrize("stage, sizes", [
-    (3, "even"), slow(3, "uneven"), slow(2, "even"), slow(2, "uneven"), slow(1, "even")])
-def test_a_modules_own_dtype_keeps_the_reduce_scatter(case, stage, sizes):
-    """Reduced in the dtype in which the step gives the parameter, and nothing large is all-reduced."""
-    if extra := xla_devices.missing_compiler("h100:8"):
-        pytest.skip(f"needs {extra}")
-    dtype, precision = OWN_DTYPES[case]
-    mesh = zero_jax.make_mesh(devices=xla_devices.target_devices("h100:8"))
-    width = {"even": 512, "uneven": 515}[sizes]
-    batch = {"x": jax.ShapeDtypeStruct((64, width), jnp.float32), "y": jax.ShapeDtypeStruct((64, 1), jnp.float32)}
-    step = zero_jax.make_zero_train_step(Typed(width, dtype), stage, mesh=mesh, loss=squares, precision=precision)
-    report = step.verify(batch)
-    assert report.communication_bytes < 1.01 * report.contract.communication_bytes
-    text = step.compile(batch).as_text()
-    reduced = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\w+\[([\d,]+)\]\S* all-reduce", text)]
-    assert max(reduced, default=0) < 4 * width, "only biases are all-reduced"
-    assert f"{'f32' if precision is None else 'bf16'}[" in next(
-        line for line in text.splitlines() if " reduce-scatter" in line and "= " in line)
-
-
-@pytest.mark.parametrize("case", OWN_DTYPES)
-@pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
-def test_a_modules_own_dtype_has_the_numbers_of_one_device(case, stage):
-    dtype, precision = OWN_DTYPES[case]
-    plain = {"dtype": jnp.bfloat16} if precision else {}
-    compare(Typed(71, dtype), stage, vectors(67), precision=precision, tolerance=2e-2, **plain)
-
-
-@pytest.mark.parametrize("left_out", ["_is_cast", "communicate_once_per_loop"])
-def test_without_these_passes_the_contract_is_broken(left_out, monkeypatch):
-    """Negative control: both are what keeps it."""
-    if extra := xla_devices.missing_compiler("h100:8"):
-        pytest.skip(f"needs {extra}")
-    if left_out == "_is_cast":
-        monkeypatch.setattr(explicit_scatter, left_out, lambda atom, makers: False)
-        model, precision = Typed(512, jnp.float32), "bf16"
-    else:
-        monkeypatch.setattr(gradients, left_out, lambda jaxpr, **_: jaxpr)
-        model, precision = Recurrent(256), None
-    mesh = zero_jax.make_mesh(devices=xla_devices.target_devices("h100:8"))
-    batch = {"x": jax.ShapeDtypeStruct((64, 256), jnp.float32), "y": jax.ShapeDtypeStruct((64, 1), jnp.float32)}
-    step = zero_jax.make_zero_train_step(model, 3, mesh=mesh, loss=squares, precision=precision)
-    with pytest.raises(ValueError, match="breaks its contract"):
-        step.verify(batch)
 
 
 @pytest.mark.parametrize("model, plain", [

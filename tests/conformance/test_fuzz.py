@@ -21,10 +21,10 @@ import zero_jax
 from zero_jax.checkpoint.history import parse_place
 from zero_jax.checkpoint.manifest import Leaf, Manifest, parse
 from zero_jax.cli import main
-from zero_jax.cli.export_config import ExportConfig
-from zero_jax.cli.generate_config import GenerateConfig
-from zero_jax.cli.plan_config import PlanConfig
+from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.cli.weights.export_config import ExportConfig
+from zero_jax.cli.weights.generate_config import GenerateConfig
 from zero_jax.data.batches import Batches
 from zero_jax.data.corpus import load
 from zero_jax.diloco.options import OuterOptions
@@ -49,7 +49,8 @@ STEP = {"stage": [0, 3], "precision": ["bf16", None], "axis": ["data"], "frozen"
         "gather": ["use", "auto"],
         "rng_streams": ["dropout"], "tensor_rules": [()], "sequence_parallel": [False], "remat": ["full"],
         "partition_activations": [False], "hpz_axes": [()], "combine_bytes": [None],
-        "overlap": [False], "prefetch": [False], "offload": [None, "optimizer"], "model": [Net()],
+        "overlap": [False, "auto"], "prefetch": [False], "offload": [None, "optimizer", "parameters"], "model": [Net()],
+        "tiling": [None],
         "communication": [zero_jax.Communication(gradients="int8")]}
 
 
@@ -133,10 +134,10 @@ def fuzz_command_line(args, monkeypatch):
     def stop(*args, **options):
         raise KeyboardInterrupt
 
-    for name in ("zero_jax.cli.train.train", "zero_jax.cli.plan_command.plan_command", "zero_jax.cli.main.launch",
-                 "zero_jax.cli.plan_command.inspect_command", "zero_jax.cli.export_command.export_command",
-                 "zero_jax.cli.generate_command.generate_command"):
-        monkeypatch.setattr(name, stop)
+    for name in ("training.train.train", "planning.plan_command.plan_command", "main.launch",
+                 "planning.plan_command.inspect_command", "weights.export_command.export_command",
+                 "weights.generate_command.generate_command"):
+        monkeypatch.setattr(f"zero_jax.cli.{name}", stop)
     monkeypatch.setattr(main, "end_with_launcher", lambda: None)
     err = io.StringIO()
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):

@@ -49,7 +49,7 @@ def test_no_token_is_lost_and_none_comes_twice(pack, causal):
     expected = {*given.tokens.tolist()} - (starts if causal else set())
     assert sorted(seen) == sorted(expected)
     assert (rows.used_fraction > 0.97) == pack
-    if pack:  # the control: with the documents in their order, rows would have room left
+    if pack:  # the control: with the documents in their order, rows would have padding
         assert rows.num_examples < DocumentRows(given, 16, pack=False, causal=causal).num_examples / 1.2
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero_jax.cli.evaluation import token_sums
+from zero_jax.cli.training.evaluation import token_sums
 from zero_jax.data.documents import Documents
 from zero_jax.data.objectives import causal
 from zero_jax.data.packing import DocumentRows
@@ -52,7 +52,7 @@ def test_packed_is_one_document_after_another():
         np.testing.assert_allclose(mean, total / number, rtol=1e-5)
         assert weight == number
         sums = token_sums(attend, batch)
-        np.testing.assert_allclose([sums["loss"], sums["tokens"]], [total, number], rtol=1e-5)
+        np.testing.assert_allclose([sums["loss"], sums["weight"]], [total, number], rtol=1e-5)
     # The control: a model that takes the arguments and does not heed them.
     crossing, _, _ = next_token_loss(lambda *args, **given: attend(*args, **given, heeds=False), packed)
     assert abs(float(crossing) - total / number) > 1e-3 * total / number

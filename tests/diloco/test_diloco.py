@@ -1,4 +1,4 @@
-"""Slices that train by themselves (DiLoCo): numbers, what is sent between them, how many they are, checkpoints."""
+"""Slices that train by themselves (DiLoCo): numbers, and what is sent between them."""
 
 import dataclasses
 
@@ -8,73 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from support.plain_training import linen_functions, nnx_functions
+from support.slices import INNER, MODELS, STREAMING, VOCABULARY, WIDTH, batches, make, trained
 from support.targets import mesh_of
 
 import zero_jax
+from zero_jax.contract.verify import check
 from zero_jax.diloco.fragments import due
-from zero_jax.step.contract import check
 from zero_jax.tree import map_named, named_leaves
-
-VOCABULARY, WIDTH, ROWS = 32, 9, 16
-"""The width divides over no number of devices: every stage pads it, or finds another dim."""
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return x + nn.Dense(WIDTH)(nn.tanh(nn.Dense(2 * WIDTH)(x))), None
-
-
-class Scanned(nn.Module):
-    """Four blocks in a loop, so that fragments are made of layers."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
-        blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
-        return nn.Dense(VOCABULARY)(blocks(name="blocks")(x, None)[0])
-
-
-class Normed(nnx.Module):
-    """A batch norm, whose statistics are each slice's own."""
-
-    def __init__(self, *, rngs):
-        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
-        self.dense = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
-
-    def __call__(self, tokens):
-        return self.dense(self.norm(self.embed(tokens)))
-
-
-STREAMING = {"fragments": 2, "overlap": True, "mix": 0.25}
-"""What most rows are of, so that they share their programs' compilations."""
-
-MODELS = {"linen": Scanned(), "nnx": lambda rngs: Normed(rngs=rngs)}
-INNER = optax.adamw(1e-2, eps=1e-6)
-
-
-def batches(number, rows=ROWS):
-    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (number, rows, 5)).astype(np.int32)
-    return [{"inputs": each[:, :-1], "targets": each[:, 1:]} for each in tokens]
-
-
-def make(stage=3, flavour="linen", replica=2, inner=INNER, step_options=None, **options):
-    step = zero_jax.make_zero_train_step(
-        MODELS[flavour], stage, optimizer=inner, mesh=zero_jax.make_mesh(replica=replica), **step_options or {})
-    return zero_jax.make_diloco_step(step, **{"every": 3, **options})
-
-
-def trained(diloco, given, state=None):
-    """(losses, (steps, slices); the last state)."""
-    state = diloco.init(jax.random.key(0), given[0]) if state is None else state
-    losses = []
-    for batch in given:
-        state, metrics = diloco(state, batch)
-        losses.append(np.asarray(metrics["loss"]))
-    return np.array(losses), state
 
 
 def plain_loss(model, batch):
@@ -243,64 +184,6 @@ def test_compilers_of_accelerators_send_outer_gradients_in_their_dtype(target, s
     assert sent[0] == wide.contract(given, 0).budget("slices").communication_bytes / 2
     assert any("between slices" in line for line in check(
         wide.compiled_step(given, 0).collectives, diloco.contract(given, 0)).violations)
-
-
-def bits(tree):
-    return {name: np.array(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
-            for name, leaf in named_leaves(tree)}
-
-
-@pytest.mark.slow
-def test_a_restored_checkpoint_goes_on_bit_for_bit(tmp_path):
-    """Control: the slices differ, so that a restore that mixed them up would be seen."""
-    given, diloco = batches(6), make(**STREAMING)
-    _, state = trained(diloco, given[:4])
-    assert not np.array_equal(*bits(state)["params/Dense_0/kernel"])
-    with zero_jax.Checkpoints(tmp_path / "run") as checkpoints:
-        checkpoints.save(diloco, state, wait=True)
-        losses, end = trained(diloco, given[4:], state)
-        restored = checkpoints.restore(diloco, given[0])
-    assert restored.step == 4
-    again, other = trained(diloco, given[4:], restored.state)
-    np.testing.assert_array_equal(losses, again)
-    left, right = bits(end), bits(other)
-    assert all(np.array_equal(left[name], right[name]) for name in left)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-def test_four_slices_go_on_from_a_checkpoint_of_two(stage, tmp_path):
-    """Two slices of four devices become four of two, at another stage; control: the new slices draw other numbers."""
-    given, two, four = batches(3), make(2, "nnx", every=2), make(stage, "nnx", replica=4, every=2)
-    _, state = trained(two, given[:2])
-    before = bits(dataclasses.replace(two.layout().load(state), weights=None))
-    with zero_jax.Checkpoints(tmp_path / "run") as checkpoints:
-        checkpoints.save(two, state, wait=True)
-        four.layout(given[0])
-        saved = four.of_slices(2)
-        resized = four.resized(checkpoints.restore(saved, given[0]).state, saved)
-    after = bits(dataclasses.replace(four.layout().load(resized), weights=None))
-    for name, leaf in after.items():
-        is_shared = name == "step" or name.startswith(("frozen/", "opt_state/outer/"))
-        is_key = before[name].dtype == np.uint32
-        wanted = before[name] if is_shared else np.concatenate([before[name], before[name]])
-        chosen = np.s_[:2] if is_key and not is_shared else np.s_[...]
-        np.testing.assert_array_equal(leaf[chosen], wanted[chosen], err_msg=name)
-    assert len(np.unique(after["rng"], axis=0)) == 4
-    losses, _ = trained(four, given[2:], resized)
-    assert losses.shape == (1, 4) and np.isfinite(losses).all()
-
-
-@pytest.mark.slow
-def test_synchronous_training_goes_on_from_the_outer_parameters():
-    diloco = make(2, "nnx", step_options={"precision": "bf16"})
-    given = batches(4)
-    _, state = trained(diloco, given[:3])
-    synchronous = diloco.synchronous(state)
-    count = synchronous.opt_state[0].count
-    assert int(count) == int(synchronous.step) == 3
-    synchronous, metrics = diloco.step(synchronous, given[3])
-    assert np.isfinite(metrics["loss"])
 
 
 def with_step(**options):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.once import one_at_a_time
 from support.oracle import slow
 
 from zero_jax.distributed.preemption import Preemption
@@ -95,16 +96,16 @@ def test_a_second_ctrl_c_ends_at_once():
     assert process.returncode == 130 and errors == ""
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Runs of one and of two processes that nothing interrupted, each made once."""
-    made: dict[int, process_test.Run] = {}
-
+@pytest.fixture
+def whole():
+    """Runs of one and of two processes that nothing interrupted."""
     def run(count: int) -> process_test.Run:
-        if count not in made:
-            made[count] = process_test.Run(tmp_path_factory.mktemp("whole"), count)
-            made[count].finish()
-        return made[count]
+        with one_at_a_time(f"{count} processes") as path:
+            made = process_test.Run(path, count)
+            if not path.with_suffix(".finished").exists():
+                made.finish()
+                path.with_suffix(".finished").touch()
+        return made
 
     return run
 
@@ -117,8 +118,7 @@ def test_a_preempted_run_goes_on_bit_for_bit(tmp_path, whole, count, moment, to)
 
 
 @pytest.mark.parametrize(("moment", "victim", "number"), [
-    slow("step", 0, signal.SIGKILL), slow("step", 1, signal.SIGSTOP), slow("save", 0, signal.SIGSTOP),
-    slow("save", 1, signal.SIGKILL)])
+    slow("step", 0, signal.SIGKILL), slow("step", 1, signal.SIGSTOP), slow("save", 0, signal.SIGSTOP)])
 def test_when_one_dies_the_other_ends_and_both_go_on(tmp_path, whole, moment, victim, number):
     process_test.kill(tmp_path / "run", moment, victim, 0.0, whole(2), number)
 
@@ -144,12 +144,12 @@ def test_another_number_of_processes_goes_on(tmp_path, whole, processes):
 
 
 @pytest.mark.slow
-def test_another_run_is_not_taken_for_the_same(whole):
+def test_another_run_is_not_taken_for_the_same(tmp_path, whole):
     """The control: runs of one and two processes differ in length, and a loss that is off by a bit is seen."""
     one, two = whole(1), whole(2)
     with pytest.raises(AssertionError, match="losses differ"):
         process_test.check_same(one, two)
-    copy = process_test.Run(two.out.with_name("copy"), 2)
+    copy = process_test.Run(tmp_path / "copy", 2)
     copy.out.mkdir()
     (copy.out / "checkpoints").symlink_to(two.out / "checkpoints")
     log = (two.out / "train.jsonl").read_text()

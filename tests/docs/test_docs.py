@@ -77,10 +77,10 @@ def test_options_are_those_of_the_command_line():
 
 
 def wrong_options(command: str) -> list[str]:
-    from zero_jax.cli.export_config import ExportConfig
-    from zero_jax.cli.plan_config import PlanConfig
+    from zero_jax.cli.planning.plan_config import PlanConfig
     from zero_jax.cli.tokenize_command import TokenizeConfig
     from zero_jax.cli.train_config import InspectConfig, TrainConfig
+    from zero_jax.cli.weights.export_config import ExportConfig
     from zero_jax.distributed.launch import LaunchConfig
 
     configs = {"train": TrainConfig, "inspect": InspectConfig, "plan": PlanConfig, "export": ExportConfig,
@@ -88,6 +88,7 @@ def wrong_options(command: str) -> list[str]:
     wrong = []
     for part in re.findall(r"(?:zero-jax|--) (train|inspect|plan|export|tokenize|launch)\b(.*?)(?= -- |\"|$)", command):
         fields = {f"--{name.replace('_', '-')}" for name in configs[part[0]].__dataclass_fields__} | {"--help"}
+        fields |= {"--config"} if part[0] in ("train", "inspect") else set()
         wrong += [option for option in OPTION.findall(part[1]) if option not in fields]
     for script, rest in re.findall(r"python (scripts/[\w/]+\.py)(.*)", command):
         source = (ROOT / script).read_text()

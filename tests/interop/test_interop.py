@@ -21,13 +21,13 @@ from support.oracle import slow
 import zero_jax
 from models import gpt2, gpt2_nnx
 from zero_jax import export_params, import_params
-from zero_jax.cli.train import train
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.cli.training.train import train
 from zero_jax.data import corpus
 from zero_jax.data.batches import Batches
-from zero_jax.interop import params_io
 from zero_jax.interop.naming import Names
 from zero_jax.interop.safetensors_file import Tensor, find_tensors
+from zero_jax.sharding import shard_reader
 from zero_jax.tree import named_leaves
 
 CONFIG = gpt2.Config(2, 32, 4, vocab_size=64, max_length=16)
@@ -207,14 +207,14 @@ def test_each_device_reads_its_own_part_and_the_host_holds_one_leaf(tmp_path, mo
         # CPU devices copy it. An array that lies on 64 bytes they take as it is, so that the count of what the host
         # holds would include, by chance, what a device holds.
         part = stored_part(*args)
-        room = np.empty(part.nbytes + 64, np.uint8)
-        start = -room.ctypes.data % 64 + part.itemsize
-        copy = room[start:start + part.nbytes].view(part.dtype).reshape(part.shape)
+        memory = np.empty(part.nbytes + 64, np.uint8)
+        start = -memory.ctypes.data % 64 + part.itemsize
+        copy = memory[start:start + part.nbytes].view(part.dtype).reshape(part.shape)
         copy[...] = part
         return copy
 
-    stored_part = params_io.stored_part
-    monkeypatch.setattr(params_io, "stored_part", unaligned)
+    stored_part = shard_reader.stored_part
+    monkeypatch.setattr(shard_reader, "stored_part", unaligned)
 
     def peak(act):
         tracemalloc.start()

@@ -13,7 +13,7 @@ from support.workloads import KEY_BIAS, classify, token_batches, vector_batches
 
 import zero_jax
 from models import gpt2
-from zero_jax.step import contract
+from zero_jax.contract import verify as contract
 from zero_jax.tree import map_named, named_leaves
 from zero_jax.xla import devices as xla_devices
 from zero_jax.xla import hlo

@@ -6,8 +6,10 @@ import pytest
 from support.oracle import slow
 from support.programs import PROGRAMS, program
 
+import zero_jax
+from models import gpt2
 from zero_jax.jaxpr.equations import inner_jaxprs
-from zero_jax.planning.flops import StepFlops, step_flops, traced_flops
+from zero_jax.planning.flops import StepFlops, frozen_flops, model_flops, step_flops, traced_flops
 from zero_jax.xla import devices
 from zero_jax.xla.live_chip import chip_of_kind
 from zero_jax.xla.targets import known_targets, target_of
@@ -27,12 +29,39 @@ def test_rates_by_hand():
     slow("h100 stage 3, linen remat", 1.15, 1.34)])
 def test_a_program_has_the_models_flops_and_what_it_recomputes(name, low, high):
     step, batch = PROGRAMS[name].make()
-    forward = step.trace_forward(batch)
-    flops = step_flops(forward, program(name).schedule, num_devices=8, peak=None)
+    written = model_flops(step, batch)
+    flops = step_flops(written, program(name).schedule, num_devices=8, peak=None)
     assert low < flops.program / flops.model < high
     # Negative control: on half of the devices it is not the model.
-    halved = step_flops(forward, program(name).schedule, num_devices=4, peak=None)
+    halved = step_flops(written, program(name).schedule, num_devices=4, peak=None)
     assert not low < halved.program / halved.model < high
+
+
+def test_frozen_weights_have_no_gradient():
+    """By hand: products of a weight, of its transpose and of slices of a stack in a loop, and of activations alone."""
+    def fun(weight, stack, adapter, x):
+        x = x @ weight @ (2 * weight.T) @ adapter
+        x, _ = jax.lax.scan(lambda x, layer: (x @ layer, None), x, stack)
+        return x @ x.T
+
+    sizes = [np.ones(shape, np.float32) for shape in ((4, 6), (3, 4, 4), (4, 4), (5, 4))]
+    traced = jax.make_jaxpr(fun)(*sizes)
+    weight, stack, others = 2 * 2 * 5 * 4 * 6, 3 * 2 * 5 * 4 * 4, 2 * 5 * 4 * 4 + 2 * 5 * 5 * 4
+    assert traced_flops(traced) == weight + stack + others
+    assert frozen_flops(traced.jaxpr, [True, True, False, False]) == weight + stack
+    assert frozen_flops(traced.jaxpr, [False, True, False, False]) == stack
+    assert frozen_flops(traced.jaxpr, [False] * 4) == 0
+
+
+@pytest.mark.parametrize("base", [None, slow("nf4")])
+def test_a_step_of_adapters_has_two_thirds_of_the_flops(base):
+    config = gpt2.Config(2, 64, 4, vocab_size=256, max_length=64)
+    batch = {name: np.zeros((8, 64), np.int32) for name in ("inputs", "targets")}
+    whole, adapted = (model_flops(zero_jax.make_zero_train_step(model, 3), batch) for model in (
+        gpt2.build(config), zero_jax.lora(gpt2.build(config), 1, "qkv", base=base)))
+    attention = 3 * 2 * 2 * 2 * 8 * 64 * 64 * 64  # layers, two products, of activations alone
+    assert adapted == pytest.approx(2 / 3 * (whole - attention) + attention, rel=0.02)
+    assert not adapted == pytest.approx(whole, rel=0.2)
 
 
 def test_constants_of_a_checkpointed_layer_are_no_obstacle():

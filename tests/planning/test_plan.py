@@ -16,7 +16,8 @@ from support.targets import target_devices
 
 import zero_jax
 from models import gpt2, gpt2_nnx
-from zero_jax.cli import plan_report, report
+from zero_jax.cli.planning import plan_report
+from zero_jax.cli.reports import report
 from zero_jax.planning.plan import examine, plan, refused_bytes
 from zero_jax.planning.search import deepest, largest, search
 from zero_jax.stages import STAGES

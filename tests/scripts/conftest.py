@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path[:0] = [str(SCRIPTS / name) for name in ("paper", "tables")]
+sys.path[:0] = [str(SCRIPTS / name) for name in ("paper", "reliability", "tables", "training")]

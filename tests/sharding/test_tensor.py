@@ -206,7 +206,7 @@ def test_rules_that_are_refused(rules, metadata, message):
 @pytest.mark.parametrize("sizes, options, message", [
     ({}, {"sequence_parallel": True}, "sequence_parallel: the mesh .* has no axis 'tensor'"),
     ({}, {"partition_activations": True}, "partition_activations: the mesh .* has no axis 'tensor'"),
-    ({}, {"partition_activations": "disk"}, "partition_activations='disk': give True"),
+    ({}, {"partition_activations": "disk"}, "only by calling Python back.*give \"cpu\""),
     ({}, {"tensor_rules": RULES}, "tensor_rules: the mesh .* has no axis 'tensor'"),
     ({"tensor": 8}, {"tensor_rules": RULES}, "made of 4 units"),
     ({"tensor": 2}, {}, "no parameter is split over it"),
@@ -216,7 +216,7 @@ def test_rules_that_are_refused(rules, metadata, message):
     ({}, {"remat": zero_jax.Remat(every="sqrt")}, "the model checkpoints its blocks itself"),
     ({}, {"combine_bytes": 2**20}, "combine_bytes=1048576: XLA has no option on 'cpu'"),
     ({}, {"overlap": True}, "overlap=True changes nothing on 'cpu': its collectives block"),
-    ({}, {"overlap": 3}, "overlap=3: give True, or a mapping"),
+    ({}, {"overlap": 3}, "overlap=3: give \"auto\", True, False, or a mapping"),
     ({"context": 2}, {"accumulate": 2, "reduce": "once"}, "reduce=\"once\" with an axis 'context'"),
     ({"context": 8}, {"length": 12}, "must divide over the 8 devices of the axis 'context'"),
     ({"tensor": 4}, {"tensor_rules": RULES, "sequence_parallel": True, "length": 14}, "sequence divides over its 4"),

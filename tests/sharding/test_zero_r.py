@@ -1,6 +1,7 @@
 """Tensor parallelism and ZeRO-R in the programs of described H100s and TPUs: what is sent, and what is held."""
 
 import collections
+import contextlib
 import functools
 import re
 
@@ -15,9 +16,11 @@ from support.targets import mesh_of
 
 import zero_jax
 from models import gpt2
+from zero_jax.contract import verify as contract
 from zero_jax.sharding.gather import GATHER_SCOPE
-from zero_jax.step import contract
 from zero_jax.xla.hlo import collectives
+from zero_jax.xla.overlap import host_prefetch_options
+from zero_jax.xla.parser import parse
 
 LAYERS, WIDTH, LENGTH, BATCH, VOCAB = 6, 256, 512, 8, 2048
 CHECKPOINTED = {"remat": "full"}
@@ -115,6 +118,52 @@ def test_checkpoints_on_the_host(target):
         assert spaces and set(spaces) == {"S(5)"}
         assert "dynamic-update-slice-start" in text  # the compute stream does not wait
     made.verify()
+
+
+@contextlib.contextmanager
+def without_reading_ahead(step, batch):
+    """A negative control: XLA leaves each read of host memory in the round that uses it."""
+    options = host_prefetch_options(step.mesh.devices.flat[0])
+    step._compiler_options = {name: value for name, value in step._compiler_options.items() if name not in options}
+    yield
+
+
+def products_beside_copies(text):
+    """Matrix products between the start and the done of each copy of a slice of host memory to the device, by names."""
+    module, found = parse(text), {}
+    for body in module.computations.values():
+        lines = list(body.instructions.values())
+        for start, line in enumerate(lines):
+            if line.opcode == "fusion-start" and " dynamic-slice(" in line_of(text, line.callees[0]):
+                done = next(at for at, each in enumerate(lines) if each.operands[:1] == (line.name,))
+                found[line.name] = [each.name for each in lines[start:done]
+                                    if each.opcode == "fusion" and " dot(" in line_of(text, each.callees[0])]
+    return found
+
+
+def line_of(text, computation):
+    """The lines of a computation."""
+    return text[text.index(f"\n%{computation} ("):].split("\n}", 1)[0]
+
+
+@pytest.mark.slow
+def test_checkpoints_come_up_a_round_ahead():
+    """On H100: each round of backward copies up what the next one reads, by the right index, beside its products."""
+    made, text, _ = compiled(sizes=(), partition_activations="cpu", **CHECKPOINTED)
+    checkpoint = BATCH // 8 * LENGTH * WIDTH * 2
+    ahead = [read for read in made.host_use.activation_reads if read.is_ahead]
+    # The first round of backward reads what is copied up before the loop.
+    assert [(read.bytes, read.runs) for read in ahead] == [(checkpoint, LAYERS - 1)]
+    assert made.host_use.activation_reads == ahead
+    assert made.memory.host_temp_size_in_bytes == LAYERS * checkpoint
+    (offsets,) = (each.offsets for each in made.host_slices if not each.writes and each.offsets)
+    assert offsets == tuple(checkpoint * layer for layer in reversed(range(LAYERS - 1)))
+    assert any(len(products) > 1 for products in products_beside_copies(text).values())
+    assert f"{(LAYERS - 1) * checkpoint:,} of them a round ahead of their use" in str(made.verify())
+    waiting, text, _ = compiled(sizes=(), partition_activations="cpu", change=without_reading_ahead, **CHECKPOINTED)
+    assert not any(products_beside_copies(text).values())
+    (line,) = waiting.report.violations
+    assert "bytes of checkpoints that backward reads from host memory, 0 come up a round ahead" in line
 
 
 def test_on_a_cpu_the_transfer_is_in_the_program_and_moves_nothing():

@@ -16,7 +16,7 @@ from support.workloads import Mlp, NnxMlp, classify, token_batches, vector_batch
 
 import zero_jax
 from models import gpt2, gpt2_nnx
-from zero_jax.step import contract
+from zero_jax.contract import verify as contract
 from zero_jax.tree import named_leaves
 
 GPT2 = gpt2.Config(2, 32, 2, vocab_size=64, max_length=16)

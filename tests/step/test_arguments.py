@@ -197,3 +197,63 @@ def test_messages_are_short_and_printable():
     message = str(UsageError("begins \x1b[31m" + "x" * 10**6 + "\r\x00 ends"))
     assert len(message) == MAX_MESSAGE and message.startswith("begins \\x1b[31m") and message.endswith("\\r\\x00 ends")
     assert str(UsageError("\N{GREEK SMALL LETTER PSI}\nnext")) == "\N{GREEK SMALL LETTER PSI}\nnext"  # stays
+
+
+class Listed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        first, last = self.param("pair", lambda key: [jnp.ones((8, 8)), jnp.ones((8, 8))])
+        return x @ first @ last
+
+
+class NnxTree(nnx.Module):
+    def __init__(self, rngs):
+        self.pair = nnx.Param({"first": jnp.ones((8, 8)), "last": jnp.ones((8, 8))})
+
+    def __call__(self, x):
+        return x @ self.pair["first"] @ self.pair["last"]
+
+
+class NnxSown(nnx.Module):
+    """What Flax's own modules hold: no value yet, and a tuple of what was sown."""
+
+    def __init__(self, rngs):
+        self.linear, self.cache = nnx.Linear(8, 8, rngs=rngs), nnx.Cache(None)
+        self.sown = nnx.Intermediate((jnp.ones(2),))
+
+    def __call__(self, x):
+        return self.linear(x) * self.sown.get_value()[0][0]
+
+
+def test_parameters_that_are_no_arrays():
+    with pytest.raises(UsageError, match="parameter pair is a list.*an array, or a dict of arrays"):
+        layout_of(model=Listed())
+    with pytest.raises(UsageError, match="pair is an nnx.Param of a dict: give each array a variable of its own"):
+        step_of(model=NnxTree)
+    step = step_of(model=NnxSown)  # negative control
+    assert np.isfinite(step(step.init(jax.random.key(0), batch_of()), batch_of())[1]["loss"])
+
+
+def test_keys_of_another_implementation(started):
+    with pytest.raises(UsageError, match="rng is of key<rbg>, and the keys of a step are of jax_default_prng_impl"):
+        started[0].init(jax.random.key(0, impl="rbg"), batch_of())
+    with jax.default_prng_impl("rbg"):  # negative control: the same key where it is the default
+        step_of().init(jax.random.key(0), batch_of())
+
+
+def test_a_step_without_jit(started):
+    step, state = started
+    with jax.disable_jit(), pytest.raises(UsageError, match="JAX_DISABLE_JIT is set, and a step is a compiled program"):
+        step(state, batch_of())
+
+
+def test_a_number_that_is_put_into_the_state():
+    """As `optax.inject_hyperparams` is used: a rate that the loop itself sets."""
+    step = zero_jax.make_zero_train_step(Net(), 3, loss=squared,
+                                         optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
+    state, metrics = step(step.init(jax.random.key(0), batch_of()), batch_of())
+    assert float(metrics["learning_rate"]) == pytest.approx(0.1)
+    state.opt_state.hyperparams["learning_rate"] = 0.01
+    step.params(state)
+    state, metrics = step(state, batch_of())
+    assert float(metrics["learning_rate"]) == pytest.approx(0.01)

@@ -16,10 +16,10 @@ from support.workloads import token_batches
 
 import zero_jax
 from models import gpt2, gpt2_nnx
-from zero_jax.cli.plan_config import PlanConfig
+from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.contract import verify as contract
 from zero_jax.sharding import step_weights
-from zero_jax.step import contract
 from zero_jax.tree import named_leaves
 
 UNEVEN = gpt2.Config(2, 36, 2, vocab_size=67, max_length=16)  # no dim of its matrices divides by 8

@@ -91,8 +91,7 @@ def grows_with_depth(less, more, rest="", remat=False):
 
 
 @pytest.mark.parametrize(("less", "more", "flavour", "remat"), [
-    (4, 12, "", False), slow(24, 48, " linen", True), slow(24, 48, " linen", False), slow(24, 48, " nnx", True),
-    slow(24, 48, " nnx", False)])
+    (4, 12, "", False), slow(24, 48, " linen", True), slow(24, 48, " nnx", False)])
 def test_temporaries_do_not_grow_with_depth(less, more, flavour, remat):
     rest = f"{flavour}{' remat' if remat else ''}"
     assert grows_with_depth(less, more, rest, remat) < 0.02 * GATHERED_LAYER
@@ -113,7 +112,7 @@ def test_plain_annotation_holds_more():
     """Negative control."""
     annotated, ours = (program(name).memory.temp_size_in_bytes for name in (
         "h100 stage 3, annotated", "h100 stage 3"))
-    assert annotated > 1.5 * ours
+    assert annotated > 1.3 * ours
 
 
 @pytest.mark.slow

@@ -160,12 +160,28 @@ def test_axes_that_are_factored_may_split_different_dims(shape, tiled, spec):
 
 
 def test_a_torus_gathers_the_minor_most_axis_first_and_others_a_dim_at_once():
-    spec = P(None, ("x", "y"))
+    """Of dims split over different axes others gather the major axis first, the one between hosts."""
+    spec, apart = P(None, ("x", "y")), P("y", "x")
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
     assert gather_sequence(spec, MeshAxes(mesh, ("x", "y"))) == [spec, P(None, None)]
+    assert gather_sequence(apart, MeshAxes(mesh, ("x", "y"))) == [apart, P("y", None), P(None, None)]
+    assert gather_sequence(apart, MeshAxes(mesh, ("x", "y")), ("x",)) == [apart, P(None, "x"), P(None, None)]
     described = xla_devices.target_devices("v5e:2x4")
     torus = jax.sharding.Mesh(np.array(described).reshape(2, 4), ("x", "y"))
     assert gather_sequence(spec, MeshAxes(torus, ("x", "y"))) == [spec, P(None, "x"), P(None, None)]
+    assert gather_sequence(apart, MeshAxes(torus, ("x", "y"))) == [apart, P(None, "x"), P(None, None)]
+
+
+def test_a_weight_split_over_both_axes_crosses_hosts_in_parts():
+    """What a device gathers between hosts is its part of the columns. The other way around it would be the whole."""
+    step = zero_jax.make_zero_train_step(nn.Dense(12, use_bias=False), 3, mesh=zero_jax.make_mesh((2, 4)),
+                                         loss=lambda model, batch: jnp.mean(model(batch) ** 2))
+    batch = np.ones((8, 6), np.float32)
+    layout = step.layout(batch)
+    assert layout.state.params["kernel"].sharding.spec == P("data_0", "data_1")
+    gathers = [(c.axes(layout.mesh.shape), c.payload_bytes) for c in step.compiled_step(batch).collectives
+               if c.kind == "all-gather"]
+    assert set(gathers) == {(("data_0",), 4 * 6 * 12 / 4), (("data_1",), 4 * 6 * 12)}
 
 
 @pytest.mark.parametrize("needed", [set(), {"c"}, {"a", "h"}, set("abcdefgh")])

@@ -2,22 +2,16 @@
 
 Compiling a step is 4 to 10 CPU seconds, and many claims are made of one program: what it sends and in which dtype,
 where in the schedule, whom it serves, what it holds, and that its contract is kept. A test names a row of `PROGRAMS`;
-the first one that does compiles it under a lock and leaves its text and its numbers in a folder that all workers
-share. With ZERO_JAX_TEST_PROGRAMS set to a folder they stay there for the next run with the same sources.
+the first one that does compiles it and leaves its text and its numbers for all workers (support/once.py).
 """
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
-import hashlib
-import importlib.metadata
 import os
 import pickle
-import tempfile
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -30,18 +24,15 @@ from jax.sharding import PartitionSpec as P
 
 import zero_jax
 from models import gpt2, gpt2_nnx, resnet
+from support.once import one_at_a_time
 from support.targets import mesh_of
 from support.workloads import FLAVOURS, classify_images
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.tree import named_leaves
 from zero_jax.xla.devices import compiled_for
 
-ROOT = Path(__file__).parents[2]
 EMITTERS = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters=false" in os.environ["XLA_FLAGS"] else {}
 """Programs of simulated devices are compiled as users compile them: what tests/conftest.py leaves out adds a loop."""
-
-FOLDER = "ZERO_JAX_TEST_PROGRAMS"
-"""The variable that names the folder; tests/conftest.py sets it for the length of a run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +51,10 @@ class Program(CompiledStep):
     @property
     def num_params(self) -> int:
         return sum(self.sizes.values())
+
+    @property
+    def _simulated_host_bytes(self) -> int:
+        return 0  # no row has a state in host memory
 
     def sent(self, *kinds: str, in_loop: bool | None = None) -> float:
         """Bytes that each device sends in collectives of these kinds, or of all; `in_loop`: in loops, or outside."""
@@ -212,8 +207,8 @@ def accumulated(target, stage, reduce, **changes) -> Row:
     return Row(target, stage, batch=(8, 32), **{"options": {"accumulate": 8, "reduce": reduce}} | changes)
 
 
-def quantized(target, stage, data=(2, 4), model=None, change=None, **options) -> Row:
-    communication = zero_jax.Communication(weights="int8", gradients=("int4", "int8"), block=64)
+def quantized(target, stage, data=(2, 4), model=None, change=None, gradients=("int4", "int8"), **options) -> Row:
+    communication = zero_jax.Communication(weights="int8", gradients=gradients, block=64)
     return Row(target, stage, model, {"data": data}, change=change, options={"communication": communication} | options)
 
 
@@ -257,12 +252,14 @@ PROGRAMS: dict[str, Row] = {
     "h100 stage 3, uneven": Row(H100, 3, gpt2_nnx.build(UNEVEN)),
     # Quantised.
     **{f"{name}, quantised": row for name, row in {
-        "cpu stage 3": quantized("cpu", 3, model=NNX, hpz_axes="data_1"),
+        "cpu stage 3": quantized("cpu", 3, model=NNX, hpz_axes="data_1", gradients=("int8", "fp4")),
         "h100 stage 3": quantized("h100:2x8", 3, (2, 8)),
-        "h100 stage 3, hpZ": quantized("h100:2x8", 3, (2, 8), hpz_axes="data_1"), "h100 stage 2": quantized(H100, 2),
+        "h100 stage 3, hpZ": quantized("h100:2x8", 3, (2, 8), hpz_axes="data_1", gradients=("int8", "fp4")),
+        "h100 stage 2": quantized(H100, 2),
         "h100 stage 3, unrolled": quantized(H100, 3, model=gpt2_nnx.build(UNROLLED)),
         "h100 stage 3, odd": quantized("h100:3x8", 3, (3, 8), model=gpt2.build(UNEVEN)),
-        "v5e stage 3": quantized(V5E, 3)}.items()},
+        "h100 stage 3, 5 x 5": quantized("h100:5x8", 3, (5, 5)),
+        "v5e stage 3": quantized(V5E, 3, gradients="fp4")}.items()},
     "h100 stage 2, quantised, uncoded": quantized(H100, 2, change=uncoded),
     # TPUs.
     **{f"v5e stage {stage}": Row(V5E, stage) for stage in (1, 2, 3)},
@@ -277,8 +274,12 @@ PROGRAMS: dict[str, Row] = {
                              options={"loss": classify_images}),
     "v5p stage 1, reduce fp32": Row(V5P, 1, options=REDUCE_FP32),
     "v5p stage 3": gpt2_row(V5P, 3, config=REMAT),
-    "v5p stage 3, overlap": Row(V5P, 3, options={"overlap": True}),
-    "v6e stage 3, overlap": Row("v6e:2x4", 3, options={"overlap": True}),
+    "v5p stage 3, no overlap": gpt2_row(V5P, 3, config=REMAT, options={"overlap": False}),
+    **{f"v5p stage 3, 4 layers{', prefetch' * prefetch}": gpt2_row(
+        V5P, 3, config=dataclasses.replace(WIDE, num_layers=4, width=512, num_heads=4), batch=(16, 512),
+        options={"prefetch": prefetch})
+       for prefetch in (False, True)},
+    "v6e stage 3": Row("v6e:2x4", 3),
     "v5p stage 3, hybrid": Row(V5P, 3, NNX, {"data": 4, "replica": 2}),
     "v5p stage 3, annotated": Row(V5P, 3, change=annotated),
     "v5p stage 3, flat slice": Row(V5P, 3, sizes={"data": 8}),
@@ -295,7 +296,7 @@ PROGRAMS: dict[str, Row] = {
     # Depth: what grows with it.
     **{f"h100 stage 3, {layers} layers": deep(layers) for layers in (4, 12)},
     **{f"h100 stage 3, {layers} layers {flavour}{' remat' if remat else ''}": deep(layers, flavour, remat)
-       for layers in (24, 48) for flavour in FLAVOURS for remat in (False, True)},
+       for layers in (24, 48) for flavour, remat in (("linen", True), ("nnx", False))},
     **{f"h100 stage 3, {layers} layers, kept": deep(layers, change=kept) for layers in (12, 24, 48)},
     "h100 stage 3, 24 layers, annotated": deep(24, remat=True, change=annotated),
     # Activations: what they are at the peak.
@@ -321,32 +322,9 @@ def program(name: str) -> Program:
 def compiled_once(name: str, row: Row) -> Program:
     """`row` as compiled; what has the same `name` must be the same row. Skips the test where there is no compiler."""
     mesh_of(row.target)
-    path = folder() / f"{hashlib.sha256(f'{name} {fingerprint()}'.encode()).hexdigest()[:16]}.pickle"
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+    with one_at_a_time(name) as path:
         if path.exists():
             return pickle.loads(path.read_bytes())
         compiled = row.compile()
         path.write_bytes(pickle.dumps(compiled))
         return compiled
-
-
-@functools.cache
-def folder() -> Path:
-    path = Path(os.environ.get(FOLDER) or tempfile.mkdtemp())
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-@functools.cache
-def fingerprint() -> str:
-    """Of everything that a program depends on: the sources and the compilers."""
-    sources = sorted([*(ROOT / "zero_jax").rglob("*.py"), *(ROOT / "zero_jax").rglob("*.toml"),
-                      *(ROOT / "models").rglob("*.py"), Path(__file__)])
-    digest = hashlib.sha256()
-    for source in sources:
-        digest.update(str(source.relative_to(ROOT)).encode() + source.read_bytes())
-    for package in ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            digest.update(f"{package}={importlib.metadata.version(package)}".encode())
-    return digest.hexdigest() + os.environ.get("XLA_FLAGS", "")

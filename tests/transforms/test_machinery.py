@@ -18,7 +18,8 @@ from support.workloads import KEY_BIAS, classify, token_batches, vector_batches
 
 import zero_jax
 from models import gpt2
-from zero_jax.step import contract, rounding
+from zero_jax.contract import verify as contract
+from zero_jax.step import rounding
 from zero_jax.tree import map_named, named_leaves
 
 GPT2 = gpt2.Config(2, 32, 2, vocab_size=64, max_length=16)

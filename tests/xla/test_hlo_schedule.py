@@ -325,6 +325,33 @@ def test_whom_is_read_from_the_inputs_names():
         assert hlo.collectives(text(op_name, ""))[0].serves == name  # by the parameter it is subtracted from
 
 
+@pytest.mark.parametrize("merging, merged, name", [
+    ("concatenate(%l, %r)", True, "layer/reduce_sum"), ("concatenate(%l, %r)", True, ""), ("add(%l, %r)", False, "")])
+def test_a_merged_all_reduce_is_that_of_its_arrays(merging, merged, name):
+    """XLA:GPU flattens and concatenates small ones, and drops where they are from; a fusion that computes stays one.
+
+    What is known of a smaller one says nothing of the largest.
+    """
+    size = 80 if merged else 64
+    concatenated = ["%l = f32[64]{0} parameter(0)", f"%r = f32[{size - 64 or 64}]{{0}} parameter(1)",
+                    f"ROOT %c = f32[{size}]{{0}} {merging}" + (", dimensions={0}" if merged else "")]
+    (found,) = hlo.collectives(module(
+        computation("%fused", *concatenated),
+        computation("%sum", "ROOT %z = f32[] constant(0)"),
+        computation("ENTRY %main",
+                    "%a = f32[8,8]{1,0} parameter(0)" + bool(name) * f", metadata={{op_name=\"{name}\"}}",
+                    f"%b = f32[{size - 64 or 64}]{{0}} parameter(1), metadata={{op_name=\"layer/bias\"}}",
+                    "%flat = f32[64]{0} bitcast(%a)",
+                    f"%f = f32[{size}]{{0}} fusion(%flat, %b), kind=kLoop, calls=%fused",
+                    f"ROOT %s = f32[{size}]{{0}} all-reduce(%f), replica_groups={{}}, to_apply=%sum" + (
+                        ', metadata={op_name="layer/(reduce_sum:bias)"}' if name else ""))))  # jaxlib 0.12
+    assert found.payload_bytes == 4 * size
+    if merged:
+        assert (found.shapes, found.op_name) == ((("f32", (8, 8)), ("f32", (16,))), name)
+    else:
+        assert (found.shapes, found.op_name) == ((("f32", (64,)),), "")
+
+
 def test_overlap_is_a_field_of_every_collective():
     fields = {field.name for field in dataclasses.fields(hlo.Collective)}
     assert {"serves", "overlapped_flops", "overlapped_bytes"} <= fields

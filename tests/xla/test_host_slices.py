@@ -1,12 +1,13 @@
 """Slices of host memory in loops: the walk that XLA:GPU copies by, beside the index of the program."""
 
 import functools
+import importlib.metadata
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from zero_jax.step.contract_violations import slice_violations
+from zero_jax.contract.violations import slice_violations
 from zero_jax.xla import devices as xla_devices
 from zero_jax.xla.host_slices import ANNOTATOR, host_slices, walk_options
 
@@ -26,10 +27,13 @@ PROGRAM = """HloModule jit_step, num_partitions=1
   ROOT %minus = s32[] subtract(%five, %q)
 }}
 
-%body (b: (s32[], bf16[6,2,8], bf16[1,2,8], s32[])) -> (s32[], bf16[6,2,8], bf16[1,2,8], s32[]) {{
-  %b = (s32[], bf16[6,2,8]{{2,1,0:S(5)}}, bf16[1,2,8]{{2,1,0}}, s32[]) parameter(0)
+%body (b: (s32[], bf16[6,2,8], bf16[1,2,8], s32[], s32[])) -> (s32[], bf16[6,2,8], bf16[1,2,8], s32[], s32[]) {{
+  %b = (s32[], bf16[6,2,8]{{2,1,0:S(5)}}, bf16[1,2,8]{{2,1,0}}, s32[], s32[]) parameter(0)
   %i = s32[] get-tuple-element(%b), index=0
   %data = s32[] get-tuple-element(%b), index=3
+  %ahead = s32[] get-tuple-element(%b), index=4
+  %four = s32[] constant(4)
+  %after = s32[] subtract(%four, %i)
   %more = s32[] multiply(%data, %i)
   %one = s32[] constant(1)
   %zero = s32[] constant(0)
@@ -38,44 +42,54 @@ PROGRAM = """HloModule jit_step, num_partitions=1
   %start = ((bf16[6,2,8]{{2,1,0:S(5)}}, s32[], s32[]), bf16[1,2,8]{{2,1,0}}, u32[]) fusion-start(%host, %{index}, %zero), kind=kCustom, calls=%sliced
   %done = bf16[1,2,8]{{2,1,0}} fusion-done(%start)
   %next = s32[] add(%i, %one)
-  ROOT %out = (s32[], bf16[6,2,8]{{2,1,0:S(5)}}, bf16[1,2,8]{{2,1,0}}, s32[]) tuple(%next, %host, %done, %more)
+  ROOT %out = (s32[], bf16[6,2,8]{{2,1,0:S(5)}}, bf16[1,2,8]{{2,1,0}}, s32[], s32[]) tuple(%next, %host, %done, %more, %after)
 }}
 
-%cond (c: (s32[], bf16[6,2,8], bf16[1,2,8], s32[])) -> pred[] {{
-  %c = (s32[], bf16[6,2,8]{{2,1,0:S(5)}}, bf16[1,2,8]{{2,1,0}}, s32[]) parameter(0)
+%cond (c: (s32[], bf16[6,2,8], bf16[1,2,8], s32[], s32[])) -> pred[] {{
+  %c = (s32[], bf16[6,2,8]{{2,1,0:S(5)}}, bf16[1,2,8]{{2,1,0}}, s32[], s32[]) parameter(0)
   %j = s32[] get-tuple-element(%c), index=0
   %six = s32[] constant(6)
   ROOT %less = pred[] compare(%j, %six), direction=LT
 }}
 
-ENTRY %main (x: bf16[6,2,8], y: bf16[1,2,8], n: s32[]) -> (s32[], bf16[6,2,8], bf16[1,2,8], s32[]) {{
+ENTRY %main (x: bf16[6,2,8], y: bf16[1,2,8], n: s32[]) -> (s32[], bf16[6,2,8], bf16[1,2,8], s32[], s32[]) {{
   %x = bf16[6,2,8]{{2,1,0:S(5)}} parameter(0)
   %y = bf16[1,2,8]{{2,1,0}} parameter(1)
   %n = s32[] parameter(2)
   %nought = s32[] constant(0)
-  %first = (s32[], bf16[6,2,8]{{2,1,0:S(5)}}, bf16[1,2,8]{{2,1,0}}, s32[]) tuple(%nought, %x, %y, %n)
-  ROOT %loop = (s32[], bf16[6,2,8]{{2,1,0:S(5)}}, bf16[1,2,8]{{2,1,0}}, s32[]) while(%first), condition=%cond, body=%body
+  %last = s32[] constant(5)
+  %first = (s32[], bf16[6,2,8]{{2,1,0:S(5)}}, bf16[1,2,8]{{2,1,0}}, s32[], s32[]) tuple(%nought, %x, %y, %n, %last)
+  ROOT %loop = (s32[], bf16[6,2,8]{{2,1,0:S(5)}}, bf16[1,2,8]{{2,1,0}}, s32[], s32[]) while(%first), condition=%cond, body=%body
 }}
 """  # noqa: E501 (lines of a compiled program)
 
 
-def sliced(index, walk):
-    """The slice of a program whose loop reads row `index` ("i", "back" or one that data decides) by `walk`."""
-    text = "" if walk is None else (
-        f'"dynamic_slice_config":{{"loop_index":"0","byte_offset":"{walk[0]}","byte_stride":"{walk[1]}"}}')
+def sliced(index, walk, *, nested=False):
+    """The slice of a program whose loop reads row `index` by `walk`, written as jaxlib 0.12 does where nested.
+
+    index: "i", "back", "ahead" (the row that the round before has computed) or "data", which data decides.
+    """
+    text = ""
+    if walk is not None:
+        text = f'"byte_offset":"{walk[0]}","byte_stride":"{walk[1]}"'
+        text = f'"byte_offset":"0","byte_stride":"0","linear":{{{text}}}' if nested else text
+        text = f'"dynamic_slice_config":{{"loop_index":"0",{text}}}'
     (found,) = host_slices(PROGRAM.format(index=index, walk=text))
     return found
 
 
 @pytest.mark.parametrize("index, walk, is_right", [
     ("i", (0, 32), True), ("i", None, True), ("back", (160, -32), True), ("back", None, True), ("data", None, True),
+    ("ahead", (160, -32), True), ("ahead", (0, 0), False),
     ("back", (0, 32), False),  # what jaxlib 0.10.2 writes
+    ("ahead", (128, -32), False),  # what jaxlib 0.12.0.1 writes of such: the counter's rows
     ("i", (160, -32), False), ("i", (0, 64), False), ("i", (32, 32), False), ("data", (0, 32), False)])
 def test_a_walk_is_held_against_the_index(index, walk, is_right):
-    found = sliced(index, walk)
-    assert found.is_right == is_right and found.walk == walk and not found.writes
     offsets = tuple(range(0, 192, 32))
-    assert found.offsets == {"i": offsets, "back": offsets[::-1], "data": None}[index]
+    for nested in (False, True):
+        found = sliced(index, walk, nested=nested)
+        assert found.is_right == is_right and found.walk == walk and not found.writes
+        assert found.offsets == {"i": offsets, "back": offsets[::-1], "ahead": offsets[::-1], "data": None}[index]
 
 
 def test_what_is_told():
@@ -92,17 +106,14 @@ def test_options(monkeypatch):
         pytest.skip(f"needs {extra}")
     device = xla_devices.target_devices("h100:8")[0]
     assert walk_options(jax.devices()[0]) == {}
-    monkeypatch.setattr("zero_jax.xla.host_slices.FIXED", (999, 0))
     monkeypatch.setenv("XLA_FLAGS", "--xla_foo=1 --xla_disable_hlo_passes=a,b")
     assert walk_options(device) == {"xla_disable_hlo_passes": f"a,b,{ANNOTATOR}"}
     monkeypatch.setenv("XLA_FLAGS", "")
     assert walk_options(device) == {"xla_disable_hlo_passes": ANNOTATOR}
-    monkeypatch.setattr("zero_jax.xla.host_slices.FIXED", (0, 0))
-    assert walk_options(device) == {}
 
 
 def test_residuals_on_the_host_are_read_by_their_index():
-    """A scan's residuals, compiled for an H100. Negative control: a jaxlib that needs the option is wrong without."""
+    """A scan's residuals, compiled for an H100. Negative control: jaxlib 0.10 is wrong without the option."""
     if extra := xla_devices.missing_compiler("h100:8"):
         pytest.skip(f"needs {extra}")
     device = xla_devices.target_devices("h100:8")[0]
@@ -125,6 +136,6 @@ def test_residuals_on_the_host_are_read_by_their_index():
     assert {each.writes for each in found} == {True, False} and all(each.is_right for each in found)
     starts = sorted(each.offsets[0] for each in found)
     assert starts == [0, 5 * 64 * 128 * 4]
-    if options:
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
         wrong = host_slices(xla_devices.compiled_for(lowered, device, {}).as_text())
         assert [each.is_right for each in wrong if not each.writes] == [False]

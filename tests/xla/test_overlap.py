@@ -1,4 +1,4 @@
-"""Communication beside compute when asked for, by SparseCores and by prefetch; refused where nothing would change."""
+"""Communication beside compute: SparseCores by default, prefetch when asked for; refused where nothing would change."""
 
 import dataclasses
 import io
@@ -13,8 +13,10 @@ from support.targets import mesh_of
 
 import zero_jax
 from models import gpt2
-from zero_jax.cli.plan_report import plan_tables
+from zero_jax.cli.planning.plan_report import plan_tables
+from zero_jax.planning.plan import examine
 from zero_jax.xla.overlap import overlap_options
+from zero_jax.xla.targets import target_of
 
 CONFIG = gpt2.Config(2, 256, 4, vocab_size=2048, max_length=16)
 
@@ -29,9 +31,9 @@ def asynchronous(name):
 @pytest.mark.parametrize("chip", ["v5p", "v6e"])
 def test_the_sparse_cores_send_while_the_tensor_cores_compute(chip):
     """The bytes stay the paper's; in this small program a quarter or more are sent beside a product."""
-    found = program(f"{chip} stage 3, overlap")
+    found = program(f"{chip} stage 3")
     assert not found.report.violations
-    assert asynchronous(f"{chip} stage 3, overlap") >= {"v5p": 0.98, "v6e": 0.97}[chip]
+    assert asynchronous(f"{chip} stage 3") >= {"v5p": 0.98, "v6e": 0.97}[chip]
     beside = sum(c.communication_bytes * c.count for c in found.collectives if c.overlapped_flops)
     assert beside > 0.25 * found.sent()
 
@@ -39,16 +41,16 @@ def test_the_sparse_cores_send_while_the_tensor_cores_compute(chip):
 @pytest.mark.slow
 def test_without_it_everything_blocks():
     """The control, and the bytes."""
-    assert asynchronous("v5p stage 3") < 0.01
-    with_it, without = program("v5p stage 3, overlap"), program("v5p stage 3")
+    assert asynchronous("v5p stage 3, no overlap") < 0.01
+    with_it, without = program("v5p stage 3"), program("v5p stage 3, no overlap")
     assert with_it.sent() == pytest.approx(without.sent(), rel=0.01)
 
 
-def beside_products(name):
-    """Share of the bytes of gathers in loops between whose start and end a product runs."""
-    gathers = [c for c in program(name).collectives if c.kind == "all-gather" and c.in_loop]
-    sent = [c.communication_bytes * c.count for c in gathers]
-    return sum(size for c, size in zip(gathers, sent, strict=True) if c.overlapped_flops) / sum(sent)
+def beside_products(name, kind="all-gather"):
+    """Share of the bytes of gathers, or of another kind, in loops between whose start and end a product runs."""
+    found = [c for c in program(name).collectives if c.kind == kind and c.in_loop]
+    sent = [c.communication_bytes * c.count for c in found]
+    return sum(size for c, size in zip(found, sent, strict=True) if c.overlapped_flops) / sum(sent)
 
 
 @pytest.mark.slow
@@ -66,9 +68,22 @@ def test_a_gpu_gathers_for_the_next_layer():
     assert ahead.memory.temp_size_in_bytes - plain.memory.temp_size_in_bytes < 4 * layer
 
 
+@pytest.mark.slow
+def test_a_tpu_gathers_for_the_next_layer_and_reduces_behind_the_one_before():
+    """More of the bytes of loops have a product beside them, and none are added. The control is the step without."""
+    ahead, plain = program("v5p stage 3, 4 layers, prefetch"), program("v5p stage 3, 4 layers")
+    assert not ahead.report.violations
+    assert asynchronous("v5p stage 3, 4 layers, prefetch") > 0.98
+    found = [{kind: beside_products(f"v5p stage 3, 4 layers{which}", kind) for kind in ("all-gather", "reduce-scatter")}
+             for which in (", prefetch", "")]
+    assert all(found[0][kind] > found[1][kind] + 0.1 for kind in found[0]), found
+    assert ahead.sent() == pytest.approx(plain.sent(), rel=1e-3)
+
+
 @pytest.mark.parametrize("options, told", [
     ({"prefetch": 1}, "prefetch=1: give True or False"), ({"stage": 2, "prefetch": True}, "prefetch=True at stage 2"),
-    ({"target": "v5p:2x2x2", "prefetch": True}, "changes nothing on 'TPU v5'.*overlap=True"),
+    ({"target": "v5e:2x4", "prefetch": True}, "changes nothing on 'TPU v5 lite'.*NVIDIA GPUs and TPU v5p and v6e"),
+    ({"target": "v5p:2x2x2", "prefetch": True, "overlap": False}, "overlap=False changes nothing on 'TPU v5'.*block"),
     ({"target": "", "prefetch": True}, "changes nothing on 'cpu'"),
     ({"prefetch": True, "accumulate": 2, "gather": "step"}, "prefetch=True at stage 3 with gather='step'"),
     ({"prefetch": True, "model": dataclasses.replace(CONFIG, scan_layers=False)}, "no loop of this model")])
@@ -85,11 +100,19 @@ def test_where_it_changes_nothing_it_is_refused(target, reason):
         overlap_options(mesh_of(target).devices.flat[0], True)
 
 
+@pytest.mark.parametrize("target", ["h100:8", "v5e:2x4", "tpu7x:2x2x2", ""])
+def test_elsewhere_the_default_changes_nothing(target):
+    """What the next tests find on v5p and v6e is the control."""
+    mesh = mesh_of(target) if target else zero_jax.make_mesh(8)
+    assert overlap_options(mesh.devices.flat[0], "auto") == {}
+
+
 @pytest.mark.parametrize("names", [("TPU v5", "TPU v5p"), ("TPU v6 lite", "TPU v6e")])
 def test_live_and_described_chips_get_the_same_options(names):
     """Whichever of its names a chip reports; other kinds have none to begin with."""
-    described, live = (overlap_options(types.SimpleNamespace(device_kind=name, platform="tpu"), True) for name in names)
-    assert described == live and described
+    chips = [types.SimpleNamespace(device_kind=name, platform="tpu") for name in names]
+    described, live = (overlap_options(chip, "auto") for chip in chips)
+    assert described == live == overlap_options(chips[0], True) and described
 
 
 def layout(target, stage=3, model=CONFIG, **options):
@@ -100,9 +123,14 @@ def layout(target, stage=3, model=CONFIG, **options):
 
 def test_the_layout_tells_the_options():
     told = "collectives run beside compute by XLA's options: xla_tpu_"
-    assert told in layout("v5p:2x2x2", overlap=True).describe()
+    assert told in layout("v5p:2x2x2").describe()
     assert "xla_gpu_enable_pipelined_all_gather=True" in layout("h100:8", prefetch=True).describe()
-    assert told not in layout("v5p:2x2x2").describe() and told not in layout("h100:8").describe()
+    pipelined, told_by_default = "xla_tpu_enable_ici_ag_pipelining=True", layout("v5p:2x2x2").describe()
+    assert pipelined in layout("v5p:2x2x2", prefetch=True).describe() and pipelined not in told_by_default
+    one_device = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, mesh=zero_jax.make_mesh(
+        devices=mesh_of("v5p:2x2x2").devices.flat[:1]))
+    assert not one_device.options.overlap_options(one_device.axes)
+    assert told not in layout("v5p:2x2x2", overlap=False).describe() and told not in layout("h100:8").describe()
 
 
 @pytest.mark.slow
@@ -110,7 +138,7 @@ def test_a_plan_tells_what_it_changes():
     """The same step is compiled twice; where overlap is not asked for, once."""
     batch = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")}
     made = zero_jax.plan(gpt2.build(CONFIG), 3, "v5p:2x2x2", batch, precision="bf16", overlap=True)
-    plain = zero_jax.plan(gpt2.build(CONFIG), 3, "v5p:2x2x2", batch, precision="bf16")
+    plain = zero_jax.plan(gpt2.build(CONFIG), 3, "v5p:2x2x2", batch, precision="bf16", overlap=False)
     assert plain.overlap is None and made.overlap is not None
     assert made.overlap.seconds == pytest.approx((plain.timing.seconds, made.timing.seconds), rel=0.01)
     exposed = [sum(each.timing.exposed_seconds.values()) for each in (plain, made)]
@@ -123,9 +151,18 @@ def test_a_plan_tells_what_it_changes():
 
 def test_gathers_that_come_last_stay_where_they_are():
     """At stages 1 and 2 they have nothing beside them; at stage 3 they do."""
-    options = [layout("v5p:2x2x2", stage, overlap=True).overlap_note for stage in (1, 2, 3)]
+    options = [layout("v5p:2x2x2", stage).overlap_note for stage in (1, 2, 3)]
     assert options[0] == options[1] and "reduce_scatter=True" in options[0]
     assert ["offload_all_gather=True" in each for each in options] == [False, False, True]
+
+
+def test_what_does_not_fit_is_told_to_do_without():
+    """Of what is too large to be compiled at all."""
+    batch = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")}
+    for overlap in ("auto", False):
+        step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, mesh=mesh_of("v5p:2x2x2"), overlap=overlap)
+        told = examine(step, batch, target_of("v5p:2x2x2"), memory_bytes=1).advice
+        assert told and any("overlap=False" in line for line in told) == bool(overlap)
 
 
 def test_a_mapping_changes_the_options():
@@ -133,3 +170,12 @@ def test_a_mapping_changes_the_options():
     own, name = overlap_options(device, True), "xla_tpu_enable_async_collective_fusion"
     assert own[name] is True and overlap_options(device, {name: False, "xla_x": 1}) == {**own, name: False, "xla_x": 1}
     assert overlap_options(device, False) == {}
+
+
+def test_other_tpus_take_a_mapping_and_other_devices_do_not():
+    asked = {"xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": True}
+    assert overlap_options(mesh_of("v5e:2x4").devices.flat[0], asked) == asked
+    with pytest.raises(zero_jax.UsageError, match="changes nothing on 'cpu'"):
+        overlap_options(jax.devices()[0], asked)
+    with pytest.raises(zero_jax.UsageError, match="has no SparseCores"):
+        overlap_options(mesh_of("v5e:2x4").devices.flat[0], {})

@@ -23,10 +23,12 @@ from zero_jax.checkpoint.manifest import (
     check_names,
     package_versions,
 )
+from zero_jax.checkpoint.outer_params import read_outer, slices_in
 from zero_jax.checkpoint.retention import LOG, Folder
 from zero_jax.distributed.agreement import all_or_none
 from zero_jax.errors import UsageError
 from zero_jax.sharding.auto_axes import in_any_context
+from zero_jax.sharding.memory.disk_leaves import in_arrays
 from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import check_state, check_step
 from zero_jax.step.step import ZeroTrainStep
@@ -123,8 +125,9 @@ class Checkpoints:
         if self._read_only:
             raise UsageError(f"read_only=True and saves to {self._folder.path}: leave read_only out.")
         check_step(step, state)
-        check_state(state, layout := step.layout())
+        check_state(state, step.layout())
         all_or_none(self.wait)
+        state, layout = step.in_memory(state)
         logical = logical_state_of(layout)
         kind = "params" if only_params else "state"
         names = [name for name in logical.names if not only_params or name.split("/")[0] in PARAMS]
@@ -171,7 +174,7 @@ class Checkpoints:
         DamagedCheckpointError where a leaf or file is not as it was saved.
         """
         check_step(step)
-        logical = logical_state_of(step.layout(batch))
+        logical = logical_state_of(in_arrays(step.layout(batch)))
 
         def attempt(path: Any, manifest: Manifest) -> ZeroState:
             if accept is not None:
@@ -186,7 +189,7 @@ class Checkpoints:
         number, manifest, state, damaged = self._first_good(at, fallback, attempt)
         if not self._read_only:
             self._folder.note_restored(number)
-        return Restored(state, number, manifest.data, manifest.config, manifest.run, damaged)
+        return Restored(step.from_memory(state), number, manifest.data, manifest.config, manifest.run, damaged)
 
     @_one_at_a_time
     def load_params(self, step: ZeroTrainStep, batch: Any, *, at: int | None = None, fallback: bool = False,
@@ -194,12 +197,17 @@ class Checkpoints:
         """(parameters, variables) of a checkpoint of either kind, in logical shapes and sharded; nothing else is read.
 
         For a Linen model `model.apply({"params": parameters, **variables}, ...)`. Arguments and errors as `restore`.
+        Of slices that train by themselves (DiLoCo) it is the outer parameters, whatever number of slices there were,
+        and the means of their variables.
         """
         check_step(step)
-        logical = logical_state_of(step.layout(batch))
+        layout = in_arrays(step.layout(batch))
+        logical = logical_state_of(layout)
         names = [name for name in logical.names if name.split("/")[0] in PARAMS]
 
         def attempt(path: Any, manifest: Manifest) -> dict[str, Any]:
+            if (num_slices := slices_in(manifest)) is not None:
+                return read_outer(path, manifest, layout.one_slice or layout, num_slices, cast=cast)
             wanted = logical.leaves(names)
             known = {name: leaf for name, leaf in manifest.leaves.items() if name.split("/")[0] in PARAMS}
             check_fit(dataclasses.replace(manifest, leaves=known), wanted, str(path), cast=cast)

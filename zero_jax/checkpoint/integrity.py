@@ -10,7 +10,8 @@ import jax
 
 from zero_jax.checkpoint import orbax_store as storage
 from zero_jax.checkpoint.array_files import files_of
-from zero_jax.checkpoint.manifest import CheckpointError, DamagedCheckpointError, Leaf, Manifest, parse
+from zero_jax.checkpoint.manifest import Leaf, Manifest, parse
+from zero_jax.errors import CheckpointError, DamagedCheckpointError
 from zero_jax.files import read_file
 
 FALLBACK = "restore(..., fallback=True) restores the last intact checkpoint."

@@ -22,12 +22,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zero_jax.checkpoint.checkpoint import Restored
-from zero_jax.checkpoint.logical_state import key_impl
-from zero_jax.checkpoint.manifest import CheckpointError
 from zero_jax.distributed.agreement import broadcast_from_first, gather, is_first
+from zero_jax.errors import CheckpointError
 from zero_jax.state import ZeroState
 from zero_jax.step.step import ZeroTrainStep
-from zero_jax.tree import named_leaves
+from zero_jax.tree import key_impl, named_leaves
 
 LOG = logging.getLogger("zero_jax")
 FORMAT, KEPT = "zero_jax local copy 1", 2

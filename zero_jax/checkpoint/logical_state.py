@@ -19,9 +19,9 @@ from zero_jax.checkpoint.owned_stack import owned_stack
 from zero_jax.sharding.checksum import digest_texts, digests, dtype_name
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory_kinds import HOST, fetch, on_device, on_host, put_on_host
+from zero_jax.sharding.memory.host_arrays import HOST, fetch, on_device, on_host, put_on_host
 from zero_jax.state import ZeroState
-from zero_jax.tree import named_leaves
+from zero_jax.tree import key_impl, map_named, named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +167,8 @@ class LogicalState:
         if store and self._layout.state.weights is not None:
             state = jax.tree.unflatten(self._treedef, [logical[name] for name in self.names])
             weights = gather_compute_params(jax.tree.map(constrain, state.params, self._layout.gradients), self._layout)
-            changed["weights"] = jax.tree.map(constrain, weights, self._layout.shardings.weights)
+            changed["weights"] = map_named(lambda name, leaf, sharding: self._placed(
+                f"weights/{name}", constrain(leaf, on_device(sharding))), weights, self._layout.shardings.weights)
         return changed, words
 
 
@@ -182,15 +183,3 @@ def _on_bits(move: Callable[[jax.Array], jax.Array], leaf: jax.Array) -> jax.Arr
             jnp.finfo(leaf.dtype).bits != 8 * leaf.dtype.itemsize):
         return move(leaf)
     return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(leaf, unsigned)), leaf.dtype)
-
-
-def key_impl(key: jax.ShapeDtypeStruct) -> Any:
-    """The implementation of an abstract typed key, as `jax.random.wrap_key_data` takes it."""
-    implementations: list[Any] = []
-
-    def trace(key: jax.Array) -> jax.Array:
-        implementations.append(jax.random.key_impl(key))
-        return key
-
-    jax.eval_shape(trace, key)
-    return implementations[0]

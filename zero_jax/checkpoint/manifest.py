@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
-from zero_jax.errors import UsageError
+from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
 
 FORMAT, VERSION = "zero_jax checkpoint", 1
 
@@ -21,14 +21,6 @@ PARAMS = ("params", "frozen", "variables")
 """The parts of a state that inference needs: all that a checkpoint of kind "params" contains."""
 
 PACKAGES = ("zero-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-
-
-class CheckpointError(UsageError):
-    """A checkpoint cannot be saved or restored: the message says which, why, and what to do."""
-
-
-class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not as it was saved. `restore(..., fallback=True)` restores the last intact one."""
 
 
 @dataclasses.dataclass(frozen=True)

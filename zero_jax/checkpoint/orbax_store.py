@@ -25,10 +25,10 @@ import jax
 from etils import epath
 from orbax.checkpoint.experimental import v1 as ocp
 
-from zero_jax.checkpoint.durable_files import new_file, rename, sync_tree
 from zero_jax.checkpoint.history import EARLIEST, PLACE, Place, parse_place
 from zero_jax.checkpoint.manifest import FORMAT
 from zero_jax.checkpoint.object_store import check_scheme, is_remote
+from zero_jax.disk.durable_files import new_file, rename, sync_tree
 from zero_jax.errors import UsageError
 from zero_jax.files import read_file
 
@@ -121,7 +121,8 @@ def write(path: epath.Path, arrays: Mapping[str, jax.Array], manifest: dict[str,
     place: the contents of the checkpoint's file `PLACE`, which the manifest gets, too. A checkpoint that is at `path`
     is replaced.
     """
-    logging.getLogger("absl").addFilter(_is_not_raised_too)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_not_raised_too)
     staged = path if is_remote(path) else _temporary(path)
     if is_remote(path) and jax.process_index() == 0:
         (_temporary(path) / "saving").write_text(json.dumps(place))
@@ -232,7 +233,9 @@ def broken_index(path: epath.Path) -> epath.Path | None:
 
 
 def _is_not_raised_too(record: logging.LogRecord) -> bool:
-    """False for the tracebacks that Orbax's threads log of what `.result()` raises."""
+    """False for the tracebacks that are logged of errors in Orbax's threads and tasks: `.result()` raises the first."""
+    if "never retrieved" in record.getMessage() and record.exc_info:
+        return not any("orbax" in frame.filename for frame in traceback.extract_tb(record.exc_info[2]))
     return "_SignalingThread.run() raised an exception" not in record.getMessage()
 
 

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from zero_jax.checkpoint import orbax_store as storage
-from zero_jax.checkpoint.durable_files import make_folder, replace_json
 from zero_jax.checkpoint.history import PLACE, History
 from zero_jax.checkpoint.integrity import changed_files, read_manifest
-from zero_jax.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 from zero_jax.checkpoint.object_store import is_remote
-from zero_jax.checkpoint.run_lock import RunLock
+from zero_jax.disk.durable_files import make_folder, replace_json
+from zero_jax.disk.run_lock import RunLock
 from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, is_first
-from zero_jax.errors import UsageError
+from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
 
 LOG = logging.getLogger("zero_jax")
 

@@ -29,8 +29,18 @@ def check_no_checkpoints(folder: Path | str) -> None:
     if isinstance(folder, str):
         steps = numbers_in(folder)
     else:
-        steps = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+        steps = _numbers(folder)
     if steps:
         raise UsageError(
             f"{folder} has checkpoints of an earlier run, up to step {max(steps)}: --resume continues from there; for "
             "a new run give another out, or remove that folder.")
+
+
+def checkpoint_folder(path: Path) -> Path | None:
+    """The folder of checkpoints that `path` is, or that the run in the folder `path` has; None where there is none."""
+    path = path.expanduser()
+    return next((folder for folder in (path, path / "checkpoints") if _numbers(folder)), None)
+
+
+def _numbers(folder: Path) -> list[int]:
+    return [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []

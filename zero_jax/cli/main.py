@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import os
 import platform
+import select
 import signal
 import sys
 import traceback
@@ -13,20 +14,22 @@ from importlib import metadata
 from pathlib import Path
 
 from zero_jax.cli.config_file import expand_config
-from zero_jax.cli.export_config import ExportConfig
-from zero_jax.cli.generate_config import GenerateConfig
-from zero_jax.cli.import_config import ImportConfig
 from zero_jax.cli.model_lookup import current_name, told, users_line
-from zero_jax.cli.plan_config import PlanConfig
+from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.renamed import current_args
 from zero_jax.cli.terminal_text import shown_text
 from zero_jax.cli.tokenize_command import TokenizeConfig, tokenize_command
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
+from zero_jax.cli.weights.export_config import ExportConfig
+from zero_jax.cli.weights.generate_config import GenerateConfig
+from zero_jax.cli.weights.import_config import ImportConfig
 from zero_jax.distributed.launch import PREEMPTED, LaunchConfig, end_with_launcher, launch
 from zero_jax.errors import ReplicaError, UsageError
 
 INTERRUPTED, HUNG_UP = 130, 129
 """Exit status after Ctrl-C and SIGHUP, as shells have it."""
+OUTPUT_CLOSED = 141
+"""Exit status where the reader of the output ended: 128 + SIGPIPE, as shells have it."""
 PATHS = ("--out", "--data", "--tokenizer", "--init-from", "--checkpoint", "--weights", "--png")
 """The options that are paths."""
 DOES_NOT_FIT = 3
@@ -48,11 +51,33 @@ def main(args: Sequence[str] | None = None) -> int:
 
     0, or 1 for a run that failed, 2 for bad input (one message on standard error), 3 for a plan that does not fit,
     75 for a run that saved and ended on SIGTERM, 129 for one that did on SIGHUP, 130 for one that did on Ctrl-C; 130
-    after a second or another Ctrl-C, too, 124 for a run that hung (--hang-exit). What the user's own code raises, in a
+    after a second or another Ctrl-C, too, 124 for a run that hung (--hang-exit), 141 where the reader of the output
+    ended, as head does, whereupon nothing is printed. What the user's own code raises, in a
     forward pass say, is bad input, and told with its line. An error that is neither that nor a bad step is raised as it
     is, with which Python ends with 1. ZERO_JAX_TRACEBACK=1 in the environment shows the traceback of the others, too.
     """
-    args, renamed = current_args(sys.argv[1:] if args is None else args)
+    try:
+        try:
+            return _status(sys.argv[1:] if args is None else args)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _output_is_closed():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return OUTPUT_CLOSED
+
+
+def _output_is_closed() -> bool:
+    """Whether standard output is a pipe without a reader, and not some other pipe is broken."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLERR)
+    return bool(poll.poll(0))
+
+
+def _status(args: Sequence[str]) -> int:
+    """The exit status; errors of the user's are told in a line."""
+    args, renamed = current_args(args)
     for line in renamed:
         _warn(line)
     try:
@@ -117,7 +142,11 @@ def _launch(args: list[str]) -> int:
         raise UsageError(f"devices={devices} does not fit {config.processes} processes with "
                          f"{config.devices_per_process} devices each: give a multiple of the former, at most all.")
     inner.check_devices(devices)
-    dataclasses.replace(inner, devices=devices).check()
+    launched = dataclasses.replace(inner, devices=devices)
+    launched.check()
+    from zero_jax.cli.objectives.choose import objective_of  # imports JAX
+
+    objective_of(launched)
     if config.restarts and not inner.save_every:
         raise UsageError("launch: restarts with save_every=0: there would be no checkpoint to start again from.")
 
@@ -164,7 +193,7 @@ def _run(config: Config) -> int:
         for name, value in _PLAN_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     if isinstance(config, ImportConfig):
-        from zero_jax.cli.import_command import import_command
+        from zero_jax.cli.weights.import_command import import_command
 
         print(*import_command(config), sep="\n")
         return 0
@@ -173,24 +202,24 @@ def _run(config: Config) -> int:
         print(*tokenize_command(config), sep="\n")
         return 0
     if isinstance(config, GenerateConfig):
-        from zero_jax.cli.generate_command import generate_command
+        from zero_jax.cli.weights.generate_command import generate_command
 
         for prompt, text in zip(config.prompt, generate_command(config), strict=True):
             print(f"--- {shown_text(prompt)}\n{shown_text(text)}")
         return 0
     if isinstance(config, ExportConfig):
-        from zero_jax.cli.export_command import export_command
+        from zero_jax.cli.weights.export_command import export_command
 
         print(*export_command(config), sep="\n")
         return 0
     if isinstance(config, TrainConfig) and not isinstance(config, InspectConfig) and not config.dry_run:
-        from zero_jax.cli.train import train  # imports JAX
+        from zero_jax.cli.training.train import train  # imports JAX
 
         summary = train(config)
         if summary.interrupted:
             return INTERRUPTED
         return HUNG_UP if summary.signal == signal.SIGHUP else PREEMPTED if summary.preempted else 0
-    from zero_jax.cli.plan_command import inspect_command, plan_command
+    from zero_jax.cli.planning.plan_command import inspect_command, plan_command
 
     if isinstance(config, PlanConfig):
         return 0 if plan_command(config) else DOES_NOT_FIT

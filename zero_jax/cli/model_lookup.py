@@ -10,6 +10,7 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import pkgutil
 import sys
@@ -37,7 +38,7 @@ class ModelChoice:
     loss, batch_shapes: `loss(model, batch)` of the module and `batch_shapes(config, rows, length)`, its batches; None
     for a model of text that predicts the next token. file_config: `huggingface_config(config)` of the module, the
     config.json of its checkpoints. decoder: `decoder(config)` of the module, the Linen model that generates with keys
-    and values in the collection `cache`; None where there is none.
+    and values in the collection `cache`, or `decoder(config, length)` for so many tokens; None where there is none.
     """
 
     name: str
@@ -48,14 +49,13 @@ class ModelChoice:
     loss: Callable[..., Any] | None = None
     batch_shapes: Callable[[Any, int, int | None], Any] | None = None
     file_config: Callable[[Any], Mapping[str, Any]] | None = None
-    decoder: Callable[[Any], Any] | None = None
+    decoder: Callable[..., Any] | None = None
 
-    def check_predicts_text(self, command: str) -> None:
-        """Raises ValueError for a model with a loss of its own, whose batches `train` does not make."""
-        if self.loss is not None:
-            raise UsageError(f"model={self.name}: {command} feeds text to models that predict the next token, and "
-                             f"{self.name.partition(':')[0]} has a loss of its own: train it from Python with "
-                             "make_zero_train_step(model, stage, loss=...); plan knows it.")
+    def decoder_for(self, length: int) -> Any:
+        """What generates with a cache for `length` tokens, of prompt and continuation."""
+        assert self.decoder is not None
+        takes_length = len(inspect.signature(self.decoder).parameters) > 1
+        return self.decoder(self.config, length) if takes_length else self.decoder(self.config)
 
     def tensor_rules(self, tensor: int) -> tuple[Any, ...]:
         """The rules for an axis of size `tensor`; none for 1. Raises ValueError where the module has none."""

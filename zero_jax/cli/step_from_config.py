@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.cli.attention_options import AttentionName
 from zero_jax.cli.environment import simulates
 from zero_jax.cli.model_lookup import ModelChoice
-from zero_jax.cli.plan_config import PlanConfig
+from zero_jax.cli.options.attention import AttentionName
+from zero_jax.cli.options.offload import offload_argument
+from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.train_config import SIMULATED_DEVICES, TrainConfig
 from zero_jax.distributed.initialize import choose_devices
 from zero_jax.errors import UsageError
@@ -23,6 +24,7 @@ from zero_jax.step.guard import Guard
 from zero_jax.step.make import make_zero_train_step
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.transforms.remat import Remat
+from zero_jax.typing import Loss
 
 
 def devices_of(config: TrainConfig) -> list[jax.Device]:
@@ -42,8 +44,13 @@ def devices_of(config: TrainConfig) -> list[jax.Device]:
     return choose_devices(number)
 
 
-def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device]) -> ZeroTrainStep:
-    """The train step of `config`: its optimizer with clipping and a schedule, on a mesh of `devices`."""
+def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device], *, loss: Loss | None = None
+            ) -> ZeroTrainStep:
+    """The train step of `config`: its optimizer with clipping and a schedule, on a mesh of `devices`.
+
+    loss: None: the model's own where it has one, else that of the next token. Where slices train by themselves it is
+    what they take together, without a guard, which slices cannot have.
+    """
     schedule = make_schedule(config.schedule, **config.schedule_arguments(config.steps))
     # The injected rate is part of the state, so that the step's metrics report it.
     make = functools.partial(OPTIMIZERS[config.optimizer], weight_decay=config.weight_decay)
@@ -52,9 +59,11 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device])
     mesh = make_mesh(replica=config.replica, tensor=config.tensor, context=config.context, devices=devices)
     choice = with_attention(choice, mesh, config.attention)
     return make_zero_train_step(
-        choice.build(choice.config), config.stage, optimizer=optimizer, mesh=mesh, precision=config.precision,
-        accumulate=config.accumulate, reduce=config.reduce, gather=config.gather, ema=config.ema,
-        guard=Guard(skip=config.max_bad_steps), **residual_options(config, choice))
+        config.adapted(choice.build(choice.config)), config.stage, loss=loss or choice.loss, optimizer=optimizer,
+        mesh=mesh,
+        precision=config.precision, accumulate=config.accumulate, reduce=config.reduce, gather=config.gather,
+        ema=config.ema, guard=None if config.diloco_every else Guard(skip=config.max_bad_steps),
+        **residual_options(config, choice))
 
 
 def with_attention(choice: ModelChoice, mesh: Mesh, kernel: AttentionName) -> ModelChoice:
@@ -62,6 +71,13 @@ def with_attention(choice: ModelChoice, mesh: Mesh, kernel: AttentionName) -> Mo
     if not hasattr(choice.config, "attention"):
         return choice
     return choice.with_change("attention", attention(mesh, kernel=None if kernel == "auto" else kernel))
+
+
+def abstract_batch(choice: ModelChoice, rows: int, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch that the loss of a model takes, with texts of `length` tokens where it takes text."""
+    if choice.batch_shapes is not None:
+        return choice.batch_shapes(choice.config, rows, length)
+    return {name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name in ("inputs", "targets")}
 
 
 def attention_text(choice: ModelChoice, *, batch: int, length: int | None, precision: str) -> str:
@@ -85,7 +101,9 @@ def residual_options(config: TrainConfig | PlanConfig, choice: ModelChoice) -> d
     """Model parallelism and activation options of a configuration, as arguments of `make_zero_train_step`."""
     return {
         "tensor_rules": choice.tensor_rules(config.tensor), "sequence_parallel": config.sequence_parallel,
-        "overlap": config.overlap, "prefetch": config.prefetch_weights, "communication": config.communication,
-        "offload": None if config.offload == "no" else config.offload,
+        "overlap": {"yes": True, "no": False}.get(config.overlap, config.overlap),
+        "prefetch": config.prefetch_weights, "communication": config.communication,
+        "offload": offload_argument(config.offload, getattr(config, "offload_disk", None), config.offload_fraction),
+        "tiling": config.tiles,
         "remat": {"full": "full", "dots": "dots", "sqrt": Remat(every="sqrt")}.get(config.remat),
         "partition_activations": {"no": False, "yes": True}.get(config.partition_activations, "cpu")}

@@ -84,12 +84,14 @@ def python_source(max_bytes: int | None = None) -> np.ndarray:
 
 def python_files() -> list[Path]:
     """The files of `python_source`, in order of their paths."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in sorted(root.rglob("*.py"))
-             if not _SKIPPED_DIRS & set(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")]
+    root, files = Path(sysconfig.get_paths()["stdlib"]), []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - _SKIPPED_DIRS  # not walked: installed packages are most of the files
+        files += [Path(folder, name) for name in names
+                  if name.endswith(".py") and not name.startswith("_sysconfigdata")]
     if not files:
         raise UsageError(f"no Python source in {root} (a zipped library?); name text files instead")
-    return files
+    return sorted(files)
 
 
 def read_text(

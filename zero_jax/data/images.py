@@ -7,7 +7,17 @@ from pathlib import Path
 import numpy as np
 
 from zero_jax.data import extras
+from zero_jax.data.objectives import Key, random_words
 from zero_jax.errors import UsageError, few, printable
+
+DIGITS = "digits"
+"""The name of the images of scikit-learn, as data of a run."""
+
+
+def is_images(name: str) -> bool:
+    """Whether data of that name are images: "digits", an .npz file, or a folder with images.npy."""
+    path = Path(name).expanduser()
+    return name == DIGITS or path.suffix == ".npz" or (path / "images.npy").is_file()
 
 
 class LabeledImages:
@@ -36,6 +46,14 @@ class LabeledImages:
         self._scale = np.float32(1 / 255 if images.dtype == np.uint8 else 1)
         self.fingerprint = zlib.crc32(labels.tobytes(), zlib.crc32(images.tobytes()))
 
+    def __len__(self) -> int:
+        return self.num_examples
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Height, width and channels of an image."""
+        return self._images.shape[1:]
+
     @property
     def num_classes(self) -> int:
         """The largest label, and one."""
@@ -56,6 +74,57 @@ class LabeledImages:
         parts = order[held_out:], order[:held_out]
         train, held = (LabeledImages(self._images[part], self._labels[part]) for part in parts)
         return train, held
+
+
+class FilledUp:
+    """The examples of `source`, with "weights" of 1, and of weight 0 as many more as fill the last batch."""
+
+    def __init__(self, source: LabeledImages, batch_size: int) -> None:
+        self._source, self.fingerprint = source, source.fingerprint
+        self.num_examples = -(-source.num_examples // batch_size) * batch_size
+
+    def row(self, number: int) -> dict[str, np.ndarray]:
+        """Example `number`."""
+        size = self._source.num_examples
+        return {**self._source.row(number % size), "weights": np.asarray(number < size, np.float32)}
+
+
+def augmented(image: np.ndarray, key: Key, *, shift: int = 0, flip: bool = False, warp: float = 0.0) -> np.ndarray:
+    """`image`, (height, width, channels), moved by up to `shift` pixels over 0, `warped`, and mirrored.
+
+    All moves are equally likely, and all amounts of a warp from -warp to warp; with `flip` half of the keys mirror. A
+    pure function of (image, key).
+
+    >>> augmented(np.arange(4.0).reshape(2, 2, 1), (0, 7), shift=1)[..., 0].tolist()
+    [[0.0, 0.0], [0.0, 0.0]]
+    """
+    down, right, mirrored, *others = random_words(key, 9)
+    height, width, _ = image.shape
+    if shift:
+        wide = np.pad(image, ((shift, shift), (shift, shift), (0, 0)))
+        top, left = int(down) % (2 * shift + 1), int(right) % (2 * shift + 1)
+        image = wide[top:top + height, left:left + width]
+    if warp:
+        image = warped(image, warp * (np.array(others) / 2.0**63 - 1))
+    return image[:, ::-1] if flip and mirrored % 2 else image
+
+
+def warped(image: np.ndarray, amounts: np.ndarray) -> np.ndarray:
+    """`image`, (height, width, channels), turned, scaled and sheared about its centre, and moved.
+
+    amounts: float (6,). The pixel at x, (down, right) from -1 to 1 across the image, is that of `image` at x + M x + t,
+    linearly interpolated and 0 beyond the border: M is (2, 2), of the first four, and t the last two.
+
+    >>> warped(np.arange(4.0).reshape(2, 2, 1), np.array([0, 0, 0, 0, 0, 0.5]))[..., 0].tolist()
+    [[0.5, 0.5], [2.5, 1.5]]
+    """
+    ndimage = extras.load("scipy.ndimage", "image_warp")
+    half = np.array([*image.shape[:2], 2]) / 2
+    matrix = np.eye(3)
+    matrix[:2, :2] += amounts[:4].reshape(2, 2) * half[:2, None] / half[None, :2]
+    centre = half - 0.5
+    moved = np.array([*amounts[4:] * half[:2], 0])
+    return ndimage.affine_transform(image, matrix, centre - matrix @ centre + moved, order=1, mode="grid-constant")
 
 
 def load_images(path: str | Path) -> LabeledImages:

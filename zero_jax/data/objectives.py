@@ -18,7 +18,8 @@ noise, and mean length of its spans."""
 Key = Sequence[int]
 
 
-def _words(key: Key, number: int) -> np.ndarray:
+def random_words(key: Key, number: int) -> np.ndarray:
+    """So many random words of 64 bits: uint64 (number,)."""
     return np.random.PCG64(np.random.SeedSequence(tuple(key))).random_raw(number)
 
 
@@ -45,7 +46,7 @@ def masked_language(tokens: np.ndarray, key: Key, *, mask_id: int, replacements:
         raise UsageError("Masks leave no token: a row has only padding and special tokens, and nothing to predict.")
     if not 0 < fraction <= 1:
         raise UsageError(f"fraction={fraction}: give a fraction of the tokens, as 0.15.")
-    order, action, which = _words(key, 3 * len(tokens)).reshape(3, -1)
+    order, action, which = random_words(key, 3 * len(tokens)).reshape(3, -1)
     order = np.where(candidates, order, np.iinfo(np.uint64).max)
     chosen = np.argsort(order, kind="stable")[:max(1, round(fraction * number))]
     draw = action[chosen] / 2.0**64
@@ -115,7 +116,7 @@ def span_corruption(tokens: np.ndarray, key: Key, *, sentinels: Sequence[int], e
     if lengths.spans > len(sentinels):
         raise UsageError(f"A row of {len(tokens)} tokens has {lengths.spans} noise spans, and the tokenizer "
                          f"{len(sentinels)} sentinels <extra_id_N>: give shorter rows, or a tokenizer with more.")
-    words = _words(key, len(tokens))
+    words = random_words(key, len(tokens))
     noise_sizes = _cut(lengths.noise, lengths.spans, words[:lengths.noise])
     kept_sizes = _cut(lengths.tokens - lengths.noise, lengths.spans, words[lengths.noise:])
     inputs, targets, at = [], [], 0

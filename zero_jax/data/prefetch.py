@@ -94,5 +94,5 @@ class StarvationMonitor:
         self._steps, self._waited, self._seconds = 0, 0.0, 0.0
         if share <= self._fraction:
             return None
-        return (f"{100 * share:.0f} % of the last {steps} steps went into waiting for data: tokenize it beforehand "
-                "(zero_jax tokenize), keep it on a faster disk, or prefetch more batches.")
+        return (f"{100 * share:.0f} % of the last {steps} steps went into waiting for data: tokenize text beforehand "
+                "(zero_jax tokenize), keep data on a faster disk, or prefetch more batches.")

@@ -66,7 +66,7 @@ def check_file(path: Path, *, field: str = "text") -> None:
         for _ in itertools.islice(_jsonl(path, field), HEAD_LINES):
             pass
     elif kind == "parquet":
-        _open_parquet(path, field)
+        _check_column(path, field)
     elif kind == "array_record":
         extras.check_installed("grain", str(path))
 
@@ -81,28 +81,38 @@ def _text(path: Path, field: str) -> Iterator[str]:
         yield file.read().decode("utf-8", errors="replace")
 
 
-def _jsonl(path: Path, field: str) -> Iterator[str]:
+def json_rows(path: Path, example: str = "prompt") -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where it is, the object) of each line that is not empty; example: a field, for the message about what is none.
+
+    Raises ValueError, with the line, for what is no JSON object.
+    """
     with open_regular(path) as file:
         for number in itertools.count(1):
             line = file.readline(MAX_LINE_BYTES)
             if not line:
                 return
             if line.strip():
-                yield _of_line(line, field, f"{path}, line {number}")
+                where = f"{path}, line {number}"
+                yield where, _object(line, where, f'{{"{example}": "..."}}')
 
 
-def _of_line(line: bytes, field: str, where: str) -> str:
+def _jsonl(path: Path, field: str) -> Iterator[str]:
+    for where, row in json_rows(path, field):
+        if field not in row:
+            raise UsageError(f"{where}: it has no field {named(field)}, but {few(row)}: name the one with the text as "
+                             "text_field.")
+        yield _as_text(row[field], field, where)
+
+
+def _object(line: bytes, where: str, example: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: it is no JSON ({printable(str(error))}): each line is an object such as "
-                         f'{{"{field}": "..."}}.') from error
+        raise UsageError(f"{where}: it is no JSON ({printable(str(error))}): each line is an object such as {example}."
+                         ) from error
     if not isinstance(row, dict):
-        raise UsageError(f"{where}: it is no object, as {{\"{field}\": \"...\"}} is one.")
-    if field not in row:
-        raise UsageError(f"{where}: it has no field {named(field)}, but {few(row)}: name the one with the text as "
-                         "text_field.")
-    return _as_text(row[field], field, where)
+        raise UsageError(f"{where}: it is no object, as {example} is one.")
+    return row
 
 
 def _as_text(value: Any, field: str, where: str) -> str:
@@ -113,15 +123,46 @@ def _as_text(value: Any, field: str, where: str) -> str:
     return value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-def _open_parquet(path: Path, field: str) -> Any:
+def parquet_rows(path: Path, columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where it is, the values by column) of each row, without those that are null; columns: None: all.
+
+    Raises ValueError for what is no Parquet file, has no rows, or is damaged.
+    """
+    pyarrow, row = extras.load("pyarrow", str(path)), 0
+    try:
+        for batch in _open_parquet(path).iter_batches(batch_size=1024, columns=columns):
+            for values in batch.to_pylist():
+                row += 1
+                yield f"{path}, row {row}", _without_nulls(values)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UsageError(f"{path} is damaged after row {row} ({printable(str(error))}): write or copy it again."
+                         ) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """`value` without null fields of objects, at any depth: a Parquet file has every field in every row."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _open_parquet(path: Path) -> Any:
     pyarrow = extras.load("pyarrow", str(path))
     parquet = extras.load("pyarrow.parquet", str(path))
     try:
         file = parquet.ParquetFile(path)
-        schema = file.schema_arrow
+        _ = file.schema_arrow
     except (pyarrow.ArrowException, OSError) as error:
         raise UsageError(f"{path} is no whole Parquet file ({printable(str(error))}): write or copy it again."
                          ) from error
+    if not file.metadata.num_rows:
+        raise UsageError(f"{path}: the file has no rows: leave it out, or give one with text.")
+    return file
+
+
+def _check_column(path: Path, field: str) -> None:
+    """Raises ValueError unless a Parquet file has text in the column `field`."""
+    pyarrow, schema = extras.load("pyarrow", str(path)), _open_parquet(path).schema_arrow
     if field not in schema.names:
         raise UsageError(f"{path}: it has no column {named(field)}, but {few(schema.names)}: name the one with the "
                          "text as text_field.")
@@ -129,22 +170,12 @@ def _open_parquet(path: Path, field: str) -> Any:
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_dictionary(kind)):
         raise UsageError(f"{path}: the column {named(field)} is of type {kind} and no text: name the one with the text "
                          "as text_field.")
-    if not file.metadata.num_rows:
-        raise UsageError(f"{path}: the file has no rows: leave it out, or give one with text.")
-    return file
 
 
 def _parquet(path: Path, field: str) -> Iterator[str]:
-    pyarrow = extras.load("pyarrow", str(path))
-    row = 0
-    try:
-        for batch in _open_parquet(path, field).iter_batches(batch_size=1024, columns=[field]):
-            for value in batch.column(0).to_pylist():
-                row += 1
-                yield _as_text(value, field, f"{path}, row {row}")
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UsageError(f"{path} is damaged after row {row} ({printable(str(error))}): write or copy it again."
-                         ) from error
+    _check_column(path, field)
+    for where, row in parquet_rows(path, [field]):
+        yield _as_text(row.get(field), field, where)
 
 
 def _array_record(path: Path, field: str) -> Iterator[str]:

@@ -72,6 +72,18 @@ class ByteTokenizer:
         return corpus.decode(ids)
 
 
+class SpecialByteTokenizer(ByteTokenizer):
+    """Bytes, and after them 256 the end of text, 257 padding, 258 a mask, and 125 sentinels: 384 ids, as ByT5 has."""
+
+    vocab_size, fingerprint = 384, "bytes with special tokens"
+    specials = Specials(256, 257, 258, tuple(range(259, 384)), tuple(range(256, 384)))
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of the bytes among `ids`."""
+        ids = np.asarray(ids)
+        return corpus.decode(ids[ids < corpus.BYTE_VOCAB_SIZE])
+
+
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, by the package `tokenizers`; no file, `config`: what tokenizer_config.json beside it says."""
 

@@ -4,12 +4,12 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from zero_jax.contract.params import min_itemsize
+from zero_jax.contract.report import Contract
 from zero_jax.diloco.fragments import Fragment
 from zero_jax.diloco.options import OuterOptions
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.step.contract_params import min_itemsize
-from zero_jax.step.contract_report import Contract
 from zero_jax.tree import named_leaves
 
 

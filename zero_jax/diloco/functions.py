@@ -18,15 +18,16 @@ from zero_jax.errors import UsageError
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.gather import names_of
 from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.slices import OUTER_SCOPE
+from zero_jax.sharding.slices import OUTER_SCOPE, mean_of_slices
 from zero_jax.state import ZeroState
+from zero_jax.step.in_arrays import StateInArrays
 from zero_jax.step.microbatches import is_key
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.tree import map_named
 from zero_jax.typing import Batch, Metrics, Pytree
 
 
-class DiLoCoFunctions:
+class DiLoCoFunctions(StateInArrays):
     """What `DiLoCoStep` compiles. Nothing here runs on devices by itself."""
 
     def __init__(self, step: ZeroTrainStep, outer: OuterOptions, num_slices: int | None = None):
@@ -40,6 +41,8 @@ class DiLoCoFunctions:
                              "zero_jax.make_mesh(replica=2), say, or name yours: axis_roles={\"replica\": \"dcn\"}.")
         if step.options.guard is not None:
             raise UsageError("guard= skips a step on all devices, and slices step by themselves: leave it out.")
+        if step.options.tiling is not None:
+            raise UsageError("tiling= is not mapped over slices yet: leave it out.")
         if step.options.ema is not None:
             raise UsageError("ema= would average each slice's own parameters: leave it out. The outer parameters, "
                              "step.params(state), are an average already.")
@@ -191,10 +194,3 @@ def slice_key(keys: jax.Array, number: Any) -> jax.Array:
 def slice_keys(keys: jax.Array, numbers: jax.Array) -> jax.Array:
     """`slice_key` of each number, along a leading dim."""
     return jax.vmap(slice_key, in_axes=(None, 0))(keys, numbers)
-
-
-def mean_of_slices(leaf: jax.Array) -> jax.Array:
-    """The mean over slices in float32 of a floating leaf; of others the first slice's."""
-    if is_key(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return leaf[0]
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)).mean(0).astype(leaf.dtype)

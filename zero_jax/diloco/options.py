@@ -1,9 +1,7 @@
-"""What `make_diloco_step` may be asked for, validated before anything is traced."""
+"""What `make_diloco_step` may be asked for, validated before anything is traced. Nothing here imports JAX by itself."""
 
 import dataclasses
 from typing import Any
-
-import jax.numpy as jnp
 
 from zero_jax.arguments import is_number, shown, whole
 from zero_jax.errors import UsageError
@@ -49,11 +47,18 @@ class OuterOptions:
         if self.mix is not None and not (is_number(self.mix) and 0 <= self.mix < 1):
             raise UsageError(f"mix={shown(self.mix)}: give the share of a slice's own parameters that remains, from 0 "
                              "to below 1 (0.5 in streaming DiLoCo).")
-        if not isinstance(self.dtype, str) and self.dtype not in (jnp.float32, jnp.bfloat16) or (
-                isinstance(self.dtype, str) and self.dtype not in DTYPES):
+        if not _is_known(self.dtype):
             raise UsageError(f"dtype={shown(self.dtype)}: outer gradients are sent as one of {', '.join(DTYPES)}.")
 
     @property
     def kept(self) -> float:
         """The share of a slice's own parameters that remains when an average arrives."""
         return 0.0 if not self.overlap else 0.5 if self.mix is None else self.mix
+
+
+def _is_known(dtype: Any) -> bool:
+    if isinstance(dtype, str):
+        return dtype in DTYPES
+    import jax.numpy as jnp  # the command line gives names, and is to refuse them before JAX starts
+
+    return dtype in (jnp.float32, jnp.bfloat16)

@@ -5,26 +5,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding
 
 from zero_jax.arguments import whole
-from zero_jax.diloco.contract import changed_contract, fragment_bytes
-from zero_jax.diloco.fragments import Fragment, due
-from zero_jax.diloco.functions import DiLoCoFunctions
+from zero_jax.diloco.inspection import InspectableDiLoCo
 from zero_jax.errors import UsageError
 from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.sharding.compute_params import gather_compute_params
-from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import check_is_state, check_state, check_values, is_traced
-from zero_jax.step.compiled import CompiledStep
-from zero_jax.step.contract_report import Contract, Report
-from zero_jax.typing import Batch, Metrics, Params, PRNGKey, Pytree
-from zero_jax.xla.devices import compiled_for
+from zero_jax.typing import Batch, Loss, Metrics, Params, PRNGKey, Pytree
 
 
-class DiLoCoStep(DiLoCoFunctions):
+class DiLoCoStep(InspectableDiLoCo):
     """A train step of slices that train by themselves: `init`, then `state, metrics = step(state, batch)`.
 
     Batches are those of the step that it was made from: each slice gets an equal part of the examples. A state is a
@@ -43,43 +36,15 @@ class DiLoCoStep(DiLoCoFunctions):
     def __init__(self, step: Any, outer: Any, num_slices: int | None = None):
         """As `DiLoCoFunctions`."""
         super().__init__(step, outer, num_slices)
-        self._jitted: dict[Any, Any] = {}
         self._last: tuple[Any, int] = (None, 0)
 
     def __repr__(self) -> str:
         return (f"DiLoCoStep(stage={self.stage.number}, mesh={self.axes.sizes}, every={self.outer.every}, "
                 f"fragments={self.outer.fragments})")
 
-    @property
-    def mesh(self) -> Mesh:
-        """The devices."""
-        return self.axes.mesh
-
-    @property
-    def stage(self) -> Stage:
-        """The row of the stage table."""
-        return self.step.stage
-
     def batch_target(self, *, steps: bool) -> Callable[[str, Any], NamedSharding]:
         """Where a leaf of a batch belongs, as `step.batch_target`."""
         return self.step.batch_target(steps=steps)
-
-    def fragments(self, batch: Batch = None) -> tuple[Fragment, ...]:
-        """By the names of parameters, what of each is averaged together, in the order in which they are."""
-        self.layout(batch)
-        return self._fragments
-
-    def describe(self, batch: Batch = None) -> str:
-        """The layout as text, then a line for each fragment: when it is averaged, and its bytes between slices."""
-        lines, outer = [self.layout(batch).describe()], self.outer
-        for index, fragment in enumerate(self._fragments):
-            at = next(number for number in range(1, outer.every + 1)
-                      if due(number, every=outer.every, fragments=outer.fragments) == index)
-            lines.append(
-                f"fragment {index}: after step {at} of every {outer.every}"
-                f"{', beside the next step' * outer.overlap}, {fragment_bytes(fragment, self.axes, outer):,.0f} bytes "
-                f"sent by each device ({len(fragment)} parameters)")
-        return "\n".join(lines)
 
     @in_any_context
     def init(self, rng: PRNGKey, batch: Batch, *, params: Pytree | None = None) -> ZeroState:
@@ -103,6 +68,20 @@ class DiLoCoStep(DiLoCoFunctions):
         """
         self._check(state)
         return self._jit("to", self._synchronous, None, self.step.layout().shardings)(state)
+
+    def evaluator(self, fun: Loss | None = None, *, ema: bool = False) -> Callable[..., Any]:
+        """As `step.evaluator`, of the outer parameters: a function of (state, batch, rng=None) that changes nothing.
+
+        Statistics of the batch are the means over the slices. No optimizer state is made for it, as `synchronous` does.
+        """
+        evaluate = self.step.evaluator(fun, ema=ema)
+        run = jax.jit(lambda state, batch, rng: evaluate(self._synchronous(state), batch, rng))
+
+        def call(state: ZeroState, batch: Batch, rng: PRNGKey | None = None) -> Any:
+            check_is_state(state)
+            return run(state, batch, rng)
+
+        return in_any_context(call, at=self)
 
     def params(self, state: ZeroState) -> Params:
         """The outer parameters in their true shapes, and the frozen ones."""
@@ -146,9 +125,8 @@ class DiLoCoStep(DiLoCoFunctions):
         check_values(batch, self.step.loss)
         self.step.batches.check(batch, self.step.accumulation.microbatches)
         number = self._last[1] if self._last[0] is state.step else int(state.step)
-        index = due(number + (not self.outer.overlap), every=self.outer.every, fragments=self.outer.fragments)
         try:
-            state, metrics = self._of(index, batch)(state, batch)
+            state, metrics = self._of(self.due(number), batch)(state, batch)
         except (TypeError, ValueError) as error:
             self._check(state)  # what does not fit gets its own message
             if "spmd_axis_name" in str(error):
@@ -157,36 +135,6 @@ class DiLoCoStep(DiLoCoFunctions):
             raise
         self._last = state.step, number + 1
         return state, metrics
-
-    def abstract_state(self, batch: Batch) -> ZeroState:
-        """The state as `jax.ShapeDtypeStruct`s with shardings, for compiling."""
-        return self.layout(batch).state
-
-    def contract(self, batch: Batch, fragment: int | None = None) -> Contract:
-        """What a program may send: that of a slice's step, and between slices a fragment's outer gradients, or nothing.
-
-        fragment: the number of the fragment that the program averages; None: the program of a step without.
-        """
-        inner = self._inner.contract(self._batch_of_one(batch))
-        piece = None if fragment is None else self.fragments(batch)[fragment]
-        return changed_contract(inner, piece, self._inner.layout(), self.outer)
-
-    @in_any_context
-    def compiled_step(self, batch: Batch, fragment: int | None = None) -> CompiledStep:
-        """A program compiled for the mesh's devices, live or of a target topology, as data. fragment: as `contract`."""
-        lowered = self._of(fragment, batch).lower(self.abstract_state(batch), self.step.abstract_batch(batch))
-        compiled = compiled_for(lowered, self.mesh.devices.flat[0], self._compiler_options)
-        return CompiledStep(compiled.as_text() or "", compiled.memory_analysis(), self.layout(batch),
-                            self.contract(batch, fragment))
-
-    def verify(self, batch: Batch) -> dict[int | None, Report]:
-        """Compiles every program and checks it against its contract; reports by fragment, None for the one of none.
-
-        Raises ContractError (a ValueError) where a step without an outer one sends anything between slices, an outer
-        step more or fewer bytes than its fragment has in the declared dtype, or a slice's step breaks its own contract.
-        """
-        programs = (None, *range(self.outer.fragments))
-        return {fragment: self.compiled_step(batch, fragment).verify() for fragment in programs}
 
     def of_slices(self, num_slices: int) -> "DiLoCoStep":
         """What stores the states of `num_slices` slices on this mesh, for `Checkpoints.restore`; it does not train.
@@ -198,28 +146,3 @@ class DiLoCoStep(DiLoCoFunctions):
     def _check(self, state: ZeroState) -> None:
         check_is_state(state)
         check_state(state, self.layout())
-
-    @property
-    def _compiler_options(self) -> dict[str, Any]:
-        return self.step.options.compiler_options(self.step.axes)
-
-    def _of(self, fragment: int | None, batch: Batch) -> Any:
-        """The jitted program that averages `fragment` (None: none)."""
-        if self.num_slices != self.axes.size(self.axes.slices):
-            raise UsageError(f"This is of {self.num_slices} slices, and the mesh {self.axes.sizes} has others: make a "
-                             "state of the mesh's with resized(state, this).")
-        layout = self.layout(batch)
-        metrics = NamedSharding(self.mesh, P(self.axes.slices))
-
-        def program(state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
-            return self._program(fragment, state, batch)
-
-        return self._jit(fragment, program, (layout.shardings, self.step.batches.shardings(batch)),
-                         (layout.shardings, metrics), donate_argnums=0)
-
-    def _jit(self, key: Any, function: Any, in_shardings: Any, out_shardings: Any, **options: Any) -> Any:
-        if key not in self._jitted:
-            self._jitted[key] = jax.jit(
-                function, out_shardings=out_shardings, compiler_options=self._compiler_options or None,
-                **({"in_shardings": in_shardings} if in_shardings else {}), **options)
-        return self._jitted[key]

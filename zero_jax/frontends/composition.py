@@ -12,6 +12,9 @@ import jax
 from flax import traverse_util
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.errors import UsageError
+from zero_jax.sharding.param_access import ParamAccess
+
 Path: TypeAlias = tuple[Any, ...]
 
 
@@ -78,3 +81,13 @@ def part_specs(specs: Mapping[str, P], composition: Composition) -> dict[str, P]
 
 def _name(path: Path) -> str:
     return "/".join(map(str, path))
+
+
+def not_derived(reads: dict[str, ParamAccess], composition: Composition) -> dict[str, ParamAccess]:
+    """`reads`; raises ValueError where the loss itself differentiates by a composed parameter, and would get parts."""
+    for composed in composition:
+        if any(name in reads and reads[name].derived for name in composed.part_names):
+            raise UsageError(f"The loss differentiates the model by {composed.name}, which is computed from other "
+                             "arrays (it has an adapter, or is quantised): leave it out of the targets, or that "
+                             "derivative out.")
+    return reads

@@ -15,7 +15,7 @@ from zero_jax.frontends.composition import Composed, Composition, group_parts
 from zero_jax.frontends.gather_cache import GatherCache
 from zero_jax.frontends.trace_access import gathered_up_front, smallest_plain, trace_reads
 from zero_jax.sharding.param_access import ParamAccess
-from zero_jax.tree import map_named, named_leaves, path_name
+from zero_jax.tree import check_are_dicts, map_named, named_leaves, path_name
 
 
 class _Box(meta.AxisMetadata[Any]):
@@ -123,6 +123,7 @@ class Linen:
         self.metadata = {path_name(path): box.names for path, box in boxes if _is_partitioned(box)}
         collections = {name: meta.unbox(tree) for name, tree in collections.items()}
         params = collections.pop("params", {})
+        check_are_dicts(params)
         return params, self.lasting(collections)
 
     def lasting(self, variables: Any) -> Any:
@@ -171,22 +172,33 @@ class Linen:
 
         It also settles which collections start empty at every step: those that a run would grow (`sow`).
         """
-        self._transient = self._grown(fun, params, variables, rng, batch, composition)
-        variables = self.lasting(variables)
+        self._transient, grown = (), set[str]()
         traced: dict[frozenset[str], tuple[dict[str, ParamAccess], frozenset[str]]] = {}
 
         def works(on_entry: frozenset[str]) -> bool:
             reads = {name: ParamAccess(on_entry=True) for name in on_entry}
 
             def run(uses: Any, params: Any, variables: Any, rng: Any, batch: Any) -> Any:
-                return self._run(fun, params, variables, rng, batch, uses, reads, composition), {}
+                out, new = self._run(fun, params, variables, rng, batch, uses, reads, composition)
+                grown.update(_grown(variables, new))
+                return (out, new), {}
 
+            if on_entry in traced:
+                return True
             try:
                 traced[on_entry] = trace_reads(run, (params, variables, rng, batch), on_entry)
             except Exception:  # whatever a module does with a box that it did not expect
                 return False
             return True
 
+        # Most models need one trace, since nothing of theirs grows.
+        if variables and not works(frozenset()):
+            grown.update(_grown(variables, self._traced_plainly(
+                fun, composition, params, variables, rng, batch)[1]))
+        if grown:
+            self._transient = tuple(name for name in variables if name in grown)
+            variables = self.lasting(variables)
+            traced.clear()
         names = [name for name, _ in named_leaves(params)]
         on_entry = smallest_plain(works, names)
         while on_entry in traced or works(on_entry):
@@ -197,18 +209,16 @@ class Linen:
         self._traced_plainly(fun, composition, params, variables, rng, batch)  # raises what the model does alone
         raise UsageError(f"The parameters of {type(self._module).__name__} cannot be read through boxes.")
 
-    def _grown(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any,
-               composition: Composition) -> tuple[str, ...]:
-        if not variables:
-            return ()
-        _, new = self._traced_plainly(fun, composition, params, variables, rng, batch)
-        return tuple(name for name in variables if jax.tree.structure(new[name]) != jax.tree.structure(variables[name]))
-
     def _traced_plainly(self, fun: Callable[..., Any], composition: Composition, *args: Any) -> Any:
         return jax.eval_shape(lambda p, v, r, b: self._run(fun, p, v, r, b, None, {}, composition), *args)
 
     def _keys(self, rng: jax.Array) -> dict[str, jax.Array]:
         return {name: jax.random.fold_in(rng, i) for i, name in enumerate(self._streams)}
+
+
+def _grown(variables: Any, new: Any) -> list[str]:
+    """The collections to which a run adds."""
+    return [name for name in variables if jax.tree.structure(new[name]) != jax.tree.structure(variables[name])]
 
 
 def _is_partitioned(leaf: Any) -> bool:

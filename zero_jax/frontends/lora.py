@@ -21,11 +21,12 @@ from flax import traverse_util
 from zero_jax.arguments import is_number, patterns, shown, whole
 from zero_jax.distributed.initialize import on_host
 from zero_jax.errors import UsageError
-from zero_jax.frontends.composition import Composed, Composition
+from zero_jax.frontends.composition import Composed, Composition, not_derived
 from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.precision import Precision
 from zero_jax.sharding.param_access import ParamAccess
-from zero_jax.sharding.stored_codes import FORMATS, StoredCodes
+from zero_jax.sharding.quantized.stored_codes import FORMATS, StoredCodes
+from zero_jax.sharding.shard_reader import UnreadLeaf
 from zero_jax.transforms.low_rank import LowRank, adapted, split_low_rank_products
 from zero_jax.tree import named_leaves
 from zero_jax.typing import Pattern
@@ -34,7 +35,7 @@ LORA_A, LORA_B, CODES = "_lora_a", "_lora_b", "_codes"
 """What the names of an adapter's two matrices, and of a quantised kernel, have in addition to that of the kernel."""
 _KEY = "_lora_key"
 ALL_LINEAR = "all-linear"
-"""As targets: every kernel that is used in matrix products alone."""
+"""As targets: every kernel that is used in matrix products alone, but for an output layer's table (as in PEFT)."""
 _ADAPTERS = 0x10AA
 """Folded into a key for the adapters: at the start for their values, at each step for their dropout."""
 
@@ -91,7 +92,8 @@ def lora(model: Any, rank: int, targets: Pattern | Sequence[Pattern], *, alpha: 
       model: whatever `make_zero_train_step` takes.
       rank: of each adapter, at most the smaller side of the kernel.
       targets: patterns (`re.search` in a parameter's name, as `blocks/attention/kernel`), or "all-linear": every kernel
-        that is used in matrix products alone. What a pattern matches beside such kernels (biases) is passed over.
+        that is used in matrix products alone, but for an output layer's table. What a pattern matches beside such
+        kernels (biases) is passed over.
       alpha: the adapter is multiplied by alpha / rank; default: the rank.
       dropout: share of A's inputs that is set to zero in training. Evaluators have none.
       trainable: patterns of parameters that are trained as a whole beside the adapters, as a new head.
@@ -150,7 +152,8 @@ class Lora:
               ) -> dict[str, ParamAccess]:
         """How `fun` reads each stored leaf."""
         self.base = copy.copy(self.base)  # so that `other_reads` can restore the one before
-        return self.base.reads(fun, params, variables, rng, batch, composition=self.composition)
+        reads = self.base.reads(fun, params, variables, rng, batch, composition=self.composition)
+        return not_derived(reads, self.composition)
 
     def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
             *, train: bool = True, reads: Mapping[str, ParamAccess] | None = None
@@ -175,7 +178,9 @@ class Lora:
         for composed in self.composition:
             names, name = composed.part_names, composed.name
             if name in self.codes and name in values:
-                values[names[0]] = on_host(jax.jit(self.codes[name].encode)(values.pop(name)))
+                value, codes = values.pop(name), self.codes[name]
+                values[names[0]] = (codes.encode_unread(value) if isinstance(value, UnreadLeaf)
+                                    else on_host(jax.jit(codes.encode)(value)))
             if name in self.specs:
                 new = dict(zip(names[1:], self._new_adapter(name, rng), strict=True))
                 values |= {name: value for name, value in new.items() if name not in values}
@@ -223,7 +228,7 @@ class Lora:
                                  f"{sides[1]}: give at most {min(sides)}, or leave it out of the targets.")
         if config.base is not None:
             self.codes = {name: StoredCodes(config.base, leaves[name].shape, access.stacked, access.contracted[-1])
-                          for name, access in kernels.items() if access.contracted
+                          for name, access in kernels.items() if access.contracted and not _is_table(name)
                           and not any(re.search(pattern, name) for pattern in config.trainable)}
         self.specs = specs
         paths = {"/".join(map(str, path)): path for path in traverse_util.flatten_dict(params)}
@@ -252,6 +257,11 @@ def _is_kernel(leaf: Any, access: ParamAccess) -> bool:
     return len(leaf.shape) > len(access.contracted) + len(access.stacked)
 
 
+def _is_table(name: str) -> bool:
+    """Whether it is the table of a module of embeddings, which an output layer that is not tied is, too."""
+    return name.rpartition("/")[2] == "embedding"
+
+
 def _matched(config: LoraModel, leaves: Mapping[str, Any], kernels: Mapping[str, Any]) -> list[str]:
     """The names of the kernels to adapt. Raises ValueError for a target without any, with the nearest names."""
     what = type(config.model).__name__
@@ -262,7 +272,8 @@ def _matched(config: LoraModel, leaves: Mapping[str, Any], kernels: Mapping[str,
             raise UsageError(f"lora: trainable: {pattern!r} matches no parameter of {what}; "
                              f"{_nearest(pattern, leaves)}.")
     if config.targets == (ALL_LINEAR,):
-        return [name for name in kernels if not any(re.search(pattern, name) for pattern in config.trainable)]
+        return [name for name in kernels if not _is_table(name) and not any(
+            re.search(pattern, name) for pattern in config.trainable)]
     for pattern in config.targets:
         if any(re.search(pattern, name) for name in kernels):
             continue

@@ -39,6 +39,11 @@ class Nnx:
         self.given: Any = ()
         self._reads: dict[str, ParamAccess] = {}
         self._axes = BoundAxes()
+        for path, variable in (*_flat(self._params), *_flat(self._variables)):
+            value = _value(variable)
+            if isinstance(value, dict) or isinstance(value, (list, tuple)) and isinstance(variable, nnx.Param):
+                raise UsageError(f"{_name(path)} is an nnx.{type(variable).__name__} of a {type(value).__name__}: give "
+                                 "each array a variable of its own, in an nnx.Dict or nnx.List, say.")
         if isinstance(model, nnx.Module):
             self._refuse_abstract()
             self.given = (_values(self._params), _values(self._variables))

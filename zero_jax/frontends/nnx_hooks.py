@@ -78,4 +78,4 @@ def readable(value: Any, use: Any, read: ParamAccess | None, cache: GatherCache)
     if use is None:
         return value, None
     held = use.encoded(value, read.stacked if read else ())
-    return (cache(use, held), None) if gathered_up_front(read, use) else (held, OnRead(use, jnp.ndim(value), cache))
+    return (cache(use, held), None) if gathered_up_front(read, use) else (held, OnRead(use, value.ndim, cache))

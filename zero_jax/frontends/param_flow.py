@@ -5,30 +5,52 @@ works on the array as it is stored, which may be padded; what is written is anot
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, inner_jaxprs, is_literal, primitive_of
-from zero_jax.jaxpr.primitives import COND, NAME, SCAN, Scan, checkpoint_names
+from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, inner_jaxprs, is_literal, primitive_of, shape_of
+from zero_jax.jaxpr.named_call import watched_identity
+from zero_jax.jaxpr.primitives import COND, NAME, SCAN, Scan, checkpoint_names, permutation
 
 _MARK = "zero_access "
+_WATCH = watched_identity("access_watch")
 _SUMMABLE = ("integer_pow", "square", "mul", "abs", "reduce_sum", "reduce_max")
-_Alias = tuple[str, bool]
-"""The parameter that a variable is, and whether it is as it is stored (else as it was read)."""
 
 
-def mark_read(name: str, value: jax.Array) -> jax.Array:
-    """`value`, which the model reads as the parameter `name`."""
-    return checkpoint_name(value, _MARK + name)
+class _Alias(NamedTuple):
+    """The parameter that a variable is.
+
+    stored: whether it is as it is stored (else as it was read). dims: those of the parameter that it has, in order.
+    moved: whether that is another order, as where a loop runs over other dims than the first.
+    """
+
+    name: str
+    stored: bool
+    dims: tuple[int, ...]
+    moved: bool = False
+
+
+def mark_read(name: str, value: jax.Array, dims: Sequence[int], on_derivative: Callable[[], None]) -> jax.Array:
+    """`value`, which the model reads as `dims` of the parameter `name`.
+
+    on_derivative: called if the model differentiates by it.
+    """
+    mark = f"{_MARK}{','.join(map(str, dims))} {name}"
+    return checkpoint_name(_WATCH.bind(value, on_derivative=on_derivative), mark)
 
 
 def read_name(eqn: JaxprEqn) -> str | None:
     """The parameter that `mark_read` marks in this equation; None in others."""
     marks = checkpoint_names(eqn) if primitive_of(eqn) == NAME else ()
-    return marks[0].removeprefix(_MARK) if marks and marks[0].startswith(_MARK) else None
+    return marks[0].removeprefix(_MARK).partition(" ")[2] if marks and marks[0].startswith(_MARK) else None
+
+
+def _read_dims(eqn: JaxprEqn) -> tuple[int, ...]:
+    dims = checkpoint_names(eqn)[0].removeprefix(_MARK).partition(" ")[0]
+    return tuple(map(int, dims.split(","))) if dims else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +69,11 @@ class ParamFlow:
 def param_flow(jaxpr: Jaxpr, names: Sequence[str], final: Sequence[str]) -> ParamFlow:
     """Of a jaxpr whose first inputs are the parameters `names`; its last outputs are those of `final` afterwards."""
     walk = _Walk()
-    outs = walk(jaxpr, {var: (name, True) for var, name in zip(jaxpr.invars, names, strict=False)})
+    outs = walk(jaxpr, {var: _Alias(name, True, tuple(range(shape_of(var).ndim)))
+                        for var, name in zip(jaxpr.invars, names, strict=False)})
     ends = outs[len(outs) - len(final):]
-    written = {name for name, out in zip(final, ends, strict=True) if out is None or out[0] != name}
+    written = {name for name, out in zip(final, ends, strict=True)
+               if out is None or out.name != name or out.dims != tuple(range(len(out.dims)))}
     bypassed = walk.bypassed | written
     return ParamFlow(frozenset(bypassed), frozenset(walk.summed - bypassed), frozenset(written))
 
@@ -71,14 +95,20 @@ class _Walk:
         for eqn in jaxpr.eqns:
             taken = [alias(atom) for atom in eqn.invars]
             if name := read_name(eqn):
-                if taken[0] is None or taken[0][0] != name:
+                of = taken[0]
+                if of is None or of.name != name or of.moved and of.dims != _read_dims(eqn):
                     self.bypassed.add(name)
-                outs: list[_Alias | None] = [(name, False)]
+                outs: list[_Alias | None] = [of and of._replace(name=name, stored=False)]
+            elif primitive_of(eqn) == _WATCH.name:
+                outs = taken
+            elif primitive_of(eqn) == "transpose" and taken[0]:
+                dims = tuple(taken[0].dims[dim] for dim in permutation(eqn))
+                outs = [taken[0]._replace(dims=dims, moved=True)]
             elif inner_jaxprs(eqn):
                 outs = self._through(eqn, taken)
             else:
                 uses = self.summed if primitive_of(eqn) in _SUMMABLE else self.bypassed
-                uses.update(name for name, stored in filter(None, taken) if stored)
+                uses.update(of.name for of in filter(None, taken) if of.stored)
                 outs = [None] * len(eqn.outvars)
             known.update((var, out) for var, out in zip(eqn.outvars, outs, strict=True) if out is not None)
         return [alias(atom) for atom in jaxpr.outvars]
@@ -86,20 +116,24 @@ class _Walk:
     def _through(self, eqn: JaxprEqn, taken: list[_Alias | None]) -> list[_Alias | None]:
         """The outputs of a loop, branch or call."""
         inners = inner_jaxprs(eqn)
-        carried = range(0)
+        carried, first_scanned = range(0), len(taken)
         if primitive_of(eqn) == COND:
             taken = taken[1:]
         elif primitive_of(eqn) == SCAN:
             scan = Scan.of(eqn)
-            carried = range(scan.num_consts, scan.num_consts + scan.num_carry)
+            first_scanned = scan.num_consts + scan.num_carry
+            carried = range(scan.num_consts, first_scanned)
         elif any(len(inner.invars) != len(taken) for inner in inners):  # a `while`, say, with inputs of two jaxprs
             carried = range(len(taken))
-        self.bypassed.update(entry[0] for i, entry in enumerate(taken) if i in carried and entry and entry[1])
+        self.bypassed.update(entry.name for i, entry in enumerate(taken) if i in carried and entry and entry.stored)
         taken = [None if i in carried else entry for i, entry in enumerate(taken)]
+        over = {entry.name: entry.dims[:1] for entry in taken[first_scanned:] if entry}
+        taken = [entry._replace(dims=entry.dims[1:]) if entry and i >= first_scanned else entry
+                 for i, entry in enumerate(taken)]
         results = [self(inner, {var: entry for var, entry in zip(inner.invars, taken, strict=False) if entry})
                    for inner in inners]
         fitting = [result for result in results if len(result) == len(eqn.outvars)]
         if not fitting:
             return [None] * len(eqn.outvars)
-        return [first if all(first == other for other in others) else None
-                for first, *others in zip(*fitting, strict=True)]
+        return [first and first._replace(dims=(*over.get(first.name, ()), *first.dims))
+                if all(first == other for other in others) else None for first, *others in zip(*fitting, strict=True)]

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from zero_jax.frontends.param_flow import mark_read, param_flow
-from zero_jax.frontends.product_flow import contracted_dims, product_uses
+from zero_jax.frontends.product_flow import contracted_dims, num_products, product_uses
 from zero_jax.jaxpr.equations import trace_with_shape
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.tree import named_leaves
@@ -25,6 +25,8 @@ class AccessRecorder:
     seen: list[tuple[str, tuple[int, ...]]] = dataclasses.field(compare=False)
     unfit: set[str] = dataclasses.field(compare=False)
     """Names of parameters that were read in a shape that is not what loops over their leading dims leave."""
+    derived: set[str] = dataclasses.field(compare=False)
+    """Names of parameters by which the traced function itself differentiates: it gets such a gradient as stored."""
 
     def drop_dim(self, index: int) -> "AccessRecorder":
         """As `ParamUse.drop_dim`."""
@@ -45,7 +47,7 @@ class AccessRecorder:
         """As `ParamUse.gather`: the array as it is, marked as read."""
         if any(size not in (own, -1) for size, own in zip(self.shape, value.shape, strict=True)):
             self.unfit.add(self.name)
-        value = mark_read(self.name, value)
+        value = mark_read(self.name, value, self.dims, functools.partial(self.derived.add, self.name))
         return value, value
 
     def read(self, carrier: jax.Array, gathered: jax.Array) -> jax.Array:
@@ -63,9 +65,10 @@ def trace_reads(run: Callable[..., Any], args: tuple[Any, ...], on_entry: frozen
     """
     params = args[0]
     seen: list[tuple[str, tuple[int, ...]]] = []
-    unfit: set[str] = set()
+    unfit, derived = set[str](), set[str]()
     leaves = named_leaves(params)
-    recorders = [AccessRecorder(name, tuple(range(leaf.ndim)), leaf.shape, seen, unfit) for name, leaf in leaves]
+    recorders = [AccessRecorder(name, tuple(range(leaf.ndim)), leaf.shape, seen, unfit, derived)
+                 for name, leaf in leaves]
     recorded_run = functools.partial(run, jax.tree.unflatten(jax.tree.structure(params), recorders))
     closed, (_, final) = trace_with_shape(recorded_run, *args)
     flow = param_flow(closed.jaxpr, [name for name, _ in leaves], sorted(final))
@@ -74,10 +77,13 @@ def trace_reads(run: Callable[..., Any], args: tuple[Any, ...], on_entry: frozen
         dims = {dims_read for reader, dims_read in seen if reader == name}
         always_read = set(range(leaf.ndim)).intersection(*dims)
         stacked = tuple(d for d in range(leaf.ndim) if d not in always_read)
+        uses = products.get(name, [None])
         reads[name] = ParamAccess(
-            stacked=stacked, contracted=contracted_dims(products.get(name, {None}), leaf.ndim, stacked),
+            stacked=stacked, contracted=contracted_dims(uses, leaf.ndim, stacked),
+            products=num_products(uses, leaf.ndim - len(stacked)),
+            checkpointed=any(use.checkpointed for use in uses if use is not None),
             count=sum(reader == name for reader, _ in seen), on_entry=name in on_entry,
-            on_entry_if_padded=name in flow.summed, written=name in flow.written)
+            on_entry_if_padded=name in flow.summed | derived, written=name in flow.written, derived=name in derived)
     return reads, (flow.bypassed | unfit) - on_entry
 
 

@@ -1,5 +1,5 @@
 """Parameters from and to safetensors files.
 
 Reading order: `params_io` (import and export), `naming` (rules from our names to those of a file), `safetensors_file`
-(the format), `shard_reader` (one device's shard from slices of a file).
+(the format), `lora_files` (adapters).
 """

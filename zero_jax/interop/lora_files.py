@@ -5,6 +5,7 @@ has `base_model.model.<module>.lora_A.weight` (rank, in) and `lora_B.weight` (ou
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,9 +22,11 @@ from zero_jax.errors import UsageError, few
 from zero_jax.files import read_regular
 from zero_jax.frontends.composition import Composed, group_parts
 from zero_jax.frontends.lora import Lora
-from zero_jax.interop.naming import Names, Parts
+from zero_jax.interop.naming import OWN, Names, Parts
+from zero_jax.interop.params_io import MAX_FILE_BYTES, LogicalLeaf, export_leaves, floating_dtype, model_leaves
 from zero_jax.interop.safetensors_file import Piece, Tensor, find_tensors, write_tensors
 from zero_jax.sharding.auto_axes import in_any_context
+from zero_jax.sharding.stored_shape import identity_shape
 from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import check_is_state, check_step
 from zero_jax.step.init import with_new_params
@@ -47,19 +50,47 @@ def merge_lora(step: Any, state: ZeroState, *, dtype: Any = None) -> Params:
     adapter are those of the state, not copies. Raises ValueError for a step without adapters.
     """
     lora = _lora_of(step, state)
+    return group_parts(step.params(state), lora.composition,
+                       lambda composed, leaves: _merged(lora, composed, leaves, dtype))
 
-    def merge(composed: Composed, leaves: list[jax.Array]) -> jax.Array:
-        is_coded, spec = composed.name in lora.codes, lora.specs.get(composed.name)
 
-        def add(stored: jax.Array, *adapter: jax.Array) -> jax.Array:
-            total = lora.weight(composed, stored, jnp.float32)
-            total = total if spec is None else total + spec.delta(*adapter)
-            own = composed.like.dtype if is_coded else stored.dtype
-            return total.astype(own if dtype is None else dtype)
+@in_any_context
+def export_merged(path: Path | str, step: Any, state: ZeroState, *, names: Names = OWN, dtype: Any = "float32",
+                  max_file_bytes: int = MAX_FILE_BYTES) -> list[Path]:
+    """`export_params` of the model with the adapters added (`merge_lora`), a kernel after another; returns the paths.
 
-        return jax.jit(add, out_shardings=None if is_coded else leaves[0].sharding)(*leaves)
+    step: of a `zero_jax.lora` model. state: of that step; it stays. The other arguments and errors are those of
+    `export_params`; dtype None: as the base is stored.
+    """
+    check_path("export_merged: path", path)
+    lora = _lora_of(step, state)
+    stored = dict(model_leaves(step.layout().load(state)))
+    own = stored.keys() - {name for composed in lora.composition for name in composed.part_names}
+    leaves = {name: LogicalLeaf.stored(leaf, identity_shape(leaf.shape)) for name, leaf in stored.items()
+              if name in own}
+    for composed in lora.composition:
+        parts = [stored[name] for name in composed.part_names]
+        kind = _merged_dtype(lora, composed, parts, dtype)
+        leaves[composed.name] = LogicalLeaf(composed.like.shape, kind, functools.partial(
+            lambda composed, parts: on_host(_merged(lora, composed, parts, dtype)), composed, parts))
+    return export_leaves(Path(path), leaves, names, dtype, max_file_bytes)
 
-    return group_parts(step.params(state), lora.composition, merge)
+
+def _merged(lora: Lora, composed: Composed, leaves: list[jax.Array], dtype: Any) -> jax.Array:
+    """A parameter of the model from its stored leaves: decoded, with its adapter added."""
+    is_coded, spec = composed.name in lora.codes, lora.specs.get(composed.name)
+
+    def add(stored: jax.Array, *adapter: jax.Array) -> jax.Array:
+        total = lora.weight(composed, stored, jnp.float32)
+        total = total if spec is None else total + spec.delta(*adapter)
+        return total.astype(_merged_dtype(lora, composed, leaves, dtype))
+
+    return jax.jit(add, out_shardings=None if is_coded else leaves[0].sharding)(*leaves)
+
+
+def _merged_dtype(lora: Lora, composed: Composed, leaves: list[jax.Array], dtype: Any) -> Any:
+    own = composed.like.dtype if composed.name in lora.codes else leaves[0].dtype
+    return own if dtype is None else floating_dtype(dtype)
 
 
 @in_any_context

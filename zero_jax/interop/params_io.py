@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import gc
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,15 @@ from zero_jax.distributed.initialize import on_host
 from zero_jax.errors import UsageError
 from zero_jax.interop.naming import OWN, Names, Parts
 from zero_jax.interop.safetensors_file import DTYPES, Piece, Tensor, check_target, find_tensors, write_tensors
-from zero_jax.interop.shard_reader import stored_part
 from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.shard_reader import UnreadLeaf
 from zero_jax.sharding.stored_shape import StoredShape, identity_shape
 from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import check_is_state, check_step
-from zero_jax.step.init import with_new_params
+from zero_jax.step.start import with_values
 from zero_jax.tree import named_leaves
+from zero_jax.typing import PRNGKey
 
 VARIABLES = "variables/"
 """Prefix of the names of variables that are not parameters, such as batch statistics."""
@@ -35,11 +36,24 @@ MAX_FILE_BYTES = 5 << 30
 
 
 @in_any_context
+def init_from_file(path: Path | str, step: Any, rng: PRNGKey, batch: Any, *, names: Names = OWN) -> ZeroState:
+    """`step.init` with the parameters of a file, which are read straight into their shards: none are drawn first.
+
+    With adapters (`zero_jax.lora`) the file is that of the model, and the adapters are new; a quantised base is encoded
+    from the file layer by layer: one layer of one kernel is in floats at a time, on one device. Arguments, memory
+    and errors as `import_params`; rng: as `step.init` takes it.
+    """
+    check_path("init_from_file: path", path)
+    check_step(step)
+    return step.init(rng, batch, params=_unread(path, step, step.layout(batch), names))
+
+
+@in_any_context
 def import_params(path: Path | str, step: Any, state: ZeroState, batch: Any, *, names: Names = OWN) -> ZeroState:
     """`state` with the parameters of a file and a freshly initialised optimizer state for them; donates `state`.
 
     Each device's shard is read separately and leaves one after another, so that the host holds at most the shards of
-    one leaf that its own devices store.
+    one leaf that its own devices store. Of a step with adapters the base is read, and the adapters are new ones.
 
     Args:
       path: a safetensors file, an index of such files, or a folder with one.
@@ -55,26 +69,11 @@ def import_params(path: Path | str, step: Any, state: ZeroState, batch: Any, *, 
     check_path("import_params: path", path)
     check_step(step, state)
     layout = step.layout(batch)
-    parts = parts_of({name: (shape.shape, like.dtype) for (name, shape), (_, like) in zip(
-        model_leaves(layout.stored_shapes), model_leaves(layout.state), strict=True)}, names)
-
-    def checked_tensors() -> dict[str, Tensor]:
-        tensors = named_tensors(path, find_tensors(Path(path)), names)
-        dtypes = {name: np.dtype(like.dtype) for name, like in model_leaves(layout.state) if name in parts}
-        check_tensors(path, parts, dtypes, tensors, names)
-        return tensors
-
-    tensors = all_or_none(checked_tensors)
-    leaves = []
-    for (name, leaf), (_, shape), (_, like) in zip(
-            model_leaves(state), model_leaves(layout.stored_shapes), model_leaves(layout.state), strict=True):
-        if name in parts:
-            leaf.delete()
-            leaf = _read_leaf(path, shape, like, parts[name], tensors)
-        leaves.append(leaf)
-    params, frozen, variables = jax.tree.unflatten(jax.tree.structure(_trees(state)), leaves)
-    return with_new_params(
-        state, params, optimizer=step.optimizer, layout=layout, frozen=frozen, variables=variables)
+    values = _unread(path, step, layout, names)
+    jax.tree.map(lambda leaf: leaf.delete(), (state.params, state.frozen))
+    state = dataclasses.replace(state, params=layout.state.params, frozen=layout.state.frozen)
+    values = values if step.lora is None else step.lora.stored_values(values, state.rng)
+    return with_values(state, values, layout=layout, optimizer=step.optimizer)
 
 
 @in_any_context
@@ -106,25 +105,39 @@ def export_params(path: Path | str, state: ZeroState, layout: Layout, *, names: 
         raise UsageError("ema=True: this state has no moving average. Make the step with ema=..., or export the "
                          "parameters.")
     chosen = dataclasses.replace(state, params=state.ema) if ema else state
-    leaves = {name: (leaf, shape) for (name, leaf), (_, shape) in zip(
+    leaves = {name: LogicalLeaf.stored(leaf, shape) for (name, leaf), (_, shape) in zip(
         model_leaves(chosen), model_leaves(layout.stored_shapes), strict=True)}
-    return _export(Path(path), leaves, names, dtype, max_file_bytes)
+    return export_leaves(Path(path), leaves, names, dtype, max_file_bytes)
 
 
 def export_tree(path: Path | str, params: Any, variables: Any = None, *, names: Names = OWN, dtype: Any = None,
                 max_file_bytes: int = MAX_FILE_BYTES) -> list[Path]:
     """`export_params` for trees of parameters and variables in logical shapes, as `Checkpoints.load_params` returns."""
     leaves = [*named_leaves(params), *((VARIABLES + name, leaf) for name, leaf in named_leaves(variables))]
-    return _export(Path(path), {name: (leaf, identity_shape(leaf.shape)) for name, leaf in leaves}, names, dtype,
-                   max_file_bytes)
+    return export_leaves(Path(path), {name: LogicalLeaf.stored(leaf, identity_shape(leaf.shape))
+                                      for name, leaf in leaves}, names, dtype, max_file_bytes)
 
 
-def _export(path: Path, leaves: Mapping[str, tuple[jax.Array, StoredShape]], names: Names, dtype: Any,
-            max_file_bytes: int) -> list[Path]:
-    """Writes `leaves`, each the stored array with its `StoredShape`; see `export_params`."""
+@dataclasses.dataclass(frozen=True)
+class LogicalLeaf:
+    """A leaf of the model that is fetched when it is written. fetch: its value, in a collective of all processes."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    fetch: Callable[[], np.ndarray]
+
+    @classmethod
+    def stored(cls, leaf: jax.Array, shape: StoredShape) -> "LogicalLeaf":
+        """Of an array that is stored in `shape`."""
+        return cls(shape.shape, leaf.dtype, lambda: shape.load(on_host(leaf)))
+
+
+def export_leaves(path: Path, leaves: Mapping[str, LogicalLeaf], names: Names, dtype: Any, max_file_bytes: int
+                  ) -> list[Path]:
+    """Writes `leaves`, fetched one after another; see `export_params`."""
     whole("max_file_bytes", max_file_bytes, 1)
     dtype = floating_dtype(dtype)
-    parts = parts_of({name: (shape.shape, leaf.dtype) for name, (leaf, shape) in leaves.items()}, names)
+    parts = parts_of({name: (leaf.shape, leaf.dtype) for name, leaf in leaves.items()}, names)
     all_or_none(lambda: check_target(path) if is_first() else None)
     gathered: dict[str, list[np.ndarray]] = {}  # the tensors of one leaf
 
@@ -132,13 +145,12 @@ def _export(path: Path, leaves: Mapping[str, tuple[jax.Array, StoredShape]], nam
         if name not in gathered:
             gathered.clear()
             gc.collect(1)  # the array that was fetched before may be part of a reference cycle, a young one
-            leaf, shape = leaves[name]
-            gathered[name] = parts[name].split(shape.load(on_host(leaf)))
+            gathered[name] = parts[name].split(leaves[name].fetch())
         return gathered[name][number].astype(kind, copy=False)
 
     pieces = []
     for name, each in parts.items():
-        stored = np.dtype(leaves[name][0].dtype)
+        stored = np.dtype(leaves[name].dtype)
         kind = dtype if dtype is not None and jnp.issubdtype(stored, jnp.floating) else stored
         pieces += [Piece(names.written(of), kind, each.tensor_shape, functools.partial(tensor, name, number, kind))
                    for number, of in enumerate(each.names)]
@@ -158,6 +170,33 @@ def floating_dtype(dtype: Any) -> np.dtype | None:
     if dtype is not None and (dtype not in DTYPES.values() or not jnp.issubdtype(dtype, jnp.floating)):
         raise UsageError(f"dtype={asked} is not a floating dtype of the format: give float32 or bfloat16.")
     return dtype
+
+
+def file_leaves(step: Any, layout: Layout) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """(logical shape, dtype) of each leaf of the model itself, which are what files hold; adapters are none of it."""
+    leaves = {name: (shape.shape, like.dtype) for (name, shape), (_, like) in zip(
+        model_leaves(layout.stored_shapes), model_leaves(layout.state), strict=True)}
+    for composed in () if step.lora is None else step.lora.composition:
+        stored = [leaves.pop(name) for name in composed.part_names]
+        leaves[composed.name] = stored[0] if composed.part_names[0] == composed.name else (
+            composed.like.shape, composed.like.dtype)
+    return leaves
+
+
+def _unread(path: Path | str, step: Any, layout: Layout, names: Names) -> dict[str, UnreadLeaf]:
+    """What a file has of the model of `step`, by name, once it is known to fit."""
+    leaves = file_leaves(step, layout)
+    parts = parts_of(leaves, names)
+
+    def checked_tensors() -> dict[str, Tensor]:
+        tensors = named_tensors(path, find_tensors(Path(path)), names)
+        check_tensors(path, parts, {name: np.dtype(leaves[name][1]) for name in parts}, tensors, names)
+        return tensors
+
+    tensors = all_or_none(checked_tensors)
+    return {name.removeprefix(VARIABLES): UnreadLeaf(
+        f"{path}: {each.names[0]!r}", each.shape, tensors[each.names[0]].dtype,
+        lambda each=each: functools.partial(each.read, tensors)) for name, each in parts.items()}
 
 
 def _trees(state: ZeroState) -> tuple[Any, Any, Any]:
@@ -233,26 +272,3 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     rows = range(0, one.shape[0], 1024) if one.shape else [0]
     blocks = [(slice(row, row + 1024),) if one.shape else () for row in rows]
     return all(one.read(block).tobytes() == other.read(block).tobytes() for block in blocks)
-
-
-def _read_leaf(path: Path | str, shape: StoredShape, like: jax.ShapeDtypeStruct, parts: Parts,
-               tensors: Mapping[str, Tensor]) -> jax.Array:
-    """The stored array of a leaf, read shard by shard; a shard that several devices store is read once."""
-    read: dict[Any, np.ndarray] = {}
-
-    def logical_part(index: tuple[slice, ...]) -> np.ndarray:
-        value = parts.read(tensors, index)
-        with np.errstate(over="ignore"):
-            converted = value.astype(like.dtype, copy=False)
-        if value.dtype != like.dtype and np.isinf(converted).any() and not np.isinf(value).any():
-            raise UsageError(f"{path}: {parts.names[0]!r} holds {float(np.abs(value).max()):g}, beyond the range of "
-                             f"{like.dtype}: choose another precision.")
-        return converted
-
-    def part(index: Any) -> np.ndarray:
-        spans = tuple(way.indices(size)[:2] for way, size in zip(index, like.shape, strict=True))
-        if spans not in read:
-            read[spans] = stored_part(shape, spans, like.dtype, logical_part)
-        return read[spans]
-
-    return jax.make_array_from_callback(like.shape, like.sharding, part)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, get_opaque_trace_state
 
@@ -59,6 +60,16 @@ def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type)
 
 
+def is_on_host_atom(atom: Any) -> bool:
+    """Whether an operand is an array in host memory."""
+    return getattr(atom.aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def type_of(atom: Any) -> Any:
+    """As `shape_of`, but in host memory where the operand is."""
+    return atom.aval if is_on_host_atom(atom) else shape_of(atom)
+
+
 def primitive_of(eqn: JaxprEqn) -> str:
     """The name of the primitive of an equation, as "dot_general"."""
     return eqn.primitive.name
@@ -67,6 +78,12 @@ def primitive_of(eqn: JaxprEqn) -> str:
 def scope_of(eqn: JaxprEqn) -> str:
     """The `jax.named_scope`s in which an equation was traced, joined by slashes."""
     return str(eqn.source_info.name_stack)
+
+
+def in_scope_of(eqn: JaxprEqn, other: JaxprEqn) -> JaxprEqn:
+    """`eqn` with its own scopes inside of those of `other`."""
+    source = eqn.source_info
+    return eqn.replace(source_info=source.replace(name_stack=other.source_info.name_stack + source.name_stack))
 
 
 def producers(jaxpr: Jaxpr) -> dict[Any, JaxprEqn]:
@@ -88,6 +105,12 @@ def bind_eqn(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> Sequence[Any]
     return out if eqn.primitive.multiple_results else [out]
 
 
+def bind_in_scope(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+    """As `bind_eqn`, in the scopes in which `eqn` was traced."""
+    with jax.named_scope(scope_of(eqn)):
+        return bind_eqn(eqn, args)
+
+
 def run_eqns(eqns: Iterable[JaxprEqn], env: dict[Any, Any],
              bind: Callable[[JaxprEqn, list[Any]], Sequence[Any]] = bind_eqn) -> None:
     """Evaluates `eqns` with `bind`, reading operands from `env` (variable -> value) and writing results into it."""
@@ -95,15 +118,62 @@ def run_eqns(eqns: Iterable[JaxprEqn], env: dict[Any, Any],
         env.update(zip(eqn.outvars, bind(eqn, [value_of(atom, env) for atom in eqn.invars]), strict=True))
 
 
+def live_eqns(eqns: Sequence[JaxprEqn], outputs: Iterable[Any]) -> list[JaxprEqn]:
+    """Those of `eqns` that `outputs` come from, and those with effects."""
+    wanted, needed = set(variables(outputs)), []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(var in wanted for var in eqn.outvars):
+            wanted.update(variables(eqn.invars))
+            needed.append(eqn)
+    return needed[::-1]
+
+
 def eqn_of(fun: Callable[..., Any], invars: Sequence[Any], outvars: Sequence[Any]) -> JaxprEqn:
     """The equation `outvars = fun(*invars)`; `fun` must trace to exactly one."""
-    (eqn,) = trace(fun, *map(shape_of, invars)).jaxpr.eqns
+    (eqn,) = trace(fun, *map(type_of, invars)).jaxpr.eqns
     return eqn.replace(invars=list(invars), outvars=list(outvars))
+
+
+def call_of(closed: ClosedJaxpr, args: Sequence[Any], name: str) -> Sequence[Any]:
+    """The results of `closed` on the values `args`, as one jitted call of that name: nothing in it is traced again."""
+    if closed.consts:  # which may belong to the trace around this
+        return jaxpr_to_fun(closed)(*args)
+    call = trace(jax.jit(lambda *_: [0.0] * len(closed.jaxpr.outvars)), *map(
+        shape_of, closed.jaxpr.invars)).jaxpr.eqns[0]
+    return bind_eqn(call, args, jaxpr=closed, name=name)
 
 
 def replace_eqn(eqn: JaxprEqn, fun: Callable[..., Any]) -> JaxprEqn:
     """A jitted call of `fun`, which computes what `eqn` does, in the place of `eqn`."""
     return eqn_of(jax.jit(fun), eqn.invars, eqn.outvars)
+
+
+def needed_eqns(closed: ClosedJaxpr, wanted: Sequence[Any]) -> list[JaxprEqn]:
+    """The equations, in order, that the variables among `wanted` follow from."""
+    makers, todo = producers(closed.jaxpr), [var for var in wanted if not isinstance(var, Literal)]
+    needed: set[int] = set()
+    while todo:
+        eqn = makers.get(todo.pop())
+        if eqn is not None and id(eqn) not in needed:
+            needed.add(id(eqn))
+            todo += variables(eqn.invars)
+    return [eqn for eqn in closed.jaxpr.eqns if id(eqn) in needed]
+
+
+def structure_of(eqns: Iterable[JaxprEqn], invars: Sequence[Any], outvars: Sequence[Any]) -> tuple[Any, ...]:
+    """A hashable that is the same of equations that compute the same from operands of the same types."""
+    numbers: dict[Any, int] = {}
+
+    def atom_key(atom: Any) -> Any:
+        if isinstance(atom, Literal):
+            value = numpy.asarray(atom.val)
+            return str(atom.aval), value.dtype.str, value.tobytes()
+        return numbers.setdefault(atom, len(numbers)), str(atom.aval)
+
+    inputs = [atom_key(var) for var in invars]
+    steps = [(eqn.primitive.name, str(sorted(eqn.params.items(), key=lambda item: item[0])),
+              *map(atom_key, eqn.invars), *map(atom_key, eqn.outvars)) for eqn in eqns]
+    return tuple(inputs), tuple(steps), tuple(map(atom_key, outvars))
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
 from jax.lax import GatherScatterMode
 
@@ -17,9 +16,9 @@ from zero_jax.jaxpr.equations import (
     Var,
     bind_eqn,
     closed_jaxpr,
-    eqn_of,
     shape_of,
     trace,
+    type_of,
 )
 
 SCAN, COND, JIT = primitives.scan_p.name, primitives.cond_p.name, primitives.jit_p.name
@@ -27,7 +26,10 @@ REMAT, CUSTOM_VJP = primitives.remat_p.name, primitives.custom_vjp_call_p.name
 NAME, CONVERT, DOT, CONV = "name", "convert_element_type", "dot_general", "conv_general_dilated"
 CUDNN_ATTENTION, PALLAS = "dot_product_attention_fwd_wrapper", "pallas_call"
 GATHER_ROWS, SCATTER_ADD, SHARD_MAP, CONSTRAINT = "gather", "scatter-add", "shard_map", "sharding_constraint"
-"""Names of primitives, as `primitive_of` returns them."""
+BARRIER, OWN = "optimization_barrier", "zero_"
+"""Names of primitives, as `primitive_of` returns them; `OWN` begins those of `named_call`."""
+
+_INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)  # a class from JAX 0.12 on
 
 CALLS = (JIT, REMAT, CUSTOM_VJP, "custom_jvp_call", "closed_call")
 """Primitives that evaluate `call_jaxpr` of their operands, and nothing else."""
@@ -44,11 +46,6 @@ BROADCAST, IOTA = "broadcast_in_dim", "iota"
 """Primitives whose results have in each place what follows from a scalar and from the place."""
 
 
-def name_eqn(name: str, taken: Any, given: Any) -> JaxprEqn:
-    """The equation `given = checkpoint_name(taken, name)`."""
-    return eqn_of(lambda value: checkpoint_name(value, name), [taken], [given])
-
-
 def call_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:
     """What one of `CALLS` evaluates, or the body of a scan or of a shard_map."""
     return closed_jaxpr(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
@@ -59,9 +56,14 @@ def with_call_jaxpr(eqn: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
     return eqn.replace(params={**eqn.params, "jaxpr": eqn.params["jaxpr"].replace(jaxpr=jaxpr)})
 
 
+def inlined(jit: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
+    """A jit of `jaxpr`, whose equations take its place where it is traced again."""
+    return with_call_jaxpr(jit.replace(params={**jit.params, "inline": _INLINE}), jaxpr)
+
+
 def with_body(eqn: JaxprEqn, fun: Callable[..., Any]) -> JaxprEqn:
     """A scan whose body is the function `fun` of the body's flat arguments."""
-    avals = map(shape_of, call_jaxpr(eqn).jaxpr.invars)
+    avals = map(type_of, call_jaxpr(eqn).jaxpr.invars)
     return eqn.replace(params={**eqn.params, "jaxpr": trace(fun, *avals)})
 
 
@@ -91,7 +93,10 @@ def in_specs(shard_map: JaxprEqn) -> tuple[Any, ...]:
 
 
 def checkpoint_names(eqn: JaxprEqn) -> tuple[str, ...]:
-    """What `jax.ad_checkpoint.checkpoint_name` calls the result, or values directly within a custom_vjp_call."""
+    """What `jax.ad_checkpoint.checkpoint_name` calls the result, or values directly within a custom_vjp_call.
+
+    Of a primitive of `named_call`, the names that it was given.
+    """
     return policy_names(eqn.primitive, eqn.params)
 
 
@@ -99,9 +104,16 @@ def policy_names(primitive: Any, params: Mapping[str, Any]) -> tuple[str, ...]:
     """As `checkpoint_names`, of what a checkpoint policy is called with: `policy(primitive, *avals, **params)`."""
     if primitive.name == NAME:
         return (params["name"],)
+    if primitive.name.startswith(OWN):
+        return params["names"]
     if primitive.name == CUSTOM_VJP:
         return tuple(eqn.params["name"] for eqn in params["call_jaxpr"].jaxpr.eqns if eqn.primitive.name == NAME)
     return ()
+
+
+def own_use(eqn: JaxprEqn) -> Any:
+    """What a primitive of `named_call` was given as `use`; None for others."""
+    return eqn.params["use"] if eqn.primitive.name.startswith(OWN) else None
 
 
 def is_attention_kernel(primitive: Any, params: Mapping[str, Any]) -> bool:
@@ -210,6 +222,11 @@ def permutation(transpose: JaxprEqn) -> tuple[int, ...]:
 def reduced_axes(reduction: JaxprEqn) -> tuple[int, ...]:
     """The dims that a reduce_sum or its like reduces."""
     return tuple(reduction.params["axes"])
+
+
+def bind_unsharded(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+    """As `bind_eqn`, without the sharding that the result may have been given."""
+    return bind_eqn(eqn, args, **{name: None for name in ("sharding", "out_sharding") if name in eqn.params})
 
 
 def reduce_all(reduction: JaxprEqn, value: Any) -> Sequence[Any]:

@@ -37,17 +37,27 @@ def takes_value(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
-def check_optimizer(optimizer: optax.GradientTransformationExtraArgs, params: Any) -> None:
+def traced_once(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """`optimizer` with a jitted update: the step has the trace of `check_optimizer`, where shapes are the same."""
+    return optax.GradientTransformationExtraArgs(optimizer.init, jax.jit(optimizer.update))
+
+
+def check_optimizer(optimizer: optax.GradientTransformationExtraArgs, params: Any,
+                    sharding: jax.sharding.Sharding | None = None) -> None:
     """Raises ValueError unless `optimizer` runs on what a step has, and its updates and state keep their shapes.
 
-    params: a pytree of `jax.ShapeDtypeStruct`s, as stored.
+    params: a pytree of `jax.ShapeDtypeStruct`s, as stored. sharding: any over the mesh of the step, which is part of
+    the types in its trace.
     """
-    value = jax.ShapeDtypeStruct((), jnp.float32)
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.update(sharding=sharding), tree)
+
+    value = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
     try:
         before = jax.eval_shape(optimizer.init, params)
         updates, after = jax.eval_shape(
             lambda grads, state, params, value: optimizer.update(grads, state, params, value=value),
-            params, before, params, value)
+            *placed((params, before, params)), value)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         if not (advice := _advice(message)):

@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 MAX_LEAVES = 8
 """Leaves that share a loop, at most: the blocks of more would be small, and a copy costs 10 microseconds at least."""
 
+TILE = 32, 128
+"""Rows and columns of a TPU's tiles of one byte for each element; those of 4 bytes have 8 rows."""
+
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -61,25 +64,35 @@ def cut_in_loops(shapes: Mapping[_Key, tuple[int, ...]], sizes: Mapping[_Key, in
       shapes: of a device's shard.
       sizes: bytes that are read for each leaf.
       buffer_bytes: that a round may read.
-      tiled: of a TPU, which stores the last two dims in tiles, in an order that it chooses, and cannot write a part of
-        them to host memory ("Lane slice updating is not supported", libtpu of jax 0.10.2): matrices are moved whole,
-        and of stacks whole layers.
+      tiled: of a TPU, which stores the last two dims in tiles, in an order that it chooses so as to pad them least, and
+        cannot write a part of a tile to host memory ("Lane slice updating is not supported", libtpu of jax 0.10.2):
+        matrices of whole tiles, which need no padding in either order, are cut between tiles, other matrices are moved
+        whole, and of stacks whole layers.
     """
-    small = [key for key, size in sizes.items() if size <= buffer_bytes // 4 or tiled and len(shapes[key]) < 3]
+    small = [key for key, size in sizes.items() if size <= buffer_bytes // 4
+             or tiled and len(shapes[key]) < 3 and not _has_whole_tiles(shapes[key])]
     groups = [dict.fromkeys(keys) for keys in _filled(small, sizes, buffer_bytes // 2)]
     whole = [{key: Blocks(shapes[key], shapes[key][0]) for key in group} for group in groups]
-    by_rows: dict[int, list[_Key]] = {}
+    by_rows: dict[tuple[int, bool], list[_Key]] = {}
     for key in shapes:
         if key not in small:
-            by_rows.setdefault(shapes[key][0], []).append(key)
+            by_rows.setdefault((shapes[key][0], tiled and len(shapes[key]) == 2), []).append(key)
     loops = [keys[at : at + MAX_LEAVES] for keys in by_rows.values() for at in range(0, len(keys), MAX_LEAVES)]
     return [each for keys in loops for each in _loops(keys, shapes, sizes, buffer_bytes, tiled)] + whole
+
+
+def _has_whole_tiles(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and all(size % part == 0 for size, part in zip(shape, TILE, strict=True))
 
 
 def _loops(keys: Sequence[_Key], shapes: Mapping[_Key, tuple[int, ...]], sizes: Mapping[_Key, int], buffer_bytes: int,
            tiled: bool) -> list[dict[_Key, Blocks]]:
     """One loop over leaves of as many rows, or one for each where no rows or parts of rows fit the buffer together."""
     rows, row_bytes = shapes[keys[0]][0], sum(sizes[key] for key in keys) // max(1, shapes[keys[0]][0])
+    if tiled and len(shapes[keys[0]]) == 2:
+        bands, most = rows // TILE[0], buffer_bytes // max(1, row_bytes * TILE[0])
+        size = max(n for n in range(1, max(1, min(bands, most)) + 1) if bands % n == 0) * TILE[0]
+        return [{key: Blocks(shapes[key], size) for key in keys}]
     if row_bytes <= buffer_bytes:
         size = _block_rows(rows, max(1, min(rows, buffer_bytes // max(1, row_bytes))))
         return [{key: Blocks(shapes[key], size) for key in keys}]

@@ -15,23 +15,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.jaxpr.equations import (
-    ClosedJaxpr,
-    JaxprEqn,
-    bind_eqn,
-    is_literal,
-    primitive_of,
-    run_eqns,
-    scope_of,
-    shape_of,
-    trace_flat,
-    value_of,
-)
+from zero_jax.jaxpr.equations import ClosedJaxpr, JaxprEqn, bind_in_scope, is_literal, run_eqns, trace_flat, value_of
 from zero_jax.jaxpr.passes import without_calls
-from zero_jax.jaxpr.primitives import BROADCAST, IOTA, iota_dim
+from zero_jax.optim.block_equations import bind_on_block
 from zero_jax.optim.stream_blocks import Blocks, cut_in_loops
 from zero_jax.optim.stream_units import Split, Unit, split_update
-from zero_jax.sharding.memory_kinds import fetch, put_on_host
+from zero_jax.sharding.memory.host_arrays import fetch, put_on_host
 from zero_jax.sharding.mesh import is_tpu
 from zero_jax.tree import leaf_bytes
 
@@ -94,7 +83,7 @@ class _Run:
         split = self.split
         for level in sorted({0, *split.levels.values()}):
             run_eqns([eqn for eqn in self.jaxpr.eqns if split.levels[eqn.outvars[0]] == level
-                      and eqn.outvars[0] not in split.streamed], self.env, _scoped)
+                      and eqn.outvars[0] not in split.streamed], self.env, bind_in_scope)
             units = {i: unit for i, unit in enumerate(split.units) if unit.level == level}
             shapes = {i: self._local_shape(unit) for i, unit in units.items()}
             sizes = {i: self._read_bytes(unit, shapes[i]) for i, unit in units.items()}
@@ -194,25 +183,14 @@ class _UnitRun:
             env[var] = fetch(block(buffers[place] if kind == "buffer" else args["arrays"][at]))
 
         def bind(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-            with jax.named_scope(scope_of(eqn)):
-                if primitive_of(eqn) == BROADCAST:
-                    return [jnp.broadcast_to(values[0], sizes)]
-                if primitive_of(eqn) == IOTA:
-                    return [self._iota(eqn, start, sizes)]
-                results = bind_eqn(eqn, values)
-                # A result is computed once, and what follows reads it. XLA would compute it again in each fusion, from
-                # arrays that are overwritten by then, which it copies whole; and with other roundings: a multiply-add
-                # is fused at one place and not at another.
-                return jax.lax.optimization_barrier(results) if eqn.outvars[0] in written else results
+            results = bind_on_block(eqn, values, spec=self.unit.spec, shape=self.blocks.shape, start=start, sizes=sizes)
+            # A result is computed once, and what follows reads it. XLA would compute it again in each fusion, from
+            # arrays that are overwritten by then, which it copies whole; and with other roundings: a multiply-add is
+            # fused at one place and not at another.
+            return jax.lax.optimization_barrier(results) if eqn.outvars[0] in written else results
 
         run_eqns(self.unit.eqns, env, bind)
         return [env[var] for var, _ in self.unit.writes]
-
-    def _iota(self, eqn: JaxprEqn, start: Sequence[Any], sizes: tuple[int, ...]) -> jax.Array:
-        dim, dtype = iota_dim(eqn), shape_of(eqn.outvars[0]).dtype
-        entry = self.unit.spec[dim] if dim < len(self.unit.spec) else None
-        first = 0 if entry is None else jax.lax.axis_index(entry) * self.blocks.shape[dim]
-        return jax.lax.broadcasted_iota(dtype, sizes, dim) + jnp.asarray(first + start[dim], dtype)
 
 
 def _run_blocks(runs: Sequence[_UnitRun], args: Sequence[dict[str, Any]]) -> tuple[list[list[Any]], jax.Array]:
@@ -249,8 +227,3 @@ def _token(values: Sequence[Any]) -> jax.Array:
     firsts = [value[(slice(0, 1),) * value.ndim].reshape(()) for value in values]
     return sum((jnp.isfinite(first).astype(jnp.int32) if jnp.issubdtype(first.dtype, jnp.inexact)
                 else first.astype(jnp.int32) for first in firsts), jnp.zeros((), jnp.int32))
-
-
-def _scoped(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
-    with jax.named_scope(scope_of(eqn)):
-        return bind_eqn(eqn, args)

@@ -16,6 +16,7 @@ from zero_jax.jaxpr.primitives import SHARD_MAP, call_jaxpr, in_specs
 from zero_jax.optim.compatibility import takes_value
 from zero_jax.sharding.gather import constrain
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory.host_arrays import fetch
 from zero_jax.sharding.mesh import is_tpu
 from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
 from zero_jax.sharding.partition import OWNED, choose_spec
@@ -104,8 +105,8 @@ def moved(layout: Layout, optimizer: Any) -> list[tuple[Any, float]]:
     """
     state = layout.state
     traced = trace(
-        lambda grads, state, params, value: update_stored(layout, optimizer, grads, state, params, value=value),
-        state.params, state.opt_state, state.params, jax.ShapeDtypeStruct((), jnp.float32))
+        lambda value, *args: update_stored(layout, optimizer, *fetch(args), value=value),
+        jax.ShapeDtypeStruct((), jnp.float32), state.params, state.opt_state, state.params)
     share = 1 - 1 / layout.num_shards
     sent: list[tuple[Any, float]] = []
     for eqn in all_eqns(traced.jaxpr):

@@ -2,9 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from zero_jax.jaxpr.equations import ClosedJaxpr, Jaxpr, JaxprEqn, inner_jaxprs, primitive_of, shape_of
+import jax
+
+from zero_jax.jaxpr.equations import ClosedJaxpr, Jaxpr, JaxprEqn, inner_jaxprs, is_literal, primitive_of, shape_of
 from zero_jax.jaxpr.primitives import (
     COND,
     CONV,
@@ -15,7 +18,9 @@ from zero_jax.jaxpr.primitives import (
     conv_dims,
     dot_dims,
     num_rounds,
+    own_use,
 )
+from zero_jax.transforms.tiled_products import TILED_PRODUCT
 from zero_jax.xla.events import Event, opaque_calls, totals
 
 
@@ -35,6 +40,8 @@ def _flops(eqn: JaxprEqn) -> float:
     if primitive == DOT:
         shape = shape_of(eqn.invars[0]).shape
         return 2.0 * out * math.prod(shape[dim] for dim in dot_dims(eqn).contracted[0])
+    if primitive == TILED_PRODUCT:
+        return own_use(eqn).flops
     if primitive == CONV:
         kernel = shape_of(eqn.invars[1]).shape
         return 2.0 * out * math.prod(kernel[dim] for dim in conv_dims(eqn).kernel[1:])
@@ -47,12 +54,57 @@ def _flops(eqn: JaxprEqn) -> float:
     return max(inside, default=0.0) if primitive == COND else sum(inside) * num_rounds(eqn)
 
 
+def frozen_flops(jaxpr: Jaxpr, frozen: Sequence[bool | None]) -> float:
+    """Of `traced_flops` those of products by a weight that is not trained, whose gradient backward does not compute.
+
+    frozen: of each input whether it is such a weight; None: a constant, beside which a weight stays one.
+    """
+    return _frozen(jaxpr, frozen)[0]
+
+
+def _frozen(jaxpr: Jaxpr, frozen: Sequence[bool | None]) -> tuple[float, list[bool | None]]:
+    """(`frozen_flops`, of each output whether it is computed from frozen weights alone)."""
+    known: dict[Any, bool | None] = dict(zip(jaxpr.invars, frozen, strict=True))
+    known |= dict.fromkeys(jaxpr.constvars)
+    total = 0.0
+
+    def of(atom: Any) -> bool | None:
+        return None if is_literal(atom) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [of(atom) for atom in eqn.invars]
+        if primitive_of(eqn) in (DOT, TILED_PRODUCT) and sorted(map(bool, operands)) == [False, True]:
+            total += _flops(eqn)
+        derived = False if False in operands else True if True in operands else None
+        outs: list[bool | None] = [derived] * len(eqn.outvars)
+        inner = [call_jaxpr(eqn).jaxpr] if primitive_of(eqn) == CUSTOM_VJP else inner_jaxprs(eqn)
+        inside = [_frozen(each, operands[len(operands) - len(each.invars):]) for each in inner
+                  if len(each.invars) in (len(operands), len(operands) - 1)]  # branches do not take the index
+        if inside:
+            total += max(flops for flops, _ in inside) * num_rounds(eqn)
+            outs = inside[0][1] if len(inside[0][1]) == len(outs) else outs
+        known |= dict(zip(eqn.outvars, outs, strict=True))
+    return total, [of(atom) for atom in jaxpr.outvars]
+
+
+def model_flops(step: Any, batch: Any) -> float:
+    """FLOPs of a step as its model is written: three times those of forward, less gradients that nothing needs.
+
+    step: a `ZeroTrainStep`. batch: of it, or abstract. Of a weight that is not trained backward computes no gradient.
+    """
+    forward, state = step.trace_forward(batch), step.abstract_state(batch)
+    marked = jax.tree.map(lambda _: False, state)
+    flags = jax.tree.leaves(dataclasses.replace(marked, frozen=jax.tree.map(lambda _: True, state.frozen)))
+    flags += [False] * (len(forward.jaxpr.invars) - len(flags))
+    return 3 * traced_flops(forward) - frozen_flops(forward.jaxpr, flags)
+
+
 @dataclasses.dataclass(frozen=True)
 class StepFlops:
     """FLOPs of one train step on all devices, and what they come to in a step of so many seconds.
 
     Attributes:
-        model: of the model as written: three times those of its forward pass, without recomputation.
+        model: of the model as written (`model_flops`), without recomputation.
         program: of the compiled program on all devices, with what it recomputes and what devices repeat; None where it
             calls kernels whose FLOPs are not known.
         num_devices: that share them.
@@ -79,13 +131,12 @@ class StepFlops:
         return self.program / (seconds * self.num_devices * self.peak)
 
 
-def step_flops(forward: Jaxpr | ClosedJaxpr, schedule: Iterable[Event], *, num_devices: int,
-               peak: float | None) -> StepFlops:
-    """The FLOPs of a step from the jaxpr of its loss in evaluation, of the global batch, and its compiled schedule.
+def step_flops(model: float, schedule: Iterable[Event], *, num_devices: int, peak: float | None) -> StepFlops:
+    """The FLOPs of a step from those of its model, for the global batch, and its compiled schedule.
 
     schedule: of one device. peak: as in `StepFlops`.
     """
     schedule = tuple(schedule)
     known = not any(opaque_calls(schedule))
     program = num_devices * sum(totals(schedule).flops.values()) if known else None
-    return StepFlops(3 * traced_flops(forward), program, num_devices, peak)
+    return StepFlops(model, program, num_devices, peak)

@@ -14,19 +14,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from zero_jax.contract.report import Report
 from zero_jax.errors import UsageError
-from zero_jax.planning.flops import traced_flops
+from zero_jax.planning.flops import model_flops
 from zero_jax.planning.formulas import palm_flops
 from zero_jax.planning.memory import MemoryReport, Transformer, memory_report
 from zero_jax.planning.overlap import OverlapEffect
 from zero_jax.planning.timing import Timing, predict
+from zero_jax.planning.transfers import Transfers, disk_transfers, transfers_of, with_transfers
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory.disk_leaves import disk_traffic
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.stages import STAGES
-from zero_jax.step.contract_report import Report
 from zero_jax.step.make import make_zero_train_step
-from zero_jax.step.step import ZeroTrainStep
 from zero_jax.tree import named_leaves
 from zero_jax.xla import devices as xla_devices
 from zero_jax.xla.targets import Target, target_of
@@ -47,7 +49,8 @@ class Plan:
         layout: how each leaf of the state is stored.
         memory_bytes: what a program may use; None if unknown (live CPU devices).
         needed_bytes: what this one needs: state, batch and temporaries.
-        host_bytes: of host memory.
+        host_bytes: what it needs of host memory.
+        host_memory_bytes: what its host has for each device; None if unknown.
         refused: what XLA said if it would not compile the step; then what follows is None.
         memory: memory by purpose: by formula, as stored and as compiled.
         communication: what the program sends, checked against the stage's contract.
@@ -55,7 +58,10 @@ class Plan:
         timing: the predicted step time; None for live devices.
         compile_seconds: that tracing and compiling took here.
         overlap: what `overlap=` or `prefetch=` changes, for which the step is compiled without it, too; None where
-            neither is given.
+            neither is given, or they are not compared.
+        transfers: what it moves from and to host memory or disk; None where that is nothing, or no figures are known.
+        disk_bytes: what it needs of the disks of its host for each device, two generations.
+        disk_memory_bytes: what these have for each device; None if unknown.
     """
 
     target: Target | None
@@ -66,6 +72,7 @@ class Plan:
     memory_bytes: int | None
     needed_bytes: int
     host_bytes: int
+    host_memory_bytes: int | None
     refused: str
     memory: MemoryReport | None = dataclasses.field(repr=False)
     communication: Report | None = dataclasses.field(repr=False)
@@ -73,6 +80,9 @@ class Plan:
     timing: Timing | None
     compile_seconds: float
     overlap: OverlapEffect | None = None
+    transfers: Transfers | None = None
+    disk_bytes: int = 0
+    disk_memory_bytes: int | None = None
 
     @property
     def num_devices(self) -> int:
@@ -81,14 +91,22 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits into the device's memory, and what it offloads into the host's."""
-        host = self.target is None or self.host_bytes <= self.target.chip.host_memory_bytes
-        return not self.refused and host and (self.memory_bytes is None or self.needed_bytes <= self.memory_bytes)
+        """Whether the step fits into the device's memory, and what it offloads into the host's and on its disks."""
+        return not self.refused and all(limit is None or size <= limit for size, limit in (
+            (self.needed_bytes, self.memory_bytes), (self.host_bytes, self.host_memory_bytes),
+            (self.disk_bytes, self.disk_memory_bytes)))
 
     @property
     def free_bytes(self) -> int:
         """What is left of a device's memory; negative by what is missing."""
         return (self.memory_bytes or self.needed_bytes) - self.needed_bytes
+
+    @property
+    def lacking_bytes(self) -> int:
+        """What is missing of a device's memory, its host's and its disks', together; 0 where nothing is."""
+        return sum(max(0, size - limit) for size, limit in (
+            (self.needed_bytes, self.memory_bytes), (self.host_bytes, self.host_memory_bytes),
+            (self.disk_bytes, self.disk_memory_bytes)) if limit is not None)
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -112,6 +130,11 @@ class Plan:
             advice.append(f"a smaller batch: {temporaries / 1e9:,.1f} GB of temporaries are for {per_device:g} "
                           "examples on each device")
         advice.append("recompute blocks in the backward pass (remat) if the model does not")
+        if self.layout.overlap_note:
+            advice.append("overlap=False, prefetch=False: collectives wait for compute, and hold less memory")
+        if self.stage == 3 and not self.layout.host_params:
+            sizes = [row.device_bytes for row in self.layout.placements() if row.memory == "device"]
+            advice.append(f"offload=\"parameters\": {sum(sizes) / 1e9:,.1f} GB of state in host memory")
         if not self.layout.host:
             sizes = [row.device_bytes for row in self.layout.placements() if row.name.startswith("opt_state/")]
             advice.append(f"offload=\"optimizer\": {sum(sizes) / 1e9:,.1f} GB of optimizer states in host memory")
@@ -149,51 +172,78 @@ def plan(model: Any, stage: int, target: str | Target, batch: Any, *, mesh: int 
     return examine(make_zero_train_step(model, stage, mesh=device_mesh, **options), batch, target, transformer)
 
 
-def examine(step: ZeroTrainStep, batch: Any, target: Target | None = None,
-            transformer: Transformer | None = None) -> Plan:
-    """The plan of an existing step, on the target topology `target` or on live devices (None)."""
+def examine(step: Any, batch: Any, target: Target | None = None, transformer: Transformer | None = None, *,
+            memory_bytes: int | None = None, host_memory_bytes: int | None = None,
+            disk_memory_bytes: int | None = None, compare: bool = True, fragment: int | None = None) -> Plan:
+    """The plan of an existing step, on the target topology `target` or on live devices (None).
+
+    step: a `ZeroTrainStep` or a `DiLoCoStep`. memory_bytes, host_memory_bytes, disk_memory_bytes: what it may use of
+    each device, of its host and of its disks; None: all of the target's chip. compare: a step with `overlap=True` or a
+    mapping, or with `prefetch=`, is compiled without it, too, for `Plan.overlap`. fragment: that a program of a
+    `DiLoCoStep` averages, which is not compared; None: none.
+    """
     began = time.perf_counter()
     layout, size = step.layout(batch), step.batches.size(batch)
     leaf = next((leaf for name, leaf in named_leaves(batch) if step.batches.is_example(name, leaf)), None)
-    known = None if target is None else target.chip.memory_bytes - RESERVED.get(target.chip.platform, 0)
+    known, host_known, disk_known = memory_bytes, host_memory_bytes, disk_memory_bytes
+    if target is not None:
+        known = known or target.chip.memory_bytes - RESERVED.get(target.chip.platform, 0)
+        host_known = host_known or target.chip.host_memory_bytes
+        disk_known = disk_known or target.chip.disk_bytes or None
+    traffic = disk_traffic(layout, local_devices(step.mesh, target)) if layout.disk else None
 
     def make_plan(needed: int, host: int = 0, refused: str = "", **compiled_fields: Any) -> Plan:
         return Plan(target=target, stage=step.stage.number, batch_size=size, mesh=dict(step.mesh.shape),
-                    layout=layout, memory_bytes=known, needed_bytes=needed, host_bytes=host, refused=refused,
-                    compile_seconds=time.perf_counter() - began,
+                    layout=layout, memory_bytes=known, needed_bytes=needed, host_bytes=host,
+                    host_memory_bytes=host_known, refused=refused, compile_seconds=time.perf_counter() - began,
+                    disk_bytes=traffic.stored if traffic else 0, disk_memory_bytes=disk_known,
                     **({"memory": None, "communication": None, "links": {}, "timing": None} | compiled_fields))
 
     if known is not None and layout.device_bytes > known:  # no compiler needed to see that
         return make_plan(layout.device_bytes, refused="not compiled: the state alone does not fit")
-    if target is not None and layout.host_bytes > target.chip.host_memory_bytes:
+    if host_known is not None and layout.host_bytes > host_known:
         return make_plan(layout.device_bytes, host=layout.host_bytes, refused=(
             f"not compiled: {layout.host_bytes:,} bytes of state in host memory for each device, whose host has "
-            f"{target.chip.host_memory_bytes:,} for each"))
+            f"{host_known:,} for each"))
+    if traffic is not None and disk_known is not None and traffic.stored > disk_known:
+        return make_plan(layout.device_bytes, refused=(
+            f"not compiled: two generations of state in files are {traffic.stored:,} bytes for each device, whose host "
+            f"has {disk_known:,} of disks for each"))
     try:
-        compiled = step.compiled_step(batch)
+        compiled = step.compiled_step(batch) if fragment is None else step.compiled_step(batch, fragment)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return make_plan(refused_bytes(str(error)), refused=str(error).splitlines()[0])
-    timing, effect, links = None, None, collections.defaultdict[Any, float](float)
+    timing, effect, transfers, links = None, None, None, collections.defaultdict[Any, float](float)
     if target is not None:
         coords = [xla_devices.coords(device) for device in step.mesh.devices.flat]
         is_text = leaf is not None and leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
         tokens = leaf.size if leaf is not None and is_text else size
-        forward = traced_flops(step.trace_forward(batch))
+        flops = model_flops(step, batch)
         timing_of = functools.partial(
-            predict, target=target, coords=coords, tokens=tokens, model_flops=3 * forward,
+            predict, target=target, coords=coords, tokens=tokens, model_flops=flops,
             palm_flops=transformer and tokens * palm_flops(
                 layout.num_params, transformer.layers, transformer.hidden, transformer.length))
         timing = timing_of(compiled.schedule)
-        if step.options.overlap or step.options.prefetch:
+        if compare and fragment is None and step.options.asks_for_overlap:
             plain = step.without_overlap().compiled_step(batch)
             effect = OverlapEffect.of((timing_of(plain.schedule), timing), (plain.memory, compiled.memory))
+        transfers = disk_transfers(traffic, target) if traffic else transfers_of(compiled, target.chip, timing)
+        timing = with_transfers(timing, transfers)
         for collective in itertools.chain.from_iterable(each.collectives for each in compiled.report.results):
             link = target.link([coords[device] for device in collective.group]).name
             links[link, collective.axes(step.mesh.shape)] += collective.communication_bytes * collective.count
     return make_plan(compiled.device_bytes, host=compiled.host_bytes, communication=compiled.report, timing=timing,
-                     overlap=effect, links=dict(links), memory=memory_report(layout, compiled, activations=transformer))
+                     overlap=effect, transfers=transfers, links=dict(links),
+                     memory=memory_report(layout, compiled, activations=transformer))
+
+
+def local_devices(mesh: Mesh, target: Target | None) -> int:
+    """Devices of the mesh that a process has."""
+    if target is not None:
+        return target.num_devices // target.num_hosts
+    return sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
 
 
 def refused_bytes(message: str) -> int:

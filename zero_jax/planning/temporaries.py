@@ -8,12 +8,13 @@ import dataclasses
 from collections.abc import Iterator
 
 from zero_jax.sharding.gather import GATHER_SCOPE
+from zero_jax.transforms.gather_again import BACKWARD_SCOPE
 from zero_jax.xla.aliasing import is_sent, moved_from, update_of
 from zero_jax.xla.liveness import Buffer, Buffers, Value
 from zero_jax.xla.parser import Module
 
 ACTIVATIONS, GATHERED, GRADIENTS, OTHER = "activations", "gathered weights", "gradients", "temporary buffers"
-BACKWARD, DIFFERENTIATED = "transpose(", "jvp("
+BACKWARD, DIFFERENTIATED = ("transpose(", BACKWARD_SCOPE), "jvp("
 
 _ALIASES = {
     "tuple", "get-tuple-element", "bitcast", "while", "parameter", "optimization-barrier", "call", "conditional",
@@ -71,8 +72,8 @@ class LiveTemporaries:
         if moved:
             return min(moved)
         name = self._op_name(self._named_writer(buffer))
-        forward = DIFFERENTIATED in name and BACKWARD not in name
-        return ACTIVATIONS if forward and any(BACKWARD in reader for reader in readers) else OTHER
+        forward = DIFFERENTIATED in name and not _is_backward(name)
+        return ACTIVATIONS if forward and any(map(_is_backward, readers)) else OTHER
 
     def _last_writer(self, buffer: Buffer) -> Value:
         """The value that fills `buffer`: of a loop that updates it slice by slice, else the last one up to the peak."""
@@ -111,6 +112,10 @@ class LiveTemporaries:
 
     def _op_name(self, value: Value) -> str:
         return self.buffers.module.metadata(value.instruction)[0]
+
+
+def _is_backward(op_name: str) -> bool:
+    return any(scope in op_name for scope in BACKWARD)
 
 
 def _computed(buffer: Buffer) -> Iterator[Value]:

@@ -3,6 +3,6 @@
 Reading order: `mesh` and `mesh_axes` (axes and their roles), `stored_shape` (padding and merging), `partition` and
 `partition_state` (a spec for each leaf), `layout` (all of it as data), `make_layout`, `gather` (gather at use and its
 transpose), `compute_params` (the weights of stages 1 and 2), `stored_optimizer` and `stored_update` (an optimizer on
-padded arrays), `reduce_scatter`, `batch`, `tensor_rules`. Quantised communication: `communication` (the policy),
-`quantized` (messages), `quantized_leaves` (which parameters), `quantized_gather`, `quantized_reduce`.
+padded arrays), `shard_reader` (a leaf that is read in shards), `reduce_scatter`, `batch`, `tensor_rules`. `quantized/`
+is quantised communication, `memory/` which memory a leaf is stored in.
 """

@@ -20,6 +20,7 @@ from zero_jax.state import ZeroState
 from zero_jax.tree import path_name
 from zero_jax.typing import Pytree
 
+_CONFIG: Any = jax.config
 _ARRAYS = {"rng", "batch", "batches", "gradients", "loss", "variables"}
 """Arguments of a step's methods that are trees of arrays, or no arrays at all."""
 
@@ -27,7 +28,7 @@ _OF_META = ("is not found in mesh", "if creating a variable with annotation")
 _OF_EXPLICIT = ("can only refer to Auto axes", "of type Auto or Manual", "should match the", "Mesh for all inputs",
                 "does not match the specs of the input")
 _OF_NONE = ("not under a mesh context", "requires a non-empty mesh", "mesh cannot be empty")
-"""In what JAX and Flax say of shardings in a model that do not fit the mesh on which it runs (tests/test_seams.py)."""
+"""In what JAX and Flax say of shardings in a model that do not fit the mesh on which it runs (tests/seams)."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -112,6 +113,9 @@ def in_any_context(function: _Function, at: Any = None) -> _Function:
         of = given.get(owner) if at is None else at
         if of is None or not hasattr(of, "mesh"):
             return function(*args, **options)  # which has its own words for it
+        if _CONFIG.jax_disable_jit:
+            raise UsageError("jax.disable_jit() or JAX_DISABLE_JIT is set, and a step is a compiled program: leave it "
+                             "out around the step. jax.debug.print and jax.debug.callback show values inside of one.")
         for name in _ARRAYS & given.keys():
             target = of.batch_target(steps=name == "batches") if name in ("batch", "batches") else None
             given[name] = on_auto_axes(given[name], of.mesh, target)

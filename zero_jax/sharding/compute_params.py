@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.sharding.gather import GATHER_SCOPE, compute_spec, constrain, gather, gather_sequence, names_of
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.sharding.quantized_gather import GatherCodes
+from zero_jax.sharding.quantized.gather import GatherCodes
 from zero_jax.tree import leaf_bytes, map_named
 
 MAX_GATHER_BYTES = 2**30

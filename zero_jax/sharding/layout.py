@@ -9,11 +9,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.sharding.auto_axes import computing_on, on_auto_axes
+from zero_jax.sharding.memory.host_leaves import host_lines, param_bytes_of
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.sharding.param_access import ParamAccess
+from zero_jax.sharding.param_access import ParamAccess, Tiles
 from zero_jax.sharding.partition import choose_spec, parts_of
-from zero_jax.sharding.quantized_leaves import QuantizedLeaves
+from zero_jax.sharding.quantized.leaves import QuantizedLeaves
 from zero_jax.sharding.stored_shape import StoredShape
+from zero_jax.sharding.tiling import tile_lines
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
 from zero_jax.tree import leaf_bytes, merge, named_leaves
@@ -34,7 +36,7 @@ class Placement:
         padding: bytes of padding, over those devices.
         device_bytes: on each device, or in the host's memory for each device; padding included.
         note: why it is padded or replicated; empty where it is neither.
-        memory: "device" or "host".
+        memory: "device", "host" or "disk".
     """
 
     name: str
@@ -71,8 +73,10 @@ class Layout:
             `jax.ShapeDtypeStruct`s with shardings; None: they are gathered where they are read.
         gather_note: how often parameters are gathered and why, where `gather=` was given.
         quantized: which parameters are sent as codes; None: none.
-        host: names of the leaves of `state` that are stored in host memory (`memory_kinds.with_offload`).
+        host: names of the leaves of `state` that are stored in host memory (`memory.kinds.with_offload`).
+        disk: names of those that are in files between steps (`memory.disk_leaves.with_disk`).
         overlap_note: XLA's options by which collectives run beside compute, where the step has some.
+        not_tiled: parameters above the size that `tiling` was given, with the reason why they have no tiles.
         one_slice: the layout of one of several slices, whose states are stacked in `state`; None where there is one.
     """
 
@@ -88,7 +92,9 @@ class Layout:
     gather_note: str = ""
     quantized: QuantizedLeaves | None = None
     host: frozenset[str] = frozenset()
+    disk: frozenset[str] = frozenset()
     overlap_note: str = ""
+    not_tiled: tuple[str, ...] = ()
     one_slice: "Layout | None" = None
 
     @property
@@ -109,14 +115,34 @@ class Layout:
     @property
     def gathers_at_use(self) -> bool:
         """Whether the model gathers parameters where it reads them: at stage 3, unless from copies that are whole."""
+        if self.host_params:
+            return True
         if not self.stage.shards_params or self.num_shards == 1:
             return False
         copies, sizes = jax.tree.leaves(self.state.weights), self.axes.zero_sizes
         return not copies or any(parts_of(leaf.sharding.spec, sizes) > 1 for leaf in copies)
 
     @property
+    def host_weights(self) -> frozenset[str]:
+        """Names of the trainable parameters whose array that the model reads is in host memory."""
+        field = "params" if self.state.weights is None else "weights"
+        return frozenset(name.partition("/")[2] for name in self.host if name.startswith(f"{field}/"))
+
+    @property
+    def host_params(self) -> frozenset[str]:
+        """Names of all parameters that the model reads from host memory, frozen ones as well."""
+        return self.host_weights | {name.partition("/")[2] for name in self.host if name.startswith("frozen/")}
+
+    @property
+    def tiles(self) -> tuple[Tiles, ...]:
+        """The parts in which large weights are gathered and multiplied, of each that is."""
+        return tuple(access.tiles for access in self.reads.values() if access.tiles is not None)
+
+    @property
     def num_params(self) -> int:
-        """Elements of all trainable parameters, without padding."""
+        """Elements of all trainable parameters, without padding; of several slices those of one."""
+        if self.one_slice is not None:
+            return self.one_slice.num_params
         return sum(math.prod(stored_shape.shape) for stored_shape in jax.tree.leaves(self.stored_shapes.params))
 
     @property
@@ -131,8 +157,18 @@ class Layout:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of state in host memory for each device; a step reads and writes each of them once."""
-        return sum(placement.device_bytes for placement in self.placements() if placement.memory == "host")
+        """Bytes of state in host memory for each device."""
+        return sum(row.device_bytes for row in self.placements() if row.memory == "host")
+
+    @property
+    def host_param_bytes(self) -> int:
+        """Those of them that the model reads, forward and once more backward."""
+        return param_bytes_of(self.placements(), self.host_params)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of state in files for each device; a step reads and writes each of them once."""
+        return sum(placement.device_bytes for placement in self.placements() if placement.memory == "disk")
 
     def placements(self) -> list[Placement]:
         """Every leaf of the state, in tree order."""
@@ -143,7 +179,8 @@ class Layout:
             rows.append(Placement(
                 name, stored_shape.shape, leaf.shape, str(leaf.dtype), leaf.sharding.spec, size,
                 leaf_bytes(leaf.shape, leaf.dtype) - size, leaf_bytes(shard, leaf.dtype),
-                self._note(name, leaf, stored_shape), "host" if name in self.host else "device"))
+                self._note(name, leaf, stored_shape),
+                "host" if name in self.host else "disk" if name in self.disk else "device"))
         return rows
 
     def replicated(self) -> list[Placement]:
@@ -166,11 +203,13 @@ class Layout:
             f"stage {self.stage.number} ({self.stage.name}) on {self.axes.sizes}: {total:,} bytes of state, "
             f"{device_bytes:,} on each device"
             + (f", {self.host_bytes:,} in host memory for each" if self.host else "")
+            + (f", {self.disk_bytes:,} on disk for each" if self.disk else "")
             + (f"; {padding:,} bytes of padding, {padding / total:.3%}" if padding else "")]
         for row in rows:
             shape = " x ".join(map(str, row.shape)) or "scalar"
+            memory = {"host": ", host memory", "disk": ", on disk"}.get(row.memory, "")
             lines.append(f"  {row.name}: {row.dtype} {shape}, {row.spec}: {row.device_bytes:,} of {row.bytes:,} bytes"
-                         + (", host memory" if row.memory == "host" else "") + (f" [{row.note}]" if row.note else ""))
+                         + memory + (f" [{row.note}]" if row.note else ""))
         replicated = self.replicated()
         lines.append(
             "replicated (could not be sharded): "
@@ -183,9 +222,12 @@ class Layout:
         lines.append("unused parameters: " + (", ".join(unused) or "none"))
         if self.gather_note:
             lines.append(f"parameters are gathered {self.gather_note}")
+        lines += tile_lines(self.reads, shapes, dict(named_leaves(self.uses)), self.not_tiled)
         if self.host:
-            lines.append(f"read from and written to host memory by each step: {self.host_bytes:,} bytes each way for "
-                         "each device")
+            lines += host_lines(rows, self.host_params, self.reads)
+        if self.disk:
+            lines.append(f"read from and written to disk by each step: {self.disk_bytes:,} bytes each way for each "
+                         "device, and a copy of the parameters that are in memory is written; two generations")
         if self.overlap_note:
             lines.append(f"collectives run beside compute by XLA's options: {self.overlap_note}")
         if self.replicated_batch:
@@ -212,9 +254,12 @@ class Layout:
     def load(self, state: ZeroState) -> ZeroState:
         """`state` in its true shapes, each leaf in as many parts as its dims allow; `store` is the inverse."""
         with computing_on(self.mesh):
-            return jax.tree.map(self._load, self.stored_shapes, self.state, state)
+            return jax.tree.map(self.load_leaf, self.stored_shapes, self.state, state)
 
-    def _load(self, stored_shape: StoredShape, like: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
+    def load_leaf(self, stored_shape: StoredShape, like: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
+        """A leaf of `load`; a number that a user put there is one of the leaf's dtype."""
+        if not isinstance(leaf, jax.Array):
+            return jax.device_put(jax.numpy.asarray(leaf, like.dtype), like.sharding)
         leaf = jax.device_put(leaf, jax.memory.Space.Device) if leaf.sharding.memory_kind == "pinned_host" else leaf
         if stored_shape.is_identity:
             return leaf

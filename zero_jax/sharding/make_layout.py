@@ -11,14 +11,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.precision import Precision
-from zero_jax.sharding.communication import Communication
 from zero_jax.sharding.gather import ParamUse, compute_spec
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.sharding.param_access import ParamAccess
+from zero_jax.sharding.param_access import ParamAccess, Tiles
 from zero_jax.sharding.partition import Split
 from zero_jax.sharding.partition_state import partition_state
-from zero_jax.sharding.quantized_leaves import Leaf, quantized_leaves
+from zero_jax.sharding.quantized.leaves import Leaf, quantized_leaves
+from zero_jax.sharding.quantized.policy import Communication
 from zero_jax.sharding.stored_shape import StoredShape, identity_shape
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
@@ -117,6 +117,14 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
     at_use = quantized.gathers if quantized is not None and stage.shards_params else {}
 
     # Fourth, how the model reads them.
+    def tiles_of(name: str, stored_shape: StoredShape) -> Tiles | None:
+        tiles = reads[name].tiles if name in reads else None
+        if tiles is None:
+            return None
+        dim = stored_shape.identity_dim([tiles.dim])
+        assert dim is not None, f"{name}: the dim of the tiles is stored as it is"
+        return Tiles(name, dim, tiles.count)
+
     def use(name: str, leaf: jax.ShapeDtypeStruct, stored: Spec, reduced: Spec,
             stored_shape: StoredShape) -> ParamUse | None:
         dtype, reduce = precision.read_dtype(name, leaf.dtype), precision.reduce_dtype(name, leaf.dtype)
@@ -125,12 +133,13 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
         return ParamUse(axes, stored if stage.shards_params else compute_spec(stored, axes),
                         reduced if policy.reduce_at_use else None, dtype, reduce, stored_shape,
                         policy.hpz_axes if stage.shards_params else (), at_use.get(name),
-                        quantized is not None and name in quantized.gradients)
+                        quantized is not None and name in quantized.gradients, tiles_of(name, stored_shape))
 
     def use_frozen(name: str, leaf: jax.ShapeDtypeStruct, stored: Spec, stored_shape: StoredShape) -> ParamUse | None:
         if not stage.shards_params and name not in tensor_specs:
             return None
-        return ParamUse(axes, stored, None, leaf.dtype, leaf.dtype, stored_shape, policy.hpz_axes, at_use.get(name))
+        return ParamUse(axes, stored, None, leaf.dtype, leaf.dtype, stored_shape, policy.hpz_axes, at_use.get(name),
+                        tiles=tiles_of(name, stored_shape))
 
     has_ema = state.ema is not None
     return Layout(

@@ -66,7 +66,7 @@ def choose_spec(shape: tuple[int, ...], sizes: Mapping[str, int], read: ParamAcc
     """
     if split:
         return split.spec(choose_spec(split.local(shape), sizes, read, tiled=tiled))
-    stacked = () if read is None else read.stacked
+    stacked = () if read is None else read.undivided
     return _spec(_choose_dims(shape, tuple(item for item in sizes.items() if item[1] > 1), stacked, tiled))
 
 
@@ -78,7 +78,7 @@ def choose_stored_shape(shape: tuple[int, ...], sizes: Mapping[str, int], read: 
     padded that is split. What cannot be sharded at all (a scalar, a leaf all of whose dims loops run over) is stored
     as it is.
     """
-    stacked = () if read is None else read.stacked
+    stacked = () if read is None else read.undivided
     if split:
         local = split.local(shape)
         spec = choose_spec(local, sizes, read, tiled=tiled)

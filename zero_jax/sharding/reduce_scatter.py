@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.sharding.communication import Hop
 from zero_jax.sharding.mesh import fills_tiles, is_tpu, tile_block
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.sharding.quantized_reduce import reduce_quantized
+from zero_jax.sharding.quantized.policy import Hop
+from zero_jax.sharding.quantized.reduce import reduce_quantized
 
 MAX_UNPADDED_ROWS = 2**14
 """With more rows than this, a TPU all-reduces instead of scattering columns unless the rows are a multiple of four

@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,7 +18,7 @@ OUTER_SCOPE = "zero_outer"
 """In the op_name of all that an outer step computes."""
 
 
-def on_one_slice(fun: Callable[..., jax.Array], axes: MeshAxes) -> Callable[..., jax.Array]:
+def on_one_slice(fun: Callable[..., Any], axes: MeshAxes) -> Callable[..., Any]:
     """`fun`, the body of a `jax.shard_map`; mapped over slices it runs without the dim of size 1 that `jax.vmap` adds.
 
     Why: that dim changes the memory layout, so that XLA:TPU all-reduces what it would scatter (2.5 MB instead of 0.1 MB
@@ -26,10 +28,11 @@ def on_one_slice(fun: Callable[..., jax.Array], axes: MeshAxes) -> Callable[...,
         return fun
     each = jax.custom_batching.custom_vmap(fun)
 
-    def squeezed(axis_size: int, in_batched: list[bool], *values: jax.Array) -> tuple[jax.Array, bool]:
+    def squeezed(axis_size: int, in_batched: list[bool], *values: jax.Array) -> tuple[Any, Any]:
         assert axis_size == 1, axis_size
         own = [value[0] if batched else value for value, batched in zip(values, in_batched, strict=True)]
-        return fun(*own)[None], True
+        out = fun(*own)
+        return jax.tree.map(lambda value: value[None], out), jax.tree.map(lambda value: True, out)
 
     each.def_vmap(squeezed)
     return each
@@ -38,7 +41,7 @@ def on_one_slice(fun: Callable[..., jax.Array], axes: MeshAxes) -> Callable[...,
 def stacked(leaf: jax.ShapeDtypeStruct, num_slices: int, axes: MeshAxes) -> jax.ShapeDtypeStruct:
     """A leaf of a slice's state as that of all, along a leading dim; whole in each slice where that does not divide."""
     sharding: NamedSharding = leaf.sharding  # type: ignore[assignment]
-    over = axes.slices if num_slices % axes.size(axes.slices) == 0 else None
+    over = axes.slices if axes.slices and num_slices % axes.size(axes.slices) == 0 else None
     return jax.ShapeDtypeStruct((num_slices, *leaf.shape), leaf.dtype,
                                 sharding=NamedSharding(axes.mesh, P(over, *sharding.spec)))
 
@@ -64,3 +67,10 @@ def stacked_layout(layout: Layout, num_slices: int) -> Layout:
             layout.stored_shapes, **{name: stack_shapes(getattr(layout.stored_shapes, name)) for name in fields}),
         gradients=jax.tree.map(lambda sharding: NamedSharding(
             layout.mesh, P(stack(layout.state.rng).sharding.spec[0], *sharding.spec)), layout.gradients))
+
+
+def mean_of_slices(leaf: jax.Array) -> jax.Array:
+    """The mean over slices in float32 of a floating leaf; of others the first slice's."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return leaf[0]
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)).mean(0).astype(leaf.dtype)

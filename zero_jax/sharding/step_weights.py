@@ -18,7 +18,7 @@ from zero_jax.sharding.gather import ParamUse, compute_spec, secondary_spec
 from zero_jax.sharding.layout import Layout
 from zero_jax.tree import leaf_bytes, merge, named_leaves, split_named
 from zero_jax.typing import Params, Pytree
-from zero_jax.xla.chip import memory_of
+from zero_jax.xla.live_chip import chip_of_kind
 
 AUTO_SHARE = 0.5
 """With `gather="auto"`, the share of a device's memory that state, copy and sums of gradients may take: the rest is for
@@ -35,7 +35,8 @@ def with_step_weights(layout: Layout, accumulation: Accumulation) -> Layout:
     copy = _abstract_copy(layout)
     total = layout.device_bytes + _device_bytes(copy) + _sum_bytes(layout, accumulation)
     kind = layout.mesh.devices.flat[0].device_kind
-    known = memory_of(kind)
+    chip = chip_of_kind(kind)
+    known = chip and chip.memory_bytes
     taken = (f"state, the gathered copy of {_device_bytes(copy):,} bytes and the sums of gradients take {total:,} "
              "bytes on each device")
     if accumulation.gather == "step":

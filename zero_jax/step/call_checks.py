@@ -18,6 +18,7 @@ from jax.core import Tracer
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory.disk_leaves import expanded
 from zero_jax.state import ZeroState
 from zero_jax.step.losses import next_token_loss
 from zero_jax.tree import named_leaves
@@ -135,7 +136,7 @@ def _first_leaf(tree: Pytree) -> Any:
 
 def check_state(state: ZeroState, layout: Layout) -> None:
     """Raises ValueError where `state`, of arrays or tracers, is not stored as `layout` says; names the first leaf."""
-    wanted, given = dict(named_leaves(layout.state)), dict(named_leaves(state))
+    wanted, given = dict(named_leaves(layout.state)), dict(named_leaves(expanded(layout, state)))
     what = f"This state is not of this step (stage {layout.stage.number} on {layout.axes.sizes})"
     todo = ("Give a state of this step.init; step.with_params takes another's parameters, and zero_jax.Checkpoints "
             "restores at any stage and mesh.")

@@ -4,11 +4,11 @@ import dataclasses
 import functools
 from typing import Any
 
+from zero_jax.contract.host import HostUse, host_use
+from zero_jax.contract.memory import gathered_at_once, gathered_limit
+from zero_jax.contract.report import Contract, Report
+from zero_jax.contract.verify import check, verify
 from zero_jax.sharding.layout import Layout
-from zero_jax.step.contract import check, verify
-from zero_jax.step.contract_host import HostUse, host_use
-from zero_jax.step.contract_memory import gathered_at_once, gathered_limit
-from zero_jax.step.contract_report import Contract, Report
 from zero_jax.xla import events
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.events import Event
@@ -86,11 +86,16 @@ class CompiledStep:
         """
         memory = self.memory
         return (memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-                + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes)
+                + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes - self._simulated_host_bytes)
 
     @property
     def host_bytes(self) -> int:
         """Host memory that one step needs for each device."""
         memory = self.memory
         return (memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes
-                - memory.host_alias_size_in_bytes + memory.host_temp_size_in_bytes)
+                - memory.host_alias_size_in_bytes + memory.host_temp_size_in_bytes + self._simulated_host_bytes)
+
+    @property
+    def _simulated_host_bytes(self) -> int:
+        """What of the host's memory XLA:CPU counts as a device's, since simulated devices have one memory for both."""
+        return self.layout.host_bytes if self.contract.platform == "cpu" else 0

@@ -22,7 +22,7 @@ from zero_jax.sharding.batch import Accumulation, abstract_batch
 from zero_jax.sharding.batch_layout import BatchLayout
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory_kinds import as_placed
+from zero_jax.sharding.memory.kinds import as_placed, params_as_placed
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.step_weights import gather_step_weights, microbatch_layout
@@ -33,20 +33,21 @@ from zero_jax.step.call_checks import check_same_batch, check_state, loss_errors
 from zero_jax.step.evaluate import evaluate
 from zero_jax.step.gradients import ForwardInputs, ForwardOutput, gradient_function
 from zero_jax.step.guard import GuardLogic
+from zero_jax.step.in_arrays import StateInArrays
 from zero_jax.step.init import initial_state
-from zero_jax.step.losses import takes_key, with_key
+from zero_jax.step.losses import checked, takes_key, with_key
 from zero_jax.step.metrics import values
 from zero_jax.step.microbatches import Microbatches
 from zero_jax.step.options import StepOptions
 from zero_jax.step.start import with_values
 from zero_jax.step.trace_layout import trace_layout
 from zero_jax.step.trainable import split_trainable
-from zero_jax.step.update import apply_update, step_metrics, unscaled_gradients
+from zero_jax.step.update import apply_update, loss_scale, step_metrics, unscaled_gradients
 from zero_jax.tree import cast_floating, map_named, merge
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
 
 
-class StepFunctions:
+class StepFunctions(StateInArrays):
     """What `ZeroTrainStep` compiles. Nothing here runs on devices by itself."""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -68,6 +69,7 @@ class StepFunctions:
         self.batch_sharding, self.batches = axes.batch_sharding, BatchLayout(axes, options.batch_specs)
         self._model, self._optimizer, self._loss, self._given_params = model, optimizer, loss, given_params
         self._guard = GuardLogic(options.guard, options.precision.loss_scale)
+        self._model_init = jax.jit(self._init_model)  # whose trace the layout and `init` share
         self._layout: Layout | None = None
         self._first_batch: Any = None
 
@@ -124,8 +126,8 @@ class StepFunctions:
         if self._layout is None:
             with loss_errors_explained(self._loss, batch), sharding_errors_explained():
                 layout = trace_layout(
-                    self._model, self._loss, self._optimizer, self.axes, self.options,
-                    jax.eval_shape(self._guard.init), batch, read_by=self._with_inputs_cast(self._loss))
+                    self._model, self._model_init, self._with_inputs_cast(self._loss), self._optimizer, self.axes,
+                    self.options, jax.eval_shape(self._guard.init), batch)
             if self.options.prefetch and not any(access.stacked for access in layout.reads.values()):
                 raise UsageError("prefetch=True, and no loop of this model runs over its parameters: there is no next "
                                  "round to gather for. Put its layers in nn.scan or nnx.scan, or leave prefetch out.")
@@ -139,9 +141,16 @@ class StepFunctions:
         """`batch` as `jax.ShapeDtypeStruct`s with shardings."""
         return self.batches.abstract(batch)
 
+    def _readable(self, state: ZeroState, *, ema: bool) -> tuple[ZeroState, Any]:
+        """`state` with what an evaluator reads in arrays, and its shardings; None: those of the layout."""
+        return state, None
+
+    def _init_model(self, rng: PRNGKey, batch: Batch, given: Any) -> tuple[Any, Any]:
+        return self._model.init(checked(with_key(self._loss, rng)), rng, batch, given)
+
     def _init(self, rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
         model_rng, step_rng = jax.random.split(rng)
-        params, variables = self._model.init(with_key(self._loss, model_rng), model_rng, batch, given)
+        params, variables = self._model_init(model_rng, batch, given)
         layout = self.layout(batch)
         return as_placed(initial_state(
             *split_trainable(params, self.options.frozen), variables, rng=step_rng, optimizer=self._optimizer,
@@ -158,7 +167,11 @@ class StepFunctions:
         key = self._key(state)
         weights = state.params if state.weights is None else state.weights
         output, grads = self._forward_backward(state, weights, key, batch, self._loss)
-        new_state = self._update(state, output, self._unscaled(state, grads), key)
+        if self.options.host_offload:  # whose update makes them wider, and divides by the scale, block by block
+            grads, scale = self._as_reduced(state, grads)
+        else:
+            grads, scale = self._unscaled(state, grads), None
+        new_state = self._update(state, output, grads, key, scale)
         if self._first_batch is None:
             self._first_batch = abstract_batch(batch)
         return new_state
@@ -207,7 +220,7 @@ class StepFunctions:
         num_microbatches = options.accumulation.microbatches
         scale = state.guard.scale if self._guard.loss_scale else None
         activations = options.activations(self.axes, self.batches.size(batch) // num_microbatches)
-        weights, frozen = gather_step_weights(weights, state.frozen, layout)
+        weights, frozen = gather_step_weights(*params_as_placed(weights, state.frozen, layout), layout)
         layout = microbatch_layout(layout)
         gradient = gradient_function(self._model, self._with_inputs_cast(loss), layout, options, activations,
                                      self._reads_of(loss, batch, key))
@@ -217,11 +230,16 @@ class StepFunctions:
         microbatches = Microbatches(options.accumulation.microbatches, self.axes, self.batches, batch)
         return accumulate_gradients(gradient, options.accumulation, layout, weights, inputs, microbatches, scale)
 
-    def _update(self, state: ZeroState, output: ForwardOutput, grads: Gradients, key: PRNGKey
-                ) -> tuple[ZeroState, Metrics]:
+    def _update(self, state: ZeroState, output: ForwardOutput, grads: Gradients, key: PRNGKey,
+                scale: Scalar | None = None) -> tuple[ZeroState, Metrics]:
         return apply_update(
             state, output, grads, key=key, optimizer=self._optimizer, layout=self.layout(), guard=self._guard,
-            stochastic=self._stochastic, ema=self.options.ema, offload=self.options.offload)
+            stochastic=self._stochastic, ema=self.options.ema, offload=self.options.host_offload,
+            scale=scale)
+
+    def _as_reduced(self, state: ZeroState, grads: Gradients) -> tuple[Gradients, Scalar | None]:
+        """(`grads` on their shards, in any dtype and multiplied by the loss scale, that scale)."""
+        return jax.tree.map(constrain, grads, self.layout().gradients), loss_scale(state, self._guard)
 
     def _unscaled(self, state: ZeroState, grads: Gradients) -> Gradients:
         return unscaled_gradients(

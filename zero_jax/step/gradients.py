@@ -9,24 +9,29 @@ import jax
 from zero_jax.errors import UsageError
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.jaxpr.passes import with_jaxpr_passes
+from zero_jax.jaxpr.shared_calls import with_shared_calls
+from zero_jax.sharding.gather import HostParam
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory.host_arrays import carrier_of, is_on_host
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.step.losses import loss_and_metrics, with_key
 from zero_jax.step.options import StepOptions
 from zero_jax.transforms.activation_partitioning import Activations
+from zero_jax.transforms.derived_weights import scatter_derived_gradients
 from zero_jax.transforms.explicit_scatter import scatter_partial_gradients
+from zero_jax.transforms.gather_again import gather_again, value_and_grad
 from zero_jax.transforms.gather_remat import (
     duplicate_param_reads,
     isolate_inner_remat,
-    keep_all_but_gathered,
     remat_scan_bodies,
-    tag_derived_as_gathered,
 )
+from zero_jax.transforms.gradient_layout import order_stacked_gradients
 from zero_jax.transforms.loop_communication import communicate_once_per_loop
 from zero_jax.transforms.reduce_dtype import compute_grads_in_reduce_dtype
-from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints, name_scan_carries
+from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints
 from zero_jax.transforms.scatter_calls import inline_calls, merge_scatters
-from zero_jax.tree import merge, named_leaves, with_dtypes_of
+from zero_jax.transforms.tiled_products import tile_products
+from zero_jax.tree import map_named, merge, named_leaves, with_dtypes_of
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
 
 
@@ -66,9 +71,9 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
     """
     remat, reduced = options.remat, not options.accumulation.once
 
-    def loss_of(trainable: tuple[Any, Any], inputs: ForwardInputs, batch: Batch, scale: Scalar
-                ) -> tuple[Scalar, ForwardOutput]:
-        weights, by_gradient = trainable
+    def loss_of(weights: Params, stored: dict[str, Any], by_gradient: Any, inputs: ForwardInputs, batch: Batch,
+                scale: Scalar) -> tuple[Scalar, ForwardOutput]:
+        weights = map_named(lambda name, leaf: HostParam(leaf, stored[name]) if name in stored else leaf, weights)
         params, before = merge(weights, inputs.frozen), {**inputs.variables, **by_gradient}
         out, variables, written = model.run(
             with_key(loss, inputs.rng), params, before, inputs.rng, batch, layout.uses, reads=reads)
@@ -77,6 +82,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         return value if scale is None else value * scale, ForwardOutput(value, metrics, weight, variables, written)
 
     names = [name for name, _ in named_leaves(layout.state.params)]
+    names += sorted(layout.host_weights)
 
     def remat_blocks(closed: Any) -> Any:
         closed = checkpoint_blocks(closed, names, remat) if remat else closed
@@ -91,28 +97,33 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
     scatters = reduced and (not (uneven_only and is_even) or bool(hops))
     on_loss = [
         (True, duplicate_param_reads),
+        (bool(layout.tiles), tile_products),
         (activations.sequence, activations.split_sequence),
-        (gathers, tag_derived_as_gathered),
         (gathers or activations.stashes, functools.partial(
-            isolate_inner_remat, activations=activations if activations.stashes else None)),
+            isolate_inner_remat, activations=activations if activations.stashes else None,
+            host_in_barriers=not layout.axes.is_tpu)),
         (gathers, remat_scan_bodies),
-        (gathers, name_scan_carries),
     ]
     on_gradients = [
+        (gathers, functools.partial(
+            gather_again, host_in_barriers=not (layout.host_params and layout.axes.is_tpu))),
         (scatters, functools.partial(merge_scatters, uneven=uneven_only)),
         (True, inline_calls),
         (True, compute_grads_in_reduce_dtype),
         (reduced, functools.partial(
             communicate_once_per_loop, batch_size=activations.batch_size, axes=layout.axes, hops=hops)),
+        (reduced and layout.host and not layout.axes.is_tpu, order_stacked_gradients),
+        (reduced, functools.partial(
+            scatter_derived_gradients, batch_size=activations.batch_size, axes=layout.axes, hops=hops)),
         (reduced, functools.partial(
             scatter_partial_gradients, batch_size=activations.batch_size, axes=layout.axes, uneven=uneven_only,
             split=activations.sequence, hops=hops)),
     ]
-    loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled), first=remat_blocks)
-    if gathers:
-        loss_of = jax.checkpoint(loss_of, policy=keep_all_but_gathered)
+    loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled),
+                                first=remat_blocks, last=with_shared_calls)
     gradient_of = with_jaxpr_passes(
-        jax.value_and_grad(loss_of, has_aux=True), *(each for enabled, each in on_gradients if enabled))
+        value_and_grad(loss_of, argnums=(0, 2), barrier=gathers), *(each for enabled, each in on_gradients if enabled),
+        as_call="" if layout.host_params else "gradient")
 
     def gradient(weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar
                  ) -> tuple[ForwardOutput, Gradients]:
@@ -121,7 +132,9 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
             raise UsageError(
                 f"reduce=\"once\" with the collection {next(iter(by_gradient))!r}: its statistics are of the whole "
                 "batch, and each device would make its own: give reduce=\"every\".")
-        (_, output), (grads, new) = gradient_of((weights, by_gradient), inputs, batch, scale)
+        stored = {name: leaf for name, leaf in named_leaves(weights) if is_on_host(leaf)}
+        (_, output), (grads, new) = gradient_of(
+            jax.tree.map(carrier_of, weights), stored, by_gradient, inputs, batch, scale)
         return output._replace(variables={**output.variables, **new}), grads
 
     return gradient

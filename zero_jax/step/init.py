@@ -10,7 +10,9 @@ from jax.lax import with_sharding_constraint as constrain
 
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory_kinds import as_placed, fetch
+from zero_jax.sharding.memory.host_arrays import fetch
+from zero_jax.sharding.memory.in_groups import in_groups
+from zero_jax.sharding.memory.kinds import as_placed
 from zero_jax.sharding.stored_shape import StoredShape
 from zero_jax.sharding.stored_update import init_stored
 from zero_jax.state import ZeroState
@@ -27,13 +29,13 @@ def initial_state(
     def put(stored_shape: StoredShape, leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
         return constrain(stored_shape.store(leaf.astype(like.dtype)), like.sharding)
 
-    params, frozen = _strong(jax.tree.map(
+    params, frozen = strong(jax.tree.map(
         put, (layout.stored_shapes.params, layout.stored_shapes.frozen), (params, frozen),
         (layout.state.params, layout.state.frozen)))
     return ZeroState(
         step=jnp.zeros((), jnp.int32), params=params, weights=gather_compute_params(params, layout), frozen=frozen,
-        opt_state=_strong(init_stored(layout, optimizer, params)), variables=_strong(variables),
-        ema=_average(params, layout), guard=guard.init(), rng=rng)
+        opt_state=strong(init_stored(layout, optimizer, params)), variables=strong(variables),
+        ema=average_of(params, layout), guard=guard.init(), rng=rng)
 
 
 def with_new_params(
@@ -46,23 +48,26 @@ def with_new_params(
     jax.tree.map(lambda leaf: leaf.delete(), (state.weights, state.opt_state, state.ema))
 
     def derive(params: Params) -> tuple[Params | None, OptState, Params | None]:
-        opt_state = _strong(init_stored(layout, optimizer, fetch(params)))
-        derived = {"opt_state": opt_state, "ema": _average(fetch(params), layout)}
+        opt_state = strong(init_stored(layout, optimizer, fetch(params)))
+        derived = {"opt_state": opt_state, "ema": average_of(fetch(params), layout),
+                   "weights": gather_compute_params(fetch(params), layout)}
         derived = as_placed(derived, layout)
-        return gather_compute_params(fetch(params), layout), derived["opt_state"], derived["ema"]
+        return derived["weights"], derived["opt_state"], derived["ema"]
 
-    shardings = layout.shardings
-    out_shardings = (shardings.weights, shardings.opt_state, shardings.ema)
-    weights, opt_state, ema = jax.jit(derive, out_shardings=out_shardings)(params)
+    like = layout.state.weights, layout.state.opt_state, layout.state.ema
+    if layout.host:
+        weights, opt_state, ema = in_groups(derive, like)(params)
+    else:
+        weights, opt_state, ema = jax.jit(derive, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))(params)
     return dataclasses.replace(state, params=params, weights=weights, opt_state=opt_state, ema=ema, **fields)
 
 
-def _average(params: Params, layout: Layout) -> Params | None:
+def average_of(params: Params, layout: Layout) -> Params | None:
     """The moving average before the first step; None where the layout has none."""
     like = layout.state.ema
     return None if like is None else jax.tree.map(lambda param, to: jnp.copy(param).astype(to.dtype), params, like)
 
 
-def _strong(tree: Pytree) -> Pytree:
+def strong(tree: Pytree) -> Pytree:
     """`tree` without weak types: a weakly typed leaf would compile the step twice."""
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, jnp.asarray(leaf).dtype), tree)

@@ -5,12 +5,14 @@ from typing import Any, Self
 
 import jax
 
+from zero_jax.contract.verify import Contract, Report, contract_of
 from zero_jax.jaxpr.equations import trace
-from zero_jax.sharding.memory_kinds import HOST, check_capacity
+from zero_jax.sharding.memory.host_arrays import HOST
+from zero_jax.sharding.memory.in_groups import in_groups
+from zero_jax.sharding.memory.kinds import check_capacity
 from zero_jax.state import FROM_PARAMS, ZeroState
 from zero_jax.step.call_checks import loss_errors_explained
 from zero_jax.step.compiled import CompiledStep
-from zero_jax.step.contract import Contract, Report, contract_of
 from zero_jax.step.functions import StepFunctions
 from zero_jax.step.losses import takes_key
 from zero_jax.tree import named_leaves
@@ -93,7 +95,7 @@ class InspectableStep(StepFunctions):
     @property
     def _writes_memory_kinds(self) -> bool:
         """Whether memory kinds are to be written on a lowered program, since JAX drops them for these devices."""
-        return self.options.offload is not None and not lists_memories(self.mesh.devices.flat[0])
+        return self.options.host_offload is not None and not lists_memories(self.mesh.devices.flat[0])
 
     @property
     def _offload_options(self) -> dict[str, Any]:
@@ -103,7 +105,7 @@ class InspectableStep(StepFunctions):
     def _check_capacity(self, batch: Batch) -> None:
         """Raises ValueError for a batch that does not fit the mesh, and where this host cannot hold what it should."""
         self.batches.check(batch)
-        if self.options.offload is not None:
+        if self.options.host_offload is not None:
             check_capacity(self.layout(batch))
 
     def _memory_kinds(self, batch: Batch) -> list[str | None]:
@@ -120,10 +122,22 @@ class InspectableStep(StepFunctions):
 
     def _initializer(self, batch: Batch, *, params: bool = True) -> Any:
         """The compiled `init`; params: False leaves out the parameters and what follows from them, drawing none."""
+        make, like = self._init_of(batch, params=params)
+        return jax.jit(make, in_shardings=(None, None, self._batch_shardings(batch)),
+                       out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))
+
+    def _run_init(self, batch: Batch, *, params: bool) -> Any:
+        """`_initializer` for running: what goes to host memory is made by several programs, one group after another."""
+        if self.options.host_offload is None:
+            return self._initializer(batch, params=params)
+        return in_groups(*self._init_of(batch, params=params),
+                         in_shardings=(None, None, self._batch_shardings(batch)))
+
+    def _init_of(self, batch: Batch, *, params: bool) -> tuple[Any, ZeroState]:
+        """(The function that makes the state, its result as `jax.ShapeDtypeStruct`s)."""
         kept = {} if params else dict.fromkeys(FROM_PARAMS)
 
         def make(rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
             return dataclasses.replace(self._init(rng, given, batch), **kept)
 
-        shardings = dataclasses.replace(self.layout(batch).shardings, **kept)
-        return jax.jit(make, in_shardings=(None, None, self._batch_shardings(batch)), out_shardings=shardings)
+        return make, dataclasses.replace(self.layout(batch).state, **kept)

@@ -12,18 +12,20 @@ from zero_jax.errors import UsageError
 from zero_jax.frontends.given_values import own_values
 from zero_jax.frontends.lora import LoraModel
 from zero_jax.frontends.model_functions import to_model_functions
-from zero_jax.optim.compatibility import takes_value
+from zero_jax.optim.compatibility import takes_value, traced_once
 from zero_jax.precision import Precision, precision_of
 from zero_jax.sharding.auto_axes import computing_on, sharding_errors_explained
 from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.batch_layout import BatchRule
-from zero_jax.sharding.communication import Communication, communication_of
-from zero_jax.sharding.memory_kinds import Offload, offload_of
+from zero_jax.sharding.memory.kinds import Offload, offload_of
 from zero_jax.sharding.mesh import default_mesh
 from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
+from zero_jax.sharding.quantized.policy import Communication, communication_of
 from zero_jax.sharding.tensor_rules import TensorRule, rules_of
+from zero_jax.sharding.tiling import Tiling, tiling_of
 from zero_jax.stages import stage_of
 from zero_jax.step.call_checks import check_loss
+from zero_jax.step.disk.step import DiskTrainStep
 from zero_jax.step.guard import Guard
 from zero_jax.step.losses import next_token_loss
 from zero_jax.step.options import StepOptions
@@ -57,11 +59,12 @@ def make_zero_train_step(
     partition_activations: bool | str = False,
     hpz_axes: str | Sequence[str] | None = None,
     combine_bytes: int | None = None,
-    overlap: bool | Mapping[str, Any] = False,
+    overlap: bool | str | Mapping[str, Any] = "auto",
     prefetch: bool = False,
     batch_specs: Sequence[BatchRule] = (),
     communication: Communication | None = None,
     offload: Offload | str | None = None,
+    tiling: Tiling | None = None,
     streams: Sequence[str] | None = None,
     secondary: str | Sequence[str] | None = None,
 ) -> ZeroTrainStep:
@@ -115,11 +118,13 @@ def make_zero_train_step(
         weights sharded over these alone, from which backward gathers without leaving the node (hpZ of ZeRO++, arXiv
         2306.10209).
       combine_bytes: the largest buffer into which XLA may combine collectives (C_B); None: as it does by itself.
-      overlap: on TPU v5p and v6e, True lets the SparseCores gather (at stage 3) and reduce while the TensorCores
-        compute, and costs memory; a mapping changes XLA's options for it. Elsewhere it is refused, as it would change
-        nothing.
-      prefetch: on GPUs at stage 3, each round of a loop over layers gathers the parameters of the next one while it
-        computes, forward and backward. A model without such a loop is refused.
+      overlap: on TPU v5p and v6e the SparseCores gather (at stage 3) and reduce while the TensorCores compute, by
+        options of XLA that `step.layout(batch).describe()` names, at a cost in memory. "auto": where there is more than
+        one such device; False: nowhere; a mapping, on any TPU: these options of XLA besides, or in place of its own.
+        True is refused where nothing would change.
+      prefetch: on GPUs and on TPU v5p and v6e at stage 3, each round of a loop over layers gathers the parameters of
+        the next one while it computes, forward and backward; on TPUs gradients are reduced while the next round
+        computes, too. It costs memory (some layers' weights) and time to compile. A model without a loop is refused.
       batch_specs: for leaves of the batch that are no examples (a graph's edges, a table, a key as uint32): pairs of a
         pattern (`re.search` in the leaf's name) and a `PartitionSpec` over axes of the mesh, or None for leaves that
         are whole on every device, as ("edges", P("data")). Scalars and typed keys need no rule. With `accumulate`
@@ -127,8 +132,14 @@ def make_zero_train_step(
       communication: quantised collectives (ZeRO++), as `zero_jax.Communication(weights="int8", gradients="int8")`; by
         default weights and gradients are sent in the dtypes of `precision`.
       offload: "optimizer" stores the optimizer's states, the moving average, and the fp32 master copy of bf16 weights,
-        in host memory (ZeRO-Offload, arXiv 2101.06840); an `Offload` says which of them. The update
+        in host memory (ZeRO-Offload, arXiv 2101.06840); "parameters", at stage 3, also what the model reads, whose
+        layers come up one after another (ZeRO-Infinity, arXiv 2104.07857); an `Offload` says what and where. The update
         runs on the device and streams them through a bounded buffer: the same numbers. None: all in device memory.
+        `zero_jax.choose_offload(...).offload` is the one of least predicted time that fits.
+      tiling: at stage 3, weights whose gathered copy is too large are gathered, multiplied, and their gradients
+        reduced in tiles (memory-centric tiling, arXiv 2104.07857): {pattern: number of tiles}, as
+        {"mlp/up/kernel": 16}; or a number of bytes, above which a gathered copy is made in as many tiles as bring it
+        below. A weight that is named must be used by one matrix product alone.
       streams: deprecated, the former name of `rng_streams`.
       secondary: deprecated, the former name of `hpz_axes`.
 
@@ -149,18 +160,23 @@ def make_zero_train_step(
     base = model
     if isinstance(model, LoraModel):
         base, frozen = model.model, (*frozen, model.frozen)
+        if tiling is not None:
+            raise UsageError("tiling with adapters: a kernel that has one is used by two products: leave one of them "
+                             "out.")
     options = StepOptions(
         stage=zero_stage, precision=precision, accumulation=Accumulation(accumulate, reduce, gather), frozen=frozen,
         ema=ema, guard=guard, tensor_rules=rules_of(tensor_rules), sequence_parallel=sequence_parallel,
         remat=remat_of(remat), partition_activations=partition_activations,
         hpz_axes=texts("hpz_axes", hpz_axes, "(\"data_1\",)"), combine_bytes=combine_bytes,
         overlap=overlap, prefetch=prefetch, batch_specs=tuple(batch_specs),
-        communication=communication_of(communication), offload=offload_of(offload))
+        communication=communication_of(communication), offload=offload_of(offload),
+        tiling=tiling_of(tiling))
     loss = next_token_loss if loss is None else loss
     check_loss(loss)
     with computing_on(axes.mesh), sharding_errors_explained():
         functions = to_model_functions(model, rng_streams, precision)
-    return ZeroTrainStep(functions, takes_value(optimizer), loss, axes, options, own_values(base))
+    kind = ZeroTrainStep if options.offload is None or options.offload.disk is None else DiskTrainStep
+    return kind(functions, traced_once(takes_value(optimizer)), loss, axes, options, own_values(base))
 
 
 def _renamed(name: str, value: _T | None, old_name: str, old_value: _T | None, default: _T) -> _T:

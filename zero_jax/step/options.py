@@ -1,7 +1,6 @@
 """All that `make_zero_train_step` was asked for beside model, optimizer, loss and mesh, validated in one place."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from zero_jax.arguments import is_number, shown
@@ -9,11 +8,12 @@ from zero_jax.errors import UsageError
 from zero_jax.precision import Precision
 from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.batch_layout import BatchLayout, BatchRule
-from zero_jax.sharding.communication import Communication
 from zero_jax.sharding.make_layout import LayoutPolicy
-from zero_jax.sharding.memory_kinds import Offload, check_host_memory
+from zero_jax.sharding.memory.kinds import Offload, check_host_memory
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.quantized.policy import Communication
 from zero_jax.sharding.tensor_rules import TensorRule
+from zero_jax.sharding.tiling import Tiling
 from zero_jax.stages import Stage
 from zero_jax.step.guard import Guard
 from zero_jax.transforms.activation_partitioning import Activations
@@ -21,7 +21,7 @@ from zero_jax.transforms.remat import Remat
 from zero_jax.typing import AxisNames, Pattern
 from zero_jax.xla.devices import combine_options
 from zero_jax.xla.host_slices import walk_options
-from zero_jax.xla.overlap import overlap_options, prefetch_options
+from zero_jax.xla.overlap import Overlap, host_prefetch_options, overlap_options, prefetch_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,12 @@ class StepOptions:
     partition_activations: bool | str = False
     hpz_axes: AxisNames = ()
     combine_bytes: int | None = None
-    overlap: bool | Mapping[str, Any] = False
+    overlap: Overlap = "auto"
     prefetch: bool = False
     batch_specs: tuple[BatchRule, ...] = ()
     communication: Communication | None = None
     offload: Offload | None = None
+    tiling: Tiling | None = None
 
     def __post_init__(self) -> None:
         if self.ema is not None and not (is_number(self.ema) and 0 <= self.ema < 1):
@@ -57,6 +58,12 @@ class StepOptions:
                              "zero_jax.Guard(skip=3), say, or None.")
         if not isinstance(self.sequence_parallel, bool):
             raise UsageError(f"sequence_parallel={shown(self.sequence_parallel)}: give True or False.")
+        if self.partition_activations == "disk":
+            raise UsageError(
+                "partition_activations=\"disk\": a compiled step can read files in its middle only by calling Python "
+                "back, for which the device waits, and which cannot be compiled for GPUs that are not here: give "
+                "\"cpu\" (checkpoints in the host's memory), zero_jax.Remat(every=\"sqrt\") for fewer of them, a "
+                "smaller batch or accumulate=.")
         if not (isinstance(self.partition_activations, bool) or self.partition_activations == "cpu"):
             raise UsageError(f"partition_activations={shown(self.partition_activations)}: give True (split over the "
                              "axis `tensor`) or \"cpu\" (and kept in the host's memory).")
@@ -89,12 +96,49 @@ class StepOptions:
         if self.prefetch is True and whole:
             raise UsageError(f"prefetch=True at stage {self.stage.number} with gather={self.accumulation.gather!r}: no "
                              "layer gathers its parameters, which are whole: leave it out.")
+        if self.tiling is not None:
+            self._check_tiling(axes)
         # Each of these raises for what it cannot be made of.
         BatchLayout(axes, self.batch_specs)
-        if self.offload:
+        if self.host_offload:
             check_host_memory(axes)
+            if self.host_offload.parameters == "host":
+                self._check_host_params()
         self.activations(axes, 1)
         self.compiler_options(axes)
+
+    def _whole_weights(self) -> tuple[tuple[bool, str, str], ...]:
+        """(Whether it is asked for, what, why) of all that keeps whole weights or gradients on the devices."""
+        number, accumulation = self.stage.number, self.accumulation
+        return (
+            (number < 3, f"at stage {number}", "its parameters are whole on every device: take stage 3"),
+            (accumulation.gather != "use", f"with gather={accumulation.gather!r}",
+             "a copy of all parameters would be gathered on the devices: leave gather out"),
+            (accumulation.once, "with reduce=\"once\"",
+             "a whole gradient would be on every device: give reduce=\"every\""),
+            (bool(self.hpz_axes), f"with hpz_axes={self.hpz_axes}",
+             "what forward keeps for backward would be on the devices: leave hpz_axes out"),
+            (self.communication is not None, "with communication=",
+             "what is encoded before the loop over layers would be on the devices: leave communication out"))
+
+    def _check_host_params(self) -> None:
+        """Raises ValueError for what keeps whole or gathered parameters on the devices beside those in host memory."""
+        for is_wrong, what, why in self._whole_weights():
+            if is_wrong:
+                raise UsageError(f"offload=\"parameters\" {what}: {why}, or give offload=\"optimizer\".")
+
+    def _check_tiling(self, axes: MeshAxes) -> None:
+        """Raises ValueError for what gathers whole weights, or sums whole gradients, whatever their products do."""
+        host = self.host_offload is not None and self.host_offload.parameters == "host"
+        for is_wrong, what, why in (
+                *self._whole_weights(),
+                (self.sequence_parallel, "with sequence_parallel",
+                 "the products with split weights gather the sequence themselves: leave sequence_parallel out"),
+                (axes.zero_size == 1 and not host, f"in the mesh {axes.sizes}",
+                 "ZeRO shards over one device, which has the weights and the gradients whole: give more devices, or "
+                 "offload=\"parameters\", with which tiles come up from host memory")):
+            if is_wrong:
+                raise UsageError(f"tiling {what}: {why}, or leave tiling out.")
 
     @property
     def layout_policy(self) -> LayoutPolicy:
@@ -102,6 +146,11 @@ class StepOptions:
         return LayoutPolicy(self.stage, self.precision, reduce_at_use=not self.accumulation.once,
                             hpz_axes=self.hpz_axes, communication=self.communication,
                             compute_shards=self._offloads_master)
+
+    @property
+    def host_offload(self) -> Offload | None:
+        """What is in host memory; None where all that is offloaded is in files."""
+        return None if self.offload is None or self.offload.disk is not None else self.offload
 
     @property
     def _offloads_master(self) -> bool:
@@ -120,11 +169,20 @@ class StepOptions:
     def compiler_options(self, axes: MeshAxes) -> dict[str, Any]:
         """XLA's options for the devices of the mesh."""
         device = axes.mesh.devices.flat[0]
-        walks = walk_options(device) if self.partition_activations == "cpu" or self.offload else {}
-        return combine_options(device, self.combine_bytes) | walks | self.overlap_options(axes)
+        activations, offload = self.partition_activations == "cpu", self.host_offload
+        walks = walk_options(device) if activations or offload else {}
+        ahead = activations or offload is not None and offload.parameters == "host"
+        reads = host_prefetch_options(device) if ahead else {}
+        return combine_options(device, self.combine_bytes) | walks | reads | self.overlap_options(axes)
 
     def overlap_options(self, axes: MeshAxes) -> dict[str, Any]:
-        """Those of them by which communication runs beside compute."""
+        """Those of them by which communication runs beside compute; on one device nothing is sent."""
         device = axes.mesh.devices.flat[0]
-        return (overlap_options(device, self.overlap, gathers=self.stage.shards_params)
-                | prefetch_options(device, self.prefetch))
+        overlap = False if self.overlap == "auto" and axes.mesh.size == 1 else self.overlap
+        return (overlap_options(device, overlap, gathers=self.stage.shards_params)
+                | prefetch_options(device, self.prefetch, self.overlap))
+
+    @property
+    def asks_for_overlap(self) -> bool:
+        """Whether `overlap` or `prefetch` was given, so that a plan tells what they change."""
+        return self.prefetch or self.overlap not in (False, "auto")

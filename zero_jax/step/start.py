@@ -1,7 +1,7 @@
 """A state from what a user has: parameters, variables and optimizer states, each leaf put where it is stored."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import optax
 from zero_jax.errors import UsageError
 from zero_jax.sharding.auto_axes import on_auto_axes
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.shard_reader import UnreadLeaf
 from zero_jax.sharding.stored_shape import StoredShape
 from zero_jax.state import ZeroState
 from zero_jax.step.init import with_new_params
@@ -20,12 +21,13 @@ from zero_jax.typing import Pytree
 
 
 def with_values(state: ZeroState, given: Mapping[str, Any], *, layout: Layout,
-                optimizer: optax.GradientTransformationExtraArgs) -> ZeroState:
+                optimizer: optax.GradientTransformationExtraArgs,
+                derive: Callable[..., ZeroState] = with_new_params) -> ZeroState:
     """`state` from `given`: a value for each parameter, and for any of the variables, in their true shapes, by name.
 
     Names of Linen's collections may begin with `params/`. The copy that the model reads, the average and the
     optimizer's state are made anew; `state`, whose parameters may be abstract, is deleted once everything was checked
-    and placed.
+    and placed. derive: makes the result, as `with_new_params`.
     """
     params, variables = merge(layout.stored_shapes.params, layout.stored_shapes.frozen), layout.stored_shapes.variables
     known = {name for name, _ in [*named_leaves(params), *named_leaves(variables)]}
@@ -34,7 +36,7 @@ def with_values(state: ZeroState, given: Mapping[str, Any], *, layout: Layout,
     trees = {field: _put(short, field, layout, state) for field in ("params", "frozen", "variables")}
     old = jax.tree.leaves((state.params, state.frozen, state.variables))
     new = {id(leaf) for leaf in jax.tree.leaves(trees)}
-    result = with_new_params(
+    result = derive(
         state, trees["params"], optimizer=optimizer, layout=layout, frozen=trees["frozen"],
         variables=trees["variables"])
     for leaf in old:
@@ -103,7 +105,12 @@ def _put(given: Mapping[str, Any], field: str, layout: Layout, state: ZeroState)
 
 
 def place(value: Any, stored_shape: StoredShape, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """A copy of `value`, of true shape, as it is stored; each device receives its shard alone."""
+    """A copy of `value`, of true shape, as it is stored; each device receives its shard alone.
+
+    value: an array, or an `UnreadLeaf`, of which each shard is read by itself.
+    """
+    if isinstance(value, UnreadLeaf):
+        return value.stored(stored_shape, like)
     sharding: Any = like.sharding
     value = on_auto_axes(value, sharding.mesh)
     if isinstance(value, jax.Array) and stored_shape.is_identity:

@@ -16,8 +16,9 @@ from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes
 from zero_jax.sharding.batch import split_steps
+from zero_jax.sharding.memory.disk_leaves import expanded, resident
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.state import ZeroState, typed_key
+from zero_jax.state import ZeroState, state_key, typed_key
 from zero_jax.step.call_checks import check_gradients, check_is_state, check_loss, check_state, check_values, is_traced
 from zero_jax.step.guard import BadStepMonitor
 from zero_jax.step.inspection import InspectableStep
@@ -63,10 +64,10 @@ class ZeroTrainStep(InspectableStep):
         where it has some (an NNX module, a bound Linen module, a Flax model object with `params`). Raises ValueError
         for a batch that does not fit the mesh, and for parameters that do not fit the model.
         """
-        rng = typed_key(rng)
+        rng = state_key(rng)
         self._check_capacity(batch)
         given = self._given_params if params is None else named_values(params)
-        make = self._initializer(batch, params=given is None)
+        make = self._run_init(batch, params=given is None)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
             batch = jax.tree.map(zeros_of, self.abstract_batch(batch))
         state = make(rng, self._model.given, batch)
@@ -161,13 +162,14 @@ class ZeroTrainStep(InspectableStep):
         self.batches.check(batch, self.accumulation.microbatches)
 
         def run(state: ZeroState, batch: Batch, params: Params | None) -> Any:
-            return self._gradients(state, batch, params, fun)
+            return self._gradients(expanded(layout, state), batch, params, fun)
 
         if is_traced(state, batch):
             return run(state, batch, params)
         check_values(batch, fun)
         return self._jit_once(
-            ("gradients", fun, params is None), run, (layout.shardings, self._batch_shardings(batch), None),
+            ("gradients", fun, params is None), run,
+            (resident(layout, layout.shardings), self._batch_shardings(batch), None),
             (layout.gradients, self._replicated, layout.shardings.variables))(state, batch, params)
 
     def apply_gradients(self, state: ZeroState, gradients: Gradients, *, loss: Scalar | None = None,
@@ -249,17 +251,18 @@ class ZeroTrainStep(InspectableStep):
         compiled: dict[Any, Any] = {}
 
         def run(state: ZeroState, batch: Batch, rng: PRNGKey | None) -> Any:
-            return self._evaluate(fun or self._loss, state, batch, rng, ema=ema)
+            return self._evaluate(fun or self._loss, expanded(self.layout(), state), batch, rng, ema=ema)
 
         def call(state: ZeroState, batch: Batch, rng: PRNGKey | None = None) -> Any:
             check_is_state(state)
             if rng is None and takes_key(fun or self._loss):
                 raise UsageError("This function takes rng: give the evaluator a key, evaluate(state, batch, key).")
+            state, shardings = self._readable(state, ema=ema)
             kind = (whole := self.batches.is_ragged(batch)), jax.tree.structure(batch)
             if kind not in compiled:
                 layout = self.layout(self.batches.rounded_up(batch) if whole else batch)
-                shardings = (layout.shardings, self._replicated if whole else self._batch_shardings(batch), None)
-                compiled[kind] = jax.jit(run, in_shardings=shardings)
+                of_batch = self._replicated if whole else self._batch_shardings(batch)
+                compiled[kind] = jax.jit(run, in_shardings=(shardings or layout.shardings, of_batch, None))
             return compiled[kind](state, batch, None if rng is None else typed_key(rng))
 
         return in_any_context(call, at=self)

@@ -1,11 +1,14 @@
 """The layout of a step's state, found by tracing the model's initialisation and its loss: nothing is computed."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
 from zero_jax.frontends.composition import model_tree, part_specs
@@ -15,11 +18,12 @@ from zero_jax.precision import average_dtype
 from zero_jax.sharding.batch import abstract_batch
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.make_layout import make_layout
-from zero_jax.sharding.memory_kinds import with_offload
+from zero_jax.sharding.memory.kinds import with_offload
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.step_weights import with_step_weights
 from zero_jax.sharding.tensor_rules import tensor_specs
+from zero_jax.sharding.tiling import with_tiles
 from zero_jax.state import ZeroState
 from zero_jax.step.losses import checked, with_key
 from zero_jax.step.options import StepOptions
@@ -28,31 +32,38 @@ from zero_jax.tree import cast_floating, map_named, merge, named_leaves
 from zero_jax.typing import Batch, Loss, Params
 
 
-def trace_layout(model: ModelFunctions, loss: Loss, optimizer: optax.GradientTransformationExtraArgs, axes: MeshAxes,
-                 options: StepOptions, guard_state: Any, batch: Batch, *, read_by: Loss | None = None) -> Layout:
+def trace_layout(model: ModelFunctions, init: Callable[..., Any], loss: Loss,
+                 optimizer: optax.GradientTransformationExtraArgs, axes: MeshAxes, options: StepOptions,
+                 guard_state: Any, batch: Batch) -> Layout:
     """The layout, for `batch`, abstract or not.
 
-    guard_state: an abstract `GuardState`, or None. read_by: the loss as steps call it, where that is not `loss`, which
-    makes the model's values. Raises ValueError for options and an optimizer that do not fit the model.
+    init: `init(rng, batch, given)`, the model's values; loss: as steps call it; guard_state: an abstract `GuardState`,
+    or None. Raises ValueError for options and an optimizer that do not fit the model.
     """
     precision, batch = options.precision, abstract_batch(batch)
     rng, given = jax.eval_shape(lambda: jax.random.key(0)), jax.eval_shape(lambda: model.given)
 
     # First, the model's values.
-    values, variables = jax.eval_shape(
-        lambda *args: model.init(checked(with_key(loss, None)), *args), rng, batch, given)
+    replicated = NamedSharding(axes.mesh, P())  # with a mesh in its type, as in the programs that share the trace
+    values, variables = jax.eval_shape(init, rng, _placed(batch, replicated), given)
     check_trainable(values, frozen=options.frozen, keep=precision.keep)
     params, frozen = split_trainable(values, options.frozen)
     params = jax.eval_shape(lambda tree: cast_floating(tree, precision.params), params)
-    check_optimizer(optimizer, params)
+    check_optimizer(optimizer, params, replicated)
 
     # Second, how the loss reads them.
     as_read = map_named(lambda name, leaf: leaf.update(dtype=precision.read_dtype(name, leaf.dtype)),
                         merge(params, frozen))
     read_batch = jax.eval_shape(lambda batch: cast_floating(batch, precision.compute), batch)
-    reads = model.reads(checked(with_key(read_by or loss, None)), as_read, variables, rng,
+    reads = model.reads(checked(with_key(loss, None)), as_read, variables, rng,
                         read_batch if precision.cast_batch is True else batch)
     _check_read(params, reads)
+    split = part_specs(tensor_specs(model_tree(values, model.composition), axes, options.tensor_rules, model.metadata),
+                       model.composition)
+    reads, not_tiled = with_tiles(reads, dict(named_leaves(as_read)), options.tiling, axes.zero_size, split)
+    if options.remat is not None:  # in the place of what the model checkpoints
+        reads = {name: dataclasses.replace(access, checkpointed=options.remat.policy != "dots")
+                 for name, access in reads.items()}
     check_written(params, reads, precision, options.accumulation)
     variables = model.lasting(variables)
 
@@ -62,10 +73,13 @@ def trace_layout(model: ModelFunctions, loss: Loss, optimizer: optax.GradientTra
             lambda leaf: leaf.update(dtype=average_dtype(leaf.dtype)), params))
     layout = make_layout(
         state, axes, options.layout_policy, optimizer=optimizer, reads=reads,
-        tensor_specs=part_specs(tensor_specs(model_tree(values, model.composition), axes, options.tensor_rules,
-                                             model.metadata), model.composition))
-    layout = with_offload(layout, options.offload)
+        tensor_specs=split)
+    layout = with_offload(dataclasses.replace(layout, not_tiled=not_tiled), options.offload)
     return with_step_weights(layout, options.accumulation)
+
+
+def _placed(tree: Any, sharding: NamedSharding) -> Any:
+    return jax.tree.map(lambda leaf: leaf.update(sharding=sharding), tree)
 
 
 def _check_read(params: Params, reads: Mapping[str, ParamAccess]) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.jaxpr.equations import (
@@ -42,13 +41,14 @@ from zero_jax.jaxpr.primitives import (
     scatter_dims,
     scatter_dropping,
 )
-from zero_jax.sharding.communication import Hop
 from zero_jax.sharding.gather import names_of
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.sharding.reduce_scatter import reduce_parts
 from zero_jax.sharding.slices import on_one_slice
 from zero_jax.transforms.scatter_calls import MOVES, SUMS, is_quantized, is_scatter, is_uneven
 
+WHOLE = P()
 _KEEPS_DIMS = ("copy", NAME, CONVERT)
 
 Split = dict[int, tuple[str, ...]]
@@ -81,7 +81,7 @@ def scatter_partial_gradients(jaxpr: Jaxpr, *, batch_size: int, axes: MeshAxes, 
         cast = is_scatter(eqn) and _is_cast(eqn.invars[0], makers)
         quantized = is_scatter(eqn) and is_quantized(eqn)
         if is_scatter(eqn) and (is_uneven(eqn) or not uneven or cast or quantized):
-            part = PartialGradient(makers, batch_size, axes, out_shardings(eqn)[0], split, sums_rows=quantized,
+            part = PartialGradient(makers, batch_size, axes, out_shardings(eqn)[0].spec, split, sums_rows=quantized,
                                    hops=hops if quantized else ())
             eqn = part.scattered(eqn) if part.add(eqn.invars[0], part.tensor_dim) else eqn
         eqns.append(eqn)
@@ -91,11 +91,11 @@ def scatter_partial_gradients(jaxpr: Jaxpr, *, batch_size: int, axes: MeshAxes, 
 class PartialGradient:
     """The equations that make one device's part of a gradient, and the arrays that go into them."""
 
-    def __init__(self, makers: dict[Any, JaxprEqn], batch_size: int, mesh_axes: MeshAxes,
-                 sharding: NamedSharding, split: bool, sums_rows: bool = False, hops: Sequence[Hop] = ()):
+    def __init__(self, makers: dict[Any, JaxprEqn], batch_size: int, mesh_axes: MeshAxes, spec: P = WHOLE,
+                 split: bool = False, sums_rows: bool = False, hops: Sequence[Hop] = ()):
         self.makers, self.batch_size, self.mesh_axes, self.axes = makers, batch_size, mesh_axes, mesh_axes.batch
-        self.sharding, self.split, self.mesh, self.hops = sharding, split, mesh_axes.mesh, hops
-        self.tensor_dim = next((dim for dim, entry in enumerate(sharding.spec)
+        self.spec, self.split, self.mesh, self.hops = spec, split, mesh_axes.mesh, hops
+        self.tensor_dim = next((dim for dim, entry in enumerate(spec)
                                 if mesh_axes.tensor in names_of(P(entry))), None)
         # Of biases, and of parameters that a module joins.
         self.sums_rows, self.moves = sums_rows, (*MOVES, "slice", "split") if sums_rows else MOVES
@@ -112,6 +112,13 @@ class PartialGradient:
         added = self._add_operands(eqn, primitive_of(eqn), dim)
         if added:
             self.eqns.append(eqn)
+        return added
+
+    def add_product(self, eqn: JaxprEqn) -> bool:
+        """As `add`, of what `eqn` makes, which `tensor` does not split; nothing is added if it is no such sum."""
+        before = dict(self.splits)
+        added = self.add(eqn.outvars[0], None)
+        self.splits = self.splits if added else before
         return added
 
     def _add_operands(self, eqn: JaxprEqn, primitive: str, dim: int | None) -> bool:
@@ -171,12 +178,12 @@ class PartialGradient:
         """Splits the updates that are added to rows of zeros, an embedding's gradient; `tensor` may split the rows."""
         zeros, indices, updates = eqn.invars
         if self.sums_rows and dim is None and self._sums_batch(updates):  # of positions, which all examples share
-            return all([self._is_zero(zeros), self._set_split(zeros, {}), self._set_split(indices, {}),
+            return all([self.is_zero(zeros), self._set_split(zeros, {}), self._set_split(indices, {}),
                         self.add(updates, None)])
         dims = scatter_dims(eqn)
         rows = [at for at in range(len(getattr(updates.aval, "shape", ()))) if at not in dims.window]
         batch = self._batch(updates, rows)
-        if batch is None or not self._is_zero(zeros) or dim is not None and (dims.rows != (dim,) or dims.clips):
+        if batch is None or not self.is_zero(zeros) or dim is not None and (dims.rows != (dim,) or dims.clips):
             return False
         of_rows = {} if dim is None else {dim: (self.mesh_axes.tensor,)}
         return all([self._set_split(zeros, of_rows), self._set_split(updates, batch),
@@ -204,7 +211,8 @@ class PartialGradient:
                         and shape[batch + 1] % self.mesh.shape[context] == 0)
         return {batch: self.axes, batch + 1: (context,)} if has_sequence else None
 
-    def _is_zero(self, atom: Any) -> bool:
+    def is_zero(self, atom: Any) -> bool:
+        """Whether `atom` is an array of zeros."""
         while not is_literal(atom):
             eqn = self.makers.get(atom)
             if eqn is None or primitive_of(eqn) not in ("broadcast_in_dim", CONVERT, "copy"):
@@ -221,10 +229,10 @@ class PartialGradient:
         scope = scope_of(self.eqns[0])
 
         def part(*values: jax.Array) -> jax.Array:
-            return reduce_parts(_stored(scatter, self._own(values)), self.mesh_axes, self.sharding.spec, self.hops)
+            return reduce_parts(as_stored(scatter, self._own(values)), self.mesh_axes, self.spec, self.hops)
 
         summed = jax.shard_map(
-            on_one_slice(part, self.mesh_axes), mesh=self.mesh, out_specs=self.sharding.spec, check_vma=False,
+            on_one_slice(part, self.mesh_axes), mesh=self.mesh, out_specs=self.spec, check_vma=False,
             in_specs=self._in_specs)
 
         def zero_scatter(*values: jax.Array) -> jax.Array:
@@ -243,23 +251,28 @@ class PartialGradient:
     def reduced(self, scatter: JaxprEqn, parts: jax.Array) -> jax.Array:
         """What `scatter` makes of the sum of what `each` returned, or of sums of such."""
         reduce = jax.shard_map(
-            on_one_slice(lambda own: reduce_parts(_stored(scatter, own[0]), self.mesh_axes, self.sharding.spec,
+            on_one_slice(lambda own: reduce_parts(as_stored(scatter, own[0]), self.mesh_axes, self.spec,
                                               self.hops),
                          self.mesh_axes),
-            mesh=self.mesh, in_specs=P(self.axes), out_specs=self.sharding.spec, check_vma=False)
+            mesh=self.mesh, in_specs=P(self.axes), out_specs=self.spec, check_vma=False)
         return reduce(parts)
 
     @property
     def _in_specs(self) -> tuple[P, ...]:
-        return tuple(P(*map(split.get, range(max(split, default=-1) + 1))) for split in self.splits.values())
+        return tuple(map(self.in_spec, self.splits))
+
+    def in_spec(self, atom: Any) -> P:
+        """The spec with which each device gets its part of `atom`, an input or anything else that is the same."""
+        split = self.splits.get(atom, {})
+        return P(*map(split.get, range(max(split, default=-1) + 1)))
 
     def _own(self, values: Sequence[jax.Array]) -> jax.Array:
         """One device's part, from its parts of the inputs."""
         env: dict[Any, Any] = dict(zip(self.splits, values, strict=True))
-        run_eqns(self.eqns, env, self._bind)
+        run_eqns(self.eqns, env, self.bind)
         return env[self.eqns[-1].outvars[0]]
 
-    def _bind(self, eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
+    def bind(self, eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
         """A device's part of `eqn`. Where it has some of the rows of a table, it skips the updates of the others."""
         if primitive_of(eqn) == SCATTER_ADD and (split := self.splits[eqn.invars[0]]):
             zeros, indices, updates = args
@@ -277,7 +290,7 @@ def _is_cast(atom: Any, makers: Mapping[Any, JaxprEqn]) -> bool:
     return changed or any(_is_cast(term, makers) for term in eqn.invars)
 
 
-def _stored(scatter: JaxprEqn, value: jax.Array) -> jax.Array:
+def as_stored(scatter: JaxprEqn, value: jax.Array) -> jax.Array:
     """What `scatter` does to its operand beside laying it out: merged and padded as it is stored."""
     inner = call_jaxpr(scatter).jaxpr
     env: dict[Any, Any] = {inner.invars[0]: value}

@@ -1,9 +1,9 @@
-"""Passes on the traced loss, before differentiation: gathered weights are gathered again in backward, never saved.
+"""Passes on the traced loss, before differentiation: loops gather weights again in backward, and never save them.
 
 They hold for any model, since they look at what a program does with its parameters, not at how it is written.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,14 +18,15 @@ from zero_jax.jaxpr.equations import (
     eqn_of,
     inner_jaxprs,
     is_literal,
+    is_on_host_atom,
     jaxpr_to_fun,
     primitive_of,
     variable_like,
     variables,
 )
 from zero_jax.jaxpr.primitives import (
-    CUSTOM_VJP,
     JIT,
+    NAME,
     REMAT,
     SCAN,
     Checkpoint,
@@ -36,9 +37,9 @@ from zero_jax.jaxpr.primitives import (
     with_body,
     with_call_jaxpr,
 )
-from zero_jax.sharding.gather import GATHERED, SECONDARY
+from zero_jax.sharding.gather import GATHERED, SECONDARY, differentiated_last
 
-_NEVER_SAVED = ("reshape", "squeeze", "broadcast_in_dim", "stop_gradient")
+NEVER_SAVED = ("reshape", "squeeze", "broadcast_in_dim", "stop_gradient")
 """Primitives whose results cost nothing to compute again, whatever they are of."""
 
 
@@ -46,9 +47,10 @@ def duplicate_param_reads(jaxpr: Jaxpr) -> Jaxpr:
     """Gives every consumer of a parameter its own read.
 
     Why: otherwise JAX adds the cotangents of a tied weight before our reduce-scatter sees them, and the partitioner
-    all-reduces one of them to do so.
+    all-reduces one of them to do so. What the loss itself differentiates is behind: from here on a read has one
+    derivative, and nothing of it is left beside the gathered array (`differentiated_last`).
     Cost without: 6.34 instead of 5.25 bytes sent per parameter ("the 124M program" of `zero_jax.transforms`).
-    Order: first. A read is known by its form, a custom_vjp_call of two operands, and `tag_derived_as_gathered` makes
+    Order: first. A read is known by its form, a gathered call of two operands, and `tag_derived_as_gathered` makes
     calls that look like one.
     """
     reads: dict[Var, JaxprEqn] = {}
@@ -62,9 +64,10 @@ def duplicate_param_reads(jaxpr: Jaxpr) -> Jaxpr:
                     invars[i] = variable_like(atom)
                     eqns.append(reads[atom].replace(outvars=[invars[i]]))
                 consumed.add(atom)
+        eqn = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
         if _is_gathered_call(eqn) and len(eqn.invars) == 2:
-            reads[eqn.outvars[0]] = eqn
-        eqns.append(eqn.replace(invars=invars))
+            eqn = reads[eqn.outvars[0]] = differentiated_last(eqn)
+        eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)
 
 
@@ -72,10 +75,10 @@ def tag_derived_as_gathered(jaxpr: Jaxpr, derived: Iterable[Var] = ()) -> Jaxpr:
     """Tags what is computed from gathered parameters alone (a cast, a transpose, a norm) as gathered, too.
 
     Why: otherwise backward saves such a copy of the gathered weight, which no policy can tell from an activation.
-    Cost without: 8424 instead of 8189 MiB of temporaries: all layers' weights in bf16 (the 124M program with fp32
+    Cost without: 6447 instead of 6285 MiB of temporaries: all layers' weights in bf16 (the 124M program with fp32
     parameters and modules in bf16).
-    Order: after the passes that follow a weight through transposes and casts (`split_sequence`), which this turns into
-    calls, and before `isolate_inner_remat`, since no pass reaches into a checkpoint behind that.
+    Order: in `remat_scan_bodies`, after the passes that follow a weight through transposes and casts
+    (`split_sequence`), which this turns into calls.
 
     Args:
       jaxpr: the program.
@@ -95,29 +98,35 @@ def tag_derived_as_gathered(jaxpr: Jaxpr, derived: Iterable[Var] = ()) -> Jaxpr:
                 inputs = [var for var, atom in zip(inner.invars, eqn.invars, strict=True) if _is_among(atom, gathered)]
                 eqn = with_call_jaxpr(eqn, tag_derived_as_gathered(inner, inputs))
             elif all_gathered and (is_call or not inner_jaxprs(eqn)):
-                eqn = eqn if primitive_of(eqn) in _NEVER_SAVED else _tagged(eqn)
+                eqn = eqn if primitive_of(eqn) in NEVER_SAVED else _tagged(eqn)
                 gathered.update(eqn.outvars)
         eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)
 
 
-def isolate_inner_remat(jaxpr: Jaxpr, *, activations: Any = None) -> Jaxpr:
-    """Makes every checkpoint of the model's own opaque to a checkpoint policy around it.
+def isolate_inner_remat(jaxpr: Jaxpr, *, activations: Any = None, host_in_barriers: bool = True) -> Jaxpr:
+    """Makes every checkpoint of the model's own opaque to the checkpoint policy of a loop around it.
 
     Why: `jax.checkpoint(fun, policy=...)` overrules the policies of every checkpoint inside `fun`: a model that
     already rematerialises its blocks would have all their activations saved. As a `jax.custom_vjp` its residuals are
     exactly what its own policy keeps, and `activations` (an `activation_partitioning.Activations`) may keep them
     elsewhere.
-    Cost without: 8198 instead of 1736 MiB of temporaries (the 124M program, whose model checkpoints its blocks); 83
-    instead of 3 GB for a 6.7B decoder.
+    Cost without: nothing where a loop's body is one checkpoint, and else all that is in the checkpoint: 83 instead of 3
+    GB for a 6.7B decoder, measured with a policy around the whole loss.
     Order: behind every pass that edits what is checkpointed, since the rules of a custom_vjp are functions, in which no
     pass can edit; before `remat_scan_bodies`, which leaves loops alone whose bodies are checkpointed already.
+
+    host_in_barriers: whether parameters in host memory may be operands of the barrier that keeps XLA from merging
+    forward and recomputation. XLA:TPU takes all operands of such a barrier for the host's (libtpu of jax 0.10.2).
     """
 
     def isolated(eqn: JaxprEqn) -> JaxprEqn:
         checkpoint = Checkpoint.of(eqn)
-        call = _with_own_policy(jaxpr_to_fun(call_jaxpr(eqn)), checkpoint.policy, prevent_cse=checkpoint.prevent_cse,
-                                activations=activations)
+        prevent_cse = checkpoint.prevent_cse
+        if prevent_cse is True and not host_in_barriers:
+            prevent_cse = tuple(not is_on_host_atom(atom) for atom in eqn.invars)
+        call = _with_own_policy(jaxpr_to_fun(call_jaxpr(eqn)), checkpoint.policy, prevent_cse=prevent_cse,
+                                on_host=[is_on_host_atom(atom) for atom in eqn.invars], activations=activations)
         return eqn_of(call, eqn.invars, eqn.outvars)
 
     return jaxpr.replace(eqns=[isolated(eqn) if primitive_of(eqn) == REMAT else eqn for eqn in jaxpr.eqns])
@@ -126,15 +135,16 @@ def isolate_inner_remat(jaxpr: Jaxpr, *, activations: Any = None) -> Jaxpr:
 def remat_scan_bodies(jaxpr: Jaxpr) -> Jaxpr:
     """Checkpoints the body of each loop that reads parameters, with the policy `keep_all_but_gathered`.
 
-    Why: from a checkpoint around a loop alone, backward makes two loops: the first gathers what the second uses, all
-    layers of it at once.
-    Cost without: 8432 instead of 8198 MiB of temporaries: all layers' weights at once (the 124M program).
+    Why: a loop stacks what its rounds save, which would be the gathered weights of all layers.
+    Cost without: 6457 instead of 6295 MiB of temporaries: all layers' weights at once (the 124M program).
     Order: after `isolate_inner_remat`, so that a body that checkpoints itself is not checkpointed twice.
     """
 
     def checkpointed(eqn: JaxprEqn) -> JaxprEqn:  # no CSE to prevent: forward is another loop
-        return with_body(eqn, _with_own_policy(
-            jaxpr_to_fun(call_jaxpr(eqn)), keep_all_but_gathered, prevent_cse=False))
+        body = call_jaxpr(eqn)
+        tagged = body.replace(jaxpr=tag_derived_as_gathered(body.jaxpr))
+        return with_body(eqn, _with_own_policy(jaxpr_to_fun(tagged), keep_all_but_gathered, prevent_cse=False,
+                                               on_host=list(map(is_on_host_atom, body.jaxpr.invars))))
 
     return jaxpr.replace(eqns=[
         checkpointed(eqn) if primitive_of(eqn) == SCAN and _reads_params(call_jaxpr(eqn).jaxpr) else eqn
@@ -149,7 +159,7 @@ def keep_all_but_gathered(prim: Any, *avals: Any, **params: Any) -> bool:
     and makes infinities of the other's largest values (a float8_e4m3fn of 448, say).
     """
     may_change = prim.name in ("complex", "fft") or any(map(_changes_when_saved, policy_dtypes(avals, params)))
-    return not may_change and prim.name not in _NEVER_SAVED and GATHERED not in policy_names(prim, params)
+    return not may_change and prim.name not in NEVER_SAVED and GATHERED not in policy_names(prim, params)
 
 
 def _changes_when_saved(dtype: Any) -> bool:
@@ -157,12 +167,15 @@ def _changes_when_saved(dtype: Any) -> bool:
         jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1)
 
 
-def _with_own_policy(fun: Callable[..., Any], policy: Any, *, prevent_cse: Any, activations: Any = None
-                     ) -> Callable[..., Any]:
-    """`fun` as a `jax.custom_vjp` whose residuals are what `policy` keeps, whatever a policy around it says."""
+def _with_own_policy(fun: Callable[..., Any], policy: Any, *, prevent_cse: Any, on_host: Sequence[bool],
+                     activations: Any = None) -> Callable[..., Any]:
+    """`fun` as a `jax.custom_vjp` whose residuals are what `policy` keeps, whatever a policy around it says.
+
+    on_host: of each argument, whether it is in host memory.
+    """
     def saveable(prim: Any, *avals: Any, **params: Any) -> Any:
         saved = policy is not None and policy(prim, *avals, **params)
-        return saved or prim.name == CUSTOM_VJP and SECONDARY in policy_names(prim, params)
+        return saved or prim.name != NAME and SECONDARY in policy_names(prim, params)
 
     checkpointed = jax.checkpoint(fun, policy=saveable, prevent_cse=prevent_cse)
 
@@ -171,7 +184,9 @@ def _with_own_policy(fun: Callable[..., Any], policy: Any, *, prevent_cse: Any, 
         return out, pullback if activations is None else jax.tree.map(activations.stash, pullback)
 
     def backward(pullback: Any, cotangents: Any) -> Any:
-        return (pullback if activations is None else jax.tree.map(activations.fetch, pullback))(cotangents)
+        pullback = pullback if activations is None else jax.tree.map(activations.fetch, pullback)
+        # Parameters in host memory have no derivative (`gather.Encoded`), and JAX makes zeros of it in device memory.
+        return tuple(None if host else each for host, each in zip(on_host, pullback(cotangents), strict=True))
 
     call = jax.custom_vjp(checkpointed)
     call.defvjp(forward, backward)
@@ -199,7 +214,7 @@ def _reads_params(jaxpr: Jaxpr) -> bool:
 
 def _is_gathered_call(eqn: JaxprEqn) -> bool:
     """Whether `eqn` is a call that gathers or reads a parameter (`gather.ParamUse`), or one that `_tagged` made."""
-    return primitive_of(eqn) == CUSTOM_VJP and GATHERED in checkpoint_names(eqn)
+    return primitive_of(eqn) != NAME and GATHERED in checkpoint_names(eqn)
 
 
 def _is_among(atom: Any, known: Collection[Any]) -> bool:

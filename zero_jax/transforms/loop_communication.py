@@ -5,7 +5,7 @@ parameters in every round. Forward and backward are loops of their own, and each
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from zero_jax.jaxpr.equations import (
     bind_eqn,
     inner_jaxprs,
     is_literal,
+    live_eqns,
     primitive_of,
     producers,
     replace_eqn,
@@ -40,9 +41,9 @@ from zero_jax.jaxpr.primitives import (
     checkpoint_names,
     out_shardings,
 )
-from zero_jax.sharding.communication import Hop
 from zero_jax.sharding.gather import GATHERED
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.transforms.explicit_scatter import PartialGradient
 from zero_jax.transforms.scatter_calls import inlined, is_quantized, is_scatter
 
@@ -177,11 +178,10 @@ class _Loop:
         return chains if starts == 1 else []
 
     def _part(self, scatter: JaxprEqn) -> PartialGradient | None:
-        sharding: NamedSharding = out_shardings(scatter)[0]
         # Where a model's own axes split it, it is the partitioner's to sum.
         if set(self.axes.batch) != set(self.axes.step_names):
             return None
-        part = PartialGradient(self.makers, self.batch_size, self.axes, sharding, split=False, sums_rows=True,
+        part = PartialGradient(self.makers, self.batch_size, self.axes, out_shardings(scatter)[0].spec, sums_rows=True,
                                hops=self.hops if is_quantized(scatter) else ())
         return part if part.add(scatter.invars[0], None) else None
 
@@ -202,7 +202,7 @@ class _Loop:
         chains = [chain for of_carry in self.sums.values() for chain in of_carry]
         unreduced = [i for i in range(scan.num_carry) if i not in self.sums]
         outs = [*(self.outvars[i] for i in unreduced), *self.outvars[scan.num_carry:]]
-        eqns = _needed(self.eqns, [*outs, *(atom for chain in chains for atom in chain.inputs)])
+        eqns = live_eqns(self.eqns, [*outs, *(atom for chain in chains for atom in chain.inputs)])
 
         def one_round(carry: Any, xs: Any) -> Any:
             own, totals = carry
@@ -229,16 +229,6 @@ class _Loop:
 
 def _is_zero(atom: Any) -> bool:
     return is_literal(atom) and not value_of(atom, {})
-
-
-def _needed(eqns: Sequence[JaxprEqn], outputs: Iterable[Any]) -> list[JaxprEqn]:
-    """Those of `eqns` that `outputs` come from."""
-    wanted, needed = set(variables(outputs)), []
-    for eqn in reversed(eqns):
-        if eqn.effects or any(var in wanted for var in eqn.outvars):
-            wanted.update(variables(eqn.invars))
-            needed.append(eqn)
-    return needed[::-1]
 
 
 def _flat(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:

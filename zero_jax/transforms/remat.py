@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
@@ -26,7 +25,6 @@ from zero_jax.jaxpr.equations import (
     primitive_of,
     replace_eqn,
     run_eqns,
-    variable_like,
     variables,
 )
 from zero_jax.jaxpr.primitives import (
@@ -36,27 +34,24 @@ from zero_jax.jaxpr.primitives import (
     Scan,
     call_jaxpr,
     is_attention_kernel,
-    name_eqn,
     with_call_jaxpr,
     with_policy,
 )
+from zero_jax.transforms.tiled_products import TILED_PRODUCT
 
 
 def _products(prim: Any, *avals: Any, **params: Any) -> bool:
-    """A checkpoint policy: products with weights are saved, and the results of attention kernels.
+    """A checkpoint policy: products with weights are saved, in tiles or not, and the results of attention kernels.
 
     A kernel's are one array and a number for each row, and to compute them again takes its two products; the scores of
     XLA's attention, products with batch dims, are as large as the square of the sequence and are not saved.
     """
     dots: Any = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return is_attention_kernel(prim, params) or dots(prim, *avals, **params)
+    return prim.name == TILED_PRODUCT or is_attention_kernel(prim, params) or dots(prim, *avals, **params)
 
 
 POLICIES: dict[str, Any] = {"full": jax.checkpoint_policies.nothing_saveable, "dots": _products}
 """By name: save nothing but the inputs of blocks; save the products with weights and of attention kernels, too."""
-
-CARRIED = "zero_carried"
-"""The `checkpoint_name` of what a loop carries."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +113,7 @@ def checkpoint_blocks(closed: ClosedJaxpr, names: Sequence[str], remat: Remat) -
     """A traced loss with its blocks checkpointed; `names`: of the parameters that are its first inputs.
 
     Why: a model need not be written with remat, and a plan or a search tries policies without editing the model.
-    Cost without: 8198 instead of 1736 MiB of temporaries (the 124M program with remat="full").
+    Cost without: 6295 instead of 1706 MiB of temporaries (the 124M program with remat="full").
     Order: before all other passes, on the outermost jaxpr, whose inputs are the parameters by name; to the others its
     checkpoints are the model's own.
 
@@ -134,30 +129,6 @@ def checkpoint_blocks(closed: ClosedJaxpr, names: Sequence[str], remat: Remat) -
     raise UsageError(f"remat={remat.policy!r}: no blocks were found in the model: neither a loop that reads parameters "
                      "nor parameters of numbered blocks (blocks_0/..., blocks_1/...). Checkpoint them in the model "
                      "with zero_jax.remat(Block), or leave remat out.")
-
-
-def name_scan_carries(jaxpr: Jaxpr) -> Jaxpr:
-    """Names what a loop carries in its body, where a checkpoint policy around the loop can save it.
-
-    Why: a policy is asked about what a body computes. Without the name it saves what leaves a round, of every block
-    where several are one checkpoint, and backward computes what enters a round from that by another loop: all
-    checkpoints are in memory twice.
-    Cost without: 2360 instead of 2066 MiB of temporaries (the 124M program with 48 layers and remat="full").
-    Order: last of the passes on the loss. The name must stand in the loop's body and outside of the call that
-    `remat_scan_bodies` makes of it, in which the outer policy does not look.
-    """
-    return jaxpr.replace(eqns=[_with_named_carry(eqn) if primitive_of(eqn) == SCAN else eqn for eqn in jaxpr.eqns])
-
-
-def _with_named_carry(eqn: JaxprEqn) -> JaxprEqn:
-    body, scan = call_jaxpr(eqn).jaxpr, Scan.of(eqn)
-    invars, eqns = list(body.invars), []
-    for index in range(scan.num_consts, scan.num_consts + scan.num_carry):
-        carried: Any = invars[index]
-        if jnp.issubdtype(carried.aval.dtype, jnp.floating):
-            invars[index] = variable_like(carried)
-            eqns.append(name_eqn(CARRIED, invars[index], carried))
-    return with_call_jaxpr(eqn, body.replace(invars=invars, eqns=[*eqns, *body.eqns]))
 
 
 def _with_policy(jaxpr: Jaxpr, remat: Remat) -> tuple[Jaxpr, int]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from zero_jax.jaxpr.equations import (
     Jaxpr,
@@ -72,7 +73,7 @@ def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
         calls: list[JaxprEqn] = []
         while atoms:
             eqn = makers.get(atoms.pop())
-            if eqn is not None and _is_plain_call(eqn):
+            if eqn is not None and is_plain_call(eqn):
                 calls.append(eqn)
             elif eqn is not None and primitive_of(eqn) in _FOLLOWED:
                 atoms += variables(eqn.invars)
@@ -84,8 +85,12 @@ def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def is_scatter(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` is the reduction of a gradient that `gather.ParamUse` asks for."""
-    return jit_name(eqn) in (SCATTER, SCATTER_QUANTIZED)
+    """Whether `eqn` is the reduction of a gradient that `gather.ParamUse` asks for.
+
+    Its derivatives have its name where a loss differentiates by parameters, and not its sharding.
+    """
+    return jit_name(eqn) in (SCATTER, SCATTER_QUANTIZED) and len(eqn.outvars) == 1 and isinstance(
+        out_shardings(eqn)[0], NamedSharding)
 
 
 def is_quantized(scatter: JaxprEqn) -> bool:
@@ -98,21 +103,26 @@ def is_uneven(scatter: JaxprEqn) -> bool:
     return shape_of(scatter.invars[0]).shape != shape_of(scatter.outvars[0]).shape
 
 
-def _is_plain_call(eqn: JaxprEqn) -> bool:
+def is_plain_call(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` is a jit that `inlined` may replace."""
     return primitive_of(eqn) == JIT and not is_scatter(eqn) and not call_jaxpr(eqn).consts
 
 
 def inlined(call: JaxprEqn) -> Iterator[JaxprEqn]:
-    """The equations of the jit that `call` is, and a copy of each result."""
+    """The equations of the jit that `call` is, and a copy of each result that none of them computes."""
     inner = call_jaxpr(call).jaxpr
     outer: dict[Any, Any] = dict(zip(inner.invars, call.invars, strict=True))
+    own = {var for eqn in inner.eqns for var in eqn.outvars}
+    results = {atom: out for atom, out in zip(inner.outvars, call.outvars, strict=True)
+               if not is_literal(atom) and atom in own}
 
     def outside(atom: Any) -> Any:
         return atom if is_literal(atom) else outer[atom]
 
     for eqn in inner.eqns:
         invars = [outside(atom) for atom in eqn.invars]
-        outer.update((var, variable_like(var)) for var in eqn.outvars)
+        outer.update((var, results[var] if var in results else variable_like(var)) for var in eqn.outvars)
         yield eqn.replace(invars=invars, outvars=[outer[var] for var in eqn.outvars])
     for atom, out in zip(inner.outvars, call.outvars, strict=True):
-        yield eqn_of(jax.lax.copy_p.bind, [outside(atom)], [out])
+        if outside(atom) is not out:
+            yield eqn_of(jax.lax.copy_p.bind, [outside(atom)], [out])

@@ -78,6 +78,16 @@ class Chip:
     """In bytes/s per direction: a device's share of the network between hosts (GPU) or slices (TPU)."""
     peak_flops: Mapping[str, float] = dataclasses.field(hash=False)
     """Dense FLOP/s of matrix products by HLO dtype, f8 for all 8-bit floats; f32 at JAX's default precision."""
+    host_link_bandwidth: float = 0.0
+    """Between the device and its host's memory, in bytes/s per direction; 0: not known."""
+    host_memory_bandwidth: float = 0.0
+    """A device's share of its host's memory bandwidth, reads and writes together, in bytes/s; 0: not known."""
+    disk_bytes: int = 0
+    """A device's share of the disks of its host; 0: its host has none of its own, or they are not known."""
+    disk_read_bandwidth: float = 0.0
+    """Of that share, in bytes/s, where nothing is written at the same time; 0: not known."""
+    disk_write_bandwidth: float = 0.0
+    """The same of writes, where nothing is read."""
     gpu: Gpu | None = None
     tpu: Tpu | None = None
     examples: tuple[str, ...] = ()
@@ -97,12 +107,6 @@ class Chip:
         if self.tpu:
             return (f"{name}:{'x'.join('XYZ'[: len(self.tpu.host)])}",)
         return f"{name}:GPUS", f"{name}:HOSTSxGPUS_PER_HOST"
-
-
-def memory_of(device_kind: str) -> int | None:
-    """Bytes that programs can use on a device of this kind, as JAX names it; None where no chip here has that name."""
-    chips = map(built_in, chip_files())
-    return next((chip.memory_bytes for chip in chips if device_kind in (chip.name, chip.kind)), None)
 
 
 def read_chip(path: str) -> Chip:

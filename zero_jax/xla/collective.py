@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from zero_jax.xla import replica_groups
 from zero_jax.xla.parser import Computation, Frame, Instruction, Module
@@ -136,9 +136,8 @@ def read_collective(module: Module, frame: Frame, instruction: Instruction, exec
     """
     kind = kind_of(instruction)
     assert kind is not None, instruction.opcode
-    shapes: list[Shape] = [
-        shape for operand in instruction.operands for shape in frame.computation.instructions[operand].shapes
-    ]
+    sent = _sent(module, frame.computation, instruction)
+    shapes: list[Shape] = [shape for each in sent for shape in each.shapes]
     if kind == "collective-permute":
         group = replica_groups.ring(instruction.tail)
         shapes = _permuted(instruction, shapes)
@@ -150,7 +149,7 @@ def read_collective(module: Module, frame: Frame, instruction: Instruction, exec
     in_fusion = frame.caller is not None and frame.caller.opcode == "fusion"
     if kind == "all-reduce" and in_fusion and _only_sliced(frame.computation, instruction):
         kind = "reduce-scatter"
-    op_name, source = _origin(module, frame, instruction)
+    op_name, source = _origin(module, frame, instruction, sent)
     return Collective(
         kind=kind,
         shapes=tuple(shapes),
@@ -167,17 +166,55 @@ def read_collective(module: Module, frame: Frame, instruction: Instruction, exec
     )
 
 
-def _origin(module: Module, frame: Frame, instruction: Instruction) -> tuple[str, str]:
-    """Metadata of the instruction, else of its operands, else of its caller: compiler passes drop metadata."""
+def _origin(module: Module, frame: Frame, instruction: Instruction, sent: Sequence[Instruction]) -> tuple[str, str]:
+    """Metadata of the instruction, else of the largest that it sends, else of its caller: passes drop metadata.
+
+    Of one that is merged the largest comes first (jaxlib 0.12 writes the names of all, as `step/(first:second)`), and
+    no other: that a smaller one is a sum says nothing of it.
+    """
+    reads = sorted(sent, key=lambda each: -sum(shape_bytes(*shape) for shape in each.shapes))
+    is_merged = len(sent) > len(instruction.operands)
     while True:
-        reads = (frame.computation.instructions[name] for name in instruction.operands)
-        for candidate in (instruction, *reads):
+        for candidate in (*reads[:1], instruction) if is_merged else (instruction, *reads):
             op_name, source = module.metadata(candidate)
             if op_name:
                 return op_name, source
         if frame.caller is None or frame.parent is None:
             return "", ""
         instruction, frame = frame.caller, frame.parent
+        is_merged, reads = False, [frame.computation.instructions[name] for name in instruction.operands]
+
+
+def _sent(module: Module, computation: Computation, instruction: Instruction) -> list[Instruction]:
+    """The operands of a collective; of an all-reduce that XLA:GPU has merged, what it sums.
+
+    It concatenates the arrays of small all-reduces, flattened, in a fusion without metadata.
+    """
+    operands = [computation.instructions[name] for name in instruction.operands]
+    if kind_of(instruction) != "all-reduce" or len(operands) != 1:
+        return operands
+    return [_unflattened(computation, name) for name in _concatenated(module, computation, operands[0])] or operands
+
+
+def _concatenated(module: Module, computation: Computation, instruction: Instruction) -> list[str]:
+    """Names of what `instruction` concatenates and does nothing else with; none if it does something else."""
+    if instruction.opcode == "concatenate":
+        return list(instruction.operands)
+    if instruction.opcode != "fusion":
+        return []
+    fused = module.computations[instruction.callees[0]]
+    root, numbers = fused.instructions[fused.root], {name: number for number, name in fused.parameters.items()}
+    if root.opcode != "concatenate" or not numbers.keys() >= set(root.operands):
+        return []
+    return [instruction.operands[numbers[name]] for name in root.operands]
+
+
+def _unflattened(computation: Computation, name: str) -> Instruction:
+    """What bitcasts without metadata were made of: it has the array's own dims, and tells where it is from."""
+    instruction = computation.instructions[name]
+    while instruction.opcode == "bitcast" and "op_name=" not in instruction.tail:
+        instruction = computation.instructions[instruction.operands[0]]
+    return instruction
 
 
 def _only_sliced(computation: Computation, instruction: Instruction) -> bool:

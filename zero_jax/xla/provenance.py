@@ -59,6 +59,14 @@ class Flow:
             served.update(dict.fromkeys(names))
         return tuple(served)
 
+    def input_of(self, value: Value) -> str:
+        """The op_name of the nearest input of the program that `value` comes from, as its author wrote it; or ""."""
+        number = next(self._inputs_of([value]), None)
+        if number is None:
+            return ""
+        entry = self.module.computations[self.module.entry]
+        return self.module.metadata(entry.instructions[self._inputs[number]])[0].replace("\\", "")
+
     def _is_placed(self, frame: Frame, name: str) -> bool:
         """Whether a shard is written into zeros: an all-reduce of that is how TPU gathers small arrays."""
         while (instruction := frame.computation.instructions[name]).opcode in ("bitcast", "copy", "fusion"):

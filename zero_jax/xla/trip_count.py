@@ -146,7 +146,10 @@ def value_in_round(module: Module, frame: Frame, name: str, loop: Instruction, n
 
 
 def _counter_in_round(module: Module, frame: Frame, element: Instruction, loop: Instruction, number: int) -> int | None:
-    """An element of what `loop` carries, into which its body adds a constant in each round."""
+    """An element of what `loop` carries: a counter, or what the body computes of counters in the round before.
+
+    Loops that XLA has pipelined carry the index of the round before, or of the next one.
+    """
     if frame.caller is not loop or frame.parent is None or (
             frame.computation.instructions[element.operands[0]].opcode != "parameter"):
         return None
@@ -155,4 +158,8 @@ def _counter_in_round(module: Module, frame: Frame, element: Instruction, loop: 
     after = _element(module, frame, frame.computation.root, index)
     first = _constant(module, *start) if start else None
     step = _steps(module, *after, index) if after else None
-    return None if first is None or step is None else first + number * step
+    if first is None or after is None:
+        return None
+    if step is None:
+        return value_in_round(module, *after, loop, number - 1) if number else first
+    return first + number * step

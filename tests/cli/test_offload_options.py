@@ -1,0 +1,153 @@
+"""Where the command line puts the state: what goes together, known before JAX starts."""
+
+import dataclasses
+import io
+import json
+import shutil
+
+import pytest
+from rich.console import Console
+
+from zero_jax.cli.chosen_offload import with_chosen_offload
+from zero_jax.cli.objectives.choose import objective_of
+from zero_jax.cli.step_from_config import devices_of, step_of
+from zero_jax.cli.train_config import TrainConfig
+from zero_jax.cli.training.train import train
+from zero_jax.errors import UsageError
+from zero_jax.sharding.memory.kinds import Offload
+from zero_jax.step.disk.step import DiskTrainStep
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"offload": "disk"}, "name a folder"), ({"offload_disk": "/tmp/x"}, "without offload=disk or auto"),
+    ({"offload": "disk", "offload_disk": __file__}, "is no folder"),
+    ({"offload": "auto", "offload_gib": 2.0, "offload_disk": __file__}, "is no folder"),
+    ({"offload_gib": 2.0}, "without offload=auto"), ({"offload": "auto", "offload_gib": -1.0}, "give the GiB"),
+    ({"offload_fraction": 0.5}, "offload_fraction=0.5 with offload=no"),
+    ({"offload": "parameters", "offload_fraction": 0.5}, "with offload=parameters"),
+    ({"offload": "optimizer", "offload_fraction": 0.0}, "above 0 and at most 1"),
+    ({"offload": "auto"}, "simulated devices have no memory of their own"),
+    ({"offload": "disk", "offload_disk": "x", "check_replicas": 5, "stage": 2}, "check_replicas with offload=disk"),
+    ({"offload": "disk", "offload_disk": "x", "local_checkpoints": "y", "local_every": 2}, "local_checkpoints with")])
+def test_what_does_not_go_together_is_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        TrainConfig(**options)
+
+
+def test_a_new_run_does_not_overwrite_the_states_of_another(tmp_path):
+    folder = tmp_path / "states" / "process-00000-of-00001"
+    folder.mkdir(parents=True)
+    (tmp_path / "text.txt").write_text("words " * 5000)
+    options = {"offload": "disk", "offload_disk": tmp_path / "states", "data": (str(tmp_path / "text.txt"),),
+               "out": tmp_path / "run", "model": "gpt2:tiny", "seq_len": 32}
+    TrainConfig(**options).check()
+    (folder / "commit-1.json").write_text("{}")
+    with pytest.raises(UsageError, match="has the states of a run: --resume goes on"):
+        TrainConfig(**options).check()
+
+
+SMALL = TrainConfig(model="gpt2:tiny", batch_size=8, seq_len=16, steps=6, max_bytes=50_000, eval_every=6, samples=0,
+                    save_every=2, stage=2, attention="xla")
+
+
+def losses(out):
+    """Of all lines, by step; what a step has that was taken twice must be the same."""
+    found = {}
+    for line in (out / "train.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "loss" in row:
+            assert found.setdefault(row["step"], row["loss"]) == row["loss"]
+    return found
+
+
+def said(config):
+    """What a run prints, or the error that refuses it."""
+    output = io.StringIO()
+    try:
+        train(config, console=Console(file=output, width=400))
+    except ValueError as error:
+        return str(error)
+    return output.getvalue()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_newer_of_its_files_and_its_checkpoints(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("".join(f"{word * word} words " for word in range(4000)))
+    config = dataclasses.replace(SMALL, data=(str(tmp_path / "text.txt"),), resume=True)
+
+    def at(name, **changes):
+        folder = tmp_path / f"{name}-states"
+        return dataclasses.replace(config, out=tmp_path / name, offload="disk", offload_disk=folder, **changes)
+
+    said(at("whole", resume=False, save_every=0))
+    step = DiskTrainStep.__call__
+
+    def ends(self, state, batch):
+        if int(state.step) == 5:
+            raise KeyboardInterrupt
+        return step(self, state, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTrainStep, "__call__", ends)
+        said(at("run", resume=False))
+    assert len(losses(tmp_path / "run")) == 5
+    for name in ("damaged", "other"):
+        for kind in ("", "-states"):
+            shutil.copytree(tmp_path / f"run{kind}", tmp_path / f"{name}{kind}")
+
+    # The files are after step 5, the last checkpoint is that of step 4.
+    assert "Resumed after step 5 of 6 from the files" in said(at("run"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 6
+
+    # Refused, and nothing is changed: another run, and a checkpoint that the files do not lead on from.
+    files = {path: path.read_bytes() for path in (tmp_path / "other-states").rglob("*.*")}
+    assert "belongs to another run: seed=0 saved but seed=1 given" in said(at("other", seed=1))
+    with monkeypatch.context() as patch:  # as another mesh does, blocks of another size lay the files out otherwise
+        patch.setattr("zero_jax.cli.step_from_config.offload_argument", lambda _, folder, fraction: Offload(
+            disk=folder, buffer_bytes=2**16))
+        text = said(at("other"))
+        assert "another model, optimizer, mesh or buffer_bytes" in text, text
+        assert "after step 5: to go on from it, give the options of that run; to go on from the checkp" in text, text
+    shutil.rmtree(tmp_path / "other/checkpoints")
+    text = said(at("other"))
+    assert "after step 5 of a run that did not go on from the last checkpoint" in text, text
+    assert "to go on from the beginning, remove" in text
+    assert files == {path: path.read_bytes() for path in files}
+
+    # With damaged files the checkpoint is taken.
+    for path in (tmp_path / "damaged-states").rglob("generation-*.bin"):
+        path.write_bytes(bytes(path.stat().st_size))
+    text = said(at("damaged"))
+    assert "is damaged" in text and "The run goes on from the checkpoint after step 4" in text
+    assert losses(tmp_path / "damaged") == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_run_takes_the_placement_that_fits_and_says_why(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("words " * 5000)
+    config = TrainConfig(model="gpt2:tiny", batch_size=8, seq_len=32, steps=1, data=(str(tmp_path / "text.txt"),),
+                         stage=1, out=tmp_path / "run", offload="auto", offload_gib=4.0)
+    placed, plenty = with_chosen_offload(config, objective_of(config), devices_of(config))
+    assert (placed.offload, plenty.offload) == ("no", None)
+    assert with_chosen_offload(TrainConfig(), None, []) == (TrainConfig(), None)
+    tight = dataclasses.replace(config, offload_gib=(plenty.plans["no"].needed_bytes - 4096) / 2**30)
+    output, steps = io.StringIO(), []
+    monkeypatch.setattr("zero_jax.cli.training.train.step_of", lambda *args, **options: steps.append(
+        step_of(*args, **options)) or steps[-1])
+    assert train(tight, console=Console(file=output, width=200)).steps == 1
+    text = output.getvalue()
+    assert "Placement: offload=optimizer with a share of 0." in text and "fits and moves the least" in text
+    assert "no offload does not fit" in text
+    assert steps[0].layout().host and 'offload = "auto"' in (tmp_path / "run" / "config.toml").read_text()
+
+    # With less host memory files are taken, whose size is named where there is no folder for them.
+    monkeypatch.setattr("zero_jax.planning.placement.host_share", lambda devices: 1000)
+    tight = dataclasses.replace(tight, out=tmp_path / "other")
+    assert "offload=disk: not compared" in (text := said(tight)) and "two generations: give a folder" in text
+    tight = dataclasses.replace(tight, offload_disk=tmp_path / "states", out=tmp_path / "files", save_every=0)
+    assert "Placement: offload=disk fits and moves the least" in said(tight)
+    assert list((tmp_path / "states").glob("process-*/commit-*.json")) and steps[-1].layout().disk
+    with pytest.raises(UsageError, match="give offload=disk to go on from them"):
+        config = dataclasses.replace(config, out=tmp_path / "third")
+        with_chosen_offload(dataclasses.replace(config, offload_disk=tmp_path / "states", resume=True),
+                            objective_of(config), devices_of(config))

@@ -1,0 +1,105 @@
+"""`step.verify`: what this library compiles keeps its contract, and programs that send more are told what and where.
+
+The programs come from the real H100 and TPU compilers, and from XLA:CPU for eight simulated devices.
+"""
+
+import dataclasses
+import re
+
+import pytest
+from support.oracle import slow
+from support.programs import PROGRAMS, Row, program
+
+from models import gpt2
+from zero_jax.contract import verify as contract
+
+LARGE = gpt2.Config(2, 2048, 16, vocab_size=8192, max_length=64)
+KEPT = (
+    "cpu stage 2, nnx unrolled", "cpu stage 3", "cpu stage 3, uneven", "h100 stage 0", "h100 stage 2", "h100 stage 3",
+    "h100 stage 3, reduce fp32", "h100 stage 3, fp32", "v5e stage 2", "v5e stage 3")
+LONG = (
+    "h100 stage 1", "h100 stage 3, factored hybrid", "h100 stage 1, merged", "h100 stage 3, nnx unrolled",
+    "h100 stage 3, uneven", "h100 stage 3, linen remat", "h100 stage 1, fp32", "h100 stage 2, nnx",
+    "h100 stage 1, uneven", "cpu stage 3, factored", "cpu stage 0, nnx", "cpu stage 3, hybrid fp32",
+    "v5e stage 3, uneven", "v5e stage 2, fp32", "v5e stage 3, nnx unrolled", "v5e stage 3, conv",
+    "v5p stage 1, reduce fp32", "v5p stage 3", "v5p stage 3, hybrid")
+
+
+@pytest.mark.parametrize("name", [*KEPT, *map(slow, LONG)])
+def test_contract_is_kept(name):
+    found, row = program(name), PROGRAMS[name]
+    report = found.verify()
+    assert not report.violations and report.communication_bytes > 0
+    assert report.contract.stage == row.stage
+    gather, reduce, _ = report.results
+    assert bool(gather.collectives) == (row.stage > 0) and reduce.collectives
+    assert reduce.communication_bytes > (0.75 if row.target == "cpu" else 0.98) * reduce.budget.communication_bytes
+
+
+def test_a_step_compiles_itself_and_is_held_against_its_own_contract():
+    step, batch = PROGRAMS["cpu stage 3"].make()
+    report = step.verify(batch)
+    assert report.contract == step.contract(batch) == program("cpu stage 3").contract
+    assert report.contract.mesh == dict(step.mesh.shape)
+    assert report.communication_bytes == program("cpu stage 3").report.communication_bytes
+
+
+POINTS = {"h100:16x8": (1,), "h100:128x8": (2, 3), "v6e:16x16": (3,), "v5e:16x16": (1, 3), "v5p:4x4x8": (1,),
+          "v5p:8x8x16": (2, 3)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "stage"), [(target, stage) for target in POINTS for stage in POINTS[target]])
+def test_contract_is_kept_on_many_devices(target, stage):
+    """And gathers are gathers, and sums are scattered: no all-reduce as large as a parameter."""
+    row = Row(target, stage, gpt2.build(LARGE), batch=(1, 64))
+    found = row.compile()
+    report, psi = found.verify(), found.num_params
+    assert psi > 1e8
+    gather, *others = report.results
+    assert all(c.kind == "all-gather" for c in gather.collectives if c.payload_bytes > LARGE.width * 128)
+    reduced = [c for kept in others for c in kept.collectives if c.kind == "all-reduce"]
+    assert sum(c.payload_bytes * c.count for c in (*reduced, *(
+        c for c in gather.collectives if c.kind == "all-reduce"))) < 0.01 * 2 * psi
+    assert report.communication_bytes < 1.05 * row.make()[0].stage.communication * 2 * psi
+
+
+BROKEN = {  # the kind of the collective that is named, what is named of its origin, and the advice
+    "annotated": (r"all-to-all|all-gather", r"blocks/|wte", "not see read"),
+    "padded after the sum": ("all-reduce", "blocks", "In a loop"),  # as the partitioner does it
+    "flat slice": ("all-reduce", "blocks/down", "make_mesh"),
+    "activations everywhere": ("all-gather", "Embed_0", "sharding constraint in the model"),
+    "read in a loop": ("all-gather|all-reduce", "LSTMCell_0", "Read it before the loop"),
+}
+
+
+@pytest.mark.parametrize(("name", "target"), [
+    ("annotated", "h100"), slow("annotated", "v5p"), slow("flat slice", "v5p"), slow("padded after the sum", "h100"),
+    ("activations everywhere", "h100"), slow("activations everywhere", "v5p"), slow("read in a loop", "h100"),
+    slow("read in a loop", "v5p"), ("read in a loop", "cpu")])
+def test_what_breaks_a_contract_is_told(name, target):
+    """Negative controls: the operation, its bytes, where it comes from, and what to do."""
+    kind, origin, advice = BROKEN[name]
+    found = program(f"{target} stage 3, {name}")
+    with pytest.raises(contract.ContractError) as error:
+        found.verify()
+    told = str(error.value)
+    lines = [line for line in told.splitlines() if re.search(rf"BROKEN: .*({kind}) of \w+\[", line)]
+    assert any(re.search(r"[\d,]{6,} bytes per step.* from \S.*", line) and re.search(origin, line) and advice in line
+               for line in lines), told
+    assert all(re.search(r"\(\S+\.py:\d+\)", line) for line in lines), told
+
+
+def test_a_smaller_promise_is_broken():
+    """Negative control: each promise counts."""
+    text, promised = program("h100 stage 3").text, program("h100 stage 3").contract
+    assert not contract.check(text, promised).violations
+    for i, told in enumerate(("parameters are gathered", "gradients are reduced")):
+        promises = list(promised.budgets)
+        promises[i] = dataclasses.replace(promises[i], communication_bytes=0.8 * promises[i].communication_bytes)
+        (line,) = contract.check(text, dataclasses.replace(promised, budgets=tuple(promises))).violations
+        assert told in line
+    gather, *rest = promised.budgets
+    elsewhere = dataclasses.replace(promised, budgets=(dataclasses.replace(gather, axes=()), *rest))
+    assert any("gathered over data, not only over no axis" in line
+               for line in contract.check(text, elsewhere).violations)

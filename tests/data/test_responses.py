@@ -1,0 +1,146 @@
+"""Examples with responses: which tokens are learned, whatever the template, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from zero_jax.data.chat_template import ChatTemplate, SimpleTemplate, load_template
+from zero_jax.data.conversations import instruction, preference, read_rows
+from zero_jax.data.response_rows import PairRows, ResponseRows, encode, fitting, split_examples
+from zero_jax.data.tokenizer import ByteTokenizer, SpecialByteTokenizer
+from zero_jax.errors import UsageError
+
+CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "4"}, {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "Yes"}]
+LLAMA_3 = ("{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] | trim }}"
+           "<|eot|>{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}")
+
+
+def learned(row, template=None, tokenizer=None):
+    """(all text, the parts that are learned) of a line."""
+    tokenizer = tokenizer or ByteTokenizer()
+    (example,) = encode([instruction(row, template or SimpleTemplate(), "x.jsonl, line 1")], tokenizer)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], example.response.astype(int), [0]])))
+    parts = [example.tokens[start:stop] for start, stop in edges.reshape(-1, 2)]
+    return tokenizer.decode(example.tokens), [tokenizer.decode(part) for part in parts], example
+
+
+def test_responses_alone_are_learned():
+    assert learned({"prompt": "def f", "completion": "(): 1"})[:2] == ("def f(): 1", ["(): 1"])
+    whole, parts, _ = learned({"messages": CHAT})
+    assert parts == ["4", "Yes"]
+    assert whole.startswith("<|system|>\nBe kind.\n<|user|>\n2 + 2?\n<|assistant|>\n4\n<|user|>\nSure?\n")
+    template = ChatTemplate(LLAMA_3, {"bos_token": "<s>"}, "t.json")
+    whole, parts, _ = learned({"messages": CHAT}, template)
+    assert parts == ["4<|eot|>", "Yes<|eot|>"] and whole.startswith("<s><|system|>\nBe kind.<|eot|><|user|>")
+    # The end of text belongs to a response, where the tokenizer has one.
+    _, parts, example = learned({"prompt": "a", "completion": "b"}, tokenizer=SpecialByteTokenizer())
+    assert example.tokens.tolist() == [97, 98, 256] and example.response.tolist() == [False, True, True]
+
+
+def test_the_template_of_a_tokenizer_is_used(tmp_path):
+    assert isinstance(load_template(tmp_path), SimpleTemplate)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(
+        {"chat_template": [{"name": "default", "template": LLAMA_3}], "bos_token": {"content": "<s>"}}))
+    assert learned({"messages": CHAT}, load_template(tmp_path / "tokenizer.json"))[1] == ["4<|eot|>", "Yes<|eot|>"]
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    assert learned({"messages": CHAT}, load_template(tmp_path))[1] == ["4;", "Yes;"]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_rows_have_weights_where_the_target_is_a_response(pack):
+    rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "x", "completion": "yz"}]
+    examples = encode([instruction(row, SimpleTemplate(), "") for row in rows], ByteTokenizer())
+    source = ResponseRows(examples, 8, pack=pack, pad=0)
+    assert source.num_examples == (1 if pack else 2)
+    found = [bytes(row["targets"][row["weights"] > 0].tolist()).decode() for row in map(
+        source.row, range(source.num_examples))]
+    assert "".join(sorted("".join(found))) == "cdyz" and ("segment_ids" in source.row(0)) == pack
+    for row in map(source.row, range(source.num_examples)):  # each target follows its input, none is of another example
+        pairs = {(chr(a), chr(b)) for a, b, w in zip(row["inputs"], row["targets"], row["weights"], strict=True) if w}
+        assert pairs <= {("b", "c"), ("c", "d"), ("x", "y"), ("y", "z")}
+    # Negative control: learned prompts would have these, too.
+    assert any(source.row(0)["targets"][source.row(0)["weights"] == 0])
+
+
+def test_long_examples_are_cut_or_left_out():
+    rows = [("a" * 3, "b" * 20), ("a" * 30, "b"), ("a", "b")]
+    examples = encode([instruction({"prompt": prompt, "completion": answer}, SimpleTemplate(), "")
+                       for prompt, answer in rows], ByteTokenizer())
+    kept, cut, left_out = fitting(examples, 8)
+    assert ([len(each.tokens) for each in kept], cut, left_out) == ([9, 2], 1, 1)
+    with pytest.raises(UsageError, match="No response is left of 1 examples in rows of seq_len=8"):
+        fitting(examples[1:2], 8)
+    assert split_examples([1, 2, 3, 4], 0.1, 2) == ([1, 2], [3, 4])
+    with pytest.raises(UsageError, match="too few to hold 3 of them out"):
+        split_examples([1, 2, 3, 4], 0.1, 3)
+
+
+def test_pairs():
+    row = {"prompt": CHAT[:2], "chosen": [CHAT[2]], "rejected": [{"role": "assistant", "content": "5!"}]}
+    examples = encode([*preference(row, SimpleTemplate(), "")], ByteTokenizer())
+    row = PairRows([tuple(examples)], 64, pad=0).row(0)
+    texts = [bytes(row["targets"][k][row["weights"][k] > 0].tolist()).decode() for k in range(2)]
+    assert texts == ["4", "5!"] and row["inputs"].shape == (2, 64) and row["reference"].shape == (2,)
+    # Of a conversation the last response alone is compared.
+    chosen, rejected = preference({"chosen": CHAT, "rejected": [*CHAT[:4], {"role": "assistant", "content": "No"}]},
+                                  SimpleTemplate(), "")
+    assert [[piece.text for piece in each if piece.response] for each in (chosen, rejected)] == [["Yes"], ["No"]]
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ({"prompt": "a", "completion": ""}, "line 2: completion is empty: there is no response to learn"),
+    ({"prompt": "a"}, "it has the fields prompt: give prompt and completion, or messages"),
+    ({"prompt": 1, "completion": "a"}, "prompt is int and no text"),
+    ({"messages": []}, "messages is no list of messages"),
+    ({"messages": [{"role": "usr", "content": "a"}]}, "the role 'usr' is none of system, user"),
+    ({"messages": CHAT[:2]}, "no message of the assistant has a text"),
+    ({"messages": [{"role": "user"}]}, "each message is an object with a role and a content")])
+def test_lines_without_a_response_are_told(tmp_path, row, message):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n" + json.dumps(row))
+    with pytest.raises(UsageError, match="x.jsonl, line 2: ") as error:
+        for where, each in read_rows(str(tmp_path / "x.jsonl")):
+            instruction(each, SimpleTemplate(), where)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("source", "message"), [
+    ("{{ raise_exception('no system') }}", "does not take these messages: no system"),
+    ("{% for m in messages %}{{ m.content }}{% endfor %}{{ messages | length }}", "writes earlier messages otherwise"),
+    ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "does not take these messages"),
+    ("{% if %}", "is no template of Jinja2")])
+def test_templates_that_do_not_fit_are_told(source, message):
+    with pytest.raises(UsageError, match=message):
+        learned({"messages": CHAT}, ChatTemplate(source, {}, "t.json"))
+
+
+def test_parquet_has_the_rows_of_json_lines(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": "2 + 2 = ", "completion": "4"}, {"messages": CHAT},
+            {"messages": [{**CHAT[1], "name": "ada"}, *CHAT[2:]]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(arrow.Table.from_pylist([dict.fromkeys(("prompt", "completion", "messages")) | row
+                                                 for row in rows]), tmp_path / "a.parquet")
+    assert parquet.read_table(tmp_path / "a.parquet").to_pylist()[0] != rows[0], "it has nulls"
+    lines, others = ([*read_rows(str(tmp_path / name))] for name in ("a.jsonl", "a.parquet"))
+    assert [row for _, row in others] == [row for _, row in lines] == rows
+    assert others[1][0].endswith("a.parquet, row 2")
+    parquet.write_table(arrow.table({"prompt": ["a"], "text": ["b"]}), tmp_path / "b.parquet")
+    with pytest.raises(UsageError, match="b.parquet, row 1: it has the fields prompt, text: give prompt and"):
+        [instruction(row, SimpleTemplate(), where) for where, row in read_rows(str(tmp_path / "b.parquet"))]
+    (tmp_path / "c.parquet").write_text("no parquet")
+    with pytest.raises(UsageError, match="c.parquet is no whole Parquet file"):
+        next(read_rows(str(tmp_path / "c.parquet")))
+    (tmp_path / "d.txt").write_text("text")
+    with pytest.raises(UsageError, match="name .jsonl or .parquet files"):
+        next(read_rows(str(tmp_path / "d.txt")))
+
+
+def test_pairs_without_a_preference_are_told():
+    with pytest.raises(UsageError, match="chosen and rejected are the same"):
+        preference({"prompt": "a", "chosen": "b", "rejected": "b"}, SimpleTemplate(), "line 1")
+    with pytest.raises(UsageError, match="rejected does not end with a text of the assistant"):
+        preference({"prompt": CHAT[:2], "chosen": [CHAT[2]], "rejected": CHAT[:2]}, SimpleTemplate(), "line 1")

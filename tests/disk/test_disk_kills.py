@@ -1,0 +1,29 @@
+"""Kills and torn files, fewer than `scripts/reliability/disk_kills.py` has."""
+
+import pytest
+from support.scripts import script
+
+
+@pytest.fixture
+def disk_kills():
+    with script("reliability/disk_kills") as module:
+        yield module
+
+
+def test_torn_files_are_never_taken_for_whole_ones(disk_kills, tmp_path):
+    assert disk_kills.torn(tmp_path / "checked", 12, 1) == []
+    # The control: without checksums, damaged bytes are taken for a generation.
+    assert disk_kills.torn(tmp_path / "unchecked", 30, 1, verify=False)
+
+
+@pytest.mark.slow
+def test_kills_leave_a_committed_generation(disk_kills, tmp_path):
+    faults, generations, _ = disk_kills.kills(tmp_path / "kills", 8, 0)
+    assert faults == [] and generations > 3
+    # The control: commits with other checksums than their data have, of which none is found again.
+    assert disk_kills.kills(tmp_path / "unlike", 3, 0, unlike=True)[0]
+
+
+@pytest.mark.slow
+def test_train_steps_that_are_killed_go_on_as_if_not(disk_kills, tmp_path):
+    assert disk_kills.train_kills(tmp_path, 1, 5, steps=12) == []

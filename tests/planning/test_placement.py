@@ -1,0 +1,325 @@
+"""Time for what moves between host memory and the device, and the placement of least predicted time that fits."""
+
+import dataclasses
+import json
+import math
+import re
+import types
+
+import flax.linen as nn
+import jax
+import pytest
+from rich.console import Console
+
+import zero_jax
+from zero_jax.cli.planning.plan_command import plan_command
+from zero_jax.cli.planning.plan_config import PlanConfig
+from zero_jax.contract.host import HostBudget, HostUse
+from zero_jax.planning import placement
+from zero_jax.planning.host_link import measured_link, with_measured_link
+from zero_jax.planning.offload_choice import choose
+from zero_jax.planning.placement import choose_for, compare
+from zero_jax.planning.timing import Timing
+from zero_jax.planning.transfers import (
+    COPY_SECONDS,
+    ENGINE_BANDWIDTH,
+    REACHED,
+    disk_transfers,
+    transfers_of,
+    with_transfers,
+)
+from zero_jax.sharding.layout import Placement
+from zero_jax.sharding.memory.disk_leaves import DiskTraffic
+from zero_jax.stages import STAGES
+from zero_jax.xla.chip import built_in, chip_files
+from zero_jax.xla.host_reads import HostRead
+from zero_jax.xla.targets import target_of
+
+TIMING = Timing(2.0, 1.5, 0.5, {"nvlink": 0.5}, {"compute": 1.5, "memory": 0.5, "nvlink": 0.0}, 100.0, 0.4, 0.5, 0.45)
+CHIP = dataclasses.replace(built_in("h100"), host_link_bandwidth=10.0, host_memory_bandwidth=15.0)
+
+
+def compiled(ahead, waited, update=0, written=0):
+    """A stand-in for a compiled step that reads so many bytes of parameters, and whose update moves the others."""
+    rows = [Placement(name, (1,), (1,), "float32", None, size, 0, size, "", "host")
+            for name, size in (("opt_state/mu", update), ("weights/kernel", written - update)) if size]
+    layout = types.SimpleNamespace(host={"opt_state/mu"}, placements=lambda: rows)
+    reads = [HostRead("a", "state.weights['kernel']", ahead // 2, 2, True, True, True),
+             HostRead("b", "state.weights['embedding']", waited, 1, False, False, False)]
+    budget = HostBudget(update, param_bytes=ahead + waited)
+    return types.SimpleNamespace(layout=layout, host_use=HostUse(0, 0, 0, (), tuple(reads)),
+                                 contract=types.SimpleNamespace(host=budget))
+
+
+@pytest.mark.parametrize("moved, busy", [
+    ((8, 0), 0.8), ((40, 0), 4.0), ((0, 8), 0.8), ((8, 4), 1.2),
+    ((0, 0, 30, 30), 4.0),  # 60 bytes over the memory's 15 a second; 3 s on the link, which carries both ways
+    ((0, 0, 10, 90), 9.0)])
+def test_what_is_ahead_is_hidden_and_the_rest_is_waited_for(moved, busy):
+    transfers = transfers_of(compiled(*moved), CHIP, TIMING)
+    assert math.isclose(transfers.seconds * REACHED, busy, rel_tol=1e-3)
+    hidden = min(2.0, moved[0] / 10 / REACHED)  # beside the two seconds of the step
+    assert math.isclose(transfers.exposed_seconds, busy / REACHED - hidden, abs_tol=1e-3)
+    timing = with_transfers(TIMING, transfers)
+    assert math.isclose(timing.seconds, 2.0 + transfers.exposed_seconds) and math.isclose(
+        sum(timing.spent.values()), timing.seconds)
+    assert math.isclose(timing.mfu * timing.seconds, TIMING.mfu * 2.0)
+    assert with_transfers(TIMING, None) is TIMING
+    assert transfers_of(compiled(*moved), dataclasses.replace(CHIP, host_link_bandwidth=0.0), TIMING) is None
+
+
+def test_many_small_copies_take_their_time():
+    fast = dataclasses.replace(CHIP, host_link_bandwidth=1e12, host_memory_bandwidth=1e12)
+    transfers = transfers_of(compiled(8, 8, 8, 16), fast, TIMING)
+    assert math.isclose(transfers.seconds, (2 + 1 + 2 * 2) * COPY_SECONDS, rel_tol=1e-3)
+    assert math.isclose(transfers.exposed_seconds, (1 + 2 * 2) * COPY_SECONDS, rel_tol=1e-3)
+
+
+def test_chips_have_a_link_to_their_host_slower_than_their_memory():
+    for name in chip_files():
+        chip = built_in(name)
+        assert chip.host_link_bandwidth < chip.memory_bandwidth / 10
+        assert chip.host_link_bandwidth > 10e9 or name == "tpu7x"  # of which nothing is published
+        assert chip.host_memory_bandwidth < chip.memory_bandwidth / 10
+
+
+def plan_of(fits, seconds, free=0, **changes):
+    fields = {"fits": fits, "free_bytes": free, "lacking_bytes": -free, "transfers": None,
+              "timing": dataclasses.replace(TIMING, seconds=seconds),
+              "layout": types.SimpleNamespace(host=frozenset(), disk=frozenset())}
+    return types.SimpleNamespace(**fields | changes)
+
+
+@pytest.mark.parametrize("plans, chosen, words", [
+    ({"no": (True, 1.0), "optimizer": (True, 2.0)}, "no", "offload=optimizer takes 2 s"),
+    ({"no": (False, 1.0), "optimizer": (True, 2.0), "parameters": (True, 3.0)}, "optimizer", "no offload does not fit"),
+    ({"no": (True, 3.0), "optimizer": (True, 2.0)}, "optimizer", "predicted to take 2 s"),
+    ({"no": (True, 2.0), "optimizer": (True, 2.0)}, "no", ""),
+    ({"no": (False, 1.0, -9), "optimizer": (False, 2.0, -3)}, "optimizer", "no placement fits")])
+def test_the_placement_of_least_time_that_fits_is_chosen(plans, chosen, words):
+    plans = {name: plan_of(*fields) for name, fields in plans.items()}
+    name, reason = choose(plans)
+    assert name == chosen and words in reason
+    assert all(plans[name].timing.seconds <= other.timing.seconds for other in plans.values()
+               if other.fits) or not plans[name].fits
+
+
+def test_what_moves_over_a_link_without_a_rate_is_not_taken_for_fast():
+    moved = plan_of(True, 1.0, layout=types.SimpleNamespace(host={"opt_state/mu"}, disk=()))
+    assert choose({"no": plan_of(True, 2.0), "optimizer": moved})[0] == "no"
+    known = plan_of(True, 1.0, layout=moved.layout, transfers=transfers_of(compiled(8, 0), CHIP, TIMING))
+    assert choose({"no": plan_of(True, 2.0), "optimizer": known})[0] == "optimizer"
+
+
+def test_without_times_the_first_that_fits_is_chosen():
+    plans = {name: plan_of(name != "no", 1.0, timing=None) for name in ("no", "optimizer", "parameters")}
+    assert choose(plans) == ("optimizer", "offload=optimizer fits and moves the least, and times are not predicted for "
+                             "these devices; no offload does not fit; offload=parameters moves more")
+
+
+BATCH = {name: jax.ShapeDtypeStruct((16, 32), "int32") for name in ("inputs", "targets")}
+MODEL = nn.Sequential([nn.Embed(256, 64), nn.Dense(256), nn.gelu, nn.Dense(256)])
+
+
+@pytest.mark.parametrize("options, words", [
+    ({}, "devices of kind 'cpu' do not say how much memory.*memory_bytes=.*target="),
+    ({"memory_bytes": 0}, "give a number of bytes"), ({"memory_bytes": 1e9}, "give a number of bytes"),
+    ({"memory_bytes": 10**9, "offload": "optimizer"}, "that is what is chosen"),
+    ({"target": "h100:4", "mesh": True}, "h100:4' has 4 devices, and the mesh {'data': 8} 8"),
+    ({"memory_bytes": 10_000}, "no placement fits.*345,872 of 10,000 bytes.*state alone.*198,416 of 10,000")])
+def test_a_choice_that_cannot_be_made_is_one_error(options, words):
+    if "mesh" in options:
+        options = options | {"mesh": zero_jax.make_mesh()}
+    with pytest.raises(zero_jax.UsageError, match=f"(?s){words}"):
+        zero_jax.choose_offload(MODEL, 2 if options.get("memory_bytes") == 10_000 else 3, BATCH, precision="bf16",
+                                **options)
+
+
+def test_a_step_does_not_choose_and_names_what_does():
+    with pytest.raises(zero_jax.UsageError, match="zero_jax.choose_offload"):
+        zero_jax.make_zero_train_step(MODEL, 3, offload="auto")
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"offload": "nvme"}, "give one of no, optimizer, .*auto"),
+    ({"offload": "parameters", "stage": 2}, "take stage 3"), ({"offload": "auto", "search": "fit"}, "search or png")])
+def test_other_placements_are_refused(options, words):
+    with pytest.raises(zero_jax.UsageError, match=words):
+        PlanConfig(model="gpt2:bytes", target="h100:8", **options)
+
+
+def moving(memory, *, granule=30, states=1000, others=500, host_memory=10_000, disk_memory=10_000):
+    """`plan_of` for `compare`: of a step whose states, by the granule, stay on the device or wait for host or disk."""
+    def plan_of(offload):
+        if isinstance(offload, zero_jax.Offload) and offload.disk is not None:
+            return types.SimpleNamespace(
+                fits=others <= memory and 2 * states <= disk_memory, free_bytes=memory - others, needed_bytes=others,
+                lacking_bytes=max(0, others - memory) + max(0, 2 * states - disk_memory),
+                timing=dataclasses.replace(TIMING, seconds=1 + 15 * states / 100), transfers=object(),
+                layout=types.SimpleNamespace(host=(), disk={"opt_state/mu"}, host_bytes=0, stage=STAGES[3]))
+        share = {None: 0.0, "optimizer": 1.0, "parameters": 1.2}.get(offload) if not isinstance(
+            offload, zero_jax.Offload) else offload.fraction
+        host = math.ceil(share * states / granule) * granule if share < 1 else round(share * states)
+        needed = others + states - host + 50 * bool(host)
+        return types.SimpleNamespace(
+            fits=needed <= memory and host <= host_memory, free_bytes=memory - needed, needed_bytes=needed,
+            lacking_bytes=max(0, needed - memory) + max(0, host - host_memory), transfers=object(),
+            timing=dataclasses.replace(TIMING, seconds=1 + host / 100),
+            layout=types.SimpleNamespace(host=host and {"opt_state/mu"}, disk=(), host_bytes=host, stage=STAGES[3]))
+    return plan_of
+
+
+@pytest.mark.parametrize("memory", [*range(355, 1600, 83), 1499, 1500])
+def test_what_the_device_has_room_for_stays_there(memory):
+    choice = compare(moving(memory), zero_jax.Offload(disk="states"))
+    chosen = choice.plan
+    assert chosen.fits and all(chosen.timing.seconds <= plan.timing.seconds
+                               for plan in choice.plans.values() if plan.fits)
+    share = 550 <= memory < 1500
+    assert choice.name.startswith("optimizer 0.") == share and isinstance(choice.offload, zero_jax.Offload) == share
+    if share:  # with a granule less on the host it would not fit
+        assert choice.offload.fraction < 1 and chosen.free_bytes < 30 + 2
+        assert f"with a share of {choice.offload.fraction:g} of the states on the host" in choice.reason
+        assert [*choice.plans][-2:] == ["optimizer", "parameters"]
+
+
+@pytest.mark.parametrize("memory", [400, 520, 800, 1500])
+@pytest.mark.parametrize("host_memory", [0, 999, 1100, 1200])
+def test_files_are_taken_where_no_memory_is_enough_and_are_never_slower(memory, host_memory):
+    plan_of, files = moving(memory, host_memory=host_memory), zero_jax.Offload(disk="states")
+    fixed = {name: plan_of(name) for name in (None, "optimizer", "parameters")} | {"disk": plan_of(files)}
+    choice = compare(plan_of, files)
+    fitting = {name: plan.timing.seconds for name, plan in fixed.items() if plan.fits}
+    assert choice.plan.fits == bool(fitting)
+    assert not fitting or choice.plan.timing.seconds <= min(fitting.values())
+    assert ("disk" in choice.plans) == (not fixed[None].fits and not fixed["optimizer"].fits)
+    if fitting and not fixed[None].fits and not fixed["optimizer"].fits and not fixed["parameters"].fits:
+        assert choice.offload is files and choice.reason.startswith("offload=disk is predicted to take 151 s")
+        assert "offload=optimizer does not fit" in choice.reason
+        # Without a disk that is large enough, or known, none fits.
+        assert not compare(moving(memory, host_memory=host_memory, disk_memory=1999), files).plan.fits
+        without = compare(plan_of, lambda: "no disk")
+        assert not without.plan.fits and without.refused["disk"] == "no disk"
+
+
+def test_the_time_of_files_is_that_of_disk_link_or_process():
+    def seconds(read, written, *, devices=1, **rates):
+        chip = dataclasses.replace(CHIP, disk_read_bandwidth=4.0, disk_write_bandwidth=2.0, **rates)
+        target = dataclasses.replace(target_of(f"h100:{devices}"), chip=chip)
+        return disk_transfers(DiskTraffic(read, written, 2 * written), target).seconds
+
+    assert math.isclose(seconds(8, 4) * REACHED, 2 + 2)
+    assert math.isclose(seconds(8, 4, host_link_bandwidth=1.0) * REACHED, 8)
+    assert math.isclose(seconds(8, 4, host_memory_bandwidth=2.0) * REACHED, 6)
+    fast = {"host_link_bandwidth": 1e15, "host_memory_bandwidth": 1e15}
+    chip = dataclasses.replace(CHIP, disk_read_bandwidth=1e15, disk_write_bandwidth=1e15, **fast)
+    for devices in (1, 8):  # of one process
+        moved = disk_transfers(DiskTraffic(10**9, 10**9, 0), dataclasses.replace(target_of(f"h100:{devices}"),
+                                                                                 chip=chip))
+        assert math.isclose(moved.seconds, 2e9 * devices / ENGINE_BANDWIDTH)
+        assert with_transfers(TIMING, moved).spent["disk"] == moved.exposed_seconds == moved.seconds
+    for name in ("disk_read_bandwidth", "disk_write_bandwidth", "host_link_bandwidth"):
+        unknown = dataclasses.replace(chip, **{name: 0.0})
+        assert disk_transfers(DiskTraffic(1, 1, 1), dataclasses.replace(target_of("h100:8"), chip=unknown)) is None
+
+
+@pytest.mark.slow
+def test_a_target_whose_hosts_have_disks_takes_them_and_another_says_what_they_would_take(tmp_path):
+    small = dataclasses.replace(target_of("h100:2"), chip=dataclasses.replace(built_in("h100"), host_memory_bytes=1000))
+    options = {"target": small, "precision": "bf16", "memory_bytes": 7_000_000}
+    model = nn.Sequential([nn.Embed(256, 256), nn.Dense(1024), nn.Dense(256)])
+    choice = zero_jax.choose_offload(model, 2, BATCH, disk=tmp_path / "new", **options)
+    assert choice.offload == zero_jax.Offload(disk=tmp_path / "new") and not (tmp_path / "new").exists()
+    assert choice.name == "disk" and choice.plan.disk_memory_bytes == 3_840_000_000_000
+    states = choice.plan.layout.disk_bytes
+    assert 2 * states <= choice.plan.disk_bytes < 2.01 * states and choice.plan.transfers.place == "disk"
+    assert f"{choice.plan.disk_bytes:,}" in str(choice) and "offload=optimizer does not fit" in choice.reason
+    size = f"{choice.plan.disk_bytes:,} bytes of disk"
+    with pytest.raises(zero_jax.UsageError, match=f"offload=disk: not compared.*{size}.*--offload-disk"):
+        zero_jax.choose_offload(model, 2, BATCH, **options)
+    tiny = dataclasses.replace(small, chip=dataclasses.replace(small.chip, disk_bytes=1000))
+    with pytest.raises(zero_jax.UsageError, match="two generations of state in files are .* has 1,000 of disks"):
+        zero_jax.choose_offload(model, 2, BATCH, disk=tmp_path, **options | {"target": tiny})
+
+
+def test_the_live_link_is_measured_once_and_counts_where_it_is_another(monkeypatch):
+    rates, seen = iter([10e9, 50e9]), []
+    monkeypatch.setattr(placement, "topology_of", lambda devices: target_of("h100:8"))
+    monkeypatch.setattr(placement, "measured_link", lambda devices: next(rates))
+    monkeypatch.setattr(placement, "examine", lambda step, batch, target, *rest, **limits: (
+        seen.append(target.chip.host_link_bandwidth) or moving(10_000)(step.offload)))
+
+    def make(offload):
+        return types.SimpleNamespace(mesh=zero_jax.make_mesh(), offload=offload)
+
+    choice = choose_for(make, BATCH, memory_bytes=10_000)
+    assert set(seen) == {10e9 / REACHED} and "Measured: devices copy 10 GB/s" in choice.notes[0]
+    assert "predicted were 51.2 (a link of 64)" in choice.notes[0]
+    assert choose_for(make, BATCH, memory_bytes=10_000).notes == () and seen[-1] == 64e9
+    with pytest.raises(StopIteration):
+        choose_for(make, BATCH, memory_bytes=10_000)
+
+
+def test_a_link_is_measured_in_both_directions_and_parts_by_a_quarter():
+    assert 1e6 < measured_link(jax.devices()[:2], 2**20) < 1e13
+    target = target_of("h100:8")
+    predicted = REACHED * target.chip.host_link_bandwidth
+    assert with_measured_link(target, 0.76 * predicted) == with_measured_link(target, 1.24 * predicted) == (target, ())
+    for factor in (0.74, 1.26):
+        other, notes = with_measured_link(target, factor * predicted)
+        assert math.isclose(other.chip.host_link_bandwidth, factor * target.chip.host_link_bandwidth) and notes
+
+
+def with_memory(choice, memory):
+    """The plans of `choice` on devices of so many bytes."""
+    return {name: dataclasses.replace(plan, memory_bytes=memory) for name, plan in choice.plans.items()}
+
+
+def never_slower(choice, chosen_of):
+    """Whether `chosen_of` takes no placement that is slower than another which fits, for every size of memory."""
+    sizes = [plan.needed_bytes for plan in choice.plans.values()]
+    for memory in [min(sizes), *(size - 1 for size in sizes if size > min(sizes)), max(sizes), 10 * max(sizes)]:
+        plans = with_memory(choice, memory)
+        chosen = plans[chosen_of(plans)]
+        if not chosen.fits or any(plan.fits and plan.timing.seconds < chosen.timing.seconds for plan in plans.values()):
+            return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target, stage, rows, model", [
+    ("v5p:2x2x1", 3, 64, MODEL),
+    ("h100:2", 1, 2048, nn.Sequential([nn.Embed(256, 512), nn.Dense(256)]))])
+def test_no_fixed_placement_that_fits_is_faster(target, stage, rows, model):
+    batch = {name: jax.ShapeDtypeStruct((rows, 32), "int32") for name in BATCH}
+    choice = zero_jax.choose_offload(model, stage, batch, target=target, precision="bf16")
+    assert list(choice.plans) == ["no", "optimizer", "parameters"][:stage] or stage == 1 and len(choice.plans) == 2
+    assert never_slower(choice, lambda plans: choose(plans)[0])
+    assert not never_slower(choice, lambda plans: [*plans][-1]), "what offloads the most is slower where less fits"
+    assert all(name in str(choice) for name in choice.plans) and f"{choice.plan.needed_bytes:,}" in str(choice)
+    step = zero_jax.make_zero_train_step(model, stage, precision="bf16", offload=choice.offload)
+    assert step.options.offload is None and choice.name == "no"
+
+
+@pytest.mark.slow
+def test_a_share_of_the_states_is_faster_than_all_of_them_and_fits():
+    model, batch = nn.Sequential([nn.Embed(256, 2048), nn.Dense(4096), nn.Dense(2048), nn.Dense(256)]), BATCH
+    options = {"target": "h100:2", "precision": "bf16"}
+    whole = zero_jax.choose_offload(model, 1, batch, **options)
+    none, states = (whole.plans[name].needed_bytes for name in ("no", "optimizer"))
+    choice = zero_jax.choose_offload(model, 1, batch, memory_bytes=(none + states) // 2, **options)
+    assert choice.name.startswith("optimizer 0.") and choice.plan.fits
+    assert choice.plan.timing.seconds < choice.plans["optimizer"].timing.seconds
+    assert 0 < choice.plan.layout.host_bytes < choice.plans["optimizer"].layout.host_bytes
+    assert not choice.plan.communication.violations and choice.plan.host_bytes == choice.plan.layout.host_bytes
+    assert never_slower(choice, lambda plans: choose(plans)[0])
+
+
+@pytest.mark.slow
+def test_plan_compiles_each_placement_and_takes_the_fastest_that_fits(capsys):
+    config = PlanConfig(model="gpt2:tiny", target="h100:8", offload="auto", precision="bf16", json=True)
+    assert plan_command(config, console=Console(quiet=True))
+    report = json.loads(capsys.readouterr().out)
+    assert report["placement"]["offload"] == "no" and report["plan"]["transfers"] is None
+    others = [float(seconds) for seconds in re.findall(r"takes ([\d.e-]+) s", report["placement"]["reason"])]
+    assert len(others) == 2 and all(report["plan"]["timing"]["seconds"] < seconds for seconds in others)

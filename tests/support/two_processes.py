@@ -1,0 +1,27 @@
+"""A program in two real processes of two simulated devices each, as one run of `jax.distributed`."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from support.pages import ROOT
+
+
+@contextlib.contextmanager
+def two_processes(program: str, *args: str, xla_flags: str = "") -> Iterator[list[subprocess.Popen[str]]]:
+    """Both, started with (address, number, *args) as `sys.argv[1:]`; they are killed at the end."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
+                        "XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {xla_flags}"}
+    processes = [subprocess.Popen([sys.executable, "-c", program, address, str(number), *args], env=env,
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for number in range(2)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()

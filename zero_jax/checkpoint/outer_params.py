@@ -1,0 +1,66 @@
+"""What a checkpoint of slices that train by themselves (DiLoCo) holds for whoever has one model: its outer parameters.
+
+Its `params/...` have a leading dim of the slices; the outer ones, in float32, are among the optimizer's state.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.checkpoint.integrity import read_arrays, verify
+from zero_jax.checkpoint.logical_state import logical_state_of
+from zero_jax.checkpoint.manifest import PARAMS, Manifest, check_fit
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.slices import mean_of_slices, stacked, stacked_shape
+
+OUTER = "opt_state/outer/params/"
+"""Before the name of a parameter."""
+
+
+def slices_in(manifest: Manifest) -> int | None:
+    """Of how many slices a checkpoint is; None: of one state, or of parameters alone."""
+    leaves, rng = manifest.leaves, manifest.leaves.get("rng")
+    params = {name.partition("/")[2]: leaf.shape for name, leaf in leaves.items() if name.startswith("params/")}
+    outer = {name.removeprefix(OUTER): leaf.shape for name, leaf in leaves.items() if name.startswith(OUTER)}
+    if rng is None or len(rng.shape) != 1 or not outer:
+        return None
+    number = rng.shape[0]
+    return number if params == {name: (number, *shape) for name, shape in outer.items()} else None
+
+
+def read_outer(path: Any, manifest: Manifest, layout: Layout, num_slices: int, *, cast: bool) -> dict[str, jax.Array]:
+    """By the names that they have in one state: outer and frozen parameters, and the mean of the slices' variables.
+
+    layout: of one state. In logical shapes and the layout's dtypes, sharded. Raises as `Checkpoints.load_params`.
+    """
+    saved_as = logical_state_of(_layout_of_slices(layout, num_slices))
+    names = [name for name in saved_as.names if name.split("/")[0] in PARAMS]
+    sources = {name: OUTER + name.removeprefix("params/") if name.startswith("params/") else name for name in names}
+    saved = {name: manifest.leaves[source] for name, source in sources.items() if source in manifest.leaves}
+    check_fit(dataclasses.replace(manifest, leaves=saved), saved_as.leaves(names), str(path), cast=cast)
+    files = read_arrays(path, {sources[name]: leaf for name, leaf in saved_as.abstract(saved).items()})
+    arrays, digests = saved_as.to_arrays(
+        {name: files[sources[name]] for name, leaf in saved.items() if math.prod(leaf.shape)}, saved)
+    verify(path, saved, digests)
+    dtypes = {name: leaf.dtype for name, leaf in logical_state_of(layout).leaves(names).items()}
+
+    def one_state(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: mean_of_slices(leaf) if name.startswith("variables/") else leaf if name.startswith("frozen/")
+                else leaf.astype(dtypes[name]) for name, leaf in arrays.items()}
+
+    return jax.jit(one_state)(arrays)
+
+
+def _layout_of_slices(layout: Layout, num_slices: int) -> Layout:
+    """`layout` with what a checkpoint of slices has of each parameter and variable."""
+    state, shapes = layout.state, layout.stored_shapes
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
+        leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32), sharding=leaf.sharding), state.params)
+    variables = jax.tree.map(lambda leaf: stacked(leaf, num_slices, layout.axes), state.variables)
+    return dataclasses.replace(
+        layout, state=dataclasses.replace(state, params=params, variables=variables),
+        stored_shapes=dataclasses.replace(shapes, variables=jax.tree.map(
+            lambda shape: stacked_shape(shape, num_slices), shapes.variables)))

@@ -1,0 +1,134 @@
+"""Spans that are cut out of a text, as T5 has them (arXiv 1910.10683, section 3.1.4)."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zero_jax.cli.objectives.denoising import Denoising
+from zero_jax.cli.objectives.objective import RunData, check_text
+from zero_jax.cli.reports.measures import TEXT, Measures
+from zero_jax.cli.text_data import document_data
+from zero_jax.cli.training.evaluation import label_sums
+from zero_jax.cli.training.samples import held_out_rows, marked_text
+from zero_jax.data import extras
+from zero_jax.data.objectives import Key, SpanLengths, lengths_of_inputs, span_corruption
+from zero_jax.data.packing import Windows
+from zero_jax.distributed.initialize import on_host, put_global
+from zero_jax.errors import UsageError
+from zero_jax.step.step import ZeroTrainStep
+
+SAMPLE_TOKENS = 48
+"""The most that a sample generates: each takes a forward pass, as there is no cache."""
+
+
+class Span(Denoising):
+    """The spans of `noise_fraction` that are cut out of a text, each after its sentinel, from what is left."""
+
+    name, model_kind = "span", "two texts"
+    measures = Measures("tokens", "nats per target token", TEXT.beside)
+
+    @functools.cached_property
+    def lengths(self) -> SpanLengths:
+        """Of a window of text, of the encoder's inputs (at most `seq_len`) and of the targets."""
+        return lengths_of_inputs(self.config.seq_len, noise=self.config.noise_fraction, span=self.config.span_length)
+
+    def check(self) -> None:
+        """As `Objective`; and the tokenizer needs an end of text, and a sentinel for each span."""
+        config, specials = self.config, None if self.config.reads_images else self.tokenizer.specials
+        check_text(self, None if specials is None else self.tokenizer.vocab_size, max_length=False)
+        extras.check_installed("grain", "objective=span")
+        if config.documents != "concatenate":
+            raise UsageError(f"documents={config.documents}: objective=span cuts windows of text one after another: "
+                             "leave it out.")
+        assert specials is not None
+        if specials.eos is None:
+            raise UsageError("objective=span: the tokenizer has no end of text: give one that has, as T5's.")
+        if self.lengths.spans > len(specials.sentinels):
+            raise UsageError(
+                f"objective=span: seq_len={config.seq_len} has {self.lengths.spans} spans, and the tokenizer "
+                f"{len(specials.sentinels)} sentinels <extra_id_N>: give a smaller seq_len, a larger span_length, or a "
+                "tokenizer with more (tokenize --sentinels 100).")
+        for what, size in (("inputs", self.lengths.inputs), ("targets", self.lengths.targets)):
+            if size % config.context:
+                raise UsageError(f"context={config.context}: seq_len={config.seq_len} makes {size} {what}, which do "
+                                 "not divide over it: give another seq_len, or leave context out.")
+
+    def describe(self) -> str:
+        """As `Objective`."""
+        lengths = self.lengths
+        return (f"{100 * self.config.noise_fraction:g} % of {lengths.tokens} tokens, in {lengths.spans} spans that are "
+                f"cut out: {lengths.inputs} inputs, {lengths.targets} targets")
+
+    @property
+    def items_per_step(self) -> int:
+        """Tokens of text, before spans are cut out."""
+        return self.config.batch_size * self.lengths.tokens
+
+    @property
+    def batch_text(self) -> str:
+        """As `Objective`."""
+        return f"{self.config.batch_size} windows of {self.lengths.tokens} tokens"
+
+    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """`inputs` of the encoder, `decoder_inputs` and `targets`, int32."""
+        lengths = {"inputs": self.lengths.inputs, "targets": self.lengths.targets,
+                   "decoder_inputs": self.lengths.targets}
+        return {name: jax.ShapeDtypeStruct((self.config.batch_size, length), jnp.int32)
+                for name, length in lengths.items()}
+
+    def sums(self, model: Any, batch: Any) -> dict[str, jax.Array]:
+        """Of `loss` and `accuracy` over the targets, sentinels and the end of text included."""
+        return label_sums(model(batch["inputs"], batch["decoder_inputs"]), batch)
+
+    def load_data(self) -> RunData:
+        """Of windows over documents; those of an evaluation are cut at the same places each time."""
+        config = self.config
+        return document_data(
+            config, self.tokenizer, rows=lambda documents: Windows(documents, self.lengths.tokens, causal=False),
+            make=self._cut, name=f"span {config.noise_fraction} {config.span_length} {self.tokenizer.specials}",
+            vocab_size=getattr(self.choice.config, "vocab_size", None), row_tokens=self.lengths.tokens)
+
+    def samples(self, step: ZeroTrainStep, state: Any, data: RunData) -> tuple[str, ...]:
+        """Held-out text with sentinels, and the likeliest spans by the model beside those that were cut out."""
+        if not self.config.samples:
+            return ()
+        rows = held_out_rows(data.held_out, self.config.samples, self.lengths.tokens, step)
+        cut = [self._cut({"inputs": row}, (self.config.seed, k)) for k, row in enumerate(rows)]
+        inputs, targets = (np.stack([row[name] for row in cut]) for name in ("inputs", "targets"))
+        written = np.full_like(targets, self._start)
+        likeliest = step.evaluator(_likeliest, ema=self.config.ema is not None)
+        length = min(SAMPLE_TOKENS, targets.shape[1])
+        for last in range(length):
+            batch = {"inputs": inputs, "decoder_inputs": written, "last": np.full(len(rows), last, np.int32)}
+            token = on_host(likeliest(state, put_global(batch, step.batch_sharding)))
+            if last + 1 < written.shape[1]:
+                written[:, last + 1] = token
+        return self._texts(inputs, targets[:, :length], written[:, 1:length + 1], data)
+
+    def _texts(self, inputs: np.ndarray, targets: np.ndarray, written: np.ndarray, data: RunData) -> tuple[str, ...]:
+        specials = self.tokenizer.specials
+        marks = {specials.eos: "<end>"} | {token: f"<{k}>" for k, token in enumerate(specials.sentinels)}
+        text = functools.partial(marked_text, decode=data.text, marks=marks)
+        return tuple(f"--- held-out text, with spans cut out:\n{text(inputs[k])}\n--- what was cut out:\n"
+                     f"{text(targets[k])}\n--- what the model puts there:\n{text(written[k])}"
+                     for k in range(self.config.samples))
+
+    @property
+    def _start(self) -> int:
+        """What the decoder begins with: padding, as T5 does."""
+        return self.tokenizer.specials.pad or 0
+
+    def _cut(self, row: dict[str, np.ndarray], key: Key) -> dict[str, np.ndarray]:
+        specials, config = self.tokenizer.specials, self.config
+        assert specials.eos is not None
+        return span_corruption(row["inputs"], key, sentinels=specials.sentinels, eos=specials.eos,
+                               noise=config.noise_fraction, span=config.span_length, start=self._start)
+
+
+def _likeliest(model: Any, batch: Any) -> jax.Array:
+    """The likeliest token after position `batch["last"]` of the decoder, int (batch,)."""
+    logits = model(batch["inputs"], batch["decoder_inputs"])
+    return jnp.take_along_axis(logits, batch["last"][:, None, None], axis=1)[:, 0].argmax(-1)

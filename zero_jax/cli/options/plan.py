@@ -1,0 +1,72 @@
+"""The options of `plan` by itself: for which target, of which step, and what it prints. No JAX."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from zero_jax.cli.options.choices import Offloaded, OnOffAuto, Optimizer, PrecisionName, RematName
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """What is compiled, for which target, and what is shown."""
+
+    target: str = "h100:8"
+    """h100:16x8 (hosts x GPUs per host), v5p:8x8x16 (a torus), ...; or a file of your own, ./mychip.toml:4x8."""
+
+    model: str = "gpt2:1.5b"
+    """MODULE:PRESET. One of ours (gpt2, llama, bert, t5, vit, ...), or any module on the path or in this folder that
+    has PRESETS and build(config)."""
+
+    stage: Literal[0, 1, 2, 3] = 3
+    """What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+
+    batch_per_device: int = 1
+    """Sequences on each device, or each group of tensor x context devices that share them, over all microbatches."""
+
+    seq_len: int | None = None
+    """Tokens per sequence. None: the model's max_length."""
+
+    precision: PrecisionName = "bf16"
+    """Of computation and communication; master weights are fp32, except with bf16-stochastic."""
+
+    optimizer: Optimizer = "adamw"
+    """The report says how much state it saves against AdamW."""
+
+    remat: RematName = "model"
+    """Activation checkpointing. model: as the preset does it; no, yes: the model's own, off or on; full, dots, sqrt:
+    from outside, saving each block's input, also its products, or the input of every sqrt-th block."""
+
+    mesh: tuple[int, ...] = ()
+    """Sizes of ZeRO's mesh axes; with the others their product is the number of devices. Empty: one, or a torus."""
+
+    vocab_size: int | None = None
+    """Of the model, in place of the preset's: tensor parallelism needs one that divides. None: as the preset says."""
+
+    offload: Offloaded = "no"
+    """optimizer: the optimizer's states, the moving average and, with bf16, the fp32 master weights are in host memory
+    (ZeRO-Offload); the update streams them through the device. parameters: at stage 3 also what the model reads
+    (ZeRO-Infinity). disk: what optimizer puts there is in files. auto: compiles each, and takes the one that fits with
+    the least predicted time; files only where the host's memory is not enough, on a target whose hosts have disks."""
+
+    offload_fraction: float = 1.0
+    """With offload=optimizer: the share of these states that is in host memory, all of a parameter's or none; the rest
+    stays on the devices. auto finds the least that fits."""
+
+    overlap: OnOffAuto = "auto"
+    """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute, at a cost in memory.
+    auto: on those; no: never; yes: or an error on others, and the step is compiled without it, too, to say what it
+    changes."""
+
+    prefetch_weights: bool = False
+    """On GPUs, TPU v5p and v6e at stage 3: each layer of a loop gathers the parameters of the next one while it
+    computes. The step is compiled without it, too, to say what it changes."""
+
+    search: Literal["no", "fit", "layers"] = "no"
+    """fit: the smallest stage, largest batch and least remat that fit; layers: the deepest model."""
+
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    png: Path | None = None
+    """Draw the memory of every stage, stacked as in the paper's Figure 1, into this file."""

@@ -1,0 +1,128 @@
+"""The options of what is trained, for how long, and how it is divided. Nothing here imports JAX."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from zero_jax.cli.options.choices import Offloaded, OnOffAuto, Optimizer, PrecisionName, RematName
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """What is trained, on what, and how it is divided."""
+
+    stage: Literal[0, 1, 2, 3] = 3
+    """What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+
+    model: str = "gpt2:bytes"
+    """MODULE:PRESET. One of ours (gpt2, llama, ...), or any module on the path or in this folder that has PRESETS
+    and build(config)."""
+
+    devices: int | None = None
+    """How many to use, over all processes. None: all accelerators, or 8 simulated CPU devices where there are none."""
+
+    distributed: bool = False
+    """This is one of several processes, and JAX finds the others: under Slurm, Open MPI, Kubernetes, or on a TPU pod.
+    `launch`, or ZERO_JAX_COORDINATOR, _NUM_PROCESSES and _PROCESS_ID in the environment, need no option."""
+
+    heartbeat: int = 100
+    """Seconds without a heartbeat of another process after which it counts as failed, and this one ends."""
+
+    offload: Offloaded = "no"
+    """optimizer: the optimizer's states, the moving average and, with bf16, the fp32 master weights are in host memory
+    (ZeRO-Offload); the update streams them through the device. parameters: at stage 3 also what the model reads
+    (ZeRO-Infinity), layer by layer. disk: what optimizer puts into host memory is in files in offload_disk. auto:
+    compiles them, and takes the one that fits with the least predicted time."""
+
+    offload_fraction: float = 1.0
+    """With offload=optimizer: the share of these states that is in host memory, all of a parameter's or none; the rest
+    stays on the devices. auto finds the least that fits."""
+
+    offload_disk: Path | None = None
+    """With offload=disk or auto: a folder on a local disk of each host, for nothing else; twice the states must fit.
+    auto compares files where the host's memory is not enough, and without a folder says what they would take."""
+
+    offload_gib: float | None = None
+    """With offload=auto: GiB of each device that a step may use. None: what the devices say, or those of the target of
+    a dry run; simulated devices say nothing."""
+
+    overlap: OnOffAuto = "auto"
+    """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute, at a cost in memory.
+    auto: on those; yes: or an error on others; no: never."""
+
+    prefetch_weights: bool = False
+    """On GPUs, TPU v5p and v6e at stage 3: each layer of a loop gathers the parameters of the next one while it
+    computes."""
+
+    remat: RematName = "model"
+    """Activation checkpointing. model: as the preset does it; no, yes: the model's own, off or on; full, dots, sqrt:
+    from outside, saving each block's input, also its products, or the input of every sqrt-th block."""
+
+    precision: PrecisionName = "fp32"
+    """Of computation and communication. bf16 and fp16 store fp32 master weights, fp16 scales its loss; bf16-stochastic
+    stores all state in bf16 and rounds updates stochastically. For accelerators: half the communication, faster
+    arithmetic."""
+
+    optimizer: Optimizer = "adamw"
+    """AdamW's state is 8 bytes per parameter, that of the others less."""
+
+    batch_size: int = 16
+    """Sequences per step, over all devices and microbatches, which it must divide over."""
+
+    ema: float | None = None
+    """Decay of a moving average of the parameters, which validation then uses. None: no average."""
+
+    max_bad_steps: int = 0
+    """Consecutive steps that may be skipped because their loss or gradient is not finite; one more ends the run."""
+
+    seq_len: int = 128
+    """Tokens per sequence, at most the model's max_length."""
+
+    steps: int = 700
+    """Optimizer steps."""
+
+    weight_decay: float = 0.1
+    """Decoupled, per unit of learning rate."""
+
+    grad_clip_norm: float = 1.0
+    """Largest global norm of the gradient. inf: no clipping."""
+
+    seed: int = 0
+    """Of initialisation, batch order and generated text."""
+
+    check_replicas: int = 0
+    """Steps between comparisons of what several devices have copies of, which finds devices that compute wrongly; also
+    before each save. For stages 0 to 2, or with replica. 0: never."""
+
+    hang_after: float | None = None
+    """Seconds after which an unfinished step makes each process print the stacks of its threads. None: never."""
+
+    hang_exit: bool = False
+    """Also end that process, with status 124."""
+
+    init_from: Path | None = None
+    """Start from the parameters in a safetensors file (or an index of such files, or a folder with one), by our names
+    or Hugging Face's, or from the latest checkpoint in the folder of a run. None: random initialisation."""
+
+    save_every: int = 200
+    """Steps between checkpoints; the last step is saved, too. 0: nothing is saved."""
+
+    max_to_keep: int = 2
+    """The number of newest checkpoints to keep."""
+
+    resume: bool = False
+    """Continue from the last intact checkpoint in out, if there is one, with the losses of an uninterrupted run."""
+
+    out: Path = Path("runs/train")
+    """Folder for train.jsonl and loss.png, which a later run in the same folder overwrites, and for checkpoints, which
+    it does not."""
+
+    save_to: str | None = None
+    """Folder of the checkpoints: local, or gs://bucket/folder with the extra gcs. None: checkpoints in out."""
+
+    local_checkpoints: Path | None = None
+    """Folder on a disk of each host, or in its memory, for copies of the state between checkpoints: a restart on the
+    same devices, with --resume, continues from the last copy. None: none are made."""
+
+    local_every: int | None = None
+    """Steps between two such copies."""

@@ -1,0 +1,184 @@
+"""The commands `plan` and `inspect`: a report on a compiled step, for a target topology or for live devices."""
+
+import dataclasses
+import json
+from typing import Any
+
+from rich.console import Console
+
+from zero_jax.cli.chosen_offload import with_chosen_offload
+from zero_jax.cli.config_file import config_text
+from zero_jax.cli.model_lookup import ModelChoice
+from zero_jax.cli.objectives.choose import objective_of
+from zero_jax.cli.planning.plan_config import PlanConfig
+from zero_jax.cli.planning.plan_report import draw_stages, finite, plan_json, plan_tables, search_table, verdict
+from zero_jax.cli.reports.report import make_console, state_table
+from zero_jax.cli.start import check_start
+from zero_jax.cli.step_from_config import (
+    abstract_batch,
+    attention_text,
+    devices_of,
+    residual_options,
+    step_of,
+    with_attention,
+)
+from zero_jax.cli.train_config import TrainConfig
+from zero_jax.cli.training.slice_programs import examine_slices, slices_of
+from zero_jax.optim.presets import OPTIMIZERS
+from zero_jax.planning.memory import Transformer
+from zero_jax.planning.offload_choice import OffloadChoice, Placement
+from zero_jax.planning.placement import compare, files_on
+from zero_jax.planning.plan import Plan, examine, plan
+from zero_jax.planning.search import SearchResult, deepest, search
+from zero_jax.sharding.mesh import make_mesh
+from zero_jax.stages import STAGES
+from zero_jax.step.make import make_zero_train_step
+from zero_jax.step.step import ZeroTrainStep
+from zero_jax.xla.devices import target_devices
+from zero_jax.xla.targets import Target, target_of
+
+
+def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
+    """Compiles and prints the plan of `config`; returns whether the step fits.
+
+    Raises ValueError for an invalid target, mesh, model or batch.
+    """
+    console = console or make_console()
+    target, choice = config.check()
+    progress = Console(stderr=True, highlight=False)
+    length = config.seq_len or getattr(choice.config, "max_length", None)
+    optimizer = OPTIMIZERS[config.optimizer](learning_rate=1e-3, weight_decay=0.1)
+    options: dict[str, Any] = {"precision": config.precision, "mesh": config.mesh or -1, "optimizer": optimizer,
+               "accumulate": config.accumulate, "reduce": config.reduce, "gather": config.gather,
+               "tensor": config.tensor, "context": config.context, "replica": config.replica,
+               "loss": choice.loss, **residual_options(config, choice)}
+
+    mesh = make_mesh(options["mesh"], tensor=config.tensor, context=config.context, replica=config.replica,
+                     devices=target_devices(target))
+    choice = with_attention(choice, mesh, config.attention)
+
+    def batch(per_device: int) -> Any:
+        return abstract_batch(choice, per_device * config.groups, length)
+
+    def report_trial(name: str, trial: Plan) -> None:
+        progress.print(f"{name}: {verdict(trial).splitlines()[0]} ({trial.compile_seconds:.0f} s)", soft_wrap=True)
+
+    result: SearchResult | None = None
+    if config.search == "layers":
+        result = deepest(lambda layers: _model(choice, config, num_layers=layers), config.stage, target,
+                         batch(config.batch_per_device), on_plan=report_trial, **options)
+    elif config.search == "fit":
+        result = search(_models(choice, config), target, batch, on_plan=report_trial, **options)
+    chosen = result.plan if result else None
+    placement: OffloadChoice | None = None
+    if result is None:
+        transformer = _transformer(choice.config, None if config.remat in ("model", "yes", "no") else True,
+                                   config.batch_per_device, length, config)
+        with progress.status(f"Compiling {config.model} for {config.target} ..."):
+            shapes = batch(config.batch_per_device)
+
+            def make(offload: Placement) -> ZeroTrainStep:
+                return make_zero_train_step(_model(choice, config), config.stage, **dict[str, Any](
+                    _without_axes(options), mesh=mesh, offload=offload))
+
+            def plan_of(offload: Placement) -> Plan:
+                return examine(make(offload), shapes, target, transformer)
+
+            placement = compare(plan_of, files_on(target, make, shapes)) if config.offload == "auto" else None
+            chosen = placement.plan if placement else plan_of(options["offload"])
+    if config.json:
+        print(json.dumps(finite({
+            "model": config.model, "plan": chosen and plan_json(chosen),
+            "placement": placement and {"offload": placement.name, "reason": placement.reason},
+            "search": result and {"model": result.model, "size": result.size, "tried": [
+                {"stage": each.stage, "batch_size": each.batch_size, "needed_bytes": each.needed_bytes,
+                 "fits": each.fits} for each in result.tried]}})))
+    else:
+        if result:
+            console.print(search_table(result))
+        if placement:
+            console.print(str(placement), soft_wrap=True)
+        if chosen:
+            console.print(plan_tables(chosen))
+            console.print(attention_text(choice, batch=chosen.batch_size // config.accumulate, length=length,
+                                         precision=config.precision))
+    if config.png is not None:
+        _draw(config, choice, target, batch(config.batch_per_device), options, None if result else chosen)
+    return chosen is not None and chosen.fits
+
+
+def inspect_command(config: TrainConfig, *, console: Console | None = None) -> bool:
+    """The report of `plan` for the step that `train` would run with the same options; returns whether it fits.
+
+    On the live devices, or those of the `target` of a dry run, which also prints all options. Raises ValueError as
+    `train` does.
+    """
+    console = console or make_console()
+    objective = objective_of(config)
+    choice = objective.choice
+    if config.dry_run:
+        console.print(f"Dry run, nothing is trained or written. All options:\n{config_text(config)}", soft_wrap=True)
+    check_start(config)
+    target = None if config.target is None else target_of(config.target)
+    devices = devices_of(config) if target is None else target_devices(target)
+    transformer = _transformer(choice.config, None, config.batch_size // len(devices), objective.length)
+    config, placement = with_chosen_offload(config, objective, devices, target=target, transformer=transformer)
+    step = step_of(config, choice, devices, loss=objective.loss)
+    if placement:
+        console.print(str(placement), soft_wrap=True)
+    fits, lines = True, []
+    if slices := slices_of(config, step):
+        chosen, lines, fits = examine_slices(slices, objective.batch_shapes(), target, steps=config.steps,
+                                             transformer=transformer)
+    else:
+        chosen = placement.plan if placement else examine(step, objective.batch_shapes(), target, transformer)
+    console.print(state_table(chosen.layout))
+    console.print(plan_tables(chosen))
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    console.print(attention_text(with_attention(choice, step.mesh, config.attention), batch=config.batch_size
+                                 // config.accumulate, length=objective.length, precision=config.precision))
+    if config.dry_run and chosen.timing is None and not chosen.refused:
+        console.print("Time: not predicted for the devices that are here; --target h100:8, say, predicts it.")
+    return chosen.fits and fits
+
+
+def _transformer(sizes: Any, remat: bool | None, batch: int, length: int | None, config: PlanConfig | None = None
+                 ) -> Transformer | None:
+    """The fields of a model's config that the activation formula needs; None if it is not such a transformer's.
+
+    The paper's formula is of a feed-forward of 4 x width; a config with a field `hidden` has another.
+    """
+    if length is None or hasattr(sizes, "hidden") or not all(
+            hasattr(sizes, name) for name in ("num_layers", "width", "num_heads")):
+        return None
+    recomputed = getattr(sizes, "remat", False) if remat is None else remat
+    return Transformer(sizes.num_layers, sizes.width, sizes.num_heads, batch, length, remat=recomputed,
+                       split=config.tensor if config and config.partition_activations != "no" else 1,
+                       host=config is not None and config.partition_activations == "cpu")
+
+
+def _without_axes(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of `plan` that are of a step, and not of its mesh."""
+    return {name: value for name, value in options.items() if name not in ("mesh", "tensor", "context", "replica")}
+
+
+def _model(choice: ModelChoice, config: PlanConfig, **changes: Any) -> Any:
+    return config.adapted(choice.build(dataclasses.replace(choice.config, **changes)))
+
+
+def _models(choice: ModelChoice, config: PlanConfig) -> dict[str, Any]:
+    """Without and with remat of the model's own, where its config has the field and the user left the choice open."""
+    if config.remat != "model" or not hasattr(choice.config, "remat"):
+        return {config.model: _model(choice, config)}
+    return {f"{config.model}, {name}": _model(choice, config, remat=remat)
+            for name, remat in (("nothing recomputed", False), ("blocks recomputed", True))}
+
+
+def _draw(config: PlanConfig, choice: ModelChoice, target: Target, batch: Any, options: Any,
+          chosen: Plan | None) -> None:
+    plans = [chosen if chosen is not None and chosen.stage == stage else
+             plan(_model(choice, config), stage, target, batch, **options) for stage in range(len(STAGES))]
+    assert config.png is not None
+    config.png.parent.mkdir(parents=True, exist_ok=True)
+    draw_stages(config.png, plans, f"{config.model} on {config.target}, {config.batch_per_device} per device")

@@ -1,0 +1,95 @@
+"""The configuration of `plan`. Nothing here imports JAX, so that bad input is refused at once."""
+
+import dataclasses
+import math
+import warnings
+from typing import get_args
+
+from zero_jax.cli.environment import check_folder
+from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest, with_remat
+from zero_jax.cli.options.attention import AttentionOptions
+from zero_jax.cli.options.choices import RematName, check_gather, check_offload
+from zero_jax.cli.options.communication import CommunicationOptions
+from zero_jax.cli.options.lora import LoraOptions
+from zero_jax.cli.options.microbatch import MicrobatchOptions
+from zero_jax.cli.options.offload import check_fraction
+from zero_jax.cli.options.parallel import ParallelOptions
+from zero_jax.cli.options.plan import PlanOptions
+from zero_jax.cli.options.tiling import TilingOptions
+from zero_jax.cli.renamed import REMAT_VALUES, takes_old_names
+from zero_jax.errors import UsageError
+from zero_jax.xla.targets import Target, target_of
+
+
+@takes_old_names
+@dataclasses.dataclass(frozen=True)
+class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOptions, ParallelOptions, MicrobatchOptions,
+                 PlanOptions):
+    """Compile a train step for a target topology, no accelerator needed: does it fit, and what does it send."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", tuple(self.mesh))
+        if str(self.remat) in REMAT_VALUES:
+            object.__setattr__(self, "remat", REMAT_VALUES[str(self.remat)])
+            warnings.warn(f"PlanConfig.remat is now one of {', '.join(get_args(RematName))}.", DeprecationWarning, 4)
+        if self.remat not in get_args(RematName):
+            raise UsageError(f"remat={self.remat!r} is unknown{nearest(str(self.remat), [*get_args(RematName)])}")
+        for name, value in (("batch_per_device", self.batch_per_device), ("seq_len", self.seq_len),
+                            ("accumulate", self.accumulate), ("tensor", self.tensor), ("context", self.context),
+                            ("replica", self.replica),
+                            *(("mesh", size) for size in self.mesh)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name}={value}: give at least 1.")
+        if self.batch_per_device % self.accumulate:
+            raise UsageError(f"batch_per_device={self.batch_per_device} does not divide into {self.accumulate} "
+                             "microbatches: give a multiple.")
+        self.check_lora()
+        check_gather(self.gather, self.stage, self.accumulate)
+        self.check_quantized(self.stage, self.precision, one_hop=False)
+        quantized = self.quantize_gradients or self.quantize_weights != "no"
+        if quantized and (self.search == "fit" or self.png is not None):
+            raise UsageError("quantize_weights and quantize_gradients are for stages 1 to 3, and search=fit and png "
+                             "compile stage 0, too: leave them out.")
+        if self.gather != "use" and (self.search == "fit" or self.png is not None):
+            raise UsageError(f"gather={self.gather} is for stage 3 alone, and search=fit and png compile every stage: "
+                             "leave it out.")
+        self.check_tiling()
+        if self.tiling and (self.search == "fit" or self.png is not None):
+            raise UsageError("tiling is for stage 3 alone, and search=fit and png compile every stage: leave it out.")
+        check_offload(self.offload, self.stage)
+        check_fraction(self)
+        if self.offload in ("parameters", "auto") and (self.search != "no" or self.png is not None):
+            raise UsageError(f"offload={self.offload} with search or png, which compile other stages and sizes: leave "
+                             "one of them out.")
+        if self.png is not None and self.png.suffix != ".png":
+            raise UsageError(f"png={self.png} does not end in .png.")
+
+    def check(self) -> "tuple[Target, ModelChoice]":
+        """The target and the model; raises ValueError for what is wrong and can be known before JAX is imported."""
+        target = target_of(self.target)
+        others = self.tensor * self.context * self.replica
+        if self.mesh and math.prod(self.mesh) * others != target.num_devices or target.num_devices % others:
+            with_others = f" x tensor, context, replica {self.tensor}, {self.context}, {self.replica}" * (others > 1)
+            raise UsageError(f"mesh={self.mesh}{with_others} is of {math.prod(self.mesh) * others} devices, and "
+                             f"{self.target} has {target.num_devices}: give sizes whose product is that.")
+        if self.png is not None:
+            check_folder("png", self.png.parent)
+        choice = with_remat(find_model(self.model), self.remat)
+        self.check_attention(choice, target.chip.platform)
+        if self.vocab_size is not None:
+            choice = choice.with_change("vocab_size", self.vocab_size)
+        if self.search == "layers":
+            choice.check_field("num_layers")
+        if self.seq_len is None and not hasattr(choice.config, "max_length") and choice.batch_shapes is None:
+            raise UsageError(f"{self.model} has no max_length in its config: give seq_len=....")
+        if self.seq_len is not None and not hasattr(choice.config, "max_length") and choice.batch_shapes is not None:
+            raise UsageError(f"seq_len={self.seq_len}: {self.model} takes no sequences: leave it out.")
+        choice.check(seq_len=self.seq_len or 1, vocab_size=None)
+        choice.tensor_rules(self.tensor)
+        self.check_adapters(choice)
+        return target, choice
+
+    @property
+    def groups(self) -> int:
+        """Groups of devices that share no sequence."""
+        return target_of(self.target).num_devices // (self.tensor * self.context)

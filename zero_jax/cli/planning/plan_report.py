@@ -1,0 +1,254 @@
+"""A plan as tables, as JSON, and as the paper's Figure 1 for any model."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from zero_jax.cli.reports.memory_table import largest_table, memory_table
+from zero_jax.cli.reports.report import optimizer_bytes, optimizer_text, replicated_text, size_text
+from zero_jax.contract.verify import Report
+from zero_jax.planning.overlap import OverlapEffect
+from zero_jax.planning.plan import Plan
+from zero_jax.planning.search import SearchResult
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory.host_leaves import update_bytes_of
+
+
+def plan_tables(plan: Plan) -> RenderableType:
+    """The complete report: whether it fits, memory by purpose, communication by purpose and link, predicted time."""
+    parts: list[RenderableType] = [verdict(plan), replicated_text(plan.layout), optimizer_text(plan.layout)]
+    if plan.layout.gather_note:
+        parts.append(f"Parameters are gathered {plan.layout.gather_note}")
+    if plan.memory is not None:
+        parts += [memory_table(plan.memory), largest_table(plan.memory)]
+    if plan.communication is not None:
+        parts.append(communication_table(plan.communication))
+    if plan.links:
+        parts.append(_links_table(plan))
+    if plan.timing is not None:
+        parts.append(_timing_table(plan))
+    if plan.layout.overlap_note:
+        parts.append("Collectives run beside compute by options of XLA, which `step.layout(batch).describe()` names.")
+    if plan.overlap is not None:
+        parts.append(_overlap_table(plan.overlap))
+    if plan.advice:
+        parts.append("What would help:\n" + "\n".join(f"  - {line}" for line in plan.advice))
+    return Group(*parts)
+
+
+def verdict(plan: Plan) -> str:
+    """Whether the step fits, in a sentence or two."""
+    where = f"{plan.target.text}" if plan.target else "live devices"
+    head = (f"Stage {plan.stage} on {where}: {plan.num_devices} devices, mesh "
+            f"{' x '.join(f'{name} {size}' for name, size in plan.mesh.items())}, global batch {plan.batch_size}. ")
+    if plan.memory_bytes is None:
+        head += f"Needs {size_text(plan.needed_bytes)} on each device."
+    elif plan.fits:
+        head += (f"Fits: {size_text(plan.needed_bytes)} of {size_text(plan.memory_bytes)} on each device, "
+                 f"{size_text(plan.free_bytes)} left.")
+    else:
+        state = plan.layout.device_bytes
+        head += (f"Does not fit: {size_text(plan.needed_bytes)} needed of {size_text(plan.memory_bytes)} on each "
+                 f"device, {size_text(-plan.free_bytes)} too much; {size_text(state)} of it is state, the rest the "
+                 "batch and temporaries.")
+    if plan.layout.host:
+        head += (f"\nHost memory: {size_text(plan.host_bytes)} for each device"
+                 + (f" of {size_text(plan.host_memory_bytes)}" if plan.host_memory_bytes else "")
+                 + f": {offloaded_text(plan.layout)}. {transfers_text(plan)}")
+    if plan.layout.disk:
+        head += (f"\nOn disk: {size_text(plan.disk_bytes)} for each device"
+                 + (f" of {size_text(plan.disk_memory_bytes)}" if plan.disk_memory_bytes else "")
+                 + f", two generations of {offloaded_text(plan.layout, 'disk')}, and a copy of what is in memory. "
+                 f"{disk_text(plan)} The device memory is that of forward and backward, with the gradients.")
+    if plan.refused:
+        head += f"\nThe compiler: {plan.refused}"
+    if plan.target is not None and plan.target.chip.note:
+        head += f"\nNote: {plan.target.chip.note}"
+    return head
+
+
+def transfers_text(plan: Plan) -> str:
+    """What a step moves between host memory and the device, and how long it waits for it."""
+    moved = plan.transfers
+    if moved is None:
+        up, down = update_bytes_of(plan.layout.placements())
+        return f"The update reads {size_text(up)} and writes {size_text(down)}."
+    text = f"The update reads {size_text(moved.update_up)} and writes {size_text(moved.update_down)}"
+    if moved.params_up:
+        text += (f"; forward and backward read {size_text(moved.params_up)} of parameters, "
+                 f"{moved.params_ahead / moved.params_up:.0%} of it a layer ahead")
+    return f"{text}: {moved.seconds:.3g} s on the link to the host, {moved.exposed_seconds:.3g} s of it exposed."
+
+
+def disk_text(plan: Plan) -> str:
+    """What a step reads and writes of files, and how long it waits for it."""
+    moved = plan.transfers
+    if moved is None:
+        return "A step reads and writes a generation."
+    return (f"A step reads {size_text(moved.update_up)} and writes {size_text(moved.update_down)}: "
+            f"{moved.exposed_seconds:.3g} s in which nothing else runs.")
+
+
+def offloaded_text(layout: Layout, memory: str = "host") -> str:
+    """What of the state is in host memory (or on disk), by field: opt_state 1.45 GiB, params 743 MiB."""
+    sizes: dict[str, int] = {}
+    for row in layout.placements():
+        if row.memory == memory:
+            field = row.name.split("/")[0]
+            sizes[field] = sizes.get(field, 0) + row.device_bytes
+    return ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items())
+
+
+def communication_table(report: Report) -> Table:
+    """The bytes that a step sends for each purpose, beside the budget of its stage."""
+    table = _table("Communication by purpose: bytes that each device sends per step", "purpose", "collectives", "over",
+                   "sent", "budget", "asynchronous")
+    for result in report.results:
+        sent, budget = result.communication_bytes, result.budget
+        overlapped = sum(c.communication_bytes * c.count for c in result.collectives if c.asynchronous)
+        table.add_row(budget.purpose, ", ".join(sorted({c.kind for c in result.collectives})), " x ".join(budget.axes),
+                      size_text(sent), size_text(budget.communication_bytes),
+                      f"{overlapped / sent:.0%}" if sent else "")
+        for note in result.notes:
+            table.add_row(f"  {note}")
+    for line in report.violations:
+        table.add_row(f"BROKEN: {line}")
+    return table
+
+
+def search_table(result: SearchResult) -> Table:
+    """All plans that a search compiled, the chosen one in bold."""
+    table = _table(f"Search: {result.model}, size {result.size}" if result.plan else "Search: nothing fits", "stage",
+                   "batch", "needed", "of", "", "compiled in")
+    for plan in result.tried:
+        table.add_row(str(plan.stage), str(plan.batch_size), size_text(plan.needed_bytes),
+                      size_text(plan.memory_bytes or 0), "fits" if plan.fits else "does not fit",
+                      f"{plan.compile_seconds:.0f} s", style="bold" if plan is result.plan else None)
+    return table
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """A plan as plain JSON; sizes in bytes per device, times in seconds."""
+    report = plan.communication
+    communication = report and {
+        "sent": report.communication_bytes, "budget": report.contract.communication_bytes,
+        "violations": report.violations,
+        "purposes": [{"purpose": result.budget.purpose, "sent": result.communication_bytes,
+                      "budget": result.budget.communication_bytes,
+                      "collectives": [_collective(c, plan.mesh) for c in result.collectives]}
+                     for result in report.results]}
+    return {
+        "target": plan.target and plan.target.text, "note": plan.target.chip.note if plan.target else "",
+        "stage": plan.stage, "devices": plan.num_devices, "mesh": dict(plan.mesh), "batch_size": plan.batch_size,
+        "fits": plan.fits, "memory_bytes": plan.memory_bytes, "needed_bytes": plan.needed_bytes,
+        "free_bytes": plan.free_bytes, "state_bytes": plan.layout.device_bytes, "host_bytes": plan.host_bytes,
+        "disk_bytes": plan.disk_bytes, "transfers": plan.transfers and dataclasses.asdict(plan.transfers),
+        "refused": plan.refused, "advice": plan.advice, "compile_seconds": plan.compile_seconds,
+        "communication": communication,
+        "memory": plan.memory and [dataclasses.asdict(row) for row in plan.memory.rows],
+        "links": [{"link": link, "axes": axes, "bytes": sent} for (link, axes), sent in plan.links.items()],
+        "timing": plan.timing and dataclasses.asdict(plan.timing) | {"bound": plan.timing.bound},
+        **dict(zip(("optimizer_bytes", "adamw_bytes"), optimizer_bytes(plan.layout), strict=True)),
+        "gather": plan.layout.gather_note, "overlap": plan.overlap and dataclasses.asdict(plan.overlap),
+        "replicated": [{"name": row.name, "bytes": row.bytes} for row in plan.layout.replicated()],
+    }
+
+
+def draw_stages(path: Path, plans: Sequence[Plan], title: str) -> None:
+    """A PNG of each stage's memory per device, stacked as in the paper's Figure 1; GB are 1e9 bytes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and needed once
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(title=title, ylabel="GB per device", xlabel="stage")
+    names = [f"{plan.stage}" + ("" if plan.fits else "\ndoes not fit") for plan in plans]
+    bottom = [0.0] * len(plans)
+    for kind in ("parameters", "optimizer states", "batch and temporaries"):
+        heights = [memory_by_kind(plan)[kind] / 1e9 for plan in plans]
+        axes.bar(names, heights, bottom=bottom, label=kind)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for place, total in enumerate(bottom):
+        axes.text(place, total, f"{total:.3g}", ha="center", va="bottom")
+    if memory := plans[0].memory_bytes:
+        axes.axhline(memory / 1e9, linestyle="--", color="gray", label=f"memory: {memory / 1e9:.0f}")
+    axes.legend()
+    figure.savefig(path)
+
+
+def memory_by_kind(plan: Plan) -> Mapping[str, float]:
+    """The memory of a device in bytes: parameters, optimizer states, and the rest, which is temporary."""
+    sizes = {"parameters": 0.0, "optimizer states": 0.0}
+    for row in plan.layout.placements():
+        read = row.name.partition("/")[0] in ("params", "weights", "frozen", "variables")
+        if row.memory == "device":
+            sizes["parameters" if read else "optimizer states"] += row.device_bytes
+    return {**sizes, "batch and temporaries": max(0.0, plan.needed_bytes - sum(sizes.values()))}
+
+
+def _links_table(plan: Plan) -> Table:
+    table = _table("Communication by link: bytes that each device sends per step", "link", "over", "sent")
+    for (link, axes), sent in sorted(plan.links.items(), key=lambda item: -item[1]):
+        table.add_row(link, " x ".join(axes), size_text(sent))
+    return table
+
+
+def _timing_table(plan: Plan) -> Table:
+    timing = plan.timing
+    assert timing is not None
+    table = _table("Predicted step time (not measured; the model is zero_jax/planning/timing.py)", "", "seconds",
+                   "share")
+    for name, seconds in timing.spent.items():
+        waits = name not in ("compute", "memory")
+        label = f"waiting for {name} ({timing.communication_seconds[name]:.3g} s alone)" if waits else name
+        table.add_row(label, f"{seconds:.3g}", f"{seconds / timing.seconds:.0%}" if timing.seconds else "")
+    table.add_section()
+    table.add_row(f"step, bound by {timing.bound}", f"{timing.seconds:.3g}", style="bold")
+    table.add_row("tokens per second", f"{timing.tokens_per_second:,.0f}")
+    table.add_row("MFU, and HFU with recomputation", f"{timing.mfu:.1%}", f"{timing.hfu:.1%}")
+    if timing.palm_mfu is not None:
+        table.add_row("MFU by PaLM's formula, 6 N + 12 L h s a token", f"{timing.palm_mfu:.1%}")
+    for call in timing.uncounted:
+        table.add_row(f"NOT COUNTED, so that the step is slower than this: {call}")
+    return table
+
+
+def _overlap_table(effect: OverlapEffect) -> Table:
+    table = _table("What overlap and prefetch change (times are predicted)", "", "without", "with")
+    table.add_row("exposed communication, seconds", *(f"{seconds:.3g}" for seconds in effect.exposed_seconds))
+    table.add_row("step, seconds", *(f"{seconds:.3g}" for seconds in effect.seconds))
+    table.add_row("MFU", *(f"{share:.1%}" for share in effect.mfu))
+    table.add_row("temporaries", *map(size_text, effect.temporaries))
+    return table
+
+
+def _collective(collective: Any, mesh: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "kind": collective.kind, "dtypes": collective.dtypes, "payload_bytes": collective.payload_bytes,
+        "communication_bytes": collective.communication_bytes, "count": collective.count,
+        "count_known": collective.count_known, "axes": collective.axes(mesh), "asynchronous": collective.asynchronous,
+        "overlapped_flops": collective.overlapped_flops, "serves": collective.serves, "op_name": collective.op_name,
+        "source": collective.source,
+    }
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if not number or name in ("collectives", "over") else "right")
+    return table
+
+
+def finite(value: Any) -> Any:
+    """`value` as JSON allows: inf and nan as None, tuples as lists."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

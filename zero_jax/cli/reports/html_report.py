@@ -1,0 +1,189 @@
+"""report.html: a run on one page that needs no other file, server or network."""
+
+import dataclasses
+import html
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_jax.cli.reports.measures import TEXT, Measures
+from zero_jax.cli.reports.report import size_text
+from zero_jax.cli.reports.report_figures import bars, curves
+from zero_jax.cli.training.metrics_log import read_rows
+from zero_jax.step.compiled import CompiledStep
+
+MIB = 1 << 20
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1120px; margin: 2em auto; padding: 0 1.2em; }
+h1 { font-size: 1.5em; margin-bottom: 0.2em; } h2 { font-size: 1.1em; margin: 1.8em 0 0.5em; }
+.tiles { display: flex; flex-wrap: wrap; gap: 0.7em; margin: 1em 0; }
+.tile { border: 1px solid #ddd; border-radius: 6px; padding: 0.5em 0.9em; }
+.tile b { display: block; font-size: 1.25em; } .tile span { color: #666; font-size: 0.85em; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 0.8em; }
+figure { margin: 0; } svg { width: 100%; height: auto; } p.note { color: #666; margin: 0.2em 0; }
+table { border-collapse: collapse; font-size: 0.9em; } td, th { text-align: left; padding: 0.15em 1em 0.15em 0; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
+pre { background: #f6f6f6; padding: 0.8em; overflow-x: auto; font-size: 0.85em; white-space: pre-wrap; }
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What the page is made of.
+
+    Attributes:
+      title: in a line. head: the first lines of the run. options: its config as TOML.
+      log: its train.jsonl. program: the compiled step. summary: as the last line of the log.
+      versions: of packages, by name. samples: what it makes of held-out examples. profile: where time went; "" if
+        untraced. measures: what was counted and measured.
+    """
+
+    title: str
+    head: Sequence[str]
+    options: str
+    log: Path
+    program: CompiledStep = dataclasses.field(repr=False)
+    summary: Mapping[str, Any]
+    versions: Mapping[str, str]
+    samples: Sequence[str]
+    profile: str = ""
+    measures: Measures = TEXT
+
+
+def write_report(path: Path, run: Run) -> Path:
+    """Writes the page to `path` and returns that."""
+    path.write_text(report_html(run), encoding="utf-8")
+    return path
+
+
+def report_html(run: Run) -> str:
+    """The page as HTML; what comes from users is escaped."""
+    def text(value: object) -> str:
+        return html.escape(str(value))
+
+    steps = rows_by_step(run.log)
+    sections = [
+        f"<h1>{text(run.title)}</h1>",
+        *(f'<p class="note">{text(line)}</p>' for line in run.head),
+        tiles(run.summary, run.measures),
+        "<h2>Curves</h2>", f'<div class="figures">{"".join(curve_figures(steps, run.summary, run.measures))}</div>',
+        "<h2>Memory and communication of a device</h2>",
+        f'<div class="figures">{memory_figure(run.program)}{communication_figure(run.program)}</div>',
+        communication_table(run.program)]
+    if run.profile:
+        sections.append(f"<h2>Where the time went</h2><pre>{text(run.profile)}</pre>")
+    if run.samples:
+        sections.append("<h2>What it makes of held-out examples</h2>" + "".join(
+            f"<pre>{text(each)}</pre>" for each in run.samples))
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    sections.append(f"<h2>Options</h2><pre>{text(run.options)}</pre><p class=\"note\">{text(versions)}</p>")
+    return ("<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">"
+            f"<title>{text(run.title)}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(sections)
+            + "\n</body></html>\n")
+
+
+def rows_by_step(log: Path) -> dict[int, dict[str, Any]]:
+    """The metrics of each step, with those of its evaluation; of a step that was taken twice, the later ones."""
+    steps: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+    for row in read_rows(log):
+        if isinstance(row.get("step"), int):
+            steps[row["step"]] |= row
+    return dict(sorted(steps.items()))
+
+
+def tiles(summary: Mapping[str, Any], measures: Measures) -> str:
+    """The results in large type."""
+    evaluation, loss = summary["evaluation"], f"validation loss, {measures.unit}"
+    ended = ", interrupted" if summary["interrupted"] else ", preempted" if summary["preempted"] else ""
+    shown = {
+        **({loss: f"{evaluation['validation_loss']:.3f}"} if "validation_loss" in evaluation else {}),
+        **measures.shown(evaluation, "validation_"),
+        **{f"loss of a {name}": f"{value:.3f}" for name, value in summary["baselines"].items()},
+        f"{measures.items} per second": f"{summary['items_per_second']:,.0f}",
+        "peak memory": size_text(summary["peak_bytes"]),
+        f"seconds for {summary['steps']:,} steps{ended}": f"{summary['seconds']:,.0f}",
+    }
+    return '<div class="tiles">' + "".join(
+        f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
+        for name, value in shown.items()) + "</div>"
+
+
+def curve_figures(steps: Mapping[int, Mapping[str, Any]], summary: Mapping[str, Any], measures: Measures) -> list[str]:
+    """Curves of loss, measures, learning rate, gradient norm, speed, utilisation and data wait, where logged."""
+    def series(name: str, scale: float = 1.0) -> list[tuple[float, float]]:
+        return [(step, scale * row[name]) for step, row in steps.items()
+                if isinstance(row.get(name), (int, float))]
+
+    losses = {"training": series("loss"), "validation": series("validation_loss")}
+    for name, value in summary["baselines"].items() if steps else ():
+        losses[name] = [(step, value) for step in (min(steps), max(steps))]
+    figures = [curves(losses, title="Loss", unit=measures.unit)]
+    measured = []
+    for each in measures.beside:
+        if each.name != "perplexity":  # which is the loss, to another scale
+            scale, unit = (100, "%") if each.percent else (1, "")
+            lines = {"training": series(each.name, scale), "validation": series(f"validation_{each.name}", scale)}
+            measured.append((f"{each.label[0].upper()}{each.label[1:]}", lines, unit, False))
+    for title, lines, unit, log_scale in (
+            *measured,
+            ("Learning rate", {"learning rate": series("learning_rate")}, "", False),
+            ("Norm of the gradient", {"norm": series("grad_norm")}, "", True),
+            ("Speed", {"speed": series(measures.rate)}, f"{measures.items} per second", False),
+            ("Utilisation of the peak", {"MFU": series("mfu", 100), "HFU": series("hfu", 100)}, "%", False),
+            ("Wait for data", {"wait": series("data_wait", 1000)}, "ms in a step", False)):
+        if any(lines.values()):
+            figures.append(curves(lines, title=title, unit=unit, log_scale=log_scale and min(
+                (value for line in lines.values() for _, value in line), default=0) > 0))
+    return [f"<figure>{figure}</figure>" for figure in figures]
+
+
+def memory_parts(program: CompiledStep) -> dict[str, float]:
+    """Bytes on each device: the state by kind, and what the compiled step adds to it."""
+    parts: defaultdict[str, float] = defaultdict(float)
+    for row in program.layout.placements():
+        parts[row.name.partition("/")[0]] += row.device_bytes
+    if program.memory is not None:
+        parts["temporaries of a step"] += program.memory.temp_size_in_bytes
+        parts["batch, code and others"] += max(0.0, program.device_bytes - sum(parts.values()))
+    small = [name for name, size in parts.items() if size < 0.002 * sum(parts.values())]
+    return {name: size for name, size in parts.items() if name not in small} | (
+        {"rest": sum(parts[name] for name in small)} if small else {})
+
+
+def memory_figure(program: CompiledStep) -> str:
+    """Bars of `memory_parts`."""
+    parts = memory_parts(program)
+    return "<figure>" + bars({name: size / MIB for name, size in parts.items()}, unit="MiB",
+                             title=f"Memory: {size_text(sum(parts.values()))}") + "</figure>"
+
+
+def communication_figure(program: CompiledStep) -> str:
+    """Bars of what a step sends for each purpose, and of the stage's budget for it."""
+    sent = {result.budget.purpose: result.communication_bytes / MIB for result in program.report.results}
+    budget = {result.budget.purpose: result.budget.communication_bytes / MIB for result in program.report.results}
+    short = {_short(purpose): value for purpose, value in sent.items()}
+    return "<figure>" + bars(
+        short, beside={_short(purpose): value for purpose, value in budget.items()}, unit="MiB per step",
+        title=f"Sent: {size_text(program.report.communication_bytes)} per step", names=("sent", "budget")) + "</figure>"
+
+
+def communication_table(program: CompiledStep) -> str:
+    """What a step sends, by purpose, with the notes of the contract."""
+    rows = "".join(
+        f"<tr><td>{html.escape(result.budget.purpose)}</td>"
+        f"<td>{html.escape(', '.join(sorted({each.kind for each in result.collectives})) or 'none')}</td>"
+        f"<td>{html.escape(' x '.join(result.budget.axes))}</td>"
+        f'<td class="number">{size_text(result.communication_bytes)}</td>'
+        f'<td class="number">{size_text(result.budget.communication_bytes)}</td></tr>'
+        + "".join(f'<tr><td colspan="5" class="note">{html.escape(note)}</td></tr>' for note in result.notes)
+        for result in program.report.results)
+    return ('<table><tr><th>purpose</th><th>collectives</th><th>over</th><th class="number">sent</th>'
+            f'<th class="number">budget</th></tr>{rows}</table>')
+
+
+def _short(purpose: str, most: int = 34) -> str:
+    return purpose if len(purpose) <= most else purpose[: most - 3] + "..."
+
+

@@ -1,0 +1,64 @@
+"""The state that a new run starts from: drawn, or read from a file, a folder of Hugging Face's or another run."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zero_jax.checkpoint.checkpoint import Checkpoints
+from zero_jax.cli.environment import checkpoint_folder
+from zero_jax.cli.model_lookup import ModelChoice, saved_name
+from zero_jax.cli.step_from_config import abstract_batch, step_of
+from zero_jax.cli.train_config import TrainConfig
+from zero_jax.errors import UsageError
+from zero_jax.interop.naming import OWN, Names
+from zero_jax.interop.params_io import file_leaves, init_from_file
+from zero_jax.interop.safetensors_file import find_tensors
+from zero_jax.state import ZeroState
+from zero_jax.step.step import ZeroTrainStep
+from zero_jax.tree import named_leaves
+
+
+def first_state(config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep, batch: Any) -> ZeroState:
+    """The state of `step` before its first batch, by `config.init_from`.
+
+    What is read goes straight to where it is stored; nothing is drawn for it. With adapters it is the frozen base.
+    """
+    path, key = config.init_from, jax.random.key(config.seed)
+    if path is None:
+        return step.init(key, batch)
+    if (folder := checkpoint_folder(path)) is not None:
+        return step.init(key, batch, params=_saved_params(folder, config, choice, step))
+    return init_from_file(path, step, key, batch, names=_names_in(path, choice, file_leaves(step, step.layout(batch))))
+
+
+def check_start(config: TrainConfig) -> None:
+    """Raises UsageError where `config.init_from` is a run that this one cannot start from; no array is read."""
+    folder = None if config.init_from is None else checkpoint_folder(config.init_from)
+    if folder is None:
+        return
+    saved = Checkpoints(folder, read_only=True).manifest().config
+    run = saved if isinstance(saved, dict) else {}
+    if (model := saved_name(str(run.get("model", config.model)))) != config.model:
+        raise UsageError(f"init_from={config.init_from} is of a run of {model}: give model={model}, or export its "
+                         "parameters to a file and start from that.")
+    if run.get("lora_rank") is not None:
+        raise UsageError(f"init_from={config.init_from} is of a run of adapters: write the whole model with "
+                         "zero-jax export --merge, and start from that.")
+
+
+def _saved_params(folder: Path, config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep) -> dict[str, Any]:
+    """Parameters and variables by name of the latest checkpoint in `folder`, sharded over the devices of `step`."""
+    # At stage 3, where a device holds the least, and without adapters.
+    base = TrainConfig(model=config.model, stage=3, precision=config.precision, seq_len=config.seq_len)
+    devices = list(step.mesh.devices.flat)
+    batch = abstract_batch(choice, len(devices), config.seq_len)
+    params, variables = Checkpoints(folder, read_only=True).load_params(
+        step_of(base, choice, devices), batch, cast=True)
+    return {**dict(named_leaves(params)), **dict(named_leaves(variables))}
+
+
+def _names_in(path: Path, choice: ModelChoice, leaves: Any) -> Names:
+    """The naming of a file: ours where a tensor has a name of ours, else that of the model's module (Hugging Face)."""
+    fields = choice.tensor_names()
+    return OWN if fields is None or leaves.keys() & find_tensors(path).keys() else Names(**fields)

@@ -1,0 +1,141 @@
+"""The text of a run as its options name it: read, tokenized, divided into a part to train on and one held out."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from zero_jax.cli.objectives.objective import RunData
+from zero_jax.cli.train_config import TrainConfig
+from zero_jax.data import corpus
+from zero_jax.data.documents import Documents, cut_text, documents_at, tokenize
+from zero_jax.data.example_batches import ExampleBatches
+from zero_jax.data.text_sources import read_documents
+from zero_jax.data.token_file import open_tokens
+from zero_jax.data.tokenized import Tokenized, is_tokenized, open_tokenized
+from zero_jax.data.tokenizer import ByteTokenizer, SpecialByteTokenizer, Tokenizer
+from zero_jax.errors import UsageError
+
+
+def document_data(
+    config: TrainConfig, tokenizer: Tokenizer | Tokenized, *, rows: Callable[[Documents], Any],
+    make: Callable[..., dict[str, np.ndarray]], name: str, vocab_size: int | None, row_tokens: int | None = None,
+    baseline: Callable[[np.ndarray, np.ndarray], Mapping[str, float]] | None = None
+) -> RunData:
+    """The data of a run from the documents of its options.
+
+    Args:
+      config: which documents, and how they are mixed and held out.
+      tokenizer: that encodes text.
+      rows: of documents, their rows as a source of examples.
+      make: an example from (row, key), where the key is (seed, place).
+      name: of that, with what changes its result: a run that resumes must have the same.
+      vocab_size: of the model, where it says.
+      row_tokens: that a row takes. None: seq_len and one.
+      baseline: of the tokens to train on and those held out, where there is one source.
+    """
+    sources = _read(config, config.data, tokenizer, separate=config.data_weights is not None)
+    sizes = [len(source.tokens) for source in sources]
+    weights = config.data_weights or [size / sum(sizes) for size in sizes]
+    if config.eval_data:
+        train, held_out = sources, _read(config, config.eval_data, tokenizer, separate=False)
+        eval_weights = None
+    else:
+        each = row_tokens or config.seq_len + 1
+        least = [math.ceil(weight * config.batch_size + 1) * each for weight in weights]
+        parts = [source.split(config.eval_fraction, least=few) for source, few in zip(sources, least, strict=True)]
+        train, held_out = [part for part, _ in parts], [part for _, part in parts]
+        eval_weights = config.data_weights
+    sets = [[rows(part) for part in parts] for parts in (train, held_out)]
+
+    def batches(sharding: Any) -> tuple[ExampleBatches, ExampleBatches]:
+        shape = {"batch_size": config.batch_size, "sharding": sharding, "vocab_size": vocab_size, "make": make,
+                 "name": name}
+        return (ExampleBatches(sets[0], seed=config.seed, weights=config.data_weights, **shape),
+                ExampleBatches(sets[1], weights=eval_weights, **shape))
+
+    used = sum(each.used_fraction * each.num_examples for each in sets[0]) / max(1, sum(
+        each.num_examples for each in sets[0]))
+    train_tokens, eval_tokens = (sum(len(part.tokens) for part in parts) for parts in (train, held_out))
+    summary = counts_text(train_tokens, eval_tokens) + (
+        "" if config.documents == "concatenate" else
+        f" Rows are {used:.1%} tokens, and the rest padding ({config.documents}).")
+    baselines = baseline(train[0].tokens, held_out[0].tokens) if baseline and len(train) == 1 else {}
+    return RunData(batches, summary, held_out[0].tokens, _decoder(tokenizer), baselines)
+
+
+def special_tokenizer(config: TrainConfig) -> Tokenizer | Tokenized:
+    """The tokenizer of a run whose objective needs special tokens: bytes have them beside the 256.
+
+    Raises ValueError for a file of tokens without its tokenizer.
+    """
+    tokenizer = config.run_tokenizer()
+    if not isinstance(tokenizer, ByteTokenizer):
+        return tokenizer
+    for name in (*config.data, *config.eval_data):
+        if name.endswith((".bin", ".npy")):
+            raise UsageError(f"data: {name} has tokens, and which of them are masks, sentinels or the end of text is "
+                             "not known: give the tokenizer that wrote them.")
+    return SpecialByteTokenizer()
+
+
+def token_parts(tokens: np.ndarray, config: TrainConfig, vocab_size: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(training part, evaluation part): the set of `eval_data`, or a twentieth that is held out, at least one batch."""
+    one_batch = config.batch_size * config.seq_len + 1
+    if config.eval_data:
+        parts = tokens, corpus.load(config.eval_data, max_bytes=config.max_bytes, vocab_size=vocab_size)
+        for name, part in zip(("data", "eval_data"), parts, strict=True):
+            if len(part) < one_batch:
+                raise UsageError(f"{name} has {len(part):,} tokens, and one batch takes {one_batch:,}: give more, or a "
+                                 f"smaller batch_size={config.batch_size} or seq_len={config.seq_len}.")
+        return parts
+    if len(tokens) < 2 * one_batch + config.seq_len:
+        raise UsageError(
+            f"The data has {len(tokens):,} tokens, and two batches, one of them held out, take {2 * one_batch:,}: give "
+            f"more data, or a smaller batch_size={config.batch_size} or seq_len={config.seq_len}.")
+    return corpus.split(tokens, length=config.seq_len, holdout=max(config.eval_fraction, one_batch / len(tokens)))
+
+
+def counts_text(train: int, held_out: int, items: str = "tokens") -> str:
+    """How many of what there are, in a line."""
+    return f"Data: {train:,} {items} to train on, {held_out:,} to evaluate on."
+
+
+def ids_text(ids: np.ndarray) -> str:
+    """Ids of a tokenizer that is not known."""
+    return " ".join(map(str, ids))
+
+
+def _read(config: TrainConfig, names: Sequence[str], tokenizer: Tokenizer | Tokenized, *, separate: bool
+          ) -> list[Documents]:
+    """The documents of `names`: one source each, or if not `separate` one of all that are text."""
+    read, texts = [], []
+    for name in names:
+        if is_tokenized(name):
+            read.append(open_tokenized(name).documents())
+        elif name.endswith((".bin", ".npy")):
+            tokens, eos = open_tokens(name), tokenizer.specials.eos
+            whole = Documents(tokens, np.array([0, len(tokens)]))
+            read.append(documents_at(tokens, eos) if eos is not None and config.documents != "concatenate" else whole)
+        elif separate:
+            read.append(_tokenized(config, [name], tokenizer))
+        else:
+            texts.append(name)
+    return [*read, _tokenized(config, texts, tokenizer)] if texts else read
+
+
+def _tokenized(config: TrainConfig, names: Sequence[str], tokenizer: Tokenizer | Tokenized) -> Documents:
+    encoder = tokenizer.load_tokenizer() if isinstance(tokenizer, Tokenized) else tokenizer
+    documents = (text for name in names for text in read_documents(name, field=config.text_field))
+    return tokenize(cut_text(documents, config.max_bytes), encoder)
+
+
+def _decoder(tokenizer: Tokenizer | Tokenized) -> Callable[[np.ndarray], str]:
+    """Ids to text; to the ids themselves where the package that decodes is not installed."""
+    if not isinstance(tokenizer, Tokenized):
+        return tokenizer.decode
+    try:
+        return tokenizer.load_tokenizer().decode
+    except UsageError:
+        return ids_text

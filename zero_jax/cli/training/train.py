@@ -1,0 +1,237 @@
+"""A training run: data, model, step, loop, and the files that it writes."""
+
+import contextlib
+import dataclasses
+import platform
+import signal
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from zero_jax.checkpoint.checkpoint import Checkpoints
+from zero_jax.checkpoint.local_copies import LocalCopies
+from zero_jax.checkpoint.manifest import Manifest
+from zero_jax.cli.chosen_offload import with_chosen_offload
+from zero_jax.cli.config_file import config_text, save_config
+from zero_jax.cli.objectives.choose import objective_of
+from zero_jax.cli.objectives.objective import Objective
+from zero_jax.cli.reports.html_report import Run, write_report
+from zero_jax.cli.reports.report import (
+    make_console,
+    memory_text,
+    optimizer_text,
+    peak_bytes,
+    replicated_text,
+    state_table,
+    summary_table,
+)
+from zero_jax.cli.start import check_start, first_state
+from zero_jax.cli.step_from_config import devices_of, step_of
+from zero_jax.cli.train_config import TrainConfig
+from zero_jax.cli.training.loop import Loop
+from zero_jax.cli.training.metric_writers import metric_writers
+from zero_jax.cli.training.metrics_log import MetricsLog, make_folder
+from zero_jax.cli.training.profile import Profile, profile_writer
+from zero_jax.cli.training.progress import ProgressReporter
+from zero_jax.cli.training.resume import fixed, resumed
+from zero_jax.cli.training.run_folder import write_readme
+from zero_jax.cli.training.run_head import head_lines
+from zero_jax.cli.training.run_programs import programs_of
+from zero_jax.cli.training.slice_programs import slices_of
+from zero_jax.cli.training.states_on_disk import StatesOnDisk
+from zero_jax.data.prefetch import Prefetched
+from zero_jax.distributed.agreement import all_or_none, is_first
+from zero_jax.distributed.initialize import initialize, local
+from zero_jax.distributed.preemption import Preemption
+from zero_jax.distributed.watchdog import Watchdog
+from zero_jax.planning.flops import model_flops, step_flops
+from zero_jax.step.disk.step import DiskTrainStep
+from zero_jax.xla.live_chip import chip_of_kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """The results of a run. Losses are in the unit of its objective (nats per token); None where nothing was measured.
+
+    evaluation: the last one, by names as `validation_loss`. baselines: losses to compare with, by the name of what has
+    them. items_per_second: tokens or images in training, without compilation and validation. peak_bytes: the largest of
+    any accelerator, or of this process where devices are simulated. interrupted: Ctrl-C ended it early, preempted:
+    SIGTERM or SIGHUP did; nothing is generated then. signal: the number of the signal that did, if this process has
+    received it.
+    """
+
+    steps: int
+    loss: float | None
+    evaluation: dict[str, float]
+    baselines: dict[str, float]
+    items_per_second: float
+    seconds: float
+    peak_bytes: int
+    log: Path
+    curve: Path | None
+    report: Path | None
+    samples: tuple[str, ...]
+    interrupted: bool
+    preempted: bool
+    signal: int | None
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Of the last evaluation."""
+        return self.evaluation.get("validation_loss")
+
+
+def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
+    """Runs the training of `config`, reports on `console`, and returns the results.
+
+    Raises ValueError for an invalid configuration, before anything is compiled or overwritten, and BadStepError after
+    more than `config.max_bad_steps` consecutive steps that are not finite.
+    """
+    objective = objective_of(config)
+    initialize(distributed=config.distributed, heartbeat_seconds=config.heartbeat)
+    with Preemption() as preemption:
+        return _train(config, objective, console, preemption)
+
+
+def _train(config: TrainConfig, objective: Objective, console: Console | None, preemption: Preemption) -> Summary:
+    started, choice = time.perf_counter(), objective.choice
+    devices = devices_of(config)
+    check_start(config)
+    console = (console or make_console()) if is_first() else Console(quiet=True)
+    all_or_none(lambda: make_folder(config.out) if is_first() else None)
+    data = objective.load_data()
+    placed, placement = with_chosen_offload(config, objective, devices)
+    together = step_of(placed, choice, devices, loss=objective.loss)
+    slices = slices_of(config, together)
+    step: Any = slices or together
+    batches, held_out = data.batches(step.batch_sharding)
+    layout = step.layout(batches[0])
+    checkpoints = Checkpoints(config.checkpoints, keep_last=config.max_to_keep)
+    if config.save_every and (message := checkpoints.lock()):
+        console.print(message, soft_wrap=True)
+    copies = LocalCopies(config.local_checkpoints, fixed(config)) if config.local_checkpoints else None
+    on_disk = StatesOnDisk(config, step, batches, checkpoints) if isinstance(step, DiskTrainStep) else None
+
+    def note(manifest: Manifest) -> None:
+        if on_disk is not None:
+            on_disk.note(manifest.step, manifest.data)
+
+    closing = contextlib.ExitStack()
+    if on_disk is not None:
+        closing.callback(step.close)
+    restored = None
+    if config.resume:
+        restored = on_disk.resumed(console) if on_disk is not None else None
+        restored = restored or resumed(config, checkpoints, copies, step, batches, console, note)
+    if copies is not None and not config.resume:
+        copies.clear()
+    after = restored.step if restored else 0
+    writers = closing.enter_context(metric_writers(config.log_to, config.out, _plain(config), after=after)
+                                    ) if is_first() else []
+    log = MetricsLog(config.out / "train.jsonl", after=after if config.resume else None, writes=is_first(),
+                     writers=writers)
+    if log.lost:
+        console.print(f"Lost: {log.lost} steps that were taken after step {after}; they are taken again.")
+    interrupted, samples = False, ()
+    versions = {name: metadata.version(name) for name in ("zero-jax", "jax", "jaxlib", "flax", "optax")}
+    try:
+        if is_first():
+            write_readme(config)
+            path = save_config(config, config.out, versions)
+            changed = config_text(config, only_changed=True) or "none\n"
+            console.print(f"Options, all in {path}; not the default:\n{changed}", soft_wrap=True)
+        if placement:
+            console.print(str(placement), soft_wrap=True)
+        console.print(state_table(layout))
+        console.print(replicated_text(layout), soft_wrap=True)
+        console.print(optimizer_text(layout), soft_wrap=True)
+        programs = programs_of(step, batches[0], after=after)
+        program = programs.alone
+        chip = chip_of_kind(devices[0].device_kind)
+        flops = step_flops(model_flops(step, batches[0]), program.schedule, num_devices=len(devices),
+                           peak=chip and chip.peak_flops["bf16"])
+        console.print(memory_text(program.memory), soft_wrap=True)
+        head = [*head_lines(objective, program, flops, devices[0].device_kind, devices[0].platform),
+                *programs.head_lines(config.steps), data.summary]
+        console.print(*head, sep="\n", soft_wrap=True)
+        log.write(config=_plain(config), versions=versions, devices=[str(device) for device in devices],
+                  objective=objective.name, baselines=data.baselines, state_bytes_per_device=layout.device_bytes,
+                  resumed_after=after, lost_steps=log.lost)
+        if on_disk is not None and not restored:
+            on_disk.note(0)
+        state = restored.state if restored else first_state(config, choice, together, batches[0])
+        if slices and not restored:
+            state = slices.from_synchronous(state)
+        if line := objective.prepare(step, state, resumed=restored is not None):
+            console.print(line, soft_wrap=True)
+        del restored  # its state is donated
+
+        def save(number: int, state: Any) -> None:
+            checkpoints.save(step, state, at=number, data=batches.state(), config=fixed(config))
+
+        def copy(number: int, state: Any) -> None:
+            assert copies is not None
+            copies.save(step, state, at=number, data=batches.state(), heads=checkpoints.heads())
+
+        watchdog = Watchdog(config.hang_after, process=jax.process_index(), end=config.hang_exit)
+        feed = Prefetched(batches, depth=config.prefetch)
+        first, last = config.profile_steps
+        profile = Profile(config.out / "profile", first, last) if first > after and is_first() else None
+        say_profile = profile and profile_writer(profile, program.schedule, programs.module,
+                                                 steps=last - first + 1, devices=len(local(devices)))
+        if profile:
+            closing.callback(profile.stop)
+        elif config.profile and is_first():
+            console.print(f"profile={config.profile}: the run continues after step {after}, and traces nothing.")
+        with ProgressReporter(console, total=config.steps, measures=objective.measures) as progress, watchdog, feed:
+            sums = step.evaluator(objective.sums, ema=config.ema is not None)
+            loop = Loop(
+                config, objective, programs.run, sums, feed, held_out, log,
+                progress, watchdog, preemption, data.baselines,
+                flops, local(devices), programs.memory_bytes, save if config.save_every else None,
+                step.check_replicas if config.check_replicas else None, copy if copies else None, profile, say_profile,
+                on_disk and on_disk.note, programs.read)
+            try:
+                state = loop.run(state, after=after)
+            except KeyboardInterrupt:
+                interrupted = True
+        checkpoints.wait()
+        if copies is not None and config.save_every:
+            copies.clear()  # the last state is saved
+        interrupted = interrupted or preemption.signal == signal.SIGINT
+        asked = preemption.signal if loop.preempted or interrupted else None
+        preemption.release()  # the run is saved: Ctrl-C ends what follows
+        if not interrupted and not loop.preempted:
+            samples = objective.samples(step, state, data)
+        curve = log.draw(f"{config.model}, stage {config.stage}, {len(devices)} devices", data.baselines,
+                         objective.measures.unit)
+        summary = Summary(
+            steps=log.last_step, loss=log.train[-1][1] if log.train else None,
+            evaluation=log.evaluation, baselines=dict(data.baselines), items_per_second=loop.items_per_second,
+            seconds=time.perf_counter() - started, peak_bytes=peak_bytes(local(devices)), log=log.path, curve=curve,
+            report=config.out / "report.html" if config.html and is_first() else None, samples=samples,
+            interrupted=interrupted, preempted=loop.preempted and not interrupted, signal=asked)
+        log.write(summary=_plain(summary))
+        if summary.report is not None:
+            title = f"{config.model}, ZeRO stage {config.stage}, {len(devices)} {devices[0].platform} devices"
+            write_report(summary.report, Run(
+                title, head, config_text(config), log.path, program, _plain(summary),
+                {"Python": platform.python_version(), **versions}, samples, loop.profile_text,
+                objective.measures))
+    finally:
+        closing.close()
+        log.close()
+        checkpoints.close()
+    for sample in samples:
+        console.print(sample, soft_wrap=True)
+    console.print(summary_table(_plain(summary), objective.measures))
+    return summary
+
+
+def _plain(row: Any) -> dict[str, Any]:
+    """A dataclass as plain JSON."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(row).items()}

@@ -1,0 +1,146 @@
+"""The configuration of `export`. Nothing here imports JAX, so that bad input is refused at once."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Literal
+
+from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
+from zero_jax.cli.environment import check_folder
+from zero_jax.errors import UsageError
+from zero_jax.interop.safetensors_file import check_target
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """Write the parameters of a checkpoint for inference or for another library, with programs that use them.
+
+    Of a run with adapters (--lora-rank): the adapters alone, as a folder of PEFT, or with --merge the whole model.
+    """
+
+    checkpoint: str
+    """Folder of the run's checkpoints, as runs/train/checkpoints or gs://bucket/folder."""
+
+    out: Path
+    """The file, *.safetensors; above --max-file-bytes several files and an index. Or, with --names huggingface, a
+    folder that transformers loads: model.safetensors, and config.json where it has none; a tokenizer's files stay. Of
+    the other formats: a folder that does not exist, or is empty."""
+
+    format: Literal["safetensors", "programs", "orbax"] = "safetensors"
+    """safetensors: the parameters. programs: a folder with the forward pass and, where the model has one, the decode
+    step as StableHLO (jax.export), the weights and a loader, all of which need only JAX. orbax: the parameters as an
+    Orbax checkpoint that StandardCheckpointer restores."""
+
+    at: int | None = None
+    """The checkpoint's number. None: the latest."""
+
+    dtype: Literal["fp32", "bf16", "stored"] = "fp32"
+    """Dtype of floating tensors; stored: as the checkpoint has them."""
+
+    names: Literal["own", "huggingface"] = "own"
+    """Names of the tensors: ours, as blocks/qkv/kernel, or Hugging Face's, where the model's module defines them."""
+
+    merge: bool = False
+    """Of a run with adapters: write the model with the adapters added, and not the adapters alone."""
+
+    ema: bool = False
+    """Export the moving average in place of the parameters."""
+
+    model: str | None = None
+    """MODULE:PRESET of the run. None: as the checkpoint says, if that is one of ours: importing a module runs it, and a
+    checkpoint may come from anywhere."""
+
+    max_file_bytes: int = 5 << 30
+    """Largest size of the tensors in one file, in bytes."""
+
+    platforms: tuple[Literal["cpu", "cuda", "rocm", "tpu"], ...] = ("cpu", "cuda", "tpu")
+    """Of programs: where they can run."""
+
+    weights: Literal["beside", "inside"] = "beside"
+    """Of programs: in safetensors files beside them, or inside of each as constants, up to 1 GiB."""
+
+    batch_size: int | None = None
+    """Of programs: rows of the inputs. None: any number."""
+
+    seq_len: int | None = None
+    """Of programs: tokens of a row. None: any number, up to the model's max_length."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "out", Path(self.out).expanduser())
+        check_scheme(self.checkpoint)
+        self._check_format()
+        if self.max_file_bytes < 1:
+            raise UsageError(f"max_file_bytes={self.max_file_bytes}: give at least 1.")
+        if self.at is not None and self.at < 0:
+            raise UsageError(f"at={self.at}: give the number of a checkpoint, from 0 on.")
+
+    def check(self) -> None:
+        """Raises ValueError for what is wrong and can be known before JAX is imported."""
+        if is_remote(self.checkpoint):
+            numbers_in(self.checkpoint)
+        elif not Path(self.checkpoint).expanduser().is_dir():
+            raise UsageError(f"checkpoint={self.checkpoint}: no such folder.")
+        if self.may_be_adapter:
+            check_folder("out", self.out)
+        else:
+            self._check_out()
+
+    def check_adapter(self) -> None:
+        """Raises UsageError for what cannot take effect where adapters alone are written."""
+        if not self.may_be_adapter:
+            raise UsageError(f"out={self.out}: this run trained adapters, which are written to a folder (PEFT's): name "
+                             "one, or give --merge to write the whole model.")
+        if self.format != "safetensors":
+            raise UsageError(f"format={self.format}: this run trained adapters: give --merge to write the whole model.")
+        for name in ("dtype", "max_file_bytes"):
+            if getattr(self, name) != getattr(ExportConfig, name):
+                raise UsageError(f"{name}={getattr(self, name)}: adapters are one file of float32: leave it out, or "
+                                 "give --merge to write the whole model.")
+
+    def check_whole(self, lora_rank: int | None) -> None:
+        """Raises UsageError for what cannot take effect where a whole model is written. lora_rank: of the run."""
+        if self.merge and lora_rank is None:
+            raise UsageError("merge: this run trained the model and no adapters: leave it out.")
+        self._check_out()
+
+    def _check_format(self) -> None:
+        """Raises ValueError for options that the format does not use, rather than to ignore them."""
+        unused = {"safetensors": (), "programs": ("names",), "orbax": ("names", "max_file_bytes")}[self.format]
+        programs = ("platforms", "weights", "batch_size", "seq_len")
+        for name in (*unused, *(() if self.format == "programs" else programs)):
+            if getattr(self, name) != getattr(ExportConfig, name):
+                raise UsageError(f"{name}={getattr(self, name)}: format={self.format} does not use it: leave it out"
+                                 + (", or give format=programs." if name in programs else "."))
+        if not self.platforms or len(set(self.platforms)) < len(self.platforms):
+            raise UsageError(f"platforms={self.platforms}: give at least one, and each once.")
+        for name in ("batch_size", "seq_len"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UsageError(f"{name}={value}: give at least 1.")
+
+    def _check_out(self) -> None:
+        if self.format != "safetensors":
+            check_folder("out", self.out)
+            if self.out.is_dir() and any(self.out.iterdir()):
+                raise UsageError(f"out={self.out} is not an empty folder: give another.")
+            if self.format == "programs" and importlib.util.find_spec("flatbuffers") is None:
+                raise UsageError("format=programs needs the package flatbuffers: pip install 'zero-jax[serve]'.")
+        elif self.to_folder and not self.out.is_dir():
+            check_folder("out", self.out)
+        else:
+            check_target(self.file)
+
+    @property
+    def may_be_adapter(self) -> bool:
+        """Whether `out` can be a folder for adapters, as far as is known without the checkpoint."""
+        return self.format == "safetensors" and not self.merge and (self.out.is_dir() or not self.out.suffix)
+
+    @property
+    def to_folder(self) -> bool:
+        """Whether `out` is a folder for transformers, rather than a file."""
+        huggingface = self.format == "safetensors" and self.names == "huggingface"
+        return huggingface and (self.out.is_dir() or not self.out.suffix)
+
+    @property
+    def file(self) -> Path:
+        """The file of the tensors, also where an index is written beside it."""
+        return self.out / "model.safetensors" if self.to_folder else self.out

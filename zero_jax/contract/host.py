@@ -1,0 +1,194 @@
+"""Whether what is offloaded is in host memory, once, and updated in place there.
+
+A compiler may copy a stack of layers within host memory in every round of a loop, or keep a second one, and compute the
+right numbers: only the program shows it.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from zero_jax.sharding.layout import Layout
+from zero_jax.tree import leaf_bytes, named_leaves
+from zero_jax.xla.host_reads import HostRead, host_reads
+from zero_jax.xla.host_slices import HOST
+from zero_jax.xla.parser import Computation, Instruction, Module
+from zero_jax.xla.shapes import shape_bytes
+
+TOLERANCE = 0.001
+"""Share by which the arguments in host memory may exceed the layout's."""
+
+READ_TOLERANCE = 0.05
+"""Share by which what is read of parameters may exceed the promise."""
+
+MIN_AHEAD = 0.25
+"""Share of what loops read of parameters that comes up a round ahead, at least, and of checkpoints likewise: none does
+without XLA's pipelining, mostly all with it."""
+
+TILE = (8, 128)
+"""Elements to whose multiples a TPU pads the last two dims of an array, in an order that it chooses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostBudget:
+    """What a step may keep in the host's memory, for each device.
+
+    state_bytes: of the state. activations: whether checkpoints are kept there, too, for the backward pass.
+    padding: bytes by which a TPU's tiles may exceed those of the state.
+    param_bytes: of the parameters that the model reads from there; num_gathers: in how many microbatches. has_copy:
+        whether the update does not read these, since it has master weights of its own. ahead: whether each layer is to
+        come up a round before its use, and each checkpoint: on GPUs; XLA:TPU decides by itself.
+    """
+
+    state_bytes: int
+    activations: bool = False
+    padding: int = 0
+    param_bytes: int = 0
+    num_gathers: int = 1
+    has_copy: bool = True
+    ahead: bool = True
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of parameters that may come up in a step: forward, backward, and for an update that reads them."""
+        return self.param_bytes * (2 * self.num_gathers + (not self.has_copy))
+
+
+@dataclasses.dataclass(frozen=True)
+class HostUse:
+    """What a compiled step keeps in the host's memory, for each device, in bytes.
+
+    copies: (bytes, name, in_loop) of each copy from host memory to host memory. reads: from there to the device's.
+    """
+
+    argument_bytes: int
+    alias_bytes: int
+    temporary_bytes: int
+    copies: tuple[tuple[int, str, bool], ...] = ()
+    reads: tuple[HostRead, ...] = ()
+
+    def param_reads(self, budget: HostBudget) -> list[HostRead]:
+        """Those of the parameters that the model reads."""
+        fields = ("weights" if budget.has_copy else "params", "frozen")
+        return [read for read in self.reads if read.field in fields]
+
+    @property
+    def activation_reads(self) -> list[HostRead]:
+        """Those of checkpoints that loops keep in stacks, which are no input of the step."""
+        return [read for read in self.reads if read.in_loop and read.is_slice and not read.source]
+
+
+def host_budget(layout: Layout, *, activations: bool, num_gathers: int = 1) -> HostBudget | None:
+    """The budget of a layout; None where nothing is offloaded, or the backend counts host memory as the device's."""
+    if layout.axes.platform == "cpu" or not (layout.host or activations):
+        return None
+    return HostBudget(layout.host_bytes, activations, _tile_padding(layout) if layout.axes.is_tpu else 0,
+                      layout.host_param_bytes, num_gathers, layout.state.weights is not None,
+                      ahead=not layout.axes.is_tpu)
+
+
+def host_use(module: Module, memory: Any) -> HostUse | None:
+    """What a compiled program keeps in host memory; None where the backend does not tell."""
+    if memory is None:
+        return None
+    return HostUse(memory.host_argument_size_in_bytes, memory.host_alias_size_in_bytes,
+                   memory.host_temp_size_in_bytes, tuple(_copies(module)), tuple(host_reads(module)))
+
+
+def host_violations(budget: HostBudget | None, use: HostUse | None) -> Iterator[str]:
+    """A line for each way in which a program keeps more in host memory than the state, or less."""
+    if budget is None or use is None:
+        return
+    if not budget.state_bytes <= use.argument_bytes <= (1 + TOLERANCE) * budget.state_bytes + budget.padding:
+        yield (f"{use.argument_bytes:,} bytes of the step's arguments are in host memory on each device, "
+               f"{budget.state_bytes:,} of the state should be: the compiler dropped or moved their memory kind.")
+    if use.alias_bytes < use.argument_bytes:
+        yield (f"{use.argument_bytes - use.alias_bytes:,} bytes of the state in host memory are not updated in place, "
+               "so that host memory holds them twice: look for a leaf whose new value has another shape or dtype.")
+    if use.temporary_bytes and not budget.activations:
+        yield (f"{use.temporary_bytes:,} bytes of temporaries are in host memory: a second copy of what is updated "
+               f"in place{_largest(use)}.")
+    if in_loops := [copy for copy in use.copies if copy[2]]:
+        yield (f"{len(in_loops)} copies within host memory are in loops, of {max(in_loops)[0]:,} bytes in each round "
+               f"({max(in_loops)[1]}): whole stacks are copied where a block should be written.")
+    if budget.param_bytes:
+        yield from _param_violations(budget, use)
+    total, ahead = bytes_of(use.activation_reads), bytes_ahead(use.activation_reads)
+    if budget.activations and budget.ahead and ahead < MIN_AHEAD * total:
+        yield (f"Of {total:,} bytes of checkpoints that backward reads from host memory, {ahead:,} come up a round "
+               "ahead: the others are waited for in the round that uses them.")
+
+
+def _param_violations(budget: HostBudget, use: HostUse) -> Iterator[str]:
+    """A line each for parameters that come up too often, and for layers that are waited for."""
+    reads = use.param_reads(budget)
+    total = bytes_of(reads)
+    if total > (1 + READ_TOLERANCE) * budget.read_bytes:
+        most = max(reads, key=lambda read: read.bytes * read.runs)
+        yield (f"{total:,} bytes of parameters come up from host memory in a step, {budget.read_bytes:,} should: "
+               f"{most.source or most.name} is read {most.runs} times, {most.bytes:,} bytes each: a parameter that is "
+               "read whole within a loop.")
+    layers = [read for read in reads if read.in_loop and read.is_slice]
+    in_loops, ahead = bytes_of(layers), bytes_ahead(layers)
+    in_update = 0 if budget.has_copy else budget.param_bytes
+    if budget.ahead and ahead < MIN_AHEAD * (in_loops - in_update):
+        yield (f"Of {in_loops:,} bytes of parameters that loops read from host memory, {ahead:,} come up a round "
+               "ahead: the others are waited for in the round that uses them.")
+
+
+def bytes_of(reads: Iterable[HostRead]) -> int:
+    """What they copy in a step."""
+    return sum(read.bytes * read.runs for read in reads)
+
+
+def bytes_ahead(reads: Iterable[HostRead]) -> int:
+    """What those of them copy that come up a round ahead."""
+    return bytes_of(read for read in reads if read.is_ahead)
+
+
+def _tile_padding(layout: Layout) -> int:
+    """What tiles may add to the shards in host memory, in the worse of both orders of the last two dims."""
+    total = 0
+    for name, leaf in named_leaves(layout.state):
+        if name in layout.host:
+            *outer, rows, columns = (1, 1, *leaf.sharding.shard_shape(leaf.shape))
+            size = leaf_bytes((*outer, rows, columns), leaf.dtype)
+            total += max(leaf_bytes((*outer, -(-rows // high) * high, -(-columns // wide) * wide), leaf.dtype)
+                         for high, wide in (TILE, TILE[::-1])) - size
+    return total
+
+
+def _largest(use: HostUse) -> str:
+    return f" ({max(use.copies)[1]} copies {max(use.copies)[0]:,} bytes)" if use.copies else ""
+
+
+def _copies(module: Module) -> Iterator[tuple[int, str, bool]]:
+    in_loops = _called_in_loops(module)
+    for name, computation in module.computations.items():
+        for instruction in computation.instructions.values():
+            if size := _copied_on_host(computation, instruction):
+                yield size, instruction.name, name in in_loops
+
+
+def _copied_on_host(computation: Computation, instruction: Instruction) -> int:
+    """Bytes that a copy moves from host memory to host memory; 0 for anything else."""
+    if instruction.opcode not in ("copy", "copy-start") or not instruction.operands:
+        return 0
+    source = computation.arrays(instruction.operands[0]).get(())
+    target = instruction.arrays.get((0,) if instruction.opcode == "copy-start" else ())
+    if source is None or target is None or source.space != HOST or target.space != HOST:
+        return 0
+    return shape_bytes(target.dtype, target.dims)
+
+
+def _called_in_loops(module: Module) -> set[str]:
+    """Names of the computations that are bodies of loops, or are called by such."""
+    todo = [callee for computation in module.computations.values() for instruction in computation.instructions.values()
+            if instruction.opcode == "while" for callee in instruction.callees]
+    found: set[str] = set()
+    while todo:
+        if (name := todo.pop()) not in found:
+            found.add(name)
+            todo += [callee for instruction in module.computations[name].instructions.values()
+                     for callee in instruction.callees]
+    return found

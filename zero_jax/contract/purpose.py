@@ -1,0 +1,85 @@
+"""What a collective of a compiled step is for: gathers, reductions, matrices, activations, or the rest."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from zero_jax.contract.report import Contract
+from zero_jax.optim.whole_matrices import MATRICES_SCOPE
+from zero_jax.sharding.gather import GATHER_SCOPE, SCATTER
+from zero_jax.sharding.slices import OUTER_SCOPE
+from zero_jax.xla.collective import Collective
+from zero_jax.xla.shapes import shape_bytes
+
+
+def purpose_of(collective: Collective, contract: Contract) -> str:
+    """The key of the budget that `collective` counts against."""
+    axes = collective.axes(contract.mesh)
+    if contract.slices in axes:
+        return "slices"
+    if contract.slices and OUTER_SCOPE in collective.op_name and GATHER_SCOPE not in collective.op_name:
+        return "outer"
+    if MATRICES_SCOPE in collective.op_name and contract.budget("matrices"):
+        return "matrices"
+    activations = contract.budget("activations")
+    if activations and GATHER_SCOPE not in collective.op_name and (
+            len(axes) == 1 and axes[0] in activations.axes and (
+                axes[0] != contract.context or SCATTER not in collective.op_name)):
+        return "activations"
+    if GATHER_SCOPE in collective.op_name:
+        return "gather"
+    if SCATTER in collective.op_name and collective.kind in ("all-to-all", "all-gather"):
+        return "reduce"  # of quantised gradients: sums across replicas are gathered again
+    unmarked = collective.kind == "all-gather" and (contract.stage < 3 or not collective.op_name)
+    if unmarked and _is_piece(collective, contract):
+        return "gather"
+    if collective.kind in ("reduce-scatter", "all-reduce", "collective-permute") and (
+            collective.serves or _is_piece(collective, contract) or SCATTER in collective.op_name):
+        return "reduce"
+    return "activations" if activations and axes and set(axes) <= set(activations.axes) else "rest"
+
+
+def split_by_purpose(collective: Collective, contract: Contract) -> Iterable[Collective]:
+    """A gather of many buffers as one for each purpose: a GPU's compiler combines what it can."""
+    budget = contract.budget("matrices")
+    matrices = set(budget.pieces) if budget and MATRICES_SCOPE in collective.op_name else set()
+    if collective.kind != "all-gather" or len(collective.shapes) == 1 or (
+            not matrices and _is_piece(collective, contract)):
+        return (collective,)
+    parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {MATRICES_SCOPE: [], GATHER_SCOPE: [], "": []}
+    for shape in collective.shapes:
+        size = math.prod(shape[1])
+        parts[MATRICES_SCOPE if sorted_dims(shape[1]) in matrices else
+              GATHER_SCOPE if size in contract.budgets[0].pieces else ""].append(shape)
+    return [_part(collective, shapes, scope) for scope, shapes in parts.items() if shapes]
+
+
+def sorted_dims(dims: Sequence[int]) -> tuple[int, ...]:
+    """A shape as a key: the compiler permutes dims, and drops those of size 1."""
+    return tuple(sorted(size for size in dims if size > 1))
+
+
+def total_bytes(collectives: Iterable[Collective]) -> float:
+    """What each device sends for them per step."""
+    return sum(c.communication_bytes * c.count for c in collectives)
+
+
+def total_elements(collectives: Iterable[Collective]) -> float:
+    """Elements that each device sends for them per step."""
+    return sum(c.communication_bytes * c.count * sum(math.prod(dims) for _, dims in c.shapes) / c.payload_bytes
+               for c in collectives if c.payload_bytes)
+
+
+def _part(collective: Collective, shapes: Sequence[tuple[str, tuple[int, ...]]], scope: str) -> Collective:
+    """What of it carries `shapes`, with the names of all but the other scopes."""
+    others = {MATRICES_SCOPE, GATHER_SCOPE} - {scope}
+    names = [name for name in collective.op_name.split(":") if not any(other in name for other in others)]
+    return dataclasses.replace(
+        collective, shapes=tuple(shapes), payload_bytes=sum(shape_bytes(*shape) for shape in shapes),
+        op_name=":".join(names), serves=collective.serves if scope else ())
+
+
+def _is_piece(collective: Collective, contract: Contract) -> bool:
+    """Whether all but a thousandth of its elements are buffers of the size of some parameter."""
+    sizes = [math.prod(dims) for _, dims in collective.shapes]
+    return sum(size for size in sizes if size not in contract.budgets[0].pieces) <= 1e-3 * sum(sizes)

@@ -1,0 +1,143 @@
+"""How a program breaks its contract, in words: the operation, its bytes, its source, and what to do."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from zero_jax.contract.purpose import purpose_of, total_bytes
+from zero_jax.contract.report import Contract, TrafficBudget, TrafficResult
+from zero_jax.optim.whole_matrices import MATRICES_SCOPE
+from zero_jax.sharding.stored_update import UPDATE_SCOPE
+from zero_jax.xla.collective import Collective
+from zero_jax.xla.host_slices import ANNOTATOR, HostSlice
+
+TOLERANCE = 0.04
+"""Share of a budget by which a program may exceed it."""
+
+SMALL_LEAF = 4096
+"""Bytes that a leaf may add: the padding of a TPU's tile, for each device of an axis; elsewhere its all-reduce."""
+
+
+def violations(results: Mapping[str, TrafficResult], contract: Contract) -> Iterator[str]:
+    """A line for each budget that is exceeded. results: by the key of the budget."""
+    gather, reduce, rest = results["gather"], results["reduce"], results["rest"]
+    rest_bytes = rest.budget.communication_bytes
+    if gather.communication_bytes > gather.budget.communication_bytes + contract.slack:
+        yield (f"{_sent(gather)} bytes of parameters are gathered, {_promised(gather.budget)} are promised: "
+               f"{explain(gather.collectives, contract)}")
+    reduced = reduced_bytes(reduce.collectives, contract)
+    if reduced > reduce.budget.communication_bytes + contract.slack:
+        whole = [c for c in reduce.collectives if c.kind == "all-reduce"]
+        offending = whole if total_bytes(whole) > contract.slack else reduce.collectives
+        yield (f"{reduced:,.0f} bytes of gradients are reduced, {_promised(reduce.budget)} are promised: "
+               f"{explain(offending, contract)}")
+    if rest.communication_bytes > rest_bytes:
+        yield (f"{_sent(rest)} bytes gather no parameter where it is read and sum no gradient, "
+               f"{_promised(rest.budget)} are promised for such: {explain(rest.collectives, contract)}")
+    if activations := results.get("activations"):
+        if activations.communication_bytes > (1 + TOLERANCE) * activations.budget.communication_bytes + rest_bytes:
+            yield (f"{_sent(activations)} bytes of activations travel, {_promised(activations.budget)} are promised: "
+                   f"{explain(activations.collectives, contract)}")
+    if matrices := results.get("matrices"):
+        if matrices.communication_bytes > (1 + TOLERANCE) * matrices.budget.communication_bytes + SMALL_LEAF:
+            yield (f"{_sent(matrices)} bytes of whole matrices travel, {_promised(matrices.budget)} are promised: "
+                   f"{explain(matrices.collectives, contract)}")
+    if slices := results.get("slices"):
+        sent, promised = slices.communication_bytes, slices.budget.communication_bytes
+        if sent > (1 + TOLERANCE) * promised:
+            yield (f"{_sent(slices)} bytes cross the axis {contract.slices!r} between slices, "
+                   f"{_promised(slices.budget)} are promised: {explain(slices.collectives, contract)}")
+        if sent < (1 - TOLERANCE) * promised:
+            yield (f"{_sent(slices)} bytes cross the axis {contract.slices!r} between slices, and "
+                   f"{_promised(slices.budget)} must, of the outer gradients in their dtype.")
+    if outer := results.get("outer"):
+        if outer.communication_bytes > (1 + TOLERANCE) * outer.budget.communication_bytes + contract.slack:
+            yield (f"{_sent(outer)} bytes of outer parameters are gathered in each slice, {_promised(outer.budget)} "
+                   f"are promised: {explain(outer.collectives, contract)}")
+    wrong = [c for c in gather.collectives if set(c.axes(contract.mesh)) - set(gather.budget.axes)]
+    if total_bytes(wrong) > rest_bytes:
+        yield (f"parameters are gathered over {' x '.join(wrong[0].axes(contract.mesh))}, not only over "
+               f"{' x '.join(gather.budget.axes) or 'no axis'}: {explain(wrong, contract)}")
+
+
+def slice_violations(slices: Iterable[HostSlice]) -> Iterator[str]:
+    """A line for each slice of host memory that a GPU would take from other rows than its index says."""
+    for each in slices:
+        if not each.is_right:
+            yield (f"{each}. The GPU copies by the walk, so that these would be other rows: XLA's pass {ANNOTATOR} has "
+                   "such faults (openxla/xla pull requests 46231 and 46308). Turn it off, as the step does for its own "
+                   f"offload: XLA_FLAGS=--xla_disable_hlo_passes={ANNOTATOR}.")
+
+
+def reduced_bytes(collectives: Iterable[Collective], contract: Contract) -> float:
+    """What counts as sent for the reduction of gradients.
+
+    XLA:CPU has no reduce-scatter under jit: of its all-reduce and slice, half counts.
+    """
+    collectives = list(collectives)
+    sent = total_bytes(collectives)
+    if contract.platform == "cpu" and contract.stage:
+        sent -= total_bytes(c for c in collectives if c.kind == "all-reduce") / 2
+    return sent
+
+
+def gather_notes(collectives: Iterable[Collective], contract: Contract) -> tuple[str, ...]:
+    """Where the backend gathers in another way."""
+    whole = [c for c in collectives if c.kind == "all-reduce"]
+    return (f"{total_bytes(whole):,.0f} bytes of it by all-reduces: this compiler has no all-gather over "
+            f"{' x '.join(whole[0].axes(contract.mesh))} for them",) if whole else ()
+
+
+def reduce_notes(collectives: Iterable[Collective], contract: Contract) -> tuple[str, ...]:
+    """Where the backend reduces in another way."""
+    whole = [c for c in collectives if c.kind == "all-reduce"]
+    if contract.stage == 0 or not whole:
+        return ()
+    if contract.platform == "cpu":
+        return (f"{total_bytes(whole):,.0f} bytes of it by all-reduces and slices: XLA:CPU has no reduce-scatter under "
+                "jit, so that half of them counts",)
+    return (f"{total_bytes(whole):,.0f} bytes of it by all-reduces, for leaves too small or uneven to be scattered",)
+
+
+def _sent(result: TrafficResult) -> str:
+    return f"{result.communication_bytes:,.0f}"
+
+
+def _promised(budget: TrafficBudget) -> str:
+    return f"{budget.communication_bytes:,.0f}"
+
+
+def explain(collectives: Sequence[Collective], contract: Contract, advice: str | None = None) -> str:
+    """The collective that sends most, in words, and what to do about it: `advice`, or what its purpose suggests."""
+    c = max(collectives, key=lambda c: c.communication_bytes * c.count)
+    dtype, dims = max(c.shapes, key=lambda shape: math.prod(shape[1]))
+    serves = f" for {', '.join(c.serves[:3])}" if c.serves else ""
+    return (f"{c.kind} of {dtype}{list(dims)} over {' x '.join(c.axes(contract.mesh)) or 'no axis'}, {c.count} times, "
+            f"{c.communication_bytes * c.count:,.0f} bytes per step{serves}, from {c.op_name[-160:] or 'the compiler'}"
+            + (f" ({c.source})" if c.source else "") + f". {advice or _advice(c, contract)}")
+
+
+def _advice(collective: Collective, contract: Contract) -> str:
+    if MATRICES_SCOPE in collective.op_name:
+        return ("Matrices of which no dim divides over the ZeRO devices are gathered before they go to their owners: "
+                "choose dims that divide.")
+    if UPDATE_SCOPE in collective.op_name:
+        return ("The optimizer needs whole matrices, and the partitioner splits its products: give them to "
+                "zero_jax.whole_matrices.")
+    purpose = purpose_of(collective, contract)
+    if purpose == "slices":
+        return ("Slices train by themselves: look for a value of the model's that is not of one slice, a sharding "
+                "constraint over this axis, or outer gradients in a wider dtype.")
+    if purpose == "activations":
+        return ("Look at tensor_rules: a column-parallel kernel, whose outputs are split, goes before a row-parallel "
+                "one, and what lies between (heads) must be whole on each device.")
+    if purpose == "rest":
+        return ("Values of the batch are sent, or a parameter that is not gathered where it is read: look for a "
+                "sharding constraint in the model, a loss that mixes examples, and a parameter that the layout does "
+                "not see read (step.layout(batch).describe()).")
+    if collective.kind == "all-reduce" and contract.platform == "tpu" and len(contract.mesh) == 1:
+        return ("This slice has no reduce-scatter over one flat axis: let zero_jax.make_mesh() factor it along the "
+                "torus.")
+    if collective.in_loop:
+        return ("In a loop: over layers that is as it should be, but a parameter that is read in a loop over time or "
+                "microbatches is gathered, and its gradient summed, in each of its rounds. Read it before the loop.")
+    return "See whether the parameter is read more than once, or through something that no hook sees."

@@ -1,0 +1,130 @@
+"""Examples with responses as rows of tokens, whose weights are 1 for targets of a response and 0 for all others."""
+
+import dataclasses
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from zero_jax.data.chat_template import Piece
+from zero_jax.data.documents import Documents
+from zero_jax.data.packing import DocumentRows
+from zero_jax.data.token_file import sample
+from zero_jax.data.tokenizer import Tokenizer
+from zero_jax.errors import UsageError
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """Tokens, int32 (number,), and which of them are a response, bool."""
+
+    tokens: np.ndarray
+    response: np.ndarray
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """The tokens before the first response."""
+        return self.tokens[:int(self.response.argmax())]
+
+    @property
+    def answer(self) -> np.ndarray:
+        """The tokens of the first response."""
+        after = self.response[len(self.prompt):]
+        return self.tokens[len(self.prompt):][:len(after) if after.all() else int(after.argmin())]
+
+
+def encode(examples: Sequence[Sequence[Piece]], tokenizer: Tokenizer) -> list[Example]:
+    """Pieces as tokens. Each piece is encoded by itself, so that a response begins where a token does."""
+    texts = [piece.text for pieces in examples for piece in pieces]
+    encoded = iter(tokenizer.encode(texts))
+    eos, result = tokenizer.specials.eos, []
+    for pieces in examples:
+        ids, response = [], []
+        for piece in pieces:
+            own = [*next(encoded)] + ([eos] if piece.ends and eos is not None else [])
+            ids += own
+            response += [piece.response] * len(own)
+        result.append(Example(np.array(ids, np.int32), np.array(response, bool)))
+    return result
+
+
+def fitting(examples: Iterable[Example], length: int) -> tuple[list[Example], int, int]:
+    """(Examples cut to rows of `length` inputs, how many were cut, how many were left out: no response was left).
+
+    Raises ValueError where nothing is left.
+    """
+    kept, cut, left_out = fitting_pairs(((each, each) for each in examples), length)
+    return [each for each, _ in kept], cut, left_out
+
+
+def fitting_pairs(pairs: Iterable[tuple[Example, Example]], length: int
+                  ) -> tuple[list[tuple[Example, Example]], int, int]:
+    """`fitting` of pairs, which are left out if one of them is."""
+    kept, cut, number = [], 0, 0
+    for one, other in pairs:
+        short = tuple(Example(each.tokens[:length + 1], each.response[:length + 1]) for each in (one, other))
+        number += 1
+        if all(each.response[1:].any() for each in short):
+            kept.append(short)
+            cut += max(len(one.tokens), len(other.tokens)) > length + 1
+    if not kept:
+        raise UsageError(f"No response is left of {number:,} examples in rows of seq_len={length} tokens: give a "
+                         "longer seq_len, or shorter prompts.")
+    return kept, cut, number - len(kept)
+
+
+def split_examples(examples: list[T], fraction: float, least: int) -> tuple[list[T], list[T]]:
+    """(Those to train on, the last `fraction` of them, at least `least`). Raises ValueError for too few."""
+    held_out = max(least, round(fraction * len(examples)))
+    if held_out + least > len(examples):
+        raise UsageError(f"The data have {len(examples):,} examples: too few to hold {held_out:,} of them out and "
+                         f"train on batches of {least:,}: give more, eval_data, or a smaller batch_size.")
+    return examples[:-held_out], examples[-held_out:]
+
+
+class ResponseRows:
+    """Rows of `DocumentRows`, packed or padded, with "weights", float32 (length,): 1 where the target is a response."""
+
+    def __init__(self, examples: Sequence[Example], length: int, *, pack: bool, pad: int) -> None:
+        offsets = np.concatenate([[0], np.cumsum([len(each.tokens) for each in examples])])
+        tokens = Documents(np.concatenate([each.tokens for each in examples]), offsets)
+        response = Documents(np.concatenate([each.response for each in examples]).astype(np.int32), offsets)
+        self._tokens = DocumentRows(tokens, length, pack=pack, causal=True, pad=pad)
+        self._response = DocumentRows(response, length, pack=pack, causal=True)  # in the same places
+        self._names = ("segment_ids", "positions") if pack else ()
+        self.num_examples, self.used_fraction = self._tokens.num_examples, self._tokens.used_fraction
+        self.fingerprint = zlib.crc32(repr((tokens.fingerprint(), response.fingerprint())).encode())
+
+    def row(self, number: int) -> dict[str, np.ndarray]:
+        """Row `number`; where each example has one, no segments: a target never attends to padding after it."""
+        row = self._tokens.row(number)
+        kept = {name: row[name] for name in ("inputs", "targets", *self._names)}
+        return {**kept, "weights": self._response.row(number)["targets"].astype(np.float32)}
+
+
+class PairRows:
+    """Pairs of responses as `dpo_loss` takes them: "inputs", "targets" and "weights" (2, length), the chosen one first.
+
+    reference: float32 (pairs, 2), the log-probabilities of the reference model, which a run writes once it has one.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Example, Example]], length: int, *, pad: int) -> None:
+        self._pairs, self._length, self._pad = pairs, length, pad
+        self.num_examples, self.used_fraction = len(pairs), 1.0
+        self.reference = np.zeros((len(pairs), 2), np.float32)
+        flat = [leaf for pair in pairs for each in pair for leaf in (each.tokens, each.response.astype(np.int32))]
+        self.fingerprint = zlib.crc32(sample(np.concatenate(flat)).astype("<i8").tobytes())
+
+    def row(self, number: int) -> dict[str, np.ndarray]:
+        """Pair `number`, with its `reference`."""
+        row: dict[str, np.ndarray] = {
+            name: np.full((2, self._length), self._pad, np.int32) for name in ("inputs", "targets")}
+        row["weights"] = np.zeros((2, self._length), np.float32)
+        for place, each in enumerate(self._pairs[number]):
+            end = len(each.tokens) - 1
+            row["inputs"][place, :end], row["targets"][place, :end] = each.tokens[:-1], each.tokens[1:]
+            row["weights"][place, :end] = each.response[1:]
+        return {**row, "reference": self.reference[number]}

@@ -1,0 +1,230 @@
+"""Two generations of a process's states in files, and a commit by which the newer one becomes valid at once.
+
+A generation is written whole into the file of the last but one; then the file is synced, and a commit record with the
+checksum of every record of it replaces the old record of that file, which is atomic. Whenever the process is killed,
+the newest commit record names a file that nothing has written to since.
+"""
+
+import os
+import shutil
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zero_jax.arguments import shown
+from zero_jax.disk.aligned_file import AlignedFile, unwritten
+from zero_jax.disk.commits import Commit, process_folder, read_commit, with_checksum
+from zero_jax.disk.durable_files import make_folder, replace_json
+from zero_jax.disk.records import Record, RecordLayout
+from zero_jax.disk.run_lock import RunLock
+from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError, few
+
+_open: "weakref.WeakValueDictionary[str, Generations]" = weakref.WeakValueDictionary()
+
+
+class Generations:
+    """The two generations of one process in a folder."""
+
+    def __init__(self, folder: Any, layout: RecordLayout, *, process: int = 0, num_processes: int = 1):
+        """Nothing is read or written yet.
+
+        Raises UsageError where `folder` is no folder, or one that another object of this process uses.
+        """
+        check_folder(folder)
+        self.path = Path(folder) / process_folder(process, num_processes)
+        self.layout = layout
+        self.committed: Commit | None = None
+        self._files = [AlignedFile(self.path / f"generation-{slot}.bin") for slot in (0, 1)]
+        self._slots: list[Commit | None] = [None, None]
+        self._written: dict[int, int] = {}
+        self._once: list[dict[int, int]] = [{}, {}]
+        self._threads, self._lock, self._is_open = threading.Lock(), RunLock(self.path), False
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of both generations."""
+        return 2 * self.layout.num_bytes
+
+    def lock(self) -> str:
+        """Takes the folder for this run; returns a message where it was that of a dead process.
+
+        Raises CheckpointError while another process has it, and UsageError where another object of this one does.
+        """
+        key = str(self.path.resolve())
+        if _open.setdefault(key, self) is not self:
+            raise UsageError(f"disk: {self.path} is in use by another step of this process: call its close(), or name "
+                             "another folder.")
+        try:
+            make_folder(self.path.parent)
+            return self._lock.acquire()
+        except OSError as error:
+            raise unwritten(self.path, error, 0) from error
+
+    def found(self) -> list[Commit]:
+        """The commits in the folder, newest first; call `lock` before.
+
+        Raises UsageError where the folder holds something else, or another model's states, with the first difference.
+        A commit record that was cut off is none.
+        """
+        if not self.path.exists():
+            return []
+        known = {"generation-0.bin", "generation-1.bin", "commit-0.json", "commit-1.json", "commit-0.json.tmp",
+                 "commit-1.json.tmp"}
+        if others := sorted({each.name for each in self.path.iterdir()} - known):
+            raise UsageError(f"disk: {self.path} holds {few(others)}, which are no states of a run: name another "
+                             "folder.")
+        self._slots = [read_commit(self.path / f"commit-{slot}.json") for slot in (0, 1)]
+        commits = sorted(filter(None, self._slots), key=lambda commit: -commit.generation)
+        for commit in commits:
+            if commit.fingerprint != self.layout.fingerprint():
+                raise UsageError(f"disk: {self.path} holds states of another model, optimizer, mesh or buffer_bytes: "
+                                 f"{_difference(commit.leaves, self.layout.leaves())}. Name another folder.")
+        return commits
+
+    def create(self, session: int) -> None:
+        """Reserves both files; what was committed before stays until the next commit but one.
+
+        Raises CheckpointError where the disk has too little space, before anything is written.
+        """
+        if not self._is_open:
+            self._check_space()
+            try:
+                make_folder(self.path)
+            except OSError as error:
+                raise unwritten(self.path, error, 0) from error
+            for file in self._files:
+                file.open(self.layout.num_bytes, create=True)
+            self._is_open = True
+        self._start(session)
+        self._once = [{}, {}]
+
+    def resume(self, commit: Commit, session: int, buffer: memoryview) -> None:
+        """Goes on from `commit`, one of `found()`, once every byte of it was read and is as it was written.
+
+        Raises DamagedCheckpointError otherwise, and nothing changed.
+        """
+        slot = commit.generation % 2
+        if not self._is_open:
+            self._files[slot].open(self.layout.num_bytes)
+        for record in self.layout.records:
+            self._verified(record, self._files[slot].read(record, buffer), commit)
+        if not self._is_open:
+            self._files[1 - slot].open(self.layout.num_bytes, create=True)
+            self._is_open = True
+        self.committed = commit
+        self._once[slot] = self._once_of(commit)
+        self._once[1 - slot] = {}  # nobody has looked at the other file: the next step writes all of it
+        self._start(session)
+
+    def read(self, record: Record, buffer: memoryview) -> None:
+        """Reads a record of what is committed; raises DamagedCheckpointError where it is not as it was written."""
+        assert self.committed is not None
+        self._verified(record, self._files[self.committed.generation % 2].read(record, buffer), self.committed)
+
+    def write(self, record: Record, fill: Callable[[], memoryview]) -> None:
+        """Writes a record of the next generation from the buffer that `fill` returns.
+
+        What is written `once`, and is there, is neither filled nor written.
+        """
+        slot = self._next % 2
+        if record.once and (known := self._once[slot].get(record.number)) is not None:
+            value = known
+        else:
+            value = self._files[slot].write(record, fill())
+        with self._threads:
+            self._written[record.number] = value
+
+    def commit(self, step: int, note: Any = None) -> Commit:
+        """Makes the next generation, of which every record was written, the committed one; it is on the disk then."""
+        assert len(self._written) == len(self.layout.records)
+        slot = self._next % 2
+        self._files[slot].sync()
+        self._lock.acquire()  # raises where another process has taken the folder over
+        commit = Commit(self._next, self.session, step, tuple(self._written[i] for i in range(len(self._written))),
+                        self.layout.fingerprint(), self.layout.leaves(), note)
+        path = self.path / f"commit-{slot}.json"
+        try:
+            replace_json(path, with_checksum(commit))
+        except OSError as error:
+            raise unwritten(path, error, 0) from error
+        self.committed, self._slots[slot], self._once[slot] = commit, commit, self._once_of(commit)
+        self._written = {}
+        return commit
+
+    def abandon(self) -> None:
+        """Forgets what was written of the next generation."""
+        self._written = {}
+
+    def close(self) -> None:
+        """Closes the files and gives the folder back; what is committed stays."""
+        for file in self._files:
+            file.close()
+        self._is_open = False
+        self._lock.release()
+        key = str(self.path.resolve())
+        if _open.get(key) is self:
+            del _open[key]
+
+    @property
+    def _next(self) -> int:
+        newest = max((commit.generation for commit in (*self._slots, self.committed) if commit is not None), default=0)
+        # After a fallback to the older generation, the damaged one is written again.
+        return newest + 1 if self.committed is None else self.committed.generation + 1
+
+    def _start(self, session: int) -> None:
+        self.session, self._written = session, {}
+
+    def _once_of(self, commit: Commit) -> dict[int, int]:
+        return {record.number: commit.checksums[record.number] for record in self.layout.records if record.once}
+
+    def _check_space(self) -> None:
+        there = sum(file.path.stat().st_blocks * 512 for file in self._files if file.path.exists())
+        free = shutil.disk_usage(self.path.parent).free
+        if self.disk_bytes - there > free:
+            raise CheckpointError(
+                f"disk: two generations of {self.layout.num_bytes:,} bytes are {self.disk_bytes:,}, and "
+                f"{self.path.parent} has {free:,} bytes free: free space there, name a folder on another disk, or give "
+                "an optimizer with less state.")
+
+    def _verified(self, record: Record, value: int, commit: Commit) -> None:
+        if value != commit.checksums[record.number]:
+            path, names = self._files[commit.generation % 2].path, few(dict.fromkeys(p.leaf for p in record.parts), 3)
+            raise DamagedCheckpointError(
+                f"{path} is damaged: bytes {record.offset:,} to {record.offset + record.num_bytes:,}, which hold "
+                f"{names}, have the checksum {value:08x}, and {commit.checksums[record.number]:08x} was committed: "
+                "start again from stored_state, which takes the generation before where that is whole, or from a "
+                "checkpoint.")
+
+
+def available_bytes(folder: Any) -> int:
+    """Bytes that states in `folder`, which may not exist yet, can take: what is free, and what they take already."""
+    there = sum(path.stat().st_blocks * 512 for path in Path(folder).glob("process-*/generation-*.bin"))
+    return there + shutil.disk_usage(_existing(folder)).free
+
+
+def check_folder(path: Any) -> None:
+    """Raises UsageError for what cannot be a folder of states."""
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise UsageError(f"disk={shown(path)}: give the path of a folder on a local disk, as \"/mnt/nvme/run\".")
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise UsageError(f"disk={shown(str(path))} is no folder: name one, on a local disk.")
+    parent = _existing(path)
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"disk={shown(str(path))}: {parent} cannot be written: name a folder that can.")
+
+
+def _existing(path: Any) -> Path:
+    """The path, or the nearest folder above it that is there."""
+    return next(each for each in (Path(path), *Path(path).absolute().parents) if each.exists())
+
+
+def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """The first leaf that is not the same in two tables of leaves."""
+    for name in (*there, *here):
+        if there.get(name) != here.get(name):
+            def text(row: Any) -> str:
+                return "is not there" if row is None else f"is {row[0]} {row[1]}"
+            return f"{name} {text(there.get(name))} in the files, and {text(here.get(name))} in this step"
+    return "its blocks are cut otherwise"

@@ -1,0 +1,144 @@
+"""Records read ahead of those that use them, and written behind them, by threads with a bounded number of buffers.
+
+Direct reads and writes, checksums and copies release Python's lock, so that threads are enough: two of each reach what
+`fio` does with the same pattern (`scripts/bench/disk.py`).
+"""
+
+import collections
+import contextlib
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from zero_jax.disk.aligned_file import aligned_buffer
+from zero_jax.disk.generations import Generations
+from zero_jax.disk.records import Record
+
+T = TypeVar("T")
+
+THREADS = 2
+"""Of reads and of writes each: one record is moved while the next one's checksum is computed."""
+
+AHEAD = 2
+"""Records that are read before they are asked for, and that may wait to be written."""
+
+
+class Streaming:
+    """Reads and writes the records of a pair of generations; one step at a time uses it."""
+
+    def __init__(self, generations: Generations):
+        """Starts no thread yet; pages of the buffers take memory once they are used."""
+        self.generations = generations
+        self._readers = ThreadPoolExecutor(THREADS, "zero_jax disk reader")
+        self._writers = ThreadPoolExecutor(THREADS, "zero_jax disk writer")
+        self._buffers: dict[str, queue.SimpleQueue[memoryview]] = {
+            kind: queue.SimpleQueue() for kind in ("read", "write")}
+        for free in self._buffers.values():
+            for _ in range(THREADS):
+                free.put(aligned_buffer(generations.layout.largest))
+        self._pending: collections.deque[Future[None]] = collections.deque()
+
+    @property
+    def ring_bytes(self) -> int:
+        """The most that records take in memory at a time: in buffers, and as arrays that wait, in use or written."""
+        return (2 * THREADS + 2 * AHEAD + 1) * self.generations.layout.largest
+
+    def read(self, records: Sequence[Record], use: Callable[[Record, memoryview], T]) -> "_Ahead[T]":
+        """`use(record, buffer)` for each record of what is committed, in order; it copies what it needs.
+
+        Reading starts at once, and goes on while the caller works; at most `AHEAD` results wait. To be used in a
+        `with`, at whose end what was not asked for is dropped.
+        """
+        def one(record: Record) -> T:
+            with self._buffer("read") as buffer:
+                self.generations.read(record, buffer)
+                return use(record, buffer)
+
+        return _Ahead(lambda record: self._readers.submit(one, record), records)
+
+    def write(self, record: Record, fill: Callable[[Record, memoryview], None]) -> None:
+        """Writes a record of the next generation, which `fill(record, buffer)` copies into a buffer of zeros or more.
+
+        At most `AHEAD` records wait; raises what an earlier one met.
+        """
+        while len(self._pending) >= AHEAD:
+            self._pending.popleft().result()
+
+        def one() -> None:
+            with self._buffer("write") as buffer:
+                def filled() -> memoryview:
+                    fill(record, buffer)
+                    return buffer
+
+                self.generations.write(record, filled)
+
+        self._pending.append(self._writers.submit(one))
+
+    def finish(self) -> None:
+        """Waits for all writes; raises what one of them met."""
+        while self._pending:
+            self._pending.popleft().result()
+
+    @contextlib.contextmanager
+    def abandoned_by_errors(self) -> Iterator[None]:
+        """At the end of the `with` by an error, waits for all writes, and forgets what the next generation has."""
+        try:
+            yield
+        except BaseException:
+            while self._pending:
+                self._pending.popleft().exception()
+            self.generations.abandon()
+            raise
+
+    def buffer(self) -> Any:
+        """A buffer of the size of the largest record, for the time of a `with`."""
+        return self._buffer("read")
+
+    def close(self) -> None:
+        """Ends the threads and closes the files."""
+        self._readers.shutdown(cancel_futures=True)
+        self._writers.shutdown()
+        self._buffers = {}
+        self.generations.close()
+
+    @contextlib.contextmanager
+    def _buffer(self, kind: str) -> Iterator[memoryview]:
+        free = self._buffers[kind]
+        buffer = free.get()
+        try:
+            yield buffer
+        finally:
+            free.put(buffer)
+
+
+class _Ahead(Iterator[T]):
+    """The results of `submit(record)` in order, of which the next `AHEAD` are always under way."""
+
+    def __init__(self, submit: Callable[[Record], "Future[T]"], records: Sequence[Record]):
+        self._submit, self._todo = submit, iter(records)
+        self._pending: collections.deque[Future[T]] = collections.deque()
+        for _ in range(AHEAD):
+            self._start()
+
+    def _start(self) -> None:
+        for record in self._todo:
+            self._pending.append(self._submit(record))
+            return
+
+    def __next__(self) -> T:
+        if not self._pending:
+            raise StopIteration
+        result = self._pending.popleft().result()
+        self._start()
+        return result
+
+    def __enter__(self) -> "_Ahead[T]":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._todo = iter(())
+        while self._pending:
+            future = self._pending.popleft()
+            if not future.cancel():
+                future.exception()

@@ -1,0 +1,158 @@
+"""Loads and runs the programs of this folder: `python load.py` prints what there is; `load(folder)` from Python.
+
+It needs jax, and flatbuffers, with which jax.export reads programs: pip install jax flatbuffers. `zero-jax export
+--format programs` copies this file into each folder that it writes; it imports nothing of zero_jax.
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+FORMAT, VERSION = "zero_jax programs", 1
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+           "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+           "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of the tokens so far, `used` of them in each row."""
+
+    arrays: Any
+    used: int
+
+
+class Programs:
+    """The programs of a folder with its weights: `call` for any, `forward`, `decode` and `generate` for models of text.
+
+    manifest: what the folder says of itself. weights: arrays by name. A shape is compiled when it first appears.
+    """
+
+    def __init__(self, manifest: dict[str, Any], exported: dict[str, Any], weights: dict[str, jax.Array]):
+        self.manifest, self.exported, self.weights = manifest, exported, weights
+        self._calls = {name: jax.jit(program.call, donate_argnums=1 if name == "decode" else ())
+                       for name, program in exported.items()}
+
+    def call(self, name: str, *args: Any) -> Any:
+        """The program `name` of the weights and `args`, whose shapes and dtypes the manifest tells."""
+        if name not in self._calls:
+            raise ValueError(f"no program {name!r} here: there is {', '.join(sorted(self._calls))}.")
+        return self._calls[name](self.weights, *args)
+
+    def forward(self, *inputs: Any) -> jax.Array:
+        """Logits, float32, of what the model is called with: of tokens (batch, length) they are (batch, length, vocab).
+
+        Other inputs, such as images, are given as the manifest tells them.
+        """
+        expected = self.exported["forward"].in_avals[len(self.weights):]
+        if len(inputs) != len(expected):
+            raise ValueError(f"forward takes {len(expected)} inputs, and {len(inputs)} were given.")
+        return self.call("forward", *(
+            self._checked(each, 0) if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
+            else jnp.asarray(each, leaf.dtype) for each, leaf in zip(inputs, expected, strict=True)))
+
+    def new_cache(self, batch: int) -> Cache:
+        """An empty cache for `batch` rows."""
+        if "decode" not in self.exported:
+            raise ValueError("this folder has no program 'decode': its model has no cache of keys and values.")
+        program = self.exported["decode"]
+        (_, cache, _), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
+
+        def zeros(leaf: Any) -> jax.Array:
+            return jnp.zeros([dim if isinstance(dim, int) else batch for dim in leaf.shape], leaf.dtype)
+
+        return Cache(jax.tree.map(zeros, cache), 0)
+
+    def decode(self, cache: Cache, tokens: Any) -> tuple[jax.Array, Cache]:
+        """Logits (batch, new, vocab) of `tokens`, int (batch, new), that follow those in `cache`, and the next cache.
+
+        `cache` is donated: use the returned one. Raises ValueError for more tokens than the model's max_length.
+        """
+        tokens = self._checked(tokens, cache.used)
+        logits, arrays = self.call("decode", cache.arrays, tokens)
+        return logits, Cache(arrays, cache.used + tokens.shape[1])
+
+    def generate(self, prompts: Any, num_tokens: int, *, temperature: float = 0.0, seed: int = 0) -> np.ndarray:
+        """`num_tokens` more tokens for each row of `prompts`, int (batch, length): int32 (batch, num_tokens).
+
+        temperature: 0 takes the most likely token each time; otherwise it divides the logits of the draw.
+        """
+        prompts = self._checked(prompts, 0)
+        self._check_length(prompts.shape[1] + num_tokens)
+        cache, tokens, found = self.new_cache(prompts.shape[0]), prompts, []
+        for key in jax.random.split(jax.random.key(seed), num_tokens):
+            logits, cache = self.decode(cache, tokens)
+            last = logits[:, -1]
+            chosen = jax.random.categorical(key, last / temperature) if temperature else last.argmax(-1)
+            tokens = chosen[:, None].astype(jnp.int32)
+            found.append(tokens)
+        return np.asarray(jnp.concatenate(found, axis=1))
+
+    def _checked(self, tokens: Any, used: int) -> jax.Array:
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 2 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(f"tokens are {tokens.dtype} of shape {tokens.shape}: give integers (batch, length).")
+        vocab = self.manifest["model"].get("vocab_size")
+        if vocab is not None and not 0 <= tokens.min() <= tokens.max() < vocab:
+            raise ValueError(f"tokens are from {tokens.min()} to {tokens.max()}, and vocab_size is {vocab}.")
+        self._check_length(used + tokens.shape[1])
+        return jnp.asarray(tokens, jnp.int32)
+
+    def _check_length(self, length: int) -> None:
+        longest = self.manifest["model"].get("max_length")
+        if longest is not None and length > longest:
+            raise ValueError(f"{length} tokens are more than max_length={longest} of the model.")
+
+
+def load(folder: Path | str, *, place: Callable[[str, np.ndarray], jax.Array] | None = None) -> Programs:
+    """The programs of `folder`.
+
+    place: makes a device array of a weight, from its name and its value, as with a sharding over several devices;
+    None: the default device. Raises ValueError for a folder that is not one, and for a program that is not as it was
+    written.
+    """
+    folder = Path(folder)
+    if not (folder / "manifest.json").is_file():
+        raise ValueError(f"{folder} has no manifest.json: give a folder that zero-jax export --format programs wrote.")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+        raise ValueError(f"{folder}/manifest.json is of format {manifest.get('format')!r}, version "
+                         f"{manifest.get('version')!r}, and this loader reads {FORMAT!r}, version {VERSION}.")
+    exported = {}
+    for name, program in manifest["programs"].items():
+        data = (folder / program["file"]).read_bytes()
+        if hashlib.sha256(data).hexdigest() != program["sha256"]:
+            raise ValueError(f"{folder / program['file']} is damaged: it is not what was written.")
+        exported[name] = export.deserialize(bytearray(data))
+    put = place or (lambda name, value: jax.device_put(value))
+    weights = {name: put(name, value) for path in manifest["weights"] for name, value in _read_tensors(folder / path)}
+    return Programs(manifest, exported, weights)
+
+
+def _read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a safetensors file: eight bytes with the length of a JSON header, that header, their bytes."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    data = np.memmap(path, np.uint8, "r", offset=8 + size)
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            start, end = tensor["data_offsets"]
+            raw = data[start:end].tobytes()  # a copy: device arrays may alias what they are made of
+            yield name, np.frombuffer(raw, jnp.dtype(_DTYPES[tensor["dtype"]])).reshape(tensor["shape"])
+
+
+if __name__ == "__main__":
+    programs = load(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent)
+    for name, each in programs.manifest["programs"].items():
+        print(f"{name}: {', '.join(each['arguments'])} -> {', '.join(each['results'])}")
+    print(f"{len(programs.weights)} weights, {sum(each.nbytes for each in programs.weights.values()):,} bytes")

@@ -1,0 +1,201 @@
+"""Where to store the state of a step: of the placements that fit the memory the one of least predicted time."""
+
+import dataclasses
+import functools
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import Mesh
+
+from zero_jax.arguments import shown
+from zero_jax.disk.generations import available_bytes
+from zero_jax.distributed.agreement import broadcast_from_first
+from zero_jax.errors import UsageError
+from zero_jax.planning.host_link import measured_link, with_measured_link
+from zero_jax.planning.memory import Transformer
+from zero_jax.planning.offload_choice import (
+    DISK,
+    NONE,
+    OffloadChoice,
+    Placement,
+    choose,
+    lack_text,
+    placement_text,
+)
+from zero_jax.planning.plan import Plan, examine, local_devices
+from zero_jax.sharding.memory.disk_leaves import disk_traffic
+from zero_jax.sharding.memory.kinds import NAMED, Offload, host_share
+from zero_jax.sharding.mesh import default_mesh, make_mesh
+from zero_jax.step.make import make_zero_train_step
+from zero_jax.step.step import ZeroTrainStep
+from zero_jax.xla.devices import target_devices
+from zero_jax.xla.live_chip import is_live, memory_limit, topology_of
+from zero_jax.xla.targets import Target, target_of
+
+TRIES = 2
+"""Shares of the states that are compiled to find the least that has to be in host memory."""
+
+
+def choose_offload(model: Any, stage: int, batch: Any, *, mesh: Mesh | None = None, target: str | Target | None = None,
+                   memory_bytes: int | None = None, disk: str | os.PathLike[str] | None = None, **options: Any
+                   ) -> OffloadChoice:
+    """Which of no offload, "optimizer", a share of that, "parameters" and files is predicted to be fastest that fits.
+
+        choice = choose_offload(model, 3, batch, precision="bf16")
+        step = make_zero_train_step(model, 3, precision="bf16", offload=choice.offload)
+
+    Compiles the step with each of them, which takes as long as compiling it so many times; nothing runs but copies of
+    256 MiB to each live accelerator and back, which measure its link to the host. A share is looked for where all
+    states fit on the host and not on the device: what fits on the device stays there. Files in `disk` are compared
+    where neither the device nor the host's memory holds all states: they wait for more, of what is slower. Times are
+    predicted from the compiled programs (`planning.timing`, `planning.transfers`) where `zero_jax/xla/chips` has the
+    devices' rates; for others the placement that moves the least is taken: no offload, a share, "optimizer",
+    "parameters", files. In a run of several processes memory, link and disk are those of process 0.
+
+    Args:
+      model: as for `make_zero_train_step`.
+      stage: ZeRO's, 0 to 3.
+      batch: the global batch, as arrays or `jax.ShapeDtypeStruct`s.
+      mesh: as for `make_zero_train_step`. Default: all devices of `target`, or else that of `make_zero_train_step`.
+      target: the topology of the mesh's devices, for a chip file of one's own or a target without a mesh: "h100:8".
+        Default: as the devices call themselves.
+      memory_bytes: what a step may use of each device. Default: what live devices say (`memory_stats`), or a target
+        topology's figure. Simulated devices have none: it has to be given.
+      disk: a folder on a local disk for `Offload(disk=...)`, which may not exist yet; the states take at most what is
+        free there, or, of a target, what its chip file says. None: no files; where they were an option, `refused` and
+        the error have the size that they need.
+      **options: of `make_zero_train_step`, but for `offload`.
+
+    Raises ValueError where the memory is not known, and where none of them fits, with what each lacks.
+    """
+    if "offload" in options:
+        raise UsageError(f"choose_offload(offload={shown(options['offload'])}): that is what is chosen: leave it out.")
+    if memory_bytes is not None and (isinstance(memory_bytes, bool) or not isinstance(memory_bytes, int)
+                                     or memory_bytes < 1):
+        raise UsageError(f"memory_bytes={shown(memory_bytes)}: give a number of bytes, or None.")
+    target = target_of(target) if isinstance(target, str) else target
+    if mesh is None:
+        mesh = default_mesh() if target is None else make_mesh(devices=target_devices(target))
+
+    def make(offload: Placement) -> ZeroTrainStep:
+        return make_zero_train_step(model, stage, mesh=mesh, offload=offload, **options)
+
+    return choose_for(make, batch, target=target, memory_bytes=memory_bytes, disk=disk)
+
+
+def choose_for(make: Callable[[Placement], ZeroTrainStep], batch: Any, *, target: Target | None = None,
+               memory_bytes: int | None = None, disk: str | os.PathLike[str] | None = None,
+               transformer: Transformer | None = None) -> OffloadChoice:
+    """`choose_offload` for the step that `make` makes with a placement; transformer: as `examine` takes it."""
+    files = functools.partial(without_disk, make, batch, target, "give a folder on a local disk as disk= "
+                              "(--offload-disk)") if disk is None else Offload(disk=disk)
+    plain = make(None)
+    mesh = plain.mesh
+    if target is not None and mesh.size != target.num_devices:
+        raise UsageError(f"target={target.text!r} has {target.num_devices} devices, and the mesh {dict(mesh.shape)} "
+                         f"{mesh.size}: give the target of the mesh's devices, or one of the two.")
+    device_limit, host_limit, disk_limit = limits(mesh, target, disk)
+    live = topology_of(list(mesh.devices.flat)) if target is None and is_live(mesh.local_devices[0]) else None
+    target, memory_bytes = target or live or topology_of(list(mesh.devices.flat)), memory_bytes or device_limit
+    notes = tuple[str, ...]()
+    if live is not None and live.chip.host_link_bandwidth:
+        (rate,) = broadcast_from_first([round(measured_link(mesh.local_devices))])
+        target, notes = with_measured_link(live, rate)
+    if memory_bytes is None and target is None:
+        kind = mesh.devices.flat[0].device_kind
+        raise UsageError(f"choose_offload: devices of kind {kind!r} do not say how much memory they have: give "
+                         "memory_bytes=, what a step may use of each, or target=\"h100:8\", say, to choose for others.")
+
+    choice = compare(lambda offload: examine(
+        make(offload), batch, target, transformer, memory_bytes=memory_bytes, host_memory_bytes=host_limit,
+        disk_memory_bytes=disk_limit), files)
+    if not choice.plan.fits:
+        lacks = [f"{placement_text(name)}: {lack_text(plan)}" for name, plan in choice.plans.items()]
+        lacks += [f"{placement_text(name)}: {why}" for name, why in choice.refused.items()]
+        raise UsageError(f"choose_offload: {choice.reason}: give more devices, a smaller batch or remat=\"full\"; "
+                         + "; ".join(lacks))
+    return dataclasses.replace(choice, notes=notes)
+
+
+def files_on(target: Target, make: Callable[[Placement], ZeroTrainStep], batch: Any) -> Offload | Callable[[], str]:
+    """For `compare`: files on the disks of a target's hosts, which are only planned; where they have none, why not."""
+    if target.chip.disk_bytes:
+        return Offload(disk=tempfile.gettempdir())  # nothing is written there
+    return functools.partial(without_disk, make, batch, target, f"the file of {target.text} has no disk_bytes")
+
+
+def without_disk(make: Callable[[Placement], ZeroTrainStep], batch: Any, target: Target | None, advice: str) -> str:
+    """Why states in files were not compared, and what they would take of disks."""
+    step = make(Offload(disk=tempfile.gettempdir()))
+    local = local_devices(step.mesh, target)
+    size = disk_traffic(step.layout(batch), local).stored
+    return (f"not compared, since no disk is known: files would take {size:,} bytes of disks for each device, "
+            f"{size * local:,} on a host, two generations: {advice}")
+
+
+def compare(plan_of: Callable[[Placement], Plan], disk: Offload | Callable[[], str]) -> OffloadChoice:
+    """The choice among all placements that a step can have.
+
+    plan_of: of one placement. disk: that with files, or why there is none. It is compiled where neither the device nor
+    the host's memory holds all states: files pass the same link as the host's memory, and wait for a disk besides.
+    """
+    plans, offloads, refused = {NONE: plan_of(None)}, dict[str, Placement]({NONE: None}), {}
+    for name in NAMED if plans[NONE].layout.stage.shards_params else ["optimizer"]:
+        try:
+            plans[name], offloads[name] = plan_of(name), name
+        except UsageError as error:
+            refused[name] = str(error)
+    if not plans[NONE].fits and (all_on_host := plans.get("optimizer")) and all_on_host.fits:
+        # In the order of what they move, which counts where no times are known.
+        shares = _shares(plan_of, all_on_host)
+        offloads |= {_share_name(share): Offload(fraction=share) for share in shares}
+        plans = {NONE: plans[NONE], **{_share_name(share): plan for share, plan in shares.items()}, **plans}
+    if not any(plans[each].fits for each in (NONE, "optimizer") if each in plans):
+        try:
+            if isinstance(disk, Offload):
+                plans[DISK], offloads[DISK] = plan_of(disk), disk
+            else:
+                refused[DISK] = disk()
+        except UsageError as error:
+            refused[DISK] = str(error)
+    name, reason = choose(plans)
+    return OffloadChoice(name, offloads[name], reason, plans, refused)
+
+
+def _share_name(share: float) -> str:
+    return f"optimizer {share:g}"
+
+
+def _shares(plan_of: Callable[[Placement], Plan], plan: Plan) -> dict[float, Plan]:
+    """The plan with the least share of the states on the host that fits, and those that were tried before it, by share.
+
+    plan: with all of them there. Every byte that stays on the device is one that a step does not wait for.
+    """
+    shares, total = dict[float, Plan](), plan.layout.host_bytes
+    for _ in range(TRIES):
+        share = max(1, math.ceil(1000 * (plan.layout.host_bytes - plan.free_bytes) / total)) / 1000
+        if share >= 1:
+            break
+        plan = shares[share] = plan_of(Offload(fraction=share))
+        if plan.fits:
+            break
+    return shares
+
+
+def limits(mesh: Mesh, target: Target | None, disk: str | os.PathLike[str] | None
+           ) -> tuple[int | None, int | None, int | None]:
+    """Bytes that a program may use of each live device, of its host, and of `disk`; None: not known, or `target`'s."""
+    if not is_live(mesh.local_devices[0]):
+        if target is None:
+            kind = mesh.devices.flat[0].device_kind
+            raise UsageError(f"choose_offload: the mesh is of devices of kind {kind!r}, whose rates are not known: "
+                             "give their target=\"./mychip.toml:4x8\", say.")
+        return None, None, None
+    local = len(mesh.local_devices)
+    device, host, files = (each or None for each in broadcast_from_first([
+        memory_limit(mesh.local_devices) or 0, host_share(local),
+        0 if disk is None else max(1, available_bytes(disk) // local)]))
+    return device, host, files

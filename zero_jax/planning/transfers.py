@@ -1,0 +1,109 @@
+"""Time that a step spends on moving state between host memory or files and the device, from its compiled program.
+
+The link carries both directions at once; what is written and read together is held to the host's memory bandwidth. The
+update moves all that is stored there with next to no compute beside it: its time is exposed whole. Of parameters what
+loops read a round ahead is copied beside the forward and backward pass, the rest is waited for. ZeRO-Infinity (arXiv
+2104.07857, section 4) bounds both by arithmetic intensity over bandwidth; here the bytes are those of the program.
+
+States in files are read and written between compiled programs: nothing else of the step runs meanwhile.
+"""
+
+import dataclasses
+import math
+
+from zero_jax.planning.timing import Timing
+from zero_jax.sharding.memory.disk_leaves import DiskTraffic
+from zero_jax.sharding.memory.host_leaves import update_bytes_of
+from zero_jax.step.compiled import CompiledStep
+from zero_jax.xla.chip import Chip
+from zero_jax.xla.targets import Target
+
+REACHED = 0.8
+"""Share of the link's and the host memory's rates that copies reach; CUDA's bandwidthTest has 0.8 to 0.85 of PCIe."""
+
+COPY_SECONDS = 10e-6
+"""What a copy takes beside its bytes, however few they are (cudaMemcpyAsync of a kilobyte from pinned memory)."""
+
+ENGINE_BANDWIDTH = 4e9
+"""Bytes/s that one process reads and writes, with checksums and copies, where the disk is no limit: 4.09e9 on two cores
+with files in memory (`python scripts/bench/disk.py engine --folder /dev/shm --gib 1`); on more cores not measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfers:
+    """Bytes of one device in a step, and seconds. up: from host memory or disk; down: to it.
+
+    Attributes:
+        place: "host" or "disk".
+        params_up: parameters that forward and backward read.
+        params_ahead: those of them that loops read a round ahead.
+        update_up, update_down: what the update reads and writes.
+        seconds: in which the link is busy.
+        exposed_seconds: of these, in which nothing else runs.
+    """
+
+    params_up: int
+    params_ahead: int
+    update_up: int
+    update_down: int
+    seconds: float
+    exposed_seconds: float
+    place: str = "host"
+
+
+def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfers | None:
+    """What a compiled step moves; None where nothing is offloaded, or nothing is known of the chip's host.
+
+    timing: of the step without its transfers.
+    """
+    budget, use = compiled.contract.host, compiled.host_use
+    if budget is None or use is None or not chip.host_link_bandwidth or not compiled.layout.host:
+        return None
+    rows = compiled.layout.placements()
+    update_up, update_down = update_bytes_of(rows)
+    params_up = params_ahead = 0
+    reads = use.param_reads(budget) if budget.param_bytes else []
+    if budget.param_bytes:
+        params_ahead = sum(read.bytes * read.runs for read in reads if read.is_ahead)
+        # Where there is no copy for the model, the update reads the same arrays.
+        in_update = 0 if budget.has_copy else budget.param_bytes
+        params_up = max(params_ahead, sum(read.bytes * read.runs for read in reads) - in_update)
+    ahead, waited = (
+        _seconds(chip, size, 0, copies=sum(read.runs for read in reads if read.is_ahead == is_ahead))
+        for size, is_ahead in ((params_ahead, True), (params_up - params_ahead, False)))
+    # At least one copy of each leaf up, and one down.
+    update = _seconds(chip, update_up, update_down, copies=2 * sum(row.memory == "host" for row in rows))
+    return Transfers(params_up, params_ahead, update_up, update_down, ahead + waited + update,
+                     max(0.0, ahead - timing.seconds) + waited + update)
+
+
+def disk_transfers(traffic: DiskTraffic, target: Target) -> Transfers | None:
+    """What a step with states in files moves; None where the rates of the disks or of the host's link are not known.
+
+    A disk that reads and writes takes the time of both; the link and the process's threads work beside it.
+    """
+    chip, moved = target.chip, traffic.read + traffic.written
+    if not (chip.disk_read_bandwidth and chip.disk_write_bandwidth and chip.host_link_bandwidth):
+        return None
+    disk = (traffic.read / chip.disk_read_bandwidth + traffic.written / chip.disk_write_bandwidth) / REACHED
+    engine = moved * target.num_devices / target.num_hosts / ENGINE_BANDWIDTH
+    seconds = max(disk, engine, _seconds(chip, traffic.read, traffic.written, copies=0))
+    return Transfers(0, 0, traffic.read, traffic.written, seconds, seconds, "disk")
+
+
+def with_transfers(timing: Timing, transfers: Transfers | None) -> Timing:
+    """`timing` with the exposed time of the transfers, by the name of their place."""
+    if transfers is None:
+        return timing
+    seconds = timing.seconds + transfers.exposed_seconds
+    share = timing.seconds / seconds if seconds else 1.0
+    return dataclasses.replace(
+        timing, seconds=seconds, spent={**timing.spent, transfers.place: transfers.exposed_seconds},
+        communication_seconds={**timing.communication_seconds, transfers.place: transfers.seconds},
+        tokens_per_second=timing.tokens_per_second * share, mfu=timing.mfu * share, hfu=timing.hfu * share,
+        palm_mfu=None if timing.palm_mfu is None else timing.palm_mfu * share)
+
+
+def _seconds(chip: Chip, up: int, down: int, *, copies: int) -> float:
+    link, memory = chip.host_link_bandwidth, chip.host_memory_bandwidth or math.inf
+    return max(up / link, down / link, (up + down) / memory) / REACHED + copies * COPY_SECONDS

@@ -1,0 +1,240 @@
+"""Which memory stores each leaf of the state: the device's, or the host's (ZeRO-Offload, arXiv 2101.06840).
+
+A leaf in host memory is sharded as it would be on the device: each device's shard is in the memory of its own host.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.arguments import is_number, shown
+from zero_jax.disk.generations import check_folder
+from zero_jax.errors import UsageError
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory.disk_leaves import with_disk
+from zero_jax.sharding.memory.host_arrays import HOST, on_host, put_on_host
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.tree import leaf_bytes, map_named, named_leaves
+
+MIN_BYTES = 1024
+"""Bytes on each device of the smallest leaf that goes to the host: a copy takes about 10 microseconds, however small,
+and all leaves below this are together less than 0.1 % of any model that needs offload."""
+
+MIN_LAYER_BYTES = 4096
+"""The same of stacked parameters, of each layer: every one is a copy of its own, forward and backward."""
+
+_PLACES = ("host", "device")
+
+_NO_COPY = ("the model reads the parameters as they are stored, so that there is no master copy beside them (there is "
+            "one with precision=\"bf16\"; at stage 3 not with communication=, gather= or another dtype of reduction)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    """What of the state is stored in host memory.
+
+    `make_zero_train_step(offload="optimizer")` is `Offload()`, `offload="parameters"` is `Offload(parameters="host")`.
+
+    optimizer: "host" or "device", the optimizer's states, and with them the moving average of the parameters.
+    master: "host" or "device", the fp32 master weights; None: "host" where the model reads a copy of another dtype.
+        Stage 3 stores such a copy, sharded, beside them, unless gradients are reduced in another dtype than it, weights
+        are sent as codes, or gathered once a step. Where the model reads parameters as they are stored, there is no
+        copy: they stay on the device, and "host" is refused.
+    parameters: "device" or "host": at stage 3, what the model reads, trainable or frozen (ZeRO-Infinity, arXiv
+        2104.07857). Each layer's shard is copied to the device before it is gathered, forward and backward, so that no
+        more than the layers in use are there; master weights are then in host memory, too.
+    gradients: "device". "host" is refused: beside AdamW's states of 14 bytes for each parameter in host memory, bf16
+        gradients take 2 on the device, so that they fill it after the states have filled the host, unless that has 7
+        times the memory; it has 1.1 to 5.4 times with every chip known here.
+    buffer_bytes: what the update may read at a time from the host's memory, per device; it needs about twice as much
+        device memory, since results are written back from there.
+
+    fraction: of the bytes of what `optimizer` and `master` put there, at least this share is in host memory, all of
+        a parameter's or none, and the rest on the device (as the twin flow of ZeRO-Offload++); 1: all.
+    disk: a folder on a local disk: what would be in host memory is in files there instead (ZeRO-Infinity, arXiv
+        2104.07857), read, updated and written between compiled pieces of the step; None: no files.
+    """
+
+    optimizer: str = "host"
+    master: str | None = None
+    buffer_bytes: int = 2**24
+    parameters: str = "device"
+    fraction: float = 1.0
+    disk: str | os.PathLike[str] | None = None
+    gradients: str = "device"
+
+    def __post_init__(self) -> None:
+        if self.gradients != "device":
+            raise UsageError(f"Offload(gradients={shown(self.gradients)}): gradients stay on the device. In host "
+                             "memory they would be 2 bytes more for each parameter beside 14 of AdamW's states, which "
+                             "fill the hosts of all chips known here before gradients fill the devices: leave it out; "
+                             "for less on the device give a smaller batch, remat=\"full\", tiling= or more devices.")
+        for name in ("optimizer", "master", "parameters"):
+            if getattr(self, name) not in _PLACES and (name, getattr(self, name)) != ("master", None):
+                raise UsageError(f"Offload({name}={shown(getattr(self, name))}): give \"host\" or \"device\".")
+        size = self.buffer_bytes
+        if isinstance(size, bool) or not isinstance(size, int) or size < 2**16:
+            raise UsageError(f"Offload(buffer_bytes={shown(size)}): give a number of bytes of at least 65,536.")
+        if self.parameters == "host" and self.master == "device":
+            raise UsageError("Offload(parameters=\"host\", master=\"device\"): the model would read a copy in host "
+                             "memory of what is in the device's: leave one of them out.")
+        if not (is_number(self.fraction) and 0 < self.fraction <= 1):
+            raise UsageError(f"Offload(fraction={shown(self.fraction)}): give a share above 0 and at most 1.")
+        if self.fraction < 1 and (self.parameters == "host" or self.disk is not None):
+            other = "disk=..." if self.parameters == "device" else "parameters=\"host\""
+            raise UsageError(f"Offload(fraction={self.fraction}, {other}): a share is of what is in host memory beside "
+                             "parameters on the device: leave one of them out.")
+        if self.disk is not None:
+            check_folder(self.disk)
+        if self.disk is not None and self.parameters == "host":
+            raise UsageError("Offload(disk=..., parameters=\"host\"): with files what the model reads stays on the "
+                             "device: leave one of them out.")
+        if self.optimizer == self.master == "device":
+            raise UsageError("Offload(optimizer=\"device\", master=\"device\") offloads nothing: leave offload out.")
+
+
+NAMED = {"optimizer": Offload(), "parameters": Offload(parameters="host")}
+"""The placements that have a name."""
+
+
+def offload_of(value: Any) -> Offload | None:
+    """The argument `offload`: None, a name or an `Offload`; raises ValueError for anything else."""
+    if value is None or isinstance(value, Offload):
+        return value
+    if isinstance(value, str) and value in NAMED:
+        return NAMED[value]
+    if value == "auto":
+        raise UsageError("offload=\"auto\": a choice compiles the step for its batch, which is not known yet: give "
+                         "offload=zero_jax.choose_offload(model, stage, batch, ...).offload.")
+    raise UsageError(f"offload={shown(value)}: give \"optimizer\" (the optimizer's states and the master weights in "
+                     "host memory), \"parameters\" (and what the model reads), a zero_jax.Offload, or None.")
+
+
+def check_host_memory(axes: MeshAxes) -> None:
+    """Raises ValueError unless the devices of the mesh can keep arrays in host memory.
+
+    GPUs of target topologies list no memories, and are taken to have what every GPU has.
+    """
+    device = axes.mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST not in kinds and (kinds or device.platform not in ("gpu", "cuda")):
+        raise UsageError(f"offload: the backend {device.platform!r} has no memory {HOST!r}, only "
+                         f"{', '.join(kinds) or 'none'}: leave offload out.")
+
+
+def check_capacity(layout: Layout) -> None:
+    """Raises ValueError if this host has less memory than the leaves of its own devices take there."""
+    local = sum(device.process_index == jax.process_index() for device in layout.mesh.devices.flat)
+    needed, known = layout.host_bytes * local, host_share(1)
+    if needed > known > 0:
+        raise UsageError(
+            f"offload: {layout.host_bytes:,} bytes of state in host memory for each of this host's {local} devices are "
+            f"{needed:,}, and the host has {known:,}: give more hosts, a higher stage, an optimizer with less state "
+            "(lion, bfloat16 moments), or keep a part on the device with Offload(optimizer=\"device\").")
+
+
+def host_share(devices: int) -> int:
+    """Memory of this host in bytes for each of so many devices; 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices
+    except (AttributeError, ValueError, OSError):
+        return 0
+
+
+def with_offload(layout: Layout, offload: Offload | None) -> Layout:
+    """`layout` with what `offload` names in host memory: a pure function, so that init, step and restore agree.
+
+    Raises ValueError where nothing of the state would be there.
+    """
+    if offload is None:
+        return layout
+    if offload.disk is None:
+        check_host_memory(layout.axes)
+    has_copy = layout.state.weights is not None
+    if offload.master == "host" and not has_copy:
+        raise UsageError(f"Offload(master=\"host\") at stage {layout.stage.number}: {_NO_COPY}: leave master out.")
+    master = offload.master or "host"
+    parameters = {"frozen": offload.parameters, "weights" if has_copy else "params": offload.parameters}
+    fields = {"opt_state": offload.optimizer, "ema": offload.optimizer, **({"params": master} if has_copy else {}),
+              **parameters}
+
+    def is_large(name: str, leaf: Any) -> bool:
+        field, _, param = name.partition("/")
+        shard_bytes = leaf_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        if field in parameters and (stacked := layout.reads[param].stacked):
+            return shard_bytes >= MIN_LAYER_BYTES * math.prod(leaf.shape[dim] for dim in stacked)
+        return jnp.issubdtype(leaf.dtype, jnp.number) and len(leaf.shape) > 0 and shard_bytes >= MIN_BYTES
+
+    sizes = {name: leaf_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+             for name, leaf in named_leaves(layout.state)
+             if fields.get(name.split("/")[0]) == "host" and is_large(name, leaf)}
+    host = _shared(sizes, layout, offload.fraction) if offload.fraction < 1 else frozenset(sizes)
+    if not host:
+        raise UsageError(
+            f"offload: no leaf of this state would be in host memory at stage {layout.stage.number}: "
+            f"{_why_none(layout, offload)}: leave offload out.")
+    if offload.disk is not None:
+        return with_disk(layout, host)
+    return dataclasses.replace(layout, host=host, state=map_named(
+        lambda name, leaf: leaf.update(sharding=on_host(leaf.sharding)) if name in host else leaf, layout.state))
+
+
+def _shared(sizes: Mapping[str, int], layout: Layout, fraction: float) -> frozenset[str]:
+    """`share_of` the leaves of so many bytes, all that belong to a parameter together.
+
+    A block of an update with a moment on the host and one on the device has copies of the latter: 64.6 MiB of
+    temporaries where all on either side have 41 and 28 (four matrices of 4096 x 2048 and less, two H100).
+    """
+    params = [name for name, _ in named_leaves(layout.state.params)]
+    owner = {name: max((param for param in params if name.endswith(f"/{param}")), key=len, default=name)
+             for name in sizes}
+    groups = dict[str, int]()
+    for name, size in sizes.items():
+        groups[owner[name]] = groups.get(owner[name], 0) + size
+    share = share_of(groups, fraction)
+    return frozenset(name for name in sizes if owner[name] in share)
+
+
+def share_of(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
+    """Names that are at least that fraction of all bytes: the largest that fit into it, and one more.
+
+    sizes: bytes of each. A pure function, so that each process and each restart takes the same.
+    """
+    wanted, share = fraction * sum(sizes.values()), dict[str, int]()
+    by_size = sorted(sizes, key=lambda name: (-sizes[name], name))
+    for name in by_size:
+        if sum(share.values()) + sizes[name] <= wanted:
+            share[name] = sizes[name]
+    if (rest := wanted - sum(share.values())) > 0:
+        completing = next(name for name in reversed(by_size) if name not in share and sizes[name] >= rest)
+        for name in list(share):  # what is not needed beside it
+            if sum(share.values()) - sizes[name] + sizes[completing] >= wanted:
+                del share[name]
+        share[completing] = sizes[completing]
+    return frozenset(share)
+
+
+def _why_none(layout: Layout, offload: Offload) -> str:
+    if offload.optimizer == "device" and layout.state.weights is None:
+        return _NO_COPY
+    return f"the optimizer keeps no array of {MIN_BYTES:,} bytes on a device or more"
+
+
+def params_as_placed(params: Any, frozen: Any, layout: Layout) -> tuple[Any, Any]:
+    """As `as_placed`, of what the model reads: trainable parameters or their copy, and frozen ones."""
+    field = "params" if layout.state.weights is None else "weights"
+    placed = as_placed({field: params, "frozen": frozen}, layout)
+    return placed[field], placed["frozen"]
+
+
+def as_placed(state: Any, layout: Layout) -> Any:
+    """A traced `state` (or a part of its fields) with what the layout has in host memory there, whatever JAX says.
+
+    A compiled step's arguments on GPUs of a target topology are, to JAX, in device memory.
+    """
+    return map_named(lambda name, leaf: put_on_host(leaf) if name in layout.host else leaf, state)

@@ -1,0 +1,211 @@
+"""A step's state in files: opened, read whole and written whole. `step` has the step itself."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import with_sharding_constraint as constrain
+
+from zero_jax.arguments import shown
+from zero_jax.errors import UsageError
+from zero_jax.sharding.compute_params import gather_compute_params
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory.disk_leaves import in_arrays, resident
+from zero_jax.state import ZeroState
+from zero_jax.step.call_checks import check_is_state, check_state
+from zero_jax.step.disk.init import InitialOptimizerState
+from zero_jax.step.disk.plan import UpdatePlan
+from zero_jax.step.disk.states import DiskStates
+from zero_jax.step.step import ZeroTrainStep
+from zero_jax.step.update import update_function
+from zero_jax.tree import map_named, merge, named_leaves
+from zero_jax.typing import Batch, Params
+
+LOG = logging.getLogger("zero_jax")
+
+
+class StepWithFiles(ZeroTrainStep):
+    """What a step whose state is in files does with the whole of it."""
+
+    _states: DiskStates | None = None
+    _note: Any = None
+
+    @property
+    def note(self) -> Any:
+        """What each commit from now on says beside the state: plain JSON, as the position in the data.
+
+        Set it before a step to what holds after that step. `stored_state` sets it to what was said of the state that
+        it returns, so that a run goes on with the right batch; a step that the guard skips commits nothing.
+        """
+        return self._note
+
+    @note.setter
+    def note(self, note: Any) -> None:
+        try:
+            self._note = json.loads(json.dumps(note))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"note={shown(note)} is not plain JSON ({error}): give numbers, text, lists and "
+                             "dictionaries.") from error
+
+    def stored_state(self, batch: Batch) -> ZeroState:
+        """The state after the last step that was committed, from the files alone; `batch` may be abstract.
+
+        Every byte is verified. Raises CheckpointError where there is none, DamagedCheckpointError where it is not as
+        it was written, and ValueError where the files are of another model or another run uses them.
+        """
+        states = self._prepared(batch)
+        if states.is_open:
+            states.close()
+            self._states = None
+            states = self._prepared(batch)
+        commit, layout = states.resume(), self.layout(batch)
+        self._note = commit.note
+        names = [name for name in states.leaves if not name.startswith("weights/") and (
+            name not in layout.disk or name.startswith("params/") and layout.state.weights is not None)]
+        arrays = states.read_leaves(names)
+        token = {"disk": self._token(commit.token)}
+        params = map_named(lambda name, _: arrays.get(f"params/{name}"), layout.state.params)
+        leaves = {**arrays, **token, **self._weights(params, layout)}
+        return map_named(lambda name, _: leaves[name], self._resident_like(layout))
+
+    def abstract_state(self, batch: Batch) -> ZeroState:
+        """As `ZeroTrainStep`; with an `OnDisk` for each leaf in files."""
+        return self._resident_like(self.layout(batch))
+
+    def in_memory(self, state: ZeroState) -> tuple[ZeroState, Layout]:
+        """(`state` with the leaves that are in files read into arrays, the layout of that).
+
+        It takes as much memory as the whole state: `Checkpoints` save it so, for any placement to restore.
+        """
+        states, layout = self._current(state), self.layout()
+        arrays = {**dict(named_leaves(state)), **states.read_leaves(layout.disk)}
+        memory = in_arrays(layout)
+        return map_named(lambda name, _: arrays[name], memory.state), memory
+
+    def from_memory(self, state: ZeroState) -> ZeroState:
+        """`state`, whose leaves are all in arrays, with those in files that belong there; they are deleted.
+
+        What the files had before, of this model, is replaced by the next commits.
+        """
+        states, layout = self._opened(None, DiskStates.replace), self.layout()
+        values = dict(named_leaves(state))
+        commit = states.write_all(values.__getitem__, int(state.step), self._note)
+        for name in layout.disk:
+            values[name].delete()
+        return self._kept(layout, values, commit.token)
+
+    def close(self) -> None:
+        """Gives the folder back, for another step or run; the state in it stays."""
+        if self._states is not None:
+            self._states.close()
+            self._states = None
+
+    def params(self, state: ZeroState) -> Params:
+        """As `ZeroTrainStep`; what of the parameters is in files is read."""
+        check_is_state(state)
+        layout, arrays = self.layout(), dict(named_leaves(state))
+        names = [name for name in layout.disk if name.startswith("params/")]
+        arrays |= self._current(state).read_leaves(names) if names else {}
+        of_params = map_named(lambda name, leaf: arrays.get(name), {
+            "params": layout.state.params, "frozen": layout.state.frozen})
+        shapes = layout.stored_shapes
+        loaded = jax.tree.map(layout.load_leaf, {"params": shapes.params, "frozen": shapes.frozen},
+                              {"params": layout.state.params, "frozen": layout.state.frozen}, of_params)
+        return merge(loaded["params"], loaded["frozen"])
+
+    def _readable(self, state: ZeroState, *, ema: bool) -> tuple[ZeroState, Any]:
+        layout = self.layout()
+        shardings = resident(layout, layout.shardings)
+        if not ema:
+            return state, shardings
+        arrays = dict(named_leaves(state)) | self._current(state).read_leaves(
+            [name for name in layout.disk if name.startswith("ema/")])
+        average = map_named(lambda name, _: arrays[f"ema/{name}"], layout.state.ema)
+        return dataclasses.replace(state, ema=average), dataclasses.replace(shardings, ema=layout.shardings.ema)
+
+    # How the files are opened.
+
+    def _plan(self, layout: Layout, given: Any) -> UpdatePlan:
+        assert self.options.offload is not None
+        update = update_function(layout, self._optimizer, stochastic=self._stochastic, ema=self.options.ema,
+                                 streamed=True)
+        return UpdatePlan(update, layout, given, self.options.offload.buffer_bytes)
+
+    def _prepared(self, batch: Batch | None) -> DiskStates:
+        """The files' layout, which may not exist yet."""
+        layout = self.layout() if batch is None else self.layout(batch)
+        if self._states is None:
+            params = layout.state.params
+            grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32) if self._stochastic else leaf.dtype), params)
+            given = {"grads": grads, "written": {}, "loss": jax.ShapeDtypeStruct((), jnp.float32), "is_good": None,
+                     "scale": None,
+                     "key": jax.eval_shape(lambda: jax.random.key(0)) if self._stochastic else None}
+            plan = self._plan(layout, given)
+            assert self.options.offload is not None
+            self._states = DiskStates(layout, plan, self.options.offload.disk)
+        return self._states
+
+    def _opened(self, batch: Batch | None, open_files: Callable[[DiskStates], str]) -> DiskStates:
+        states = self._prepared(batch)
+        if message := open_files(states):
+            LOG.warning(message)
+        return states
+
+    def _current(self, state: ZeroState) -> DiskStates:
+        """The files, of whose generation `state` must be; raises ValueError where it is not."""
+        check_state(state, self.layout())
+        states = self._states
+        token = tuple(int(word) for word in np.asarray(state.disk))
+        if states is None or not states.is_open:
+            raise UsageError("disk: this step has no files open: take the state of step.init, step.stored_state(batch) "
+                             "or Checkpoints.restore of this step.")
+        if states.token != token:
+            session, generation = states.token or (0, 0)
+            raise UsageError(
+                f"disk: this state is of generation {token[1]} (of session {token[0]:08x}), and the files in "
+                f"{states.generations.path.parent} have generation {generation} (of session {session:08x}): go on from "
+                "the state that the last call returned, as in state, metrics = step(state, batch), or from "
+                "step.stored_state(batch).")
+        return states
+
+    def _begin(self, states: DiskStates, state: ZeroState) -> ZeroState:
+        """The state whose parameters, all in memory, are those of `state`: the rest follows, and is written."""
+        layout = self.layout()
+        make = InitialOptimizerState(layout, self._optimizer, state.params)
+        small = make([name for name in make.names if name not in layout.disk])
+        others = {**dict(named_leaves(dataclasses.replace(state, opt_state=None, ema=None, weights=None, disk=None))),
+                  **small, **self._weights(state.params, layout)}
+
+        def value_of(name: str) -> Any:
+            return others[name] if name in others else make([name])[name]
+
+        commit = states.write_all(value_of, int(state.step), self._note)
+        for name in layout.disk:
+            if name in others:
+                others[name].delete()
+        return self._kept(layout, others, commit.token)
+
+    def _weights(self, params: Params, layout: Layout) -> dict[str, Any]:
+        """The copy that the model reads, by name, from all parameters in memory."""
+        if layout.state.weights is None:
+            return {}
+        copy = self._jit_once("copy", lambda params: gather_compute_params(
+            jax.tree.map(constrain, params, layout.gradients), layout), (layout.shardings.params,),
+            layout.shardings.weights)
+        return {f"weights/{name}": leaf for name, leaf in named_leaves(copy(params))}
+
+    def _kept(self, layout: Layout, values: Mapping[str, Any], token: tuple[int, int]) -> ZeroState:
+        leaves = {**values, "disk": self._token(token)}
+        return map_named(lambda name, _: leaves[name], self._resident_like(layout))
+
+    def _resident_like(self, layout: Layout) -> Any:
+        return resident(layout, layout.state)
+
+    def _token(self, token: tuple[int, int]) -> jax.Array:
+        return jax.device_put(np.array(token, np.uint32), self._replicated)

@@ -1,0 +1,290 @@
+"""The state of training in files: which record holds which block of which leaf, and how arrays get in and out.
+
+A generation in the files is a whole state: the leaves that are only there, and a copy of every other one, which a step
+writes and does not read, so that a run that was killed goes on from the files alone.
+"""
+
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from zero_jax.disk.commits import Commit
+from zero_jax.disk.generations import Generations
+from zero_jax.disk.records import Record, RecordLayout
+from zero_jax.disk.streaming import Streaming
+from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, gather
+from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
+from zero_jax.optim.disk_update import Group
+from zero_jax.sharding.layout import Layout
+from zero_jax.step.disk.leaf import StoredLeaf, resharded
+from zero_jax.step.disk.plan import UpdatePlan
+from zero_jax.tree import named_leaves
+
+MIN_RECORD_BYTES = 2**20
+"""Bytes of the records of what is in memory, at least, where the model has that many."""
+
+FRESH = ("already holds the state of a run, after step {step:,}: go on from it with step.stored_state(batch), or "
+         "remove the folder, or name another one")
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A block of a group of tasks: what is read, and written, and what is only written."""
+
+    number: int
+    group: Group
+    index: int
+    rest: bool
+    states: Record
+    copies: Record | None
+
+
+class DiskStates:
+    """The states of one layout in a folder."""
+
+    def __init__(self, layout: Layout, plan: UpdatePlan, folder: Any):
+        """plan: of the update, whose blocks the records follow."""
+        self.layout, self.names = layout, plan.names
+        # What an update replaces lies in the files as the update shards it: at stages 1 and 2 not as it is stored.
+        specs = dict(zip(plan.names, plan.specs, strict=False))
+        self.leaves = {name: StoredLeaf(leaf if name not in specs else leaf.update(
+            sharding=NamedSharding(layout.mesh, specs[name]))) for name, leaf in named_leaves(layout.state)
+            if name != "disk"}
+        self.records = RecordLayout()
+        copied = set(plan.copied)
+        self.pieces = [self._piece(number, group, index, rest, copied)
+                       for number, group in enumerate(plan.groups) for index, rest in group.pieces()]
+        done = {part.leaf for record in self.records.records for part in record.parts}
+        others = [name for name in self.leaves if name not in done and not name.startswith("weights/")]
+        self.others = [*self._whole([name for name in others if not name.startswith("frozen/")], once=False),
+                       *self._whole([name for name in others if name.startswith("frozen/")], once=True)]
+        self.generations = Generations(folder, self.records, process=jax.process_index(),
+                                       num_processes=jax.process_count())
+        self.streaming = Streaming(self.generations)
+        self.is_open = False
+
+    @property
+    def token(self) -> tuple[int, int] | None:
+        """Of the generation that is committed."""
+        committed = self.generations.committed
+        return None if committed is None or not self.is_open else committed.token
+
+    def create(self) -> str:
+        """Makes the files for a new state; returns a message where the folder was that of a dead process.
+
+        Raises UsageError where they have the state of another run, CheckpointError where the disk is too small.
+        """
+        def attempt() -> str:
+            message = self.generations.lock()
+            if not self.is_open and (found := self.generations.found()):
+                raise UsageError(f"disk: {self.generations.path.parent} {FRESH.format(step=found[0].step)}.")
+            return message
+
+        return self._open(attempt)
+
+    def replace(self) -> str:
+        """As `create`, for a state that a checkpoint has: what the files have of the same model goes."""
+        def attempt() -> str:
+            message = self.generations.lock()
+            if not self.is_open:
+                self.generations.found()
+            return message
+
+        return self._open(attempt)
+
+    def _open(self, attempt: Callable[[], str]) -> str:
+        with self._given_back_by_errors():
+            message = all_or_none(attempt)
+            session = _session()
+            all_or_none(lambda: self.generations.create(session))
+        self.is_open = True
+        return message
+
+    @contextlib.contextmanager
+    def _given_back_by_errors(self) -> Iterator[None]:
+        """At the end of the `with` by an error the folder is free again, if it was not open before."""
+        try:
+            yield
+        except BaseException:
+            if not self.is_open:
+                self.generations.close()
+            raise
+
+    def resume(self) -> Commit:
+        """Goes on from the newest generation that every process has, and has as it was written.
+
+        Raises CheckpointError where there is none, DamagedCheckpointError where none is whole.
+        """
+        with self._given_back_by_errors():
+            return self._resumed()
+
+    def _resumed(self) -> Commit:
+        all_or_none(self.generations.lock)
+        found = {commit.token: commit for commit in all_or_none(self.generations.found)}
+        everywhere = _everywhere(list(found))
+        common = [token for token in found if all(token in each for each in everywhere)]
+        if not common and any(each - {(0, 0)} for each in everywhere):
+            raise DamagedCheckpointError(f"disk: {self.generations.path.parent}: there is no generation that all "
+                                         f"{len(everywhere)} processes have. Restore a checkpoint.")
+        if not common:
+            raise CheckpointError(f"disk: {self.generations.path.parent} holds no committed state: start with "
+                                  "step.init, or restore a checkpoint.")
+        messages, session = [], _session()
+        for token in sorted(common, key=lambda token: -token[1]):
+            def attempt(commit: Commit = found[token]) -> Commit:
+                with self.streaming.buffer() as buffer:
+                    self.generations.resume(commit, session, buffer)
+                return commit
+
+            try:
+                commit = all_or_none(attempt)
+            except DamagedCheckpointError as error:
+                messages.append(str(error))
+            else:
+                self.is_open = True
+                return commit
+        raise DamagedCheckpointError(f"disk: no generation is whole: {' '.join(messages)} Restore a checkpoint.")
+
+    def write_all(self, value_of: Callable[[str], Any], step: int, note: Any) -> Commit:
+        """Commits a generation of `value_of(name)` for each leaf, asked for once, and dropped after its records."""
+        cache: dict[str, list[np.ndarray]] = {}
+
+        def fill(record: Record, buffer: memoryview) -> None:
+            for part in record.parts:
+                part.view(buffer)[...] = cache[part.leaf][part.shard][part.index]
+
+        with self.streaming.abandoned_by_errors():
+            number = -1
+            for piece in self.pieces:
+                if piece.number != number:
+                    self.streaming.finish()
+                    cache.clear()
+                    number = piece.number
+                for record in filter(None, (piece.states, piece.copies)):
+                    cache.update({leaf: self.leaves[leaf].shards(value_of(leaf))
+                                  for leaf in dict.fromkeys(part.leaf for part in record.parts) if leaf not in cache})
+                    self.streaming.write(record, fill)
+            self.streaming.finish()
+            cache.clear()
+            return self._finish(value_of, step, note)
+
+    def read_leaves(self, names: Iterable[str]) -> dict[str, Any]:
+        """The named leaves as arrays."""
+        wanted = set(names)
+        shards = {name: [np.empty(self.leaves[name].local, self.leaves[name].dtype) for _ in self.leaves[name].owners]
+                  for name in wanted}
+        flat = {name: [each.reshape(-1).view(np.uint8) for each in shards[name]] for name in wanted}
+
+        whole = {record.number for record in self.others}
+
+        def take(record: Record, buffer: memoryview) -> None:
+            for part in record.parts:
+                if part.leaf in wanted:
+                    target = flat if record.number in whole else shards
+                    target[part.leaf][part.shard][part.index] = part.view(buffer)
+
+        records = [record for record in self.records.records if any(part.leaf in wanted for part in record.parts)]
+        with self.streaming.read(records, take) as ahead:
+            for _ in ahead:
+                pass
+        flat.clear()
+        likes = dict(named_leaves(self.layout.shardings))
+        return {name: resharded(self.leaves[name].array(shards.pop(name)), likes[name]) for name in sorted(wanted)}
+
+    def read_pieces(self) -> Any:
+        """For each piece the arrays of its blocks, by task, read ahead."""
+        pieces = {piece.states.number: piece for piece in self.pieces}
+
+        def use(record: Record, buffer: memoryview) -> list[list[Any]]:
+            piece = pieces[record.number]
+            by_leaf: dict[str, list[Any]] = {}
+            for part in record.parts:
+                by_leaf.setdefault(part.leaf, []).append(part)
+            return [[self.leaves[leaf].array([part.view(buffer) for part in by_leaf[leaf]],
+                                             self.leaves[leaf].block_shape(by_leaf[leaf][0].sizes))
+                     for leaf in (self.names[number] for number in task.stored)] for task in piece.group.tasks]
+
+        return self.streaming.read([piece.states for piece in self.pieces], use)
+
+    def filler(self, values: dict[str, Any]) -> Callable[[Record, memoryview], None]:
+        """What copies the blocks `values`, by leaf, into the buffer of a record; waits for them."""
+        def fill(record: Record, buffer: memoryview) -> None:
+            shards = {leaf: self.leaves[leaf].shards(value) for leaf, value in values.items()}
+            for part in record.parts:
+                part.view(buffer)[...] = shards[part.leaf][part.shard]
+
+        return fill
+
+    def finish(self, state: Any, step: int, note: Any) -> Commit:
+        """Writes what is not in pieces, and commits the next generation."""
+        values = dict(named_leaves(state))
+        return self._finish(values.__getitem__, step, note)
+
+    def _finish(self, value_of: Callable[[str], Any], step: int, note: Any) -> Commit:
+        def fill(record: Record, buffer: memoryview) -> None:
+            for part in record.parts:
+                flat = np.ascontiguousarray(self.leaves[part.leaf].shards(value_of(part.leaf))[part.shard]).reshape(-1)
+                part.view(buffer)[...] = flat.view(np.uint8)[part.index]
+
+        for record in self.others:
+            self.streaming.write(record, fill)
+        self.streaming.finish()
+        return self.generations.commit(step, note)
+
+    def close(self) -> None:
+        """Gives the folder back; what is committed stays there."""
+        self.is_open = False
+        self.streaming.close()
+
+    def _piece(self, number: int, group: Group, index: int, rest: bool, copied: set[int]) -> Piece:
+        def blocks(numbers: Callable[[Any], Iterable[int]]) -> list[Any]:
+            rows = []
+            for at, task in enumerate(group.tasks):
+                for number in numbers(task):
+                    leaf = self.leaves[self.names[number]]
+                    start, sizes = (0,) * len(leaf.local), leaf.local
+                    if group.blocks:
+                        start, sizes = group.place(at, index, rest)
+                    rows += [(self.names[number], shard, start, sizes, leaf.dtype.name)
+                             for shard in range(len(leaf.owners))]
+            return rows
+
+        states = self.records.add(blocks(lambda task: task.stored))
+        copies = blocks(lambda task: [number for number in task.writes if number in copied])
+        return Piece(number, group, index, rest, states, self.records.add(copies) if copies else None)
+
+    def _whole(self, names: Sequence[str], *, once: bool) -> list[Record]:
+        """Records of whole leaves, as bytes."""
+        limit, blocks, size, records = max(self.records.largest, MIN_RECORD_BYTES), [], 0, []
+        for name in names:
+            leaf = self.leaves[name]
+            total = int(np.prod(leaf.local, dtype=np.int64)) * leaf.dtype.itemsize
+            for shard in range(len(leaf.owners)):
+                for first in range(0, total, limit):
+                    count = min(limit, total - first)
+                    if blocks and size + count > limit:
+                        records.append(self.records.add(blocks, once=once))
+                        blocks, size = [], 0
+                    blocks.append((name, shard, (first,), (count,), "uint8"))
+                    size += count + 64
+        if blocks:
+            records.append(self.records.add(blocks, once=once))
+        return records
+
+
+def _session() -> int:
+    return broadcast_from_first([secrets.randbits(32)])[0]
+
+
+def _everywhere(tokens: list[tuple[int, int]]) -> list[set[tuple[int, int]]]:
+    """The tokens that each process has; at most two."""
+    rows = np.zeros((2, 2), np.uint32)
+    for at, token in enumerate(tokens[:2]):
+        rows[at] = token
+    return [{(int(session), int(generation)) for session, generation in each} for each in gather(rows)]

@@ -1,0 +1,151 @@
+"""What a compiled program copies from host memory to the device's: how much, how often, and beside what."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+
+from zero_jax.xla.collective import Execution, kind_of, read_collective
+from zero_jax.xla.cost import flops
+from zero_jax.xla.host_slices import HOST
+from zero_jax.xla.parser import Computation, Frame, Instruction, Module, parse
+from zero_jax.xla.provenance import Flow
+from zero_jax.xla.shapes import Array, shape_bytes
+from zero_jax.xla.trip_count import trip_count
+
+_READS = {"dynamic-slice": (), "slice": (), "copy": (), "copy-start": (0,), "dynamic-slice-start": (1,)}
+"""Opcodes, and where in the result the copy is."""
+_SAME_VALUE = ("fusion-done", "async-done", "copy-done", "dynamic-slice-done", "copy", "bitcast", "reshape",
+               "get-tuple-element")
+_WORK = ("fusion", "custom-call", "dot", "convolution", "while")
+"""Opcodes of what computes, beside which a copy may be under way."""
+_PRODUCTS = ("custom-call", "while")
+"""Those of them that are more than elementwise work, whatever is known of their FLOPs."""
+_FASTER = 16
+"""By how much a GPU reaches others faster than its host, at most: NVLink has 7 (H100) to 14 times (B200) the rate of
+PCIe, and a network less. What sends as many times the bytes of a copy takes at least as long."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostRead:
+    """A copy of an array in host memory, or of a part of one, to device memory.
+
+    Attributes:
+        name: of the instruction.
+        source: the input of the program that is read, as `state.weights['blocks']['kernel']`; "" where it is not found.
+        bytes: of one run. runs: how often a step runs it; a loop whose length is not known counts once.
+        in_loop: whether it is in a loop. is_slice: whether it reads a part that an index chooses, as a layer.
+        is_ahead: in a loop, whether only the next round uses it, and this one does something else while it is copied:
+            a product, half of its other work, or, on a GPU, sending 16 times the bytes of all that is copied meanwhile.
+    """
+
+    name: str
+    source: str
+    bytes: int
+    runs: int
+    in_loop: bool
+    is_ahead: bool
+    is_slice: bool
+
+    @property
+    def field(self) -> str:
+        """The field of the state that is read: params, weights, opt_state and so on; "" where it is not known."""
+        match = re.match(r"(?:\w+\.)*(params|weights|frozen|opt_state|ema)\b", self.source)
+        return match[1] if match else ""
+
+
+def host_reads(program: str | Module) -> list[HostRead]:
+    """The reads of host memory of a compiled program, its text or parsed."""
+    module = parse(program)
+    return list(_in_frame(Flow(module), Frame(module.computations[module.entry], None, None), 1, None))
+
+
+def _in_frame(flow: Flow, frame: Frame, runs: int, at: "tuple[_Round, Instruction] | None") -> Iterator[HostRead]:
+    """Those of a computation and of all that it calls; at: the instruction of the innermost loop that they are in."""
+    module, computation = flow.module, frame.computation
+    for instruction in computation.instructions.values():
+        place = (at[0], instruction if at[0].body is computation else at[1]) if at else None
+        if size := _read_bytes(computation, instruction):
+            yield HostRead(instruction.name, flow.input_of((frame, instruction.operands[0], ())), size, runs,
+                           place is not None, place is not None and place[0].is_ahead(place[1]),
+                           instruction.opcode.startswith("dynamic-slice"))
+        for callee in instruction.callees:
+            inner = Frame(module.computations[callee], instruction, frame)
+            if instruction.opcode != "while":
+                yield from _in_frame(flow, inner, runs, place)
+            elif callee == instruction.attribute("body"):
+                rounds = trip_count(module, frame, instruction) or 1
+                yield from _in_frame(flow, inner, runs * rounds, (_Round(module, inner), instruction))
+
+
+def _read_bytes(computation: Computation, instruction: Instruction) -> int:
+    """Bytes that an instruction copies from host to device memory; 0 for any other."""
+    if instruction.opcode not in _READS or not instruction.operands:
+        return 0
+    source: Array | None = computation.arrays(instruction.operands[0]).get(())
+    target = instruction.arrays.get(_READS[instruction.opcode])
+    if source is None or target is None or source.space != HOST or target.space == HOST:
+        return 0
+    return shape_bytes(target.dtype, target.dims)
+
+
+class _Round:
+    """One round of a loop, as its body is scheduled. A span is the places of a start and of its done in that order."""
+
+    def __init__(self, module: Module, frame: Frame):
+        self.module, self.frame, self.body = module, frame, frame.computation
+        self.order = {name: at for at, name in enumerate(self.body.instructions)}
+
+    @functools.cached_property
+    def work(self) -> dict[int, bool]:
+        """Whether what computes is a product, by its place."""
+        return {self.order[each.name]: each.opcode in _PRODUCTS or bool(flops(self.module, self.frame, each))
+                for each in self.body.instructions.values() if each.opcode in _WORK}
+
+    @functools.cached_property
+    def collectives(self) -> list[tuple[int, int, float]]:
+        """The span of each asynchronous collective of a GPU, and the bytes that a device sends."""
+        spans = []
+        for each in self.body.instructions.values():
+            if kind_of(each) and each.opcode.endswith("-start") and '"is_sync":false' in each.tail:
+                sent = read_collective(self.module, self.frame, each, Execution()).communication_bytes
+                spans.append((self.order[each.name], self.span(each)[1], sent))
+        return spans
+
+    @functools.cached_property
+    def copies(self) -> list[tuple[int, int, int]]:
+        """The span and the bytes of each copy from host memory that is started here."""
+        copies = []
+        for each in self.body.instructions.values():
+            inside = [(self.body, each), *((self.module.computations[callee], instruction) for callee in each.callees
+                                           for instruction in self.module.computations[callee].instructions.values())]
+            if size := sum(_read_bytes(*pair) for pair in inside if each.opcode != "while"):
+                copies.append((*self.span(each)[:2], size))
+        return copies
+
+    def span(self, instruction: Instruction) -> tuple[int, int, bool]:
+        """Where it starts, where it is done, and whether this round uses its result."""
+        first = last = self.order[instruction.name]
+        todo, used_here = [instruction.name], False
+        while todo:
+            for user, _ in self.body.users.get(todo.pop(), ()):
+                if user.opcode in _SAME_VALUE or user.opcode == instruction.opcode.replace("-start", "-done"):
+                    last = max(last, self.order[user.name]) if user.opcode.endswith("-done") else last
+                    todo.append(user.name)
+                else:
+                    used_here |= user.name != self.body.root
+        return first, last, used_here
+
+    def is_ahead(self, instruction: Instruction) -> bool:
+        """Whether the result of a copy leaves the round unused, and enough is beside it."""
+        first, last, used_here = self.span(instruction)
+        if used_here:
+            return False
+        beside = [is_product for at, is_product in self.work.items() if first < at < last]
+        return any(beside) or 2 * len(beside) >= len(self.work) or any(
+            start < first and last < done and sent >= _FASTER * self.copied(start, done)
+            for start, done, sent in self.collectives)
+
+    def copied(self, start: int, done: int) -> int:
+        """Bytes of all copies within a span."""
+        return sum(size for first, last, size in self.copies if start < first and last < done)
