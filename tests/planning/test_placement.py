@@ -17,7 +17,7 @@ from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.contract.host import HostBudget, HostUse
 from zero_jax.planning import placement
 from zero_jax.planning.host_link import measured_link, with_measured_link
-from zero_jax.planning.offload_choice import choose
+from zero_jax.planning.offload_choice import Candidate, choose
 from zero_jax.planning.placement import choose_for, compare
 from zero_jax.planning.timing import Timing
 from zero_jax.planning.transfers import (
@@ -90,6 +90,10 @@ def plan_of(fits, seconds, free=0, **changes):
     return types.SimpleNamespace(**fields | changes)
 
 
+def candidates(plans):
+    return [Candidate(None if name == "no" else name, plan) for name, plan in plans.items()]
+
+
 @pytest.mark.parametrize("plans, chosen, words", [
     ({"no": (True, 1.0), "optimizer": (True, 2.0)}, "no", "offload=optimizer takes 2 s"),
     ({"no": (False, 1.0), "optimizer": (True, 2.0), "parameters": (True, 3.0)}, "optimizer", "no offload does not fit"),
@@ -98,23 +102,25 @@ def plan_of(fits, seconds, free=0, **changes):
     ({"no": (False, 1.0, -9), "optimizer": (False, 2.0, -3)}, "optimizer", "no placement fits")])
 def test_the_placement_of_least_time_that_fits_is_chosen(plans, chosen, words):
     plans = {name: plan_of(*fields) for name, fields in plans.items()}
-    name, reason = choose(plans)
-    assert name == chosen and words in reason
-    assert all(plans[name].timing.seconds <= other.timing.seconds for other in plans.values()
-               if other.fits) or not plans[name].fits
+    taken, reason = choose(candidates(plans))
+    assert taken.name == chosen and taken.plan is plans[chosen] and words in reason
+    assert all(taken.plan.timing.seconds <= other.timing.seconds for other in plans.values()
+               if other.fits) or not taken.plan.fits
 
 
 def test_what_moves_over_a_link_without_a_rate_is_not_taken_for_fast():
     moved = plan_of(True, 1.0, layout=types.SimpleNamespace(host={"opt_state/mu"}, disk=()))
-    assert choose({"no": plan_of(True, 2.0), "optimizer": moved})[0] == "no"
+    assert choose(candidates({"no": plan_of(True, 2.0), "optimizer": moved}))[0].name == "no"
     known = plan_of(True, 1.0, layout=moved.layout, transfers=transfers_of(compiled(8, 0), CHIP, TIMING))
-    assert choose({"no": plan_of(True, 2.0), "optimizer": known})[0] == "optimizer"
+    assert choose(candidates({"no": plan_of(True, 2.0), "optimizer": known}))[0].name == "optimizer"
 
 
 def test_without_times_the_first_that_fits_is_chosen():
     plans = {name: plan_of(name != "no", 1.0, timing=None) for name in ("no", "optimizer", "parameters")}
-    assert choose(plans) == ("optimizer", "offload=optimizer fits and moves the least, and times are not predicted for "
-                             "these devices; no offload does not fit; offload=parameters moves more")
+    chosen, reason = choose(candidates(plans))
+    assert chosen.name == "optimizer" and reason == (
+        "offload=optimizer fits and moves the least, and times are not predicted for these devices; no offload does "
+        "not fit; offload=parameters moves more")
 
 
 BATCH = {name: jax.ShapeDtypeStruct((16, 32), "int32") for name in ("inputs", "targets")}
@@ -171,7 +177,7 @@ def moving(memory, *, granule=30, states=1000, others=500, host_memory=10_000, d
 
 @pytest.mark.parametrize("memory", [*range(355, 1600, 83), 1499, 1500])
 def test_what_the_device_has_room_for_stays_there(memory):
-    choice = compare(moving(memory), zero_jax.Offload(disk="states"))
+    choice = compare(moving(memory), lambda: zero_jax.Offload(disk="states"))
     chosen = choice.plan
     assert chosen.fits and all(chosen.timing.seconds <= plan.timing.seconds
                                for plan in choice.plans.values() if plan.fits)
@@ -183,12 +189,16 @@ def test_what_the_device_has_room_for_stays_there(memory):
         assert [*choice.plans][-2:] == ["optimizer", "parameters"]
 
 
+def no_disk():
+    raise zero_jax.UsageError("no disk")
+
+
 @pytest.mark.parametrize("memory", [400, 520, 800, 1500])
 @pytest.mark.parametrize("host_memory", [0, 999, 1100, 1200])
 def test_files_are_taken_where_no_memory_is_enough_and_are_never_slower(memory, host_memory):
     plan_of, files = moving(memory, host_memory=host_memory), zero_jax.Offload(disk="states")
     fixed = {name: plan_of(name) for name in (None, "optimizer", "parameters")} | {"disk": plan_of(files)}
-    choice = compare(plan_of, files)
+    choice = compare(plan_of, lambda: files)
     fitting = {name: plan.timing.seconds for name, plan in fixed.items() if plan.fits}
     assert choice.plan.fits == bool(fitting)
     assert not fitting or choice.plan.timing.seconds <= min(fitting.values())
@@ -197,8 +207,8 @@ def test_files_are_taken_where_no_memory_is_enough_and_are_never_slower(memory, 
         assert choice.offload is files and choice.reason.startswith("offload=disk is predicted to take 151 s")
         assert "offload=optimizer does not fit" in choice.reason
         # Without a disk that is large enough, or known, none fits.
-        assert not compare(moving(memory, host_memory=host_memory, disk_memory=1999), files).plan.fits
-        without = compare(plan_of, lambda: "no disk")
+        assert not compare(moving(memory, host_memory=host_memory, disk_memory=1999), lambda: files).plan.fits
+        without = compare(plan_of, no_disk)
         assert not without.plan.fits and without.refused["disk"] == "no disk"
 
 
@@ -294,7 +304,7 @@ def test_no_fixed_placement_that_fits_is_faster(target, stage, rows, model):
     batch = {name: jax.ShapeDtypeStruct((rows, 32), "int32") for name in BATCH}
     choice = zero_jax.choose_offload(model, stage, batch, target=target, precision="bf16")
     assert list(choice.plans) == ["no", "optimizer", "parameters"][:stage] or stage == 1 and len(choice.plans) == 2
-    assert never_slower(choice, lambda plans: choose(plans)[0])
+    assert never_slower(choice, lambda plans: choose(candidates(plans))[0].name)
     assert not never_slower(choice, lambda plans: [*plans][-1]), "what offloads the most is slower where less fits"
     assert all(name in str(choice) for name in choice.plans) and f"{choice.plan.needed_bytes:,}" in str(choice)
     step = zero_jax.make_zero_train_step(model, stage, precision="bf16", offload=choice.offload)
@@ -312,7 +322,7 @@ def test_a_share_of_the_states_is_faster_than_all_of_them_and_fits():
     assert choice.plan.timing.seconds < choice.plans["optimizer"].timing.seconds
     assert 0 < choice.plan.layout.host_bytes < choice.plans["optimizer"].layout.host_bytes
     assert not choice.plan.communication.violations and choice.plan.host_bytes == choice.plan.layout.host_bytes
-    assert never_slower(choice, lambda plans: choose(plans)[0])
+    assert never_slower(choice, lambda plans: choose(candidates(plans))[0].name)
 
 
 @pytest.mark.slow

@@ -14,12 +14,18 @@ jax.distributed.initialize(address, 2, number)
 import flax.linen as nn, numpy as np, optax
 import zero_jax
 from zero_jax.disk.generations import Generations
+from zero_jax.distributed import agreement
 from zero_jax.tree import named_leaves
 
 rng = np.random.default_rng(0)
 batch = {"x": rng.normal(size=(8, 64)).astype(np.float32), "y": rng.normal(size=(8, 1)).astype(np.float32)}
 mesh = zero_jax.make_mesh(4)
 rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+counts = [agreement.devices_on_host(mesh)]
+machine, agreement._machine = agreement._machine, lambda: sys.argv[2]
+counts.append(agreement.devices_on_host(mesh))  # were they on machines of their own
+agreement._machine = machine
+print("ON_HOST", json.dumps(counts), flush=True)
 batch = {name: jax.make_array_from_callback(leaf.shape, rows, leaf.__getitem__) for name, leaf in batch.items()}
 
 def step_of(offload):
@@ -85,7 +91,7 @@ def run(folder, killed_at=-1):
         rows.append({})
         for line in output.splitlines():
             word, _, value = line.partition(" ")
-            if word in ("LOSS", "RESUMED", "MEMORY", "FILES"):
+            if word in ("LOSS", "RESUMED", "MEMORY", "FILES", "ON_HOST"):
                 rows[-1].setdefault(word, []).append(json.loads(value))
     return rows
 
@@ -99,6 +105,7 @@ def test_two_processes_have_the_bits_of_memory_and_go_on_together(tmp_path):
     assert commits == {("process-00000", 2), ("process-00000", 3), ("process-00001", 1), ("process-00001", 2)}
     first, second = run(tmp_path / "states")
     for mine in (first, second):
+        assert mine["ON_HOST"] == [[4, 2]]
         assert mine["RESUMED"] == [[2, {"after": 2}]]
         memory, files = mine["LOSS"][:4], mine["LOSS"][4:]
         assert files == memory[2:] and mine["FILES"] == mine["MEMORY"]

@@ -1,11 +1,15 @@
 """Agreement between the processes of a run; with one process nothing is sent."""
 
+import hashlib
+import platform
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 T = TypeVar("T")
 
@@ -31,6 +35,21 @@ def broadcast_from_first(numbers: Sequence[int]) -> list[int]:
 def gather(array: np.ndarray) -> np.ndarray:
     """The `array` of every process, stacked by process; of one process a view of its own."""
     return array[None] if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(array))
+
+
+def devices_on_host(mesh: Mesh) -> int:
+    """How many devices of the mesh are on this machine: of this process, and of others of the run that share it."""
+    mine = np.frombuffer(hashlib.sha256(_machine().encode()).digest()[:8], np.uint32)
+    here = set(np.flatnonzero((gather(mine) == mine).all(axis=1)).tolist()) if jax.process_count() > 1 else {0}
+    return sum(device.process_index in here for device in mesh.devices.flat)
+
+
+def _machine() -> str:
+    """One text for all processes of a machine, in containers of it too."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return platform.node()
 
 
 def all_or_none(do: Callable[[], T]) -> T:

@@ -83,8 +83,8 @@ def _name(path: Path) -> str:
     return "/".join(map(str, path))
 
 
-def not_derived(reads: dict[str, ParamAccess], composition: Composition) -> dict[str, ParamAccess]:
-    """`reads`; raises ValueError where the loss itself differentiates by a composed parameter, and would get parts."""
+def refuse_derived(reads: dict[str, ParamAccess], composition: Composition) -> dict[str, ParamAccess]:
+    """Gives `reads` back; raises ValueError where the loss itself differentiates by a composed parameter, and would get parts."""
     for composed in composition:
         if any(name in reads and reads[name].derived for name in composed.part_names):
             raise UsageError(f"The loss differentiates the model by {composed.name}, which is computed from other "

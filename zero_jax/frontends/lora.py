@@ -21,7 +21,7 @@ from flax import traverse_util
 from zero_jax.arguments import is_number, patterns, shown, whole
 from zero_jax.distributed.initialize import on_host
 from zero_jax.errors import UsageError
-from zero_jax.frontends.composition import Composed, Composition, not_derived
+from zero_jax.frontends.composition import Composed, Composition, refuse_derived
 from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.precision import Precision
 from zero_jax.sharding.param_access import ParamAccess
@@ -153,7 +153,7 @@ class Lora:
         """How `fun` reads each stored leaf."""
         self.base = copy.copy(self.base)  # so that `other_reads` can restore the one before
         reads = self.base.reads(fun, params, variables, rng, batch, composition=self.composition)
-        return not_derived(reads, self.composition)
+        return refuse_derived(reads, self.composition)
 
     def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
             *, train: bool = True, reads: Mapping[str, ParamAccess] | None = None

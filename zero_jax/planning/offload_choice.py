@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from zero_jax.planning.plan import Plan
@@ -16,42 +16,79 @@ Placement: TypeAlias = Offload | str | None
 
 
 @dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A placement, and the plan of the step that has it."""
+
+    offload: Placement
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        """As `OffloadChoice.name`."""
+        if isinstance(self.offload, Offload):
+            return DISK if self.offload.disk is not None else f"optimizer {self.offload.fraction:g}"
+        return self.offload or NONE
+
+    @property
+    def text(self) -> str:
+        """In a sentence."""
+        if self.offload is None:
+            return "no offload"
+        if isinstance(self.offload, Offload) and self.offload.disk is None:
+            return f"offload=optimizer with a share of {self.offload.fraction:g} of the states on the host"
+        return f"offload={self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
 class OffloadChoice:
     """The placement of a step's state; printed, a table of those that were compared.
 
     Attributes:
-        name: "no", "optimizer", that with the least share of the states that has to be in host memory, as
-            "optimizer 0.412", "parameters", or "disk".
-        offload: what `make_zero_train_step(offload=...)` takes.
+        chosen: the placement, and the plan of the step that has it.
         reason: why that one, in a sentence.
-        plans: the compiled step of each placement, by name.
+        candidates: what was compared, in the order of what a step moves.
         refused: why this step cannot have another placement, by name.
         notes: where what was measured and what was predicted part, a sentence each.
     """
 
-    name: str
-    offload: Placement
+    chosen: Candidate
     reason: str
-    plans: Mapping[str, Plan] = dataclasses.field(repr=False)
+    candidates: tuple[Candidate, ...] = dataclasses.field(repr=False)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = ()
 
     @property
+    def name(self) -> str:
+        """"no", "optimizer", that with its share of the states, as "optimizer 0.412", "parameters", or "disk"."""
+        return self.chosen.name
+
+    @property
+    def offload(self) -> Placement:
+        """What `make_zero_train_step(offload=...)` takes."""
+        return self.chosen.offload
+
+    @property
     def plan(self) -> Plan:
-        """That of the chosen placement."""
-        return self.plans[self.name]
+        """The compiled step of the chosen placement."""
+        return self.chosen.plan
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """The compiled step of each placement, by name."""
+        return {each.name: each.plan for each in self.candidates}
 
     def __str__(self) -> str:
-        has_disk = DISK in self.plans
+        has_disk = any(each.name == DISK for each in self.candidates)
         rows = [("offload", "device bytes", "of", "host bytes", "of", *("disk bytes", "of") * has_disk, "waits s",
                  "step s", "")]
-        for name, plan in self.plans.items():
+        for each in self.candidates:
+            plan = each.plan
             waits = "" if plan.transfers is None else f"{plan.transfers.exposed_seconds:.3g}"
-            rows.append((name, f"{plan.needed_bytes:,}", _number(plan.memory_bytes), f"{plan.host_bytes:,}",
+            rows.append((each.name, f"{plan.needed_bytes:,}", _number(plan.memory_bytes), f"{plan.host_bytes:,}",
                          _number(plan.host_memory_bytes),
                          *(f"{plan.disk_bytes:,}", _number(plan.disk_memory_bytes)) * has_disk,
                          waits, f"{_seconds(plan):.3g}" if _is_timed(plan) else "",
-                         "does not fit" if not plan.fits else "chosen" if name == self.name else "fits"))
+                         "does not fit" if not plan.fits else "chosen" if each is self.chosen else "fits"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) if number in (0, len(row) - 1) else cell.rjust(width)
                            for number, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows]
@@ -59,21 +96,21 @@ class OffloadChoice:
         return "\n".join([f"Placement: {self.reason}.", *map(str.rstrip, lines), *refused, *self.notes])
 
 
-def choose(plans: Mapping[str, Plan]) -> tuple[str, str]:
-    """(The name of the placement to take, why), of plans of one step on one target that differ in `offload` alone.
+def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, str]:
+    """(The placement to take, why), of candidates for one step on one target that differ in `offload` alone.
 
     Of equal or unknown times the first; where none fits, the one that lacks least.
     """
-    fitting = {name: plan for name, plan in plans.items() if plan.fits}
+    fitting = [each for each in candidates if each.plan.fits]
     if not fitting:
-        name = min(plans, key=lambda name: plans[name].lacking_bytes)
-        return name, f"no placement fits, and {placement_text(name)} lacks least"
-    name = min(fitting, key=lambda name: _seconds(fitting[name]))
-    others = [f"{placement_text(other)} " + ("does not fit" if other not in fitting else _time(plans[other]))
-              for other in plans if other != name]
-    first = f"is predicted to take {_seconds(plans[name]):.3g} s a step" if _is_timed(plans[name]) else (
+        least = min(candidates, key=lambda each: each.plan.lacking_bytes)
+        return least, f"no placement fits, and {least.text} lacks least"
+    chosen = min(fitting, key=lambda each: _seconds(each.plan))
+    first = f"is predicted to take {_seconds(chosen.plan):.3g} s a step" if _is_timed(chosen.plan) else (
         "fits and moves the least, and times are not predicted for these devices")
-    return name, "; ".join([f"{placement_text(name)} {first}", *others])
+    others = [f"{each.text} " + (_time(each.plan) if each.plan.fits else "does not fit")
+              for each in candidates if each is not chosen]
+    return chosen, "; ".join([f"{chosen.text} {first}", *others])
 
 
 def _is_timed(plan: Plan) -> bool:
@@ -100,11 +137,3 @@ def lack_text(plan: Plan) -> str:
 
 def _number(value: int | None) -> str:
     return "" if value is None else f"{value:,}"
-
-
-def placement_text(name: str) -> str:
-    """A placement in a sentence."""
-    if name == NONE:
-        return "no offload"
-    kind, _, share = name.partition(" ")
-    return f"offload={kind}" + f" with a share of {share} of the states on the host" * bool(share)

@@ -1,7 +1,6 @@
 """Where to store the state of a step: of the placements that fit the memory the one of least predicted time."""
 
 import dataclasses
-import functools
 import math
 import os
 import tempfile
@@ -12,22 +11,21 @@ from jax.sharding import Mesh
 
 from zero_jax.arguments import shown
 from zero_jax.disk.generations import available_bytes
-from zero_jax.distributed.agreement import broadcast_from_first
+from zero_jax.distributed.agreement import broadcast_from_first, devices_on_host
 from zero_jax.errors import UsageError
 from zero_jax.planning.host_link import measured_link, with_measured_link
 from zero_jax.planning.memory import Transformer
 from zero_jax.planning.offload_choice import (
     DISK,
-    NONE,
+    Candidate,
     OffloadChoice,
     Placement,
     choose,
     lack_text,
-    placement_text,
 )
 from zero_jax.planning.plan import Plan, examine, local_devices
 from zero_jax.sharding.memory.disk_leaves import disk_traffic
-from zero_jax.sharding.memory.kinds import NAMED, Offload, host_share
+from zero_jax.sharding.memory.kinds import Offload, host_share
 from zero_jax.sharding.mesh import default_mesh, make_mesh
 from zero_jax.step.make import make_zero_train_step
 from zero_jax.step.step import ZeroTrainStep
@@ -90,8 +88,11 @@ def choose_for(make: Callable[[Placement], ZeroTrainStep], batch: Any, *, target
                memory_bytes: int | None = None, disk: str | os.PathLike[str] | None = None,
                transformer: Transformer | None = None) -> OffloadChoice:
     """`choose_offload` for the step that `make` makes with a placement; transformer: as `examine` takes it."""
-    files = functools.partial(without_disk, make, batch, target, "give a folder on a local disk as disk= "
-                              "(--offload-disk)") if disk is None else Offload(disk=disk)
+    def files() -> Offload:
+        if disk is None:
+            raise without_disk(make, batch, target, "give a folder on a local disk as disk= (--offload-disk)")
+        return Offload(disk=disk)
+
     plain = make(None)
     mesh = plain.mesh
     if target is not None and mesh.size != target.num_devices:
@@ -113,73 +114,70 @@ def choose_for(make: Callable[[Placement], ZeroTrainStep], batch: Any, *, target
         make(offload), batch, target, transformer, memory_bytes=memory_bytes, host_memory_bytes=host_limit,
         disk_memory_bytes=disk_limit), files)
     if not choice.plan.fits:
-        lacks = [f"{placement_text(name)}: {lack_text(plan)}" for name, plan in choice.plans.items()]
-        lacks += [f"{placement_text(name)}: {why}" for name, why in choice.refused.items()]
+        lacks = [f"{each.text}: {lack_text(each.plan)}" for each in choice.candidates]
+        lacks += [f"offload={name}: {why}" for name, why in choice.refused.items()]
         raise UsageError(f"choose_offload: {choice.reason}: give more devices, a smaller batch or remat=\"full\"; "
                          + "; ".join(lacks))
     return dataclasses.replace(choice, notes=notes)
 
 
-def files_on(target: Target, make: Callable[[Placement], ZeroTrainStep], batch: Any) -> Offload | Callable[[], str]:
-    """For `compare`: files on the disks of a target's hosts, which are only planned; where they have none, why not."""
-    if target.chip.disk_bytes:
-        return Offload(disk=tempfile.gettempdir())  # nothing is written there
-    return functools.partial(without_disk, make, batch, target, f"the file of {target.text} has no disk_bytes")
+def files_on(target: Target, make: Callable[[Placement], ZeroTrainStep], batch: Any) -> Offload:
+    """Files on the disks of a target's hosts, which are only planned; raises UsageError where they have none."""
+    if not target.chip.disk_bytes:
+        raise without_disk(make, batch, target, f"the file of {target.text} has no disk_bytes")
+    return Offload(disk=tempfile.gettempdir())  # nothing is written there
 
 
-def without_disk(make: Callable[[Placement], ZeroTrainStep], batch: Any, target: Target | None, advice: str) -> str:
-    """Why states in files were not compared, and what they would take of disks."""
+def without_disk(make: Callable[[Placement], ZeroTrainStep], batch: Any, target: Target | None, advice: str
+                 ) -> UsageError:
+    """Why states in files are not compared, with what they would take of disks."""
     step = make(Offload(disk=tempfile.gettempdir()))
     local = local_devices(step.mesh, target)
     size = disk_traffic(step.layout(batch), local).stored
-    return (f"not compared, since no disk is known: files would take {size:,} bytes of disks for each device, "
-            f"{size * local:,} on a host, two generations: {advice}")
+    return UsageError(f"not compared, since no disk is known: files would take {size:,} bytes of disks for each "
+                      f"device, {size * local:,} on a host, two generations: {advice}")
 
 
-def compare(plan_of: Callable[[Placement], Plan], disk: Offload | Callable[[], str]) -> OffloadChoice:
+def compare(plan_of: Callable[[Placement], Plan], files: Callable[[], Offload]) -> OffloadChoice:
     """The choice among all placements that a step can have.
 
-    plan_of: of one placement. disk: that with files, or why there is none. It is compiled where neither the device nor
-    the host's memory holds all states: files pass the same link as the host's memory, and wait for a disk besides.
+    plan_of: of one placement. files: the placement in files. Both raise UsageError where the step cannot have it.
+    Files are compiled where neither the device nor the host's memory holds all states: they pass the same link as the
+    host's memory, and wait for a disk besides.
     """
-    plans, offloads, refused = {NONE: plan_of(None)}, dict[str, Placement]({NONE: None}), {}
-    for name in NAMED if plans[NONE].layout.stage.shards_params else ["optimizer"]:
+    none, refused = Candidate(None, plan_of(None)), dict[str, str]()
+
+    def tried(name: str, placement: Callable[[], Placement]) -> list[Candidate]:
         try:
-            plans[name], offloads[name] = plan_of(name), name
+            offload = placement()
+            return [Candidate(offload, plan_of(offload))]
         except UsageError as error:
             refused[name] = str(error)
-    if not plans[NONE].fits and (all_on_host := plans.get("optimizer")) and all_on_host.fits:
-        # In the order of what they move, which counts where no times are known.
-        shares = _shares(plan_of, all_on_host)
-        offloads |= {_share_name(share): Offload(fraction=share) for share in shares}
-        plans = {NONE: plans[NONE], **{_share_name(share): plan for share, plan in shares.items()}, **plans}
-    if not any(plans[each].fits for each in (NONE, "optimizer") if each in plans):
-        try:
-            if isinstance(disk, Offload):
-                plans[DISK], offloads[DISK] = plan_of(disk), disk
-            else:
-                refused[DISK] = disk()
-        except UsageError as error:
-            refused[DISK] = str(error)
-    name, reason = choose(plans)
-    return OffloadChoice(name, offloads[name], reason, plans, refused)
+            return []
+
+    states = tried("optimizer", lambda: "optimizer")
+    params = tried("parameters", lambda: "parameters") if none.plan.layout.stage.shards_params else []
+    # In the order of what they move, which counts where no times are known.
+    shares = _shares(plan_of, states[0].plan) if states and states[0].plan.fits and not none.plan.fits else []
+    disk = [] if any(each.plan.fits for each in (none, *states)) else tried(DISK, files)
+    candidates = (none, *shares, *states, *params, *disk)
+    chosen, reason = choose(candidates)
+    return OffloadChoice(chosen, reason, candidates, refused)
 
 
-def _share_name(share: float) -> str:
-    return f"optimizer {share:g}"
-
-
-def _shares(plan_of: Callable[[Placement], Plan], plan: Plan) -> dict[float, Plan]:
-    """The plan with the least share of the states on the host that fits, and those that were tried before it, by share.
+def _shares(plan_of: Callable[[Placement], Plan], plan: Plan) -> list[Candidate]:
+    """The least share of the states on the host that fits, and before it those that were tried.
 
     plan: with all of them there. Every byte that stays on the device is one that a step does not wait for.
     """
-    shares, total = dict[float, Plan](), plan.layout.host_bytes
+    shares, total = list[Candidate](), plan.layout.host_bytes
     for _ in range(TRIES):
         share = max(1, math.ceil(1000 * (plan.layout.host_bytes - plan.free_bytes) / total)) / 1000
         if share >= 1:
             break
-        plan = shares[share] = plan_of(Offload(fraction=share))
+        offload = Offload(fraction=share)
+        plan = plan_of(offload)
+        shares.append(Candidate(offload, plan))
         if plan.fits:
             break
     return shares
@@ -194,7 +192,7 @@ def limits(mesh: Mesh, target: Target | None, disk: str | os.PathLike[str] | Non
             raise UsageError(f"choose_offload: the mesh is of devices of kind {kind!r}, whose rates are not known: "
                              "give their target=\"./mychip.toml:4x8\", say.")
         return None, None, None
-    local = len(mesh.local_devices)
+    local = devices_on_host(mesh)
     device, host, files = (each or None for each in broadcast_from_first([
         memory_limit(mesh.local_devices) or 0, host_share(local),
         0 if disk is None else max(1, available_bytes(disk) // local)]))

@@ -6,6 +6,7 @@ from typing import Any, Self
 import jax
 
 from zero_jax.contract.verify import Contract, Report, contract_of
+from zero_jax.distributed.agreement import devices_on_host
 from zero_jax.jaxpr.equations import trace
 from zero_jax.sharding.memory.host_arrays import HOST
 from zero_jax.sharding.memory.in_groups import in_groups
@@ -106,7 +107,7 @@ class InspectableStep(StepFunctions):
         """Raises ValueError for a batch that does not fit the mesh, and where this host cannot hold what it should."""
         self.batches.check(batch)
         if self.options.host_offload is not None:
-            check_capacity(self.layout(batch))
+            check_capacity(self.layout(batch), devices_on_host(self.mesh))
 
     def _memory_kinds(self, batch: Batch) -> list[str | None]:
         """For each leaf of the state where it is stored; None: in device memory."""

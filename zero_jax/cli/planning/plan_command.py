@@ -84,7 +84,8 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
             def plan_of(offload: Placement) -> Plan:
                 return examine(make(offload), shapes, target, transformer)
 
-            placement = compare(plan_of, files_on(target, make, shapes)) if config.offload == "auto" else None
+            if config.offload == "auto":
+                placement = compare(plan_of, lambda: files_on(target, make, shapes))
             chosen = placement.plan if placement else plan_of(options["offload"])
     if config.json:
         print(json.dumps(finite({

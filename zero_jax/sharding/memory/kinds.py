@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from zero_jax.arguments import is_number, shown
@@ -127,14 +126,13 @@ def check_host_memory(axes: MeshAxes) -> None:
                          f"{', '.join(kinds) or 'none'}: leave offload out.")
 
 
-def check_capacity(layout: Layout) -> None:
-    """Raises ValueError if this host has less memory than the leaves of its own devices take there."""
-    local = sum(device.process_index == jax.process_index() for device in layout.mesh.devices.flat)
-    needed, known = layout.host_bytes * local, host_share(1)
+def check_capacity(layout: Layout, num_devices: int) -> None:
+    """Raises ValueError if this host has less memory than the leaves of its `num_devices` devices take there."""
+    needed, known = layout.host_bytes * num_devices, host_share(1)
     if needed > known > 0:
         raise UsageError(
-            f"offload: {layout.host_bytes:,} bytes of state in host memory for each of this host's {local} devices are "
-            f"{needed:,}, and the host has {known:,}: give more hosts, a higher stage, an optimizer with less state "
+            f"offload: {layout.host_bytes:,} bytes of state in host memory for each of this host's {num_devices} devices "
+            f"are {needed:,}, and the host has {known:,}: give more hosts, a higher stage, an optimizer with less state "
             "(lion, bfloat16 moments), or keep a part on the device with Offload(optimizer=\"device\").")
 
 
