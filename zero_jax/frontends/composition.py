@@ -84,7 +84,10 @@ def _name(path: Path) -> str:
 
 
 def refuse_derived(reads: dict[str, ParamAccess], composition: Composition) -> dict[str, ParamAccess]:
-    """Gives `reads` back; raises ValueError where the loss itself differentiates by a composed parameter, and would get parts."""
+    """Gives `reads` back; raises ValueError where the loss itself differentiates by a composed parameter.
+
+    It would get the derivatives by its parts.
+    """
     for composed in composition:
         if any(name in reads and reads[name].derived for name in composed.part_names):
             raise UsageError(f"The loss differentiates the model by {composed.name}, which is computed from other "

@@ -131,9 +131,9 @@ def check_capacity(layout: Layout, num_devices: int) -> None:
     needed, known = layout.host_bytes * num_devices, host_share(1)
     if needed > known > 0:
         raise UsageError(
-            f"offload: {layout.host_bytes:,} bytes of state in host memory for each of this host's {num_devices} devices "
-            f"are {needed:,}, and the host has {known:,}: give more hosts, a higher stage, an optimizer with less state "
-            "(lion, bfloat16 moments), or keep a part on the device with Offload(optimizer=\"device\").")
+            f"offload: {layout.host_bytes:,} bytes of state in host memory for each of this host's {num_devices} "
+            f"devices are {needed:,}, and the host has {known:,}: give more hosts, a higher stage, an optimizer with "
+            "less state (lion, bfloat16 moments), or keep a part on the device with Offload(optimizer=\"device\").")
 
 
 def host_share(devices: int) -> int:
