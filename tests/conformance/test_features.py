@@ -68,6 +68,31 @@ def test_without_their_class_methods_and_slices_of_variables_are_gathered_up_fro
     assert {"kernel", "table"} <= set(up_front(step))
 
 
+class LinenInside(nnx.Module):
+    """A Linen module, with statistics, between NNX layers; `lazy_init` makes its parameters."""
+
+    def __init__(self, width, hidden, rngs):
+        inner = nn.Sequential([nn.Dense(hidden), nn.BatchNorm(use_running_average=False), nn.relu, nn.Dense(1)])
+        self.first = nnx.Linear(width, width, rngs=rngs)
+        self.inner = nnx.bridge.ToNNX(inner, rngs=rngs).lazy_init(jnp.ones((2, width)))
+
+    def __call__(self, x):
+        return self.inner(self.first(x), mutable=["batch_stats"])
+
+
+@STAGES
+def test_a_linen_module_inside_of_an_nnx_module(stage, sizes):
+    step, _ = compare(factory(LinenInside, SIZES[sizes]), stage, vectors(SIZES[sizes][0]))
+    assert not up_front(step)
+
+
+def test_without_their_own_classes_flax_does_not_know_the_variables_of_a_linen_module(monkeypatch):
+    monkeypatch.setattr(nnx_frontend, "restore_bridged_classes", lambda model: None)
+    step = zero_jax.make_zero_train_step(factory(LinenInside, (16, 16)), 3, loss=squares)
+    with pytest.raises(ValueError, match="not registered"):
+        step.layout(vectors(16)[0])
+
+
 def test_what_is_overwritten_under_a_rounding_precision_is_refused():
     step = zero_jax.make_zero_train_step(factory(Clipped, (16, 16)), 3, loss=squares, precision="bf16")
     with pytest.raises(ValueError, match="overwrites its parameter linear/kernel.*keep="):

@@ -13,7 +13,7 @@ from zero_jax.errors import UsageError
 from zero_jax.frontends.axis_names import BoundAxes
 from zero_jax.frontends.composition import Composed, Composition
 from zero_jax.frontends.gather_cache import GatherCache
-from zero_jax.frontends.nnx_hooks import OnComposedRead, readable, reading_whole
+from zero_jax.frontends.nnx_hooks import OnComposedRead, readable, reading_whole, restore_bridged_classes
 from zero_jax.frontends.trace_access import trace_reads
 from zero_jax.sharding.param_access import ParamAccess
 
@@ -98,6 +98,7 @@ class Nnx:
 
         model = nnx.merge(self._graphdef, _with_values(self._params, stored, params, uses),
                           _with_values(self._variables, _replaced, variables))
+        restore_bridged_classes(model)
         if not train:
             model.eval()
         out = fun(model, batch)

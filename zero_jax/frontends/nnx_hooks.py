@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from zero_jax.frontends.gather_cache import GatherCache
 from zero_jax.frontends.trace_access import gathered_up_front
@@ -71,6 +72,19 @@ def reading_whole(cls: Any) -> Any:
     names = {"get_value": get_value, "__getattr__": attribute, "__module__": cls.__module__,
              "__qualname__": cls.__qualname__}
     return type(cls)(cls.__name__, (cls,), names)
+
+
+def restore_bridged_classes(model: nnx.Module) -> None:
+    """Gives the variables of wrapped Linen modules (`nnx.bridge.ToNNX`) their own classes back.
+
+    Flax tells the collection of each by its exact class, and reads all of it at each call, through the hooks.
+    """
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.bridge.ToNNX):
+            for _, variable in nnx.iter_graph(node):
+                own = type(variable).__mro__[1]
+                if isinstance(variable, nnx.Variable) and type(variable) is reading_whole(own):
+                    object.__setattr__(variable, "__class__", own)
 
 
 def readable(value: Any, use: Any, read: ParamAccess | None, cache: GatherCache) -> tuple[Any, OnRead | None]:
