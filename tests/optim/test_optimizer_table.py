@@ -67,6 +67,8 @@ OPTIMIZERS = {
     "contrib.sophia": {"learning_rate": RATE, "hessian_diagonal_fn": squared_gradients()},
 }
 REFUSED = {
+    "lookahead": ({"fast_optimizer": optax.sgd(0.1), "sync_period": 2, "slow_step_size": 0.5},
+                  "attribute 'fast'.*two sets of parameters"),
     "lbfgs": ({}, "missing 2 required keyword-only arguments: 'grad' and 'value_fn'.*linesearch=None"),
     "contrib.dpsgd": (dict(learning_rate=RATE, l2_norm_clip=1.0, noise_multiplier=0.1, seed=0),
                       "per_example.*one gradient of the whole batch"),
@@ -83,7 +85,7 @@ WHOLE = {
 PARTS = {
     "adaptive_grad_clip", "add_decayed_weights", "add_noise", "apply_every", "apply_if_finite", "centralize", "chain",
     "clip", "clip_by_block_rms", "clip_by_global_norm", "conditionally_mask", "conditionally_transform", "ema",
-    "flatten", "freeze", "identity", "keep_params_nonnegative", "lookahead", "masked", "measure_with_ema", "monitor",
+    "flatten", "freeze", "identity", "keep_params_nonnegative", "masked", "measure_with_ema", "monitor",
     "multi_transform", "named_chain", "normalize_by_update_norm", "partition", "selective_transform", "set_to_zero",
     "snapshot", "stateless", "stateless_with_tree_map", "trace", "with_extra_args_support", "zero_nans",
     "contrib.differentially_private_aggregate", "contrib.hutchinson_estimator_diag_hessian", "contrib.normalize",

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from support.oracle import by_name, oracle, slow
 
 import zero_jax
+from zero_jax.sharding import auto_axes
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import named_leaves
 
@@ -122,6 +123,33 @@ def test_meshes_as_users_have_them(way, flavour, stage):
     step = run[2]
     assert set(step.mesh.axis_types) == {AxisType.Auto}
     assert step.mesh.axis_names == (mesh or context)().axis_names
+
+
+def on_one_device(tree):
+    return jax.device_put(tree, jax.devices()[3])
+
+
+def test_arrays_that_are_on_one_device():
+    """As a data loader puts them there, or what a `jit` of the user's own returns."""
+    step = zero_jax.make_zero_train_step(Net(), 3, mesh=auto(), optimizer=SGD, loss=squares)
+    state = step.init(on_one_device(jax.random.key(0)), on_one_device(BATCHES[0]))
+    losses = []
+    for batch in BATCHES:
+        state, metrics = step(state, on_one_device(batch))
+        losses.append(metrics["loss"])
+    check((np.array(losses), by_name(step.params(state))), "linen")
+    evaluate = step.evaluator()
+    np.testing.assert_array_equal(evaluate(state, on_one_device(batch)), evaluate(state, batch))
+    several = on_one_device(jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), batch))
+    assert step.multi(state, several)[1]["loss"].shape == (2,)
+
+
+@pytest.mark.parametrize("key, batch", [(on_one_device, dict), (lambda key: key, on_one_device)])
+def test_without_the_move_arrays_on_one_device_are_refused_by_jax(key, batch, monkeypatch):
+    monkeypatch.setattr(auto_axes, "_is_on_one_device", lambda leaf, mesh: False)
+    step = zero_jax.make_zero_train_step(Net(), 3, mesh=auto(), optimizer=SGD, loss=squares)
+    with pytest.raises(ValueError, match="incompatible devices|does not match"):
+        step.init(key(jax.random.key(0)), batch(BATCHES[0]))
 
 
 def test_the_check_tells_other_numbers():

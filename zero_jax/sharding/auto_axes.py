@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
@@ -54,14 +54,14 @@ def computing_on(mesh: Mesh) -> Iterator[None]:
 def on_auto_axes(tree: Pytree, mesh: Mesh, target: Callable[[str, Any], NamedSharding] | None = None) -> Pytree:
     """`tree`, whose arrays with Explicit axes are such with Auto axes; those of states are so already.
 
-    target: the sharding of each of these arrays, by name, and of those that `jax.set_mesh` made replicated over some
-    mesh; default: that which it has, or inside of a `jit` any.
+    target: the sharding of each of these arrays, by name, of those that `jax.set_mesh` made replicated over some mesh,
+    and of those that `device_put` put on one device; default: that which it has, or inside of a `jit` any.
     """
     def move(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
         is_explicit = AxisType.Explicit in _typed_mesh(leaf).axis_types
-        if not is_explicit and (target is None or not _is_replicated(leaf)):
+        if not is_explicit and (target is None or not (_is_replicated(leaf) or _is_on_one_device(leaf, mesh))):
             return leaf
         if target is not None:
             return jax.device_put(leaf, target(path_name(path), leaf))
@@ -117,7 +117,8 @@ def in_any_context(function: _Function, at: Any = None) -> _Function:
             raise UsageError("jax.disable_jit() or JAX_DISABLE_JIT is set, and a step is a compiled program: leave it "
                              "out around the step. jax.debug.print and jax.debug.callback show values inside of one.")
         for name in _ARRAYS & given.keys():
-            target = of.batch_target(steps=name == "batches") if name in ("batch", "batches") else None
+            target = (of.batch_target(steps=name == "batches") if name in ("batch", "batches")
+                      else (lambda name, leaf: NamedSharding(of.mesh, P())) if name == "rng" else None)
             given[name] = on_auto_axes(given[name], of.mesh, target)
         with computing_on(of.mesh):
             result = function(*args[len(names):], **given)
@@ -155,6 +156,12 @@ def _is_replicated(leaf: jax.Array) -> bool:
     """Whether each device of a mesh has all of it: its parts are there already."""
     return (not isinstance(leaf, Tracer) and isinstance(leaf.sharding, NamedSharding)
             and leaf.sharding.is_fully_replicated)
+
+
+def _is_on_one_device(leaf: jax.Array, mesh: Mesh) -> bool:
+    """Whether `device_put` put it on one device, where a `jit` over `mesh` refuses it, and one process has all of it."""
+    return (not isinstance(leaf, Tracer) and isinstance(leaf.sharding, SingleDeviceSharding) and leaf.committed
+            and not mesh.is_multi_process)
 
 
 def _typed_mesh(leaf: jax.Array) -> Any:
