@@ -36,6 +36,7 @@ BAD_INPUT = {
     "planned microbatches": (["plan", "--accumulate", "2"], "batch_per_device=1 does not divide into 2 microbatches"),
     "devices 0": (["train", "--devices", "0"], "devices=0: give at least 1"),
     "steps": (["train", "--steps", "0"], "steps=0: give at least 1"),
+    "too many steps": (["train", "--steps", str(2**31)], "steps=2147483648: give at most 2147483647"),
     "keep": (["train", "--max-to-keep", "0"], "max_to_keep=0: give at least 1"),
     "save": (["train", "--save-every", "-1"], "save_every=-1 is not within 0 to inf"),
     "rate": (["train", "--learning-rate", "-1"], "learning_rate=-1.0 is not within"),

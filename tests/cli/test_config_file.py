@@ -93,6 +93,12 @@ def test_a_wrong_key_is_refused_before_jax_starts(tmp_path):
     assert done.returncode == 0 and "Did you mean 'stage'" in done.stderr, done.stderr
 
 
+def test_a_file_as_editors_on_windows_write_it(tmp_path):
+    text = "stage = 2\nseq-len = 64\n"
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert read_options(tmp_path / "run.toml", TrainConfig) == {"stage": 2, "seq_len": 64}
+
+
 def test_no_config_leaves_the_arguments_alone():
     assert expand_config(["plan", "--stage", "3"], CONFIGS) == ["plan", "--stage", "3"]
 

@@ -55,7 +55,7 @@ def read_options(path: str | Path, config: type) -> dict[str, Any]:
     if Path(path).suffix in (".yaml", ".yml", ".json"):
         raise UsageError(f"config={path}: write it as TOML (NAME = VALUE, a line each) in a file that ends in .toml.")
     try:
-        read = tomllib.loads(read_regular(path, MAX_BYTES).decode())
+        read = tomllib.loads(read_regular(path, MAX_BYTES).decode("utf-8-sig"))  # editors on Windows begin with a mark
     except OSError as error:
         raise UsageError(f"config={path} cannot be read ({error.strerror}).") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

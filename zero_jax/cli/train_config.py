@@ -42,6 +42,8 @@ from zero_jax.xla.targets import target_of
 
 SIMULATED_DEVICES, MAX_SIMULATED_DEVICES = 8, 1024
 """CPU devices to simulate where there is no accelerator, and how many there may be."""
+MAX_COUNT = 2**31 - 1
+"""Steps and sizes are int32 on the devices."""
 
 
 @takes_old_names
@@ -72,8 +74,10 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: give at least 1.")
+            if value is not None and value > MAX_COUNT:
+                raise UsageError(f"{name}={value}: give at most {MAX_COUNT}.")
         for name, low, high in (("weight_decay", 0, 10), ("grad_clip_norm", 1e-9, math.inf), ("seed", 0, 2**32 - 1),
-                                ("max_bad_steps", 0, 2**31 - 1),
+                                ("max_bad_steps", 0, MAX_COUNT),
                                 ("save_every", 0, math.inf), ("check_replicas", 0, math.inf),
                                 ("heartbeat", 1, 86400), ("hang_after", 0.01, 86400),
                                 ("ema", 0, 1 - 1e-9)):
