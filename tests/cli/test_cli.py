@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import gzip
 import inspect
 import os
 import platform
@@ -143,6 +144,7 @@ def test_a_process_exits_with_the_status():
     [
         (lambda path: path.write_text("too short"), "The data has 9 tokens"),
         (lambda path: path.write_text(""), "the file is empty"),
+        (lambda path: path.write_bytes(gzip.compress(b"text " * 10_000)), "is compressed: unpack it first"),
     ],
 )
 def test_data_without_a_run_in_it(tmp_path, write, expected):

@@ -1,13 +1,16 @@
 """Documents from files of each format, and what is wrong with a file, by its line."""
 
+import bz2
+import gzip
 import json
+import lzma
 
 import numpy as np
 import pytest
 
 from zero_jax.data import extras
 from zero_jax.data.documents import cut_text
-from zero_jax.data.text_sources import check_file, files_of, read_documents
+from zero_jax.data.text_sources import check_file, check_not_compressed, files_of, read_documents
 
 TEXTS = ["one", "two\nlines", "", "täta \U0001f600"]
 
@@ -77,6 +80,27 @@ def test_lines_that_are_none(tmp_path, rows, message):
 
 def test_what_json_can_spell_and_utf8_cannot(tmp_path):
     assert [*read_documents(jsonl(tmp_path / "a.jsonl", ['{"text": "a\\ud800b"}']))] == ["a���b"]
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
+def test_compressed_files_are_no_text(tmp_path, compress, name):
+    content = b'{"text": "a"}\n' * 50
+    (tmp_path / name).write_bytes(compress(content))
+    for check in (check_file, check_not_compressed):
+        with pytest.raises(ValueError, match="is compressed: unpack it first"):
+            check(tmp_path / name)
+    (tmp_path / name).write_bytes(content)  # negative control
+    check_file(tmp_path / name)
+
+
+def test_text_in_other_codes_than_utf8(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("text", encoding="utf-16")
+    with pytest.raises(ValueError, match="no text in UTF-8, since it has zero bytes: convert it"):
+        check_file(path)
+    path.write_text("text", encoding="utf-8-sig")
+    check_file(path)
 
 
 def test_parquet_files_that_are_none(tmp_path):

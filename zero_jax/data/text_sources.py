@@ -4,6 +4,7 @@ import glob
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".array
 """By the end of a file's name; any other file is plain text, which is one document."""
 
 HEAD_LINES, MAX_LINE_BYTES = 100, 1 << 28
+
+
+_COMPRESSED = re.compile(rb"\x1f\x8b\x08|BZh[1-9]1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd|PK\x03\x04|\x04\x22M\x18")
+"""How files of gzip, bzip2, xz, zstd, zip and lz4 begin."""
 
 
 def format_of(path: str | Path) -> str:
@@ -60,8 +65,15 @@ def read_documents(name: str, *, field: str = "text") -> Iterator[str]:
 
 
 def check_file(path: Path, *, field: str = "text") -> None:
-    """Raises ValueError for what the start of a file shows: the first lines, or what a Parquet file says of itself."""
+    """Raises ValueError for what the start of a file shows: the first lines, or what a Parquet file says of itself.
+
+    What has zero bytes is no text in UTF-8: all of it would be U+FFFD.
+    """
     kind = format_of(path)
+    check_not_compressed(path)
+    if kind == "text" and _is_binary(path):
+        raise UsageError(f"{path} is no text in UTF-8, since it has zero bytes: convert it (iconv -f utf-16 -t utf-8), "
+                         "or name other files.")
     if kind == "jsonl":
         for _ in itertools.islice(_jsonl(path, field), HEAD_LINES):
             pass
@@ -69,6 +81,17 @@ def check_file(path: Path, *, field: str = "text") -> None:
         _check_column(path, field)
     elif kind == "array_record":
         extras.check_installed("grain", str(path))
+
+
+def check_not_compressed(path: Path) -> None:
+    """Raises ValueError for a compressed file, whose bytes would be taken for those of the text."""
+    try:
+        with open_regular(path) as file:
+            head = file.read(10)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}).") from error
+    if _COMPRESSED.match(head):
+        raise UsageError(f"{path} is compressed: unpack it first (gzip -dk, zstd -dk, unzip).")
 
 
 def _is_binary(path: Path) -> bool:

@@ -18,8 +18,8 @@ _ADVICE = (
      "A step gives one gradient of the whole batch, and not one for each example: bound its norm with "
      "optax.clip_by_global_norm and add noise with optax.add_noise, or reduce per-example gradients in the loss"),
     (("attribute 'fast'",),
-     "optax.lookahead keeps two sets of parameters, where a step has one: leave it out, or give ema=, the average of one "
-     "set"),
+     "optax.lookahead keeps two sets of parameters, where a step has one: leave it out, or give ema=, the average of "
+     "one set"),
     (("required keyword", "required positional"),
      "Compute what it lacks within a transform of your own around it, and pass it on to its update"),
 )

@@ -159,7 +159,7 @@ def _is_replicated(leaf: jax.Array) -> bool:
 
 
 def _is_on_one_device(leaf: jax.Array, mesh: Mesh) -> bool:
-    """Whether `device_put` put it on one device, where a `jit` over `mesh` refuses it, and one process has all of it."""
+    """Whether `device_put` put it on one device, which a `jit` over `mesh` refuses, and one process has all."""
     return (not isinstance(leaf, Tracer) and isinstance(leaf.sharding, SingleDeviceSharding) and leaf.committed
             and not mesh.is_multi_process)
 

@@ -11,7 +11,7 @@ from zero_jax.cli.options.objective import WITH_RESPONSES
 from zero_jax.data import extras
 from zero_jax.data.images import DIGITS, is_images
 from zero_jax.data.mixture import check_weights
-from zero_jax.data.text_sources import check_file, files_of, format_of
+from zero_jax.data.text_sources import check_file, check_not_compressed, files_of, format_of
 from zero_jax.data.tokenized import Tokenized, is_tokenized, open_tokenized
 from zero_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from zero_jax.errors import UsageError, few
@@ -176,6 +176,9 @@ def check_data_files(option: str, data: tuple[str, ...]) -> None:
                 raise UsageError(f"{option}: {name}: it is a pipe, a socket or a device: give a file.")
             if not path.stat().st_size:
                 raise UsageError(f"{option}: {name}: the file is empty: give one with text or tokens.")
+        if not (path.is_dir() or is_images(name) or name in ("python", DIGITS)):
+            for file in files_of(name):
+                check_not_compressed(file)
 
 
 def check_eval_data(options: DataOptions, names: tuple[str, ...]) -> None:
