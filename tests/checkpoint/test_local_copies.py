@@ -107,6 +107,9 @@ def test_a_run_goes_on_from_its_last_copy(tmp_path, monkeypatch, capsys, local):
             train(config, console=Console(quiet=True))
     copies = list((tmp_path / "copies").glob("*/*.copy"))
     assert len(copies) == (2 if local else 0)
+    with pytest.raises(ValueError, match="belongs to another run: seed=0 saved but seed=1 given"):
+        train(dataclasses.replace(config, resume=True, seed=1), console=Console(quiet=True))
+    assert list((tmp_path / "copies").glob("*/*.copy")) == copies  # a wrong option loses nothing
     resumed = train(dataclasses.replace(config, resume=True))
     told = capsys.readouterr().out
     assert ("Resumed after step 5 of 6 from the copies in" in told) == local

@@ -72,8 +72,9 @@ def resumed(config: TrainConfig, checkpoints: Checkpoints, copies: LocalCopies |
             console.print(f"Resumed after step {restored.step} of {config.steps} from the copies in "
                           f"{config.local_checkpoints}.", soft_wrap=True)
             return restored
-        copies.clear()
     if not checkpoints.steps():
+        if copies is not None:
+            copies.clear()
         console.print(f"{config.checkpoints} has no checkpoint yet: the run starts from the beginning.", soft_wrap=True)
         return None
     def check(manifest: Manifest) -> None:
@@ -85,6 +86,8 @@ def resumed(config: TrainConfig, checkpoints: Checkpoints, copies: LocalCopies |
 
     saved_by: Any = _step_of_slices(step, checkpoints)
     restored = checkpoints.restore(saved_by or step, batches[0], fallback=True, accept=check)
+    if copies is not None:
+        copies.clear()  # not before: where these options are not the run's, those with which it is continued want them
     if saved_by is not None:
         restored = dataclasses.replace(restored, state=step.resized(restored.state, saved_by))
         console.print(_resized_text(saved_by, step, restored.step), soft_wrap=True)
