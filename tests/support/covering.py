@@ -1,4 +1,4 @@
-"""Grids of parametrized tests: by default the rows that cover all pairs of values, in `make test-slow` the others."""
+"""Grids of parametrized tests: rows that cover all pairs of values; with `pairwise` the others are slow."""
 
 import itertools
 from collections.abc import Iterable
@@ -8,18 +8,24 @@ import pytest
 
 
 def pairwise(*factors: Iterable[Any]) -> list[Any]:
-    """All combinations of `factors`; those that are not needed to cover every pair of two factors' values are slow.
+    """All combinations of `factors`; those that `covering` leaves out are slow."""
+    grid, chosen = list(itertools.product(*map(tuple, factors))), covering(*factors)
+    return [pytest.param(*row, marks=() if row in chosen else pytest.mark.slow) for row in grid]
+
+
+def covering(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Combinations of `factors` that cover every pair of two factors' values.
 
     Faults of a program mostly come from one value or from two together (Kuhn, Wallace and Gallo, 2004). Greedy and
     deterministic: each row that runs is the first of those that cover the most pairs not covered before it.
     """
     grid = list(itertools.product(*map(tuple, factors)))
-    chosen, missing = set(), set().union(*map(pairs, grid)) if grid else set()
+    chosen: list[tuple[Any, ...]] = []
+    missing = set().union(*map(pairs, grid)) if grid else set()
     while missing:
-        best = max(range(len(grid)), key=lambda number: len(pairs(grid[number]) & missing))
-        chosen.add(best)
-        missing -= pairs(grid[best])
-    return [pytest.param(*row, marks=() if number in chosen else pytest.mark.slow) for number, row in enumerate(grid)]
+        chosen.append(max(grid, key=lambda row: len(pairs(row) & missing)))
+        missing -= pairs(chosen[-1])
+    return sorted(chosen, key=grid.index)
 
 
 def pairs(row: tuple[Any, ...]) -> set[Any]:
