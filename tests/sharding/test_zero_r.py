@@ -200,7 +200,7 @@ def test_what_blocks_keep_is_what_is_held():
     slow("v5e:2x4", 3, {"context": 4}, {}),
     slow("v5e:2x4", 2, {"tensor": 2}, {"sequence_parallel": True})])
 def test_gradients_beside_tensor_are_scattered(target, stage, sizes, options):
-    """And negative control: what the partitioner makes of them."""
+    """And negative control, once for each compiler: what the partitioner makes of them."""
     def share(change=None):
         made, _, _ = compiled(target, stage, tuple(sizes.items()), global_batch=24, change=change, **options,
                               **CHECKPOINTED)
@@ -211,7 +211,7 @@ def test_gradients_beside_tensor_are_scattered(target, stage, sizes, options):
     # Three ways XLA joins the sum of the position embeddings, which it scatters nowhere, with a bias: told, by no name.
     joined = "all-reduce of bf16[131840]" if target == "h100:3x8" else ""
     assert scattered < 1.1 and not [violation for violation in violations if not joined or joined not in violation]
-    assert share(partitioned)[0] > 1.15 * scattered
+    assert stage == 3 or share(partitioned)[0] > 1.15 * scattered
 
 
 @pytest.mark.slow
