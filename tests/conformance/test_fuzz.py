@@ -46,7 +46,7 @@ BATCH = {"x": np.zeros((16, 8), np.float32)}
 STEP = {"stage": [0, 3], "precision": ["bf16", None], "axis": ["data"], "frozen": ["bias"], "ema": [0.9],
         "accumulate": [2], "guard": [zero_jax.Guard()],
         "mesh": [], "loss": [squared], "optimizer": [optax.sgd(0.1)], "reduce": ["once"],
-        "gather": ["use", "auto"],
+        "gather": ["use", "auto", "forward"],
         "rng_streams": ["dropout"], "tensor_rules": [()], "sequence_parallel": [False], "remat": ["full"],
         "partition_activations": [False], "hpz_axes": [()], "combine_bytes": [None],
         "overlap": [False, "auto"], "prefetch": [False], "offload": [None, "optimizer", "parameters"], "model": [Net()],

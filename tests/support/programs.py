@@ -273,13 +273,16 @@ PROGRAMS: dict[str, Row] = {
     "v5e stage 3, conv": Row(V5E, 3, resnet.build(resnet.Config((1, 1), width=16, num_classes=8)),
                              options={"loss": classify_images}),
     "v5p stage 1, reduce fp32": Row(V5P, 1, options=REDUCE_FP32),
-    "v5p stage 3": gpt2_row(V5P, 3, config=REMAT),
+    **{f"v5p stage {stage}": gpt2_row(V5P, stage, config=REMAT) for stage in (2, 3)},
     "v5p stage 3, no overlap": gpt2_row(V5P, 3, config=REMAT, options={"overlap": False}),
     **{f"v5p stage 3, 4 layers{', prefetch' * prefetch}": gpt2_row(
         V5P, 3, config=dataclasses.replace(WIDE, num_layers=4, width=512, num_heads=4), batch=(16, 512),
         options={"prefetch": prefetch})
        for prefetch in (False, True)},
     "v6e stage 3": Row("v6e:2x4", 3),
+    **{f"{name} stage 3, gathered in forward": gpt2_row(target, 3, config=REMAT, options={"gather": "forward"})
+       for name, target in (("h100", H100), ("v5p", V5P), ("v6e", "v6e:2x4"))},
+    "h100 stage 3, remat": gpt2_row(H100, 3, config=REMAT),
     "v5p stage 3, hybrid": Row(V5P, 3, NNX, {"data": 4, "replica": 2}),
     "v5p stage 3, annotated": Row(V5P, 3, change=annotated),
     "v5p stage 3, flat slice": Row(V5P, 3, sizes={"data": 8}),

@@ -82,12 +82,14 @@ def _trainable(layout: Layout, num_microbatches: int) -> Iterator[ParamTraffic]:
 def _gathers(layout: Layout, use: ParamUse, shards: int, num_microbatches: int) -> float:
     """What a step of stage 3 sends to gather a parameter that is in `shards`, over its size.
 
-    Each microbatch gathers it forward and backward, or the step does so once for all of them; in part, where the copy
-    stays sharded over the hpZ axes. Tiles of a checkpointed product may be gathered once more in backward, since those
-    that compute its result again are gone when its gradient is computed.
+    Each microbatch gathers it forward and backward, or in forward alone, or the step does so once for all of them; in
+    part, where the copy stays sharded over the hpZ axes. Tiles of a checkpointed product may be gathered once more in
+    backward, since those that compute its result again are gone when its gradient is computed.
     """
     whole, within = 1 - 1 / shards, 1 - 1 / parts_of(use.stored, {
         name: layout.axes.size(name) for name in use.secondary or layout.axes.zero})
+    if layout.kept_bytes:
+        return num_microbatches * whole
     if layout.step_weights is None:
         again = use.tiles is not None and layout.reads[use.tiles.name].checkpointed
         return num_microbatches * (whole + within + again * whole)

@@ -112,7 +112,8 @@ class Contract:
         params: what must be sent for each parameter.
         state: what the layout makes of the state.
         num_gathers: in how many microbatches parameters are gathered: 1 where a step gathers them once for all.
-        copy_bytes: on each device of the copy of the parameters that a step gathers for its microbatches.
+        copy_bytes: on each device of the copy of the parameters that a step gathers for its microbatches, or that
+            forward keeps for backward.
         num_reductions: how often gradients are reduced in a step.
         context: the mesh axis over which the sequence is split.
         host: what may be in the host's memory; None where nothing is offloaded.

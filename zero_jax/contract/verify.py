@@ -72,6 +72,7 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
 
     zero_axes = layout.axes.zero if stage.shards_optimizer else ()
     how = "the forward and once more for the backward pass" if stage.shards_params else "all devices after the update"
+    how = "the forward pass, and kept for backward" if layout.kept_bytes else how
     copies = microbatch_layout(layout)
     if layout.step_weights is not None:
         how = "all microbatches of a step" + ", and in each of them over the hpZ axes" * copies.gathers_at_use

@@ -17,8 +17,8 @@ from zero_jax.typing import Batch
 class Accumulation:
     """Gradient accumulation: microbatches per step, reduced after "every" microbatch or "once" after the last.
 
-    gather: at stage 3, each parameter is gathered at every "use", or once a "step" before the first microbatch; "auto":
-    the latter where memory allows.
+    gather: at stage 3, each parameter is gathered at every "use"; in the "forward" pass of a microbatch, and kept for
+    its backward pass; or once a "step" before the first microbatch; "auto": the last where memory allows.
     """
 
     microbatches: int = 1
@@ -33,12 +33,13 @@ class Accumulation:
                              "scattered) or \"once\" (the sum of them is).")
         if self.once and self.microbatches == 1:
             raise UsageError("reduce=\"once\" without accumulate: the gradient of one batch is reduced once already.")
-        if not isinstance(self.gather, str) or self.gather not in ("use", "step", "auto"):
+        if not isinstance(self.gather, str) or self.gather not in ("use", "forward", "step", "auto"):
             raise UsageError(f"gather={shown(self.gather)}: give \"use\" (each microbatch gathers a parameter where it "
-                             "is read), \"step\" (it is gathered once, before the first microbatch) or \"auto\".")
-        if self.gather != "use" and self.microbatches == 1:
-            raise UsageError(f"gather={self.gather!r} without accumulate: the one batch of a step gathers parameters "
-                             "where it reads them: give accumulate=4, say, or leave gather out.")
+                             "is read, forward and backward), \"forward\" (forward alone, and keeps it for backward), "
+                             "\"step\" (it is gathered once, before the first microbatch) or \"auto\".")
+        if self.gather in ("step", "auto") and self.microbatches == 1:
+            raise UsageError(f"gather={self.gather!r} without accumulate: a step of one batch gathers parameters where "
+                             "it reads them: give accumulate=4, say, gather=\"forward\", or leave gather out.")
 
     @property
     def once(self) -> bool:

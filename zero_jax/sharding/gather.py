@@ -22,6 +22,8 @@ from zero_jax.sharding.stored_shape import StoredShape
 
 GATHERED = "zero_gathered"
 """The `checkpoint_name` of gathered parameters, and of what is computed from them alone."""
+KEPT = "zero_kept"
+"""The `checkpoint_name`, beside `GATHERED`, of gathered parameters that backward takes from forward."""
 SECONDARY = "zero_secondary"
 """The `checkpoint_name` of what is gathered over all but the secondary axes, from which backward gathers (hpZ)."""
 REDUCED = "zero_reduced"
@@ -34,8 +36,6 @@ _SPLIT = "zero_tensor_"
 """With a number, the `checkpoint_name` of a parameter whose dim of that number `tensor` splits."""
 GATHER_SCOPE = "zero_gather"
 """In the op_name of every collective that gathers parameters."""
-
-
 HOST_READ_SCOPE = "zero_host_read"
 """In the op_name of every read of a parameter's shard from host memory."""
 
@@ -74,7 +74,7 @@ class ParamUse:
     reduce: that in which the gradient is reduced. stored_shape: how it and its gradient are padded or merged.
     secondary: mesh axes over which backward gathers once more, from a copy that the others gathered (hpZ).
     codes: how it is quantised to be gathered, None: it is sent in `dtype`. quantize_gradient: whether its gradient is.
-    tiles: the parts of a stored dim in which `transforms.tiled_products` uses it, None: it is used whole.
+    tiles: parts of a stored dim in which `tiled_products` uses it, None: whole. keep: what is gathered, for backward.
     """
 
     axes: MeshAxes
@@ -87,6 +87,7 @@ class ParamUse:
     codes: GatherCodes | None = None
     quantize_gradient: bool = False
     tiles: Tiles | None = None
+    keep: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -131,7 +132,7 @@ class ParamUse:
         shard: Any = jax.lax.stop_gradient(message)
         two_hops = self.secondary and secondary_spec(self.sent, self.axes, self.secondary) != self.sent
         shard = _GATHER_SECONDARY.bind(shard, use=self, names=(SECONDARY,)) if two_hops else shard
-        return carrier, _GATHER.bind(shard, use=self, names=(GATHERED,))
+        return carrier, _GATHER.bind(shard, use=self, names=(GATHERED, KEPT) if self.keep else (GATHERED,))
 
     @property
     def sent(self) -> P:
@@ -207,9 +208,8 @@ def gather(value: jax.Array, axes: MeshAxes, spec: P, target: P | None = None) -
 
 def secondary_spec(spec: P, axes: MeshAxes, secondary: Sequence[str]) -> P:
     """The spec of what is gathered from `spec` over all axes but the secondary ones and `tensor`."""
-    remaining = {axes.tensor, *secondary}
     entries = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in spec]
-    kept = [tuple(name for name in entry if name in remaining) for entry in entries]
+    kept = [tuple(name for name in entry if name in (axes.tensor, *secondary)) for entry in entries]
     return P(*[None if not names else names[0] if len(names) == 1 else names for names in kept])
 
 

@@ -71,6 +71,7 @@ class Layout:
         replicated_batch: names of the leaves of a batch that are whole on every device.
         step_weights: the copy of all parameters that a step gathers once for its microbatches, as
             `jax.ShapeDtypeStruct`s with shardings; None: they are gathered where they are read.
+        kept_bytes: on each device, of the gathered parameters that backward takes from forward; 0: it gathers again.
         gather_note: how often parameters are gathered and why, where `gather=` was given.
         quantized: which parameters are sent as codes; None: none.
         host: names of the leaves of `state` that are stored in host memory (`memory.kinds.with_offload`).
@@ -89,6 +90,7 @@ class Layout:
     reads: Mapping[str, ParamAccess]
     replicated_batch: tuple[str, ...] = ()
     step_weights: Pytree | None = None
+    kept_bytes: int = 0
     gather_note: str = ""
     quantized: QuantizedLeaves | None = None
     host: frozenset[str] = frozenset()

@@ -33,6 +33,10 @@ def with_step_weights(layout: Layout, accumulation: Accumulation) -> Layout:
     if accumulation.gather == "use":
         return layout
     copy = _abstract_copy(layout)
+    if accumulation.gather == "forward":
+        uses = jax.tree.map(lambda use: dataclasses.replace(use, keep=True), layout.uses)
+        return dataclasses.replace(layout, uses=uses, kept_bytes=_device_bytes(copy), gather_note=(
+            f"in forward, and kept for backward: {_device_bytes(copy):,} bytes on each device"))
     total = layout.device_bytes + _device_bytes(copy) + _sum_bytes(layout, accumulation)
     kind = layout.mesh.devices.flat[0].device_kind
     chip = chip_of_kind(kind)
@@ -82,8 +86,8 @@ def gather_step_weights(params: Params, frozen: Params, layout: Layout) -> tuple
 
 
 def step_weights_bytes(layout: Layout) -> int:
-    """Bytes of the copy on each device; 0 where there is none."""
-    return _device_bytes(layout.step_weights)
+    """Bytes on each device of the copy, or of what forward keeps for backward; 0 where there is neither."""
+    return _device_bytes(layout.step_weights) + layout.kept_bytes
 
 
 def _abstract_copy(layout: Layout) -> Pytree:

@@ -90,6 +90,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         return closed
 
     gathers = layout.gathers_at_use
+    again = gathers and not layout.kept_bytes
     # On a flat GPU mesh the partitioner's own reductions are asynchronous: there only what it cannot scatter is edited.
     hops = () if layout.quantized is None else layout.quantized.hops
     uneven_only = not layout.axes.is_tpu and layout.axes.is_flat
@@ -105,7 +106,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         (gathers, remat_scan_bodies),
     ]
     on_gradients = [
-        (gathers, functools.partial(
+        (again, functools.partial(
             gather_again, host_in_barriers=not (layout.host_params and layout.axes.is_tpu))),
         (scatters, functools.partial(merge_scatters, uneven=uneven_only)),
         (True, inline_calls),
@@ -122,7 +123,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
     loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled),
                                 first=remat_blocks, last=with_shared_calls)
     gradient_of = with_jaxpr_passes(
-        value_and_grad(loss_of, argnums=(0, 2), barrier=gathers), *(each for enabled, each in on_gradients if enabled),
+        value_and_grad(loss_of, argnums=(0, 2), barrier=again), *(each for enabled, each in on_gradients if enabled),
         as_call="" if layout.host_params else "gradient")
 
     def gradient(weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar

@@ -94,8 +94,10 @@ def make_zero_train_step(
       reduce: "every" microbatch's gradient is reduced, and shards of it summed; or each device sums its own and they
         are reduced "once": the communication of one batch, and a whole gradient in float32 on each device. Then each
         device's rows are a microbatch of their own, in batch statistics too.
-      gather: at stage 3 with `accumulate`: parameters are gathered at each "use", twice in every microbatch, and
-        dropped; or once a "step", before the first microbatch, into a copy in the compute dtype that all of them read:
+      gather: at stage 3, parameters are gathered at each "use", twice in every microbatch, and dropped; or in the
+        "forward" pass alone, where each is read, and kept for the backward pass: the bytes sent, and the memory within
+        a step, of stage 2, with gathers beside compute. With `accumulate`, or once a "step", before the first
+        microbatch, into a copy in the compute dtype that all of them read:
         whole on each device, or sharded over `hpz_axes`, among which microbatches then gather. Gradients are then
         rounded to the compute dtype after their reduction, as at stages 1 and 2. "auto": "step" where the state, the
         copy and the sums of gradients take at most half of the memory of a device of the mesh, if its kind is known;

@@ -74,12 +74,17 @@ class StepOptions:
         if unknown or self.hpz_axes and (self.stage.number < 3 or set(self.hpz_axes) == set(axes.zero)):
             raise UsageError(f"hpz_axes={self.hpz_axes} at stage {self.stage.number}: give some of the axes "
                              f"{axes.zero} that ZeRO shards over in the mesh {axes.sizes}, but not all, and stage 3.")
-        if self.accumulation.gather != "use" and self.stage.number < 3:
-            raise UsageError(f"gather={self.accumulation.gather!r} at stage {self.stage.number}: its parameters are "
-                             "whole on every device all the time: leave gather out, or take stage 3.")
-        if self.accumulation.gather == "step" and axes.zero_size == 1:
-            raise UsageError(f"gather=\"step\" in the mesh {axes.sizes}, where ZeRO shards over one device: there is "
+        gather = self.accumulation.gather
+        if gather != "use" and self.stage.number < 3:
+            raise UsageError(f"gather={gather!r} at stage {self.stage.number}: its parameters are whole on every "
+                             "device all the time: leave gather out, or take stage 3, which with gather=\"forward\" "
+                             "sends as little as stages 1 and 2.")
+        if gather in ("forward", "step") and axes.zero_size == 1:
+            raise UsageError(f"gather={gather!r} in the mesh {axes.sizes}, where ZeRO shards over one device: there is "
                              "nothing to gather: leave it out.")
+        if gather == "forward" and self.hpz_axes:
+            raise UsageError(f"gather=\"forward\" with hpz_axes={self.hpz_axes}: backward gathers nothing, inside of a "
+                             "node or outside: leave one of them out.")
         if self.accumulation.once and axes.context in axes.zero:
             raise UsageError(f"reduce=\"once\" with an axis {axes.context!r}: each of its devices has a part of every "
                              "example, and no batch of its own: give reduce=\"every\".")

@@ -37,7 +37,7 @@ from zero_jax.jaxpr.primitives import (
     with_body,
     with_call_jaxpr,
 )
-from zero_jax.sharding.gather import GATHERED, SECONDARY, differentiated_last
+from zero_jax.sharding.gather import GATHERED, KEPT, SECONDARY, differentiated_last
 
 NEVER_SAVED = ("reshape", "squeeze", "broadcast_in_dim", "stop_gradient")
 """Primitives whose results cost nothing to compute again, whatever they are of."""
@@ -175,7 +175,7 @@ def _with_own_policy(fun: Callable[..., Any], policy: Any, *, prevent_cse: Any, 
     """
     def saveable(prim: Any, *avals: Any, **params: Any) -> Any:
         saved = policy is not None and policy(prim, *avals, **params)
-        return saved or prim.name != NAME and SECONDARY in policy_names(prim, params)
+        return saved or prim.name != NAME and not {KEPT, SECONDARY}.isdisjoint(policy_names(prim, params))
 
     checkpointed = jax.checkpoint(fun, policy=saveable, prevent_cse=prevent_cse)
 

@@ -7,7 +7,7 @@ from zero_jax.errors import UsageError
 PrecisionName = Literal["fp32", "bf16", "fp16", "bf16-stochastic"]
 
 Reduce = Literal["every", "once"]
-Gather = Literal["use", "step", "auto"]
+Gather = Literal["use", "forward", "step", "auto"]
 
 Offloaded = Literal["no", "optimizer", "parameters", "disk", "auto"]
 """auto: of the first three the one that fits with the least predicted time."""
@@ -36,7 +36,7 @@ def check_gather(gather: Gather, stage: int, accumulate: int) -> None:
         return
     if stage < 3:
         raise UsageError(f"gather={gather} at stage {stage}: its parameters are whole on every device all the time: "
-                         "leave it out, or give stage=3.")
-    if accumulate == 1:
-        raise UsageError(f"gather={gather} without accumulate: the one batch of a step gathers parameters where it "
-                         "reads them: give accumulate=4, say, or leave it out.")
+                         "leave it out, or give stage=3, which with gather=forward sends as little as stages 1 and 2.")
+    if accumulate == 1 and gather != "forward":
+        raise UsageError(f"gather={gather} without accumulate: a step of one batch gathers parameters where it reads "
+                         "them: give accumulate=4, say, gather=forward, or leave it out.")

@@ -16,5 +16,5 @@ class MicrobatchOptions:
     """Reduce-scatter every microbatch's gradient and sum the shards, or sum on each device and reduce once."""
 
     gather: Gather = "use"
-    """With microbatches at stage 3: gather parameters at each use, or once a step into a copy that all microbatches
-    read; auto: once a step where that takes at most half of a device's memory."""
+    """At stage 3: gather parameters at each use, in forward alone, which keeps them for backward, or once a step into a
+    copy that all microbatches read; auto: once a step where that takes at most half of a device's memory."""

@@ -1,0 +1,122 @@
+"""`gather="forward"`: stage 3 whose backward takes the gathered weights from forward, and sends what stage 2 does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from support.oracle import loss_difference, param_difference, slow, train
+from support.programs import program
+from support.workloads import token_batches
+
+import zero_jax
+from models import gpt2, gpt2_nnx
+from zero_jax.cli.planning.plan_config import PlanConfig
+from zero_jax.cli.train_config import TrainConfig
+from zero_jax.contract import verify as contract
+from zero_jax.sharding import gather
+
+CONFIG = gpt2.Config(2, 36, 2, vocab_size=67, max_length=16)  # no dim of its matrices divides by 8
+FLAVOURS = {"linen": gpt2.build, "nnx": gpt2_nnx.build}
+BATCHES = token_batches(2, size=32, vocab=67)
+SGD = optax.sgd(0.3, momentum=0.9)
+
+
+@functools.cache
+def one_device(flavour):
+    return train(FLAVOURS[flavour](CONFIG), 0, 1, batches=BATCHES, optimizer=SGD)
+
+
+def differences(flavour, **options):
+    """Of losses and parameters, from one device that takes the batch at once."""
+    many = train(FLAVOURS[flavour](CONFIG), 3, 8, batches=BATCHES, optimizer=SGD, gather="forward", **options)
+    one = one_device(flavour)
+    return loss_difference(many, one), param_difference(many, one)
+
+
+@pytest.mark.parametrize("flavour, options", [
+    ("linen", {"remat": "full"}), slow("linen", {"accumulate": 2, "reduce": "once"}),
+    slow("nnx", {"accumulate": 4, "remat": zero_jax.Remat(every=2)})])
+def test_it_has_the_numbers_of_one_device(flavour, options):
+    loss, params = differences(flavour, **options)
+    assert loss < 1e-6 and params < 3e-6
+
+
+def test_weights_with_other_bits_are_caught(monkeypatch):
+    """Negative control."""
+    original = gather.gather
+    monkeypatch.setattr(gather, "gather", lambda value, *args: original(
+        value.astype(jnp.bfloat16).astype(value.dtype), *args))
+    assert differences("linen", remat="full")[1] > 3e-5
+
+
+@pytest.mark.slow
+def test_backward_gathers_nothing():
+    """In units of psi elements of bf16 on a ring: 1 in place of 2, though the model rematerialises its blocks."""
+    kept, again = (program(f"h100 stage 3, {name}") for name in ("gathered in forward", "remat"))
+    unit = kept.num_params * 2 * (1 - 1 / 8)
+    sent = [found.verify().results[0].communication_bytes / unit for found in (kept, again)]
+    assert sent == pytest.approx([1, 2], rel=0.01)
+    with pytest.raises(zero_jax.ContractError, match="bytes of parameters are gathered"):  # negative control
+        contract.verify(again.text, kept.contract)
+
+
+@pytest.mark.slow
+def test_it_takes_the_memory_of_stage_2():
+    """State is stage 3's, and within a step two bytes per parameter come to the temporaries."""
+    kept, again = (program(f"h100 stage 3, {name}") for name in ("gathered in forward", "remat"))
+    assert kept.state_bytes == again.state_bytes
+    assert kept.contract.copy_bytes == 2 * kept.num_params and again.contract.copy_bytes == 0
+    assert kept.memory.temp_size_in_bytes - again.memory.temp_size_in_bytes < 2.2 * kept.num_params
+
+
+def asynchronous(name):
+    """Share of the bytes that are sent asynchronously."""
+    found = program(name)
+    return sum(c.communication_bytes * c.count for c in found.collectives if c.asynchronous) / found.sent()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5p", "v6e"])
+def test_on_tpus_gathers_are_beside_compute(chip):
+    """At stages 1 and 2 they come last, with nothing beside them: the control, which sends as much."""
+    found = program(f"{chip} stage 3, gathered in forward")
+    assert not found.report.violations
+    assert asynchronous(f"{chip} stage 3, gathered in forward") >= {"v5p": 0.98, "v6e": 0.97}[chip]
+
+
+@pytest.mark.slow
+def test_at_the_end_of_a_step_they_are_not():
+    """The control."""
+    assert asynchronous("v5p stage 2") < 0.6
+    forward, last = program("v5p stage 3, gathered in forward"), program("v5p stage 2")
+    assert forward.sent() == pytest.approx(last.sent(), rel=0.02)
+
+
+@pytest.mark.parametrize("stage, options, told", [
+    (2, {}, "gather='forward' at stage 2: .* take stage 3, which with gather=\"forward\" sends as little"),
+    (3, {"mesh": 1}, "gather='forward' in the mesh .*nothing to gather"),
+    (3, {"mesh": (2, 4), "hpz_axes": "data_1"}, "gather=\"forward\" with hpz_axes"),
+    (3, {"tiling": {"up/kernel": 2}}, "tiling with gather='forward'")])
+def test_what_cannot_be_is_refused(stage, options, told):
+    options = dict(options)
+    with pytest.raises(zero_jax.UsageError, match=told):
+        mesh = zero_jax.make_mesh(options.pop("mesh", 8))
+        step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), stage, mesh=mesh, gather="forward", **options)
+        step.layout(BATCHES[0])
+
+
+def test_the_layout_tells_its_bytes():
+    mesh = zero_jax.make_mesh(8)
+    step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, mesh=mesh, precision="bf16", gather="forward")
+    layout = step.layout(BATCHES[0])
+    stored = sum(leaf.size for leaf in jax.tree.leaves(layout.state.params))
+    assert layout.kept_bytes == 2 * stored
+    assert f"gathered in forward, and kept for backward: {2 * stored:,} bytes on each device" in layout.describe()
+
+
+def test_the_command_line_takes_it_at_stage_3():
+    assert TrainConfig(stage=3, gather="forward").gather == PlanConfig(stage=3, gather="forward").gather == "forward"
+    with pytest.raises(zero_jax.UsageError, match="gather=forward at stage 2"):
+        PlanConfig(stage=2, gather="forward")
