@@ -258,6 +258,36 @@ def test_output_that_nobody_reads_ends_quietly(monkeypatch):
         main([])
 
 
+@pytest.mark.parametrize("redirect, status, expected", [
+    ("> /dev/full", 2, "error: standard output cannot be written (No space left on device)"),
+    (">&-", 0, ""), (">&- 2>&-", 0, "")])
+def test_output_that_goes_nowhere(redirect, status, expected, monkeypatch):
+    command = f"exec '{sys.executable}' -m zero_jax --version {redirect}"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status and not done.stdout
+    assert done.stderr.startswith(expected) and done.stderr.count("\n") == bool(expected)
+
+    def fails(args):
+        raise OSError("some other file")
+
+    monkeypatch.setattr("zero_jax.cli.main._status", fails)
+    with pytest.raises(OSError, match="other"):  # negative control: not that of the output
+        main([])
+
+
+def test_no_file_gets_the_number_of_closed_output(tmp_path):
+    program = ("import os, sys\nfrom zero_jax.cli import main as cli\nif len(sys.argv) > 1:\n"
+               "    cli._open_closed_streams = lambda: setattr(sys, 'stdout', sys.stderr)\n"
+               "cli._status = lambda args: os.open('file', os.O_WRONLY | os.O_CREAT)\nsys.exit(cli.main([]))\n")
+
+    def number(*args):
+        command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", program, *args]
+        return subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60).returncode
+
+    assert number() > 2
+    assert number("as before") == 1  # negative control
+
+
 def test_every_field_says_what_it_is():
     fields = set()
     for options in TrainConfig.__mro__[:-1]:

@@ -52,10 +52,12 @@ def main(args: Sequence[str] | None = None) -> int:
     0, or 1 for a run that failed, 2 for bad input (one message on standard error), 3 for a plan that does not fit,
     75 for a run that saved and ended on SIGTERM, 129 for one that did on SIGHUP, 130 for one that did on Ctrl-C; 130
     after a second or another Ctrl-C, too, 124 for a run that hung (--hang-exit), 141 where the reader of the output
-    ended, as head does, whereupon nothing is printed. What the user's own code raises, in a
-    forward pass say, is bad input, and told with its line. An error that is neither that nor a bad step is raised as it
+    ended, as head does, whereupon nothing is printed. Output that cannot be written, as on a full disk, is told with 2;
+    closed output is dropped. What the user's own code raises, in a forward pass say, is bad input, and told with its
+    line. An error that is neither that nor a bad step is raised as it
     is, with which Python ends with 1. ZERO_JAX_TRACEBACK=1 in the environment shows the traceback of the others, too.
     """
+    _open_closed_streams()
     try:
         try:
             return _status(sys.argv[1:] if args is None else args)
@@ -64,8 +66,41 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _output_is_closed():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        _drop_output()
         return OUTPUT_CLOSED
+    except OSError as error:
+        if not _output_fails():
+            raise
+        _drop_output()
+        return _failed(UsageError(f"standard output cannot be written ({error.strerror}): free space, or send it to "
+                                  "another file."), 2)
+
+
+def _open_closed_streams() -> None:
+    """Gives standard streams that are closed, as by `>&-`, the null device.
+
+    The first files that are opened would get their numbers, and what libraries print would be written into them.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+
+
+def _output_fails() -> bool:
+    """Whether standard output, and not some other file, is what cannot be written: an empty line shows it."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
+
+
+def _drop_output() -> None:
+    """Python flushes once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _output_is_closed() -> bool:
