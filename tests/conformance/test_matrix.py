@@ -18,6 +18,7 @@ from support.random_modules import Drawn, batches, check
 
 import zero_jax
 
+pytestmark = pytest.mark.short_random
 FEATURES = [(flavour, piece) for flavour in PIECES for piece in sorted(PIECES[flavour])]
 HIDDEN = {"even": 16, "uneven": 13}
 DEFAULT = {("linen", "ragged_dot", 3, "uneven"), ("nnx", "fused attention", 2, "even")}

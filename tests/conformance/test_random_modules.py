@@ -4,13 +4,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support.module_pieces import PIECES
-from support.oracle import slow
 from support.random_modules import NOT_DRAWN, check, draw
 
 from zero_jax.transforms import explicit_scatter
 
 FAST, NUM_SEEDS, GROUP = 6, 300, 10
-GROUPS = [slow(range(first, first + GROUP)) for first in range(FAST, FAST + NUM_SEEDS, GROUP)]
+NUM_SHORT = 120
+"""Seeds whose initial values are drawn from a hash that compiles sooner."""
+GROUPS = [pytest.param(range(first, first + GROUP), marks=[
+    pytest.mark.slow, *[pytest.mark.short_random] * (first < FAST + NUM_SHORT)])
+          for first in range(FAST, FAST + NUM_SEEDS, GROUP)]
 
 
 @pytest.mark.parametrize("seeds", [*[range(seed, seed + 1) for seed in range(FAST)], *GROUPS], ids=lambda seeds: (

@@ -4,7 +4,10 @@ import ast
 import itertools
 from pathlib import Path
 
+import jax
+import numpy as np
 from support.covering import pairs, pairwise
+from support.short_random import use
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -33,3 +36,21 @@ def test_default_rows_cover_every_pair_and_the_others_are_slow():
     every = set().union(*map(pairs, itertools.product(*factors)))
     assert set().union(*map(pairs, default)) == every and len(default) == 8
     assert set().union(*map(pairs, default[:-1])) != every  # the control
+
+
+def drawn() -> np.ndarray:
+    """Columns of normal numbers, of keys that are split off, folded in and given. Folding in 0 and 1 is splitting."""
+    keys = [*jax.random.split(jax.random.key(0)), *[jax.random.fold_in(jax.random.key(0), i) for i in (2, 3, 7)],
+            jax.random.key(0), jax.random.key(1)]
+    return np.stack([jax.jit(lambda key: jax.random.normal(key, (64, 64)))(key).ravel() for key in keys], -1)
+
+
+def test_short_random_numbers_are_spread_and_are_others(short_random):
+    short = drawn()
+    np.testing.assert_allclose(short.mean(0), 0, atol=0.06)
+    np.testing.assert_allclose(np.corrcoef(short.T), np.eye(short.shape[1]), atol=0.06)
+    np.testing.assert_allclose(short.std(0), 1, atol=0.06)
+    assert all(len(np.unique(column)) > 4000 for column in short.T)
+    use(short=False)
+    assert not np.isclose(short, own := drawn(), atol=1e-3).all(-1).any()  # the control: JAX's own are back
+    np.testing.assert_allclose(own[0, -2], jax.random.normal(jax.random.key(0), (64, 64))[0, 0])

@@ -1,0 +1,51 @@
+"""A pytest plugin: random numbers of a few operations, for slow rows that are marked `short_random`.
+
+XLA compiles a thirtieth of a CPU second for each draw of Threefry's 20 rounds, and more in large programs; of a step of
+a small model the two initialisations (the library's and the plain loop's) are more than half of what is compiled. Where
+it matters only that both draw the same numbers, a hash of 12 operations is as good. Default rows keep JAX's own.
+"""
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.random import threefry2x32_p
+from jax.interpreters import mlir
+
+RULES = mlir._platform_specific_lowerings["cpu"]
+JAX_OWN = RULES[threefry2x32_p]
+
+
+def short_hash(key_0, key_1, high, low):
+    """Two words of each counter and key: multiplied and mixed as in xxHash, not for cryptography."""
+    a = (high + key_0 + np.uint32(0x165667B1)) * np.uint32(0x9E3779B1)
+    b = (low ^ key_1) * np.uint32(0x85EBCA77)
+    a = (a ^ (b >> np.uint32(15))) * np.uint32(0xC2B2AE3D)
+    b = (b ^ (a >> np.uint32(13))) * np.uint32(0x27D4EB2F)
+    return a ^ (b >> np.uint32(16)), b ^ (a >> np.uint32(15))
+
+
+def use(short: bool) -> None:
+    """From here on, in what is compiled anew; what was compiled is forgotten where that changes."""
+    if (RULES[threefry2x32_p] is not JAX_OWN) == short:
+        return
+    if short:
+        mlir.register_lowering(threefry2x32_p, mlir.lower_fun(short_hash, multiple_results=True), platform="cpu")
+    else:
+        RULES[threefry2x32_p] = JAX_OWN
+    jax.clear_caches()
+
+
+def pytest_runtest_setup(item):
+    use(short=bool(item.get_closest_marker("short_random") and item.get_closest_marker("slow")))
+
+
+def pytest_sessionfinish(session):
+    use(short=False)
+
+
+@pytest.fixture
+def short_random():
+    """For a test of the plugin itself."""
+    use(short=True)
+    yield
+    use(short=False)
