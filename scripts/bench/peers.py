@@ -2,11 +2,12 @@
 
     python scripts/bench/peers.py                                      # 8 simulated devices, minutes on 2 cores
     python scripts/bench/peers.py --devices 2 --torch-python PATH      # and torch's FSDP2, in as many processes (gloo)
+    python scripts/bench/peers.py --devices 2 --torch-python PATH --torch fsdp2 deepspeed
 
 Peers: plain jit data parallelism and plain annotation of arrays, Flax's recipe for NNX (`nnx.jit`,
 `nnx.get_partition_spec` in place of a layout, `with_sharding_constraint` on model and optimizer: arrays sharded as the
 second of these), and with --torch-python, an interpreter that has torch, `fully_shard` on every block of the same
-decoder, not compiled. GPT-2 in float32 with AdamW on the same tokens.
+decoder, not compiled, and DeepSpeed's stage 3 with torch's AdamW. GPT-2 in float32 with AdamW on the same tokens.
 
 The variants take turns, so that a busy machine slows all of them. A ratio is that of plain jit's step time over the
 variant's, the fastest step of a round each, the median over the rounds: above 1 the variant is faster than plain jit.
@@ -15,6 +16,7 @@ processes took, nor the waits of devices for each other, which on a busy machine
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -38,6 +40,8 @@ from models import gpt2, gpt2_nnx
 from zero_jax.sharding.layout import choose_spec
 
 BASE = "plain jit data parallelism"
+TORCH = {"fsdp2": "torch FSDP2, gloo", "deepspeed": "DeepSpeed stage 3, gloo"}
+"""Name of the variant by what `torch_worker.py` calls it."""
 
 
 def hand_written(model, optimizer, mesh, batch, *, annotated):
@@ -116,27 +120,32 @@ def flax_recipe(config, mesh, tx):
 
 
 class Torch:
-    """Processes that train with FSDP2; `steps` runs some on all of them, and returns the seconds of each."""
+    """Processes that train with a library of torch's; `steps` runs some on all of them, and returns seconds of each."""
 
-    def __init__(self, python, config, rows, num_processes):
+    def __init__(self, python, library, config, rows, num_processes):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         worker = Path(__file__).with_name("torch_worker.py")
         shape = [config.num_layers, config.width, config.num_heads, config.vocab_size, config.max_length, rows]
         self.processes = [subprocess.Popen(
-            [python, str(worker), str(rank), str(num_processes), str(port), json.dumps(shape)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            [python, str(worker), library, str(rank), str(num_processes), str(port), json.dumps(shape)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
             for rank in range(num_processes)]
 
     def steps(self, number):
         for process in self.processes:
             process.stdin.write(f"{number}\n")
             process.stdin.flush()
-        answers = [process.stdout.readline() for process in self.processes]
-        if not all(answers):
-            sys.exit("A process of torch ended: its error is above.")
-        return json.loads(answers[0])
+        return [self._answer(process) for process in self.processes][0]
+
+    def _answer(self, process):
+        """The seconds of its steps; what the libraries print is none."""
+        for line in process.stdout:
+            if line.startswith("["):
+                with contextlib.suppress(json.JSONDecodeError):
+                    return json.loads(line)
+        sys.exit("A process of torch ended: its error is above.")
 
     def close(self):
         for process in self.processes:
@@ -154,6 +163,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="steps of each variant in a round")
     parser.add_argument("--torch-python", default=None, help="an interpreter that has torch")
+    parser.add_argument("--torch", nargs="+", default=["fsdp2"], choices=list(TORCH))
     parser.add_argument("--json", default=None)
     args = parser.parse_args()
 
@@ -170,8 +180,9 @@ def main():
     for stage in range(4):
         step = zero_jax.make_zero_train_step(model, stage, optimizer=tx, mesh=mesh)
         variants[f"zero_jax stage {stage}"] = step, step.init(jax.random.key(0), batch)
-    workers = Torch(args.torch_python, config, args.batch // args.devices, args.devices) if args.torch_python else None
-    seconds = {name: [] for name in [*variants, *["torch FSDP2, gloo"] * bool(workers)]}  # (of the clock, of the CPU)
+    workers = {TORCH[each]: Torch(args.torch_python, each, config, args.batch // args.devices, args.devices)
+               for each in args.torch} if args.torch_python else {}
+    seconds = {name: [] for name in [*variants, *workers]}  # (of the clock, of the CPU)
     for number in range(args.rounds + 1):  # the first compiles
         for name in seconds:
             if name in variants:
@@ -179,10 +190,10 @@ def main():
                 spent, state = timed(step, state, batch, args.steps)
                 variants[name] = step, state
             else:
-                spent = workers.steps(args.steps), [float("nan")]  # of other processes
+                spent = workers[name].steps(args.steps), [float("nan")]  # of other processes
             seconds[name] += [tuple(min(each) for each in spent)] * (number > 0)
-    if workers:
-        workers.close()
+    for each in workers.values():
+        each.close()
 
     rows = []
     for name, spent in seconds.items():

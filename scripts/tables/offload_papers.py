@@ -12,6 +12,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import textwrap
 
 from zero_jax.planning import offload_formulas as formulas
 from zero_jax.planning.plan import RESERVED
@@ -130,10 +131,17 @@ def trillion(state_bytes, devices):
     return f"{state_bytes * TRILLION / devices / GB:.0f}"
 
 
+def wrapped(text):
+    """`text` with its paragraphs in lines of at most 120 columns; tables and headings as they are."""
+    return "\n\n".join(block if block.startswith(("|", "#")) else textwrap.fill(
+        " ".join(block.split()), 120, break_long_words=False, break_on_hyphens=False)
+        for block in text.strip().split("\n\n")) + "\n"
+
+
 def page():
     """The whole page."""
     ten, thirty_two = (formulas.ZERO_JAX["disk"].device * params / 512 / GB for params in (10e12, 32e12))
-    return f"""# Model scale with host memory and disks
+    return wrapped(f"""# Model scale with host memory and disks
 
 The tables of [ZeRO-Offload](https://arxiv.org/abs/2101.06840) and [ZeRO-Infinity](https://arxiv.org/abs/2104.07857)
 beside this library's figures. *Derived* is what follows from a formula, *published* what a paper measured, *compiled*
@@ -198,15 +206,16 @@ equation 4). The paper's 64K with 16 tiles exceeds what the equation gives for 2
 apart. XLA allocates buffers once, so that fragments do not limit a width here.
 
 {width_table()}
-"""
+""")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--docs", action="store_true")
-    text = page() if not parser.parse_args().docs else PAGE.write_text(page())
-    if isinstance(text, str):
-        print(text)
+    if parser.parse_args().docs:
+        PAGE.write_text(page())
+    else:
+        print(page(), end="")
 
 
 if __name__ == "__main__":
