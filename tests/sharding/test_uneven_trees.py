@@ -170,6 +170,7 @@ def groups():
 
 
 @pytest.mark.slow
+@pytest.mark.short_random
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_step_of_every_tree_is_that_of_one_device(name, sizes):
