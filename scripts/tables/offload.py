@@ -93,7 +93,7 @@ def main():
     print("\n".join(lines))
     for stage in arguments.stages:
         for offload in arguments.offload:
-            if offload != "parameters" or stage == 3:
+            if offload not in ("parameters", "gradients") or stage == 3:
                 lines.append(row(arguments.target, arguments.model, stage, None if offload == "none" else offload,
                                  arguments.batch_per_device, arguments.remat, arguments.vocab_size))
                 print(lines[-1], flush=True)

@@ -4,13 +4,15 @@ A compiler may copy a stack of layers within host memory in every round of a loo
 right numbers: only the program shows it.
 """
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from zero_jax.optim.streamed_update import STREAM_SCOPE
 from zero_jax.sharding.layout import Layout
 from zero_jax.tree import leaf_bytes, named_leaves
-from zero_jax.xla.host_reads import HostRead, host_reads
+from zero_jax.xla.host_reads import HostRead, host_reads, written_stacks
 from zero_jax.xla.host_slices import HOST
 from zero_jax.xla.parser import Computation, Instruction, Module
 from zero_jax.xla.shapes import shape_bytes
@@ -37,7 +39,8 @@ class HostBudget:
     padding: bytes by which a TPU's tiles may exceed those of the state.
     param_bytes: of the parameters that the model reads from there; num_gathers: in how many microbatches. has_copy:
         whether the update does not read these, since it has master weights of its own. ahead: whether each layer is to
-        come up a round before its use, and each checkpoint: on GPUs; XLA:TPU decides by itself.
+        come up a round before its use, and each checkpoint: on GPUs; XLA:TPU decides by itself. gradients: bytes of
+        each stack of gradients that backward writes there.
     """
 
     state_bytes: int
@@ -47,6 +50,7 @@ class HostBudget:
     num_gathers: int = 1
     has_copy: bool = True
     ahead: bool = True
+    gradients: tuple[int, ...] = ()
 
     @property
     def read_bytes(self) -> int:
@@ -59,6 +63,7 @@ class HostUse:
     """What a compiled step keeps in the host's memory, for each device, in bytes.
 
     copies: (bytes, name, in_loop) of each copy from host memory to host memory. reads: from there to the device's.
+    stacks: bytes of each array there that a loop writes in parts, and that is no input of the step.
     """
 
     argument_bytes: int
@@ -66,6 +71,7 @@ class HostUse:
     temporary_bytes: int
     copies: tuple[tuple[int, str, bool], ...] = ()
     reads: tuple[HostRead, ...] = ()
+    stacks: tuple[int, ...] = ()
 
     def param_reads(self, budget: HostBudget) -> list[HostRead]:
         """Those of the parameters that the model reads."""
@@ -75,7 +81,14 @@ class HostUse:
     @property
     def activation_reads(self) -> list[HostRead]:
         """Those of checkpoints that loops keep in stacks, which are no input of the step."""
-        return [read for read in self.reads if read.in_loop and read.is_slice and not read.source]
+        return [read for read in self.reads if read.in_loop and read.is_slice and not read.source
+                and STREAM_SCOPE not in read.op_name]
+
+    @property
+    def gradient_reads(self) -> list[HostRead]:
+        """Those of gradients that backward wrote there, by the update."""
+        return [read for read in self.reads if not read.source
+                and (STREAM_SCOPE in read.op_name or not read.in_loop)]
 
 
 def host_budget(layout: Layout, *, activations: bool, num_gathers: int = 1) -> HostBudget | None:
@@ -84,7 +97,7 @@ def host_budget(layout: Layout, *, activations: bool, num_gathers: int = 1) -> H
         return None
     return HostBudget(layout.host_bytes, activations, _tile_padding(layout) if layout.axes.is_tpu else 0,
                       layout.host_param_bytes, num_gathers, layout.state.weights is not None,
-                      ahead=not layout.axes.is_tpu)
+                      ahead=not layout.axes.is_tpu, gradients=tuple(layout.host_gradients.values()))
 
 
 def host_use(module: Module, memory: Any) -> HostUse | None:
@@ -92,7 +105,8 @@ def host_use(module: Module, memory: Any) -> HostUse | None:
     if memory is None:
         return None
     return HostUse(memory.host_argument_size_in_bytes, memory.host_alias_size_in_bytes,
-                   memory.host_temp_size_in_bytes, tuple(_copies(module)), tuple(host_reads(module)))
+                   memory.host_temp_size_in_bytes, tuple(_copies(module)), tuple(host_reads(module)),
+                   tuple(size for size, name in written_stacks(module) if STREAM_SCOPE not in name))
 
 
 def host_violations(budget: HostBudget | None, use: HostUse | None) -> Iterator[str]:
@@ -105,9 +119,16 @@ def host_violations(budget: HostBudget | None, use: HostUse | None) -> Iterator[
     if use.alias_bytes < use.argument_bytes:
         yield (f"{use.argument_bytes - use.alias_bytes:,} bytes of the state in host memory are not updated in place, "
                "so that host memory holds them twice: look for a leaf whose new value has another shape or dtype.")
-    if use.temporary_bytes and not budget.activations:
-        yield (f"{use.temporary_bytes:,} bytes of temporaries are in host memory: a second copy of what is updated "
+    gradient_bytes = sum(budget.gradients)
+    if use.temporary_bytes > (1 + TOLERANCE) * gradient_bytes and not budget.activations:
+        yield (f"{use.temporary_bytes - gradient_bytes:,} bytes of temporaries are in host memory"
+               f"{' beside the gradients' * bool(gradient_bytes)}: a second copy of what is updated "
                f"in place{_largest(use)}.")
+    missing = collections.Counter(budget.gradients) - collections.Counter(use.stacks)
+    if missing or use.temporary_bytes < gradient_bytes:
+        left = sum(size * count for size, count in missing.items()) or gradient_bytes - use.temporary_bytes
+        yield (f"{left:,} bytes of gradients, of {gradient_bytes:,} that backward should write to host memory, are not "
+               "there: they are stacked in device memory until the update.")
     if in_loops := [copy for copy in use.copies if copy[2]]:
         yield (f"{len(in_loops)} copies within host memory are in loops, of {max(in_loops)[0]:,} bytes in each round "
                f"({max(in_loops)[1]}): whole stacks are copied where a block should be written.")

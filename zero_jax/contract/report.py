@@ -188,6 +188,9 @@ class Report:
                 reads = self.host.param_reads(contract.host)
                 lines.append(f"  parameters read from there: {bytes_of(reads):,} of {contract.host.read_bytes:,} "
                              f"bytes, {bytes_ahead(reads):,} of them in loops, a round ahead of their use")
+            if contract.host.gradients:
+                lines.append(f"  gradients that backward writes there: {sum(contract.host.gradients):,} bytes; the "
+                             f"update reads {bytes_of(self.host.gradient_reads):,}")
             if contract.host.activations:
                 reads = self.host.activation_reads
                 lines.append(f"  checkpoints that loops read from there: {bytes_of(reads):,} bytes, "

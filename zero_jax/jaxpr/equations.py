@@ -55,6 +55,11 @@ def variable_like(atom: Any, dtype: Any = None) -> Any:
     return Var(atom.aval if dtype is None else atom.aval.update(dtype=jax.numpy.dtype(dtype), weak_type=False))
 
 
+def variable_on_host(atom: Any) -> Any:
+    """A new variable of the type of `atom`, in host memory."""
+    return Var(atom.aval.update(memory_space=jax.memory.Space.Host))
+
+
 def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
     """A variable or literal as an abstract array."""
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type)

@@ -42,6 +42,8 @@ ELEMENTWISE = frozenset(
     "sqrt square sub tan tanh xor".split())
 """Primitives whose result has in each place what follows from the operands in that place; operands may be scalars."""
 
+SUM = "reduce_sum"
+
 BROADCAST, IOTA = "broadcast_in_dim", "iota"
 """Primitives whose results have in each place what follows from a scalar and from the place."""
 

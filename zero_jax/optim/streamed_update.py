@@ -17,9 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.jaxpr.equations import ClosedJaxpr, JaxprEqn, bind_in_scope, is_literal, run_eqns, trace_flat, value_of
 from zero_jax.jaxpr.passes import without_calls
+from zero_jax.jaxpr.primitives import bind_unsharded
 from zero_jax.optim.block_equations import bind_on_block
 from zero_jax.optim.stream_blocks import Blocks, cut_in_loops
 from zero_jax.optim.stream_units import Split, Unit, split_update
+from zero_jax.sharding.gather import names_of
 from zero_jax.sharding.memory.host_arrays import fetch, put_on_host
 from zero_jax.sharding.mesh import is_tpu
 from zero_jax.tree import leaf_bytes
@@ -37,12 +39,15 @@ class Streams:
         specs: how each is sharded.
         host: whether each is in host memory.
         buffer_bytes: that may be read at a time, per device.
+        sums_in_blocks: whether the sum of an array, as of a norm, is that of its blocks, added: with other roundings
+            than of a whole array, which is made in device memory otherwise.
     """
 
     mesh: Mesh
     specs: tuple[P, ...]
     host: tuple[bool, ...]
     buffer_bytes: int
+    sums_in_blocks: bool = False
 
 
 def stream(update: Callable[[Any, Any], tuple[Any, Any]], carried: Any, others: Any, streams: Streams
@@ -54,7 +59,7 @@ def stream(update: Callable[[Any, Any], tuple[Any, Any]], carried: Any, others: 
     """
     leaves, treedef = jax.tree.flatten((carried, others))
     closed, out_treedef = _traced(update, leaves, treedef)
-    split = split_update(closed, streams.specs, streams.host)
+    split = split_update(closed, streams.specs, streams.host, in_blocks=streams.sums_in_blocks)
     outs = _Run(closed, split, streams, leaves).run()
     return jax.tree.unflatten(out_treedef, outs)
 
@@ -83,7 +88,7 @@ class _Run:
         split = self.split
         for level in sorted({0, *split.levels.values()}):
             run_eqns([eqn for eqn in self.jaxpr.eqns if split.levels[eqn.outvars[0]] == level
-                      and eqn.outvars[0] not in split.streamed], self.env, bind_in_scope)
+                      and eqn.outvars[0] not in split.streamed | split.sums], self.env, bind_in_scope)
             units = {i: unit for i, unit in enumerate(split.units) if unit.level == level}
             shapes = {i: self._local_shape(unit) for i, unit in units.items()}
             sizes = {i: self._read_bytes(unit, shapes[i]) for i, unit in units.items()}
@@ -130,12 +135,13 @@ class _Run:
 
         in_specs = [jax.tree.map(lambda _, run=run: run.unit.spec, arg)
                     for run, arg in zip(runs, args, strict=True)]
-        out_specs = [[run.unit.spec] * len(run.unit.writes) for run in runs], P()
+        out_specs = [([run.unit.spec] * len(run.unit.writes), [P()] * len(run.unit.sums)) for run in runs], P()
         run_local = jax.shard_map(local, mesh=self.streams.mesh, in_specs=(in_specs, P()), out_specs=out_specs,
                                   check_vma=False)
         with jax.named_scope(STREAM_SCOPE):
             results, token = run_local(args, scalars)
-        for run, values in zip(runs, results, strict=True):
+        for run, (values, sums) in zip(runs, results, strict=True):
+            self.env.update(zip((eqn.outvars[0] for eqn in run.unit.sums), sums, strict=True))
             for (var, number), value in zip(run.unit.writes, values, strict=True):
                 if number is None or number >= len(self.carried):
                     self.env[var] = value
@@ -175,8 +181,8 @@ class _UnitRun:
         return {"buffers": [buffer(*write) for write in self.unit.writes], "arrays": arrays}
 
     def compute(self, block: Callable[[Any], Any], args: dict[str, Any], buffers: Sequence[Any], start: Sequence[Any],
-                sizes: tuple[int, ...]) -> list[Any]:
-        """The results for the block of `sizes` at `start`; block: takes it from an array."""
+                sizes: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
+        """The results and sums for the block of `sizes` at `start`; block: takes it from an array."""
         env = dict(args["scalars"])
         written = {var for var, _ in self.unit.writes}
         for at, (var, (kind, place)) in enumerate(self.reads.items()):
@@ -190,36 +196,53 @@ class _UnitRun:
             return jax.lax.optimization_barrier(results) if eqn.outvars[0] in written else results
 
         run_eqns(self.unit.eqns, env, bind)
-        return [env[var] for var, _ in self.unit.writes]
+        sums = [bind_unsharded(eqn, [env[eqn.invars[0]]])[0] for eqn in self.unit.sums]
+        return [env[var] for var, _ in self.unit.writes], sums
+
+    def no_sums(self) -> list[Any]:
+        """What sums are before the first block."""
+        return [jnp.zeros((), eqn.outvars[0].aval.dtype) for eqn in self.unit.sums]
+
+    def over_devices(self, sums: Sequence[Any]) -> list[Any]:
+        """Sums over the shards, from those of each."""
+        return [jax.lax.psum(value, names) for value in sums] if (names := names_of(self.unit.spec)) else list(sums)
 
 
-def _run_blocks(runs: Sequence[_UnitRun], args: Sequence[dict[str, Any]]) -> tuple[list[list[Any]], jax.Array]:
+_Results = list[tuple[list[Any], list[Any]]]
+"""Of each unit: what it writes, and its sums."""
+
+
+def _run_blocks(runs: Sequence[_UnitRun], args: Sequence[dict[str, Any]]) -> tuple[_Results, jax.Array]:
     """(The results of each unit, a scalar that depends on all of them), every array a device's shard."""
     buffers = [list(arg["buffers"]) for arg in args]
     whole = all(run.blocks.is_whole for run in runs)
     if whole:
         results = [run.compute(lambda array: array, arg, buffer, [0] * len(run.blocks.shape), run.blocks.shape)
                    for run, arg, buffer in zip(runs, args, buffers, strict=True)]
-        token = _token([value for values in results for value in values])
-        return [[put_on_host(value) if host else value for value, host in zip(values, run.to_host, strict=True)]
-                for run, values in zip(runs, results, strict=True)], token
+        token = _token([value for values, sums in results for value in (*values, *sums)])
+        return [([put_on_host(value) if host else value for value, host in zip(values, run.to_host, strict=True)],
+                 run.over_devices(sums)) for run, (values, sums) in zip(runs, results, strict=True)], token
 
-    def step(run: _UnitRun, arg: dict[str, Any], buffers: list[Any], start: Sequence[Any], sizes: tuple[int, ...]
-             ) -> list[Any]:
-        values = run.compute(lambda array: jax.lax.dynamic_slice(array, start, sizes), arg, buffers, start, sizes)
-        return [jax.lax.dynamic_update_slice(buffer, put_on_host(value) if host else value, start)
-                for buffer, value, host in zip(buffers, values, run.to_host, strict=True)]
+    def step(run: _UnitRun, arg: dict[str, Any], carry: tuple[list[Any], list[Any]], start: Sequence[Any],
+             sizes: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
+        buffers, sums = carry
+        values, more = run.compute(lambda array: jax.lax.dynamic_slice(array, start, sizes), arg, buffers, start, sizes)
+        buffers = [jax.lax.dynamic_update_slice(buffer, put_on_host(value) if host else value, start)
+                   for buffer, value, host in zip(buffers, values, run.to_host, strict=True)]
+        return buffers, [total + each for total, each in zip(sums, more, strict=True)]
 
-    def body(index: Any, buffers: list[list[Any]]) -> list[list[Any]]:
+    def body(index: Any, carry: _Results) -> _Results:
         return [step(run, arg, each, run.blocks.start(index), run.blocks.sizes)
-                for run, arg, each in zip(runs, args, buffers, strict=True)]
+                for run, arg, each in zip(runs, args, carry, strict=True)]
 
-    buffers = jax.lax.fori_loop(0, runs[0].blocks.rounds, body, buffers)
+    carry = [(buffer, run.no_sums()) for run, buffer in zip(runs, buffers, strict=True)]
+    carry = jax.lax.fori_loop(0, runs[0].blocks.rounds, body, carry)
     for at, (run, arg) in enumerate(zip(runs, args, strict=True)):
         if rest := run.blocks.rest:
             start = (run.blocks.rounds * run.blocks.rows, *[0] * (len(rest.shape) - 1))
-            buffers[at] = step(run, arg, buffers[at], start, rest.shape)
-    return buffers, jnp.zeros((), jnp.int32)
+            carry[at] = step(run, arg, carry[at], start, rest.shape)
+    return [(values, run.over_devices(sums)) for run, (values, sums) in zip(runs, carry, strict=True)
+            ], jnp.zeros((), jnp.int32)
 
 
 def _token(values: Sequence[Any]) -> jax.Array:

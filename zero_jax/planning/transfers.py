@@ -35,6 +35,7 @@ class Transfers:
 
     Attributes:
         place: "host" or "disk".
+        gradients_down: gradients that backward writes, which is taken to wait for them; update_up has what comes back.
         params_up: parameters that forward and backward read.
         params_ahead: those of them that loops read a round ahead.
         update_up, update_down: what the update reads and writes.
@@ -49,6 +50,7 @@ class Transfers:
     seconds: float
     exposed_seconds: float
     place: str = "host"
+    gradients_down: int = 0
 
 
 def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfers | None:
@@ -61,6 +63,8 @@ def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfer
         return None
     rows = compiled.layout.placements()
     update_up, update_down = update_bytes_of(rows)
+    gradients, gradient_reads = sum(budget.gradients), use.gradient_reads if budget.gradients else []
+    update_up += sum(read.bytes * read.runs for read in gradient_reads)
     params_up = params_ahead = 0
     reads = use.param_reads(budget) if budget.param_bytes else []
     if budget.param_bytes:
@@ -71,10 +75,11 @@ def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfer
     ahead, waited = (
         _seconds(chip, size, 0, copies=sum(read.runs for read in reads if read.is_ahead == is_ahead))
         for size, is_ahead in ((params_ahead, True), (params_up - params_ahead, False)))
+    down = _seconds(chip, 0, gradients, copies=sum(read.runs for read in gradient_reads))
     # At least one copy of each leaf up, and one down.
     update = _seconds(chip, update_up, update_down, copies=2 * sum(row.memory == "host" for row in rows))
-    return Transfers(params_up, params_ahead, update_up, update_down, ahead + waited + update,
-                     max(0.0, ahead - timing.seconds) + waited + update)
+    return Transfers(params_up, params_ahead, update_up, update_down, ahead + waited + update + down,
+                     max(0.0, ahead - timing.seconds) + waited + update + down, gradients_down=gradients)
 
 
 def disk_transfers(traffic: DiskTraffic, target: Target) -> Transfers | None:

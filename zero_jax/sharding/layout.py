@@ -9,12 +9,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.sharding.auto_axes import computing_on, on_auto_axes
-from zero_jax.sharding.memory.host_leaves import host_lines, param_bytes_of
+from zero_jax.sharding.memory.host_leaves import gradient_lines, host_lines, param_bytes_of
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess, Tiles
 from zero_jax.sharding.partition import choose_spec, parts_of
 from zero_jax.sharding.quantized.leaves import QuantizedLeaves
-from zero_jax.sharding.stored_shape import StoredShape
+from zero_jax.sharding.stored_shape import StoredShape, padding_note
 from zero_jax.sharding.tiling import tile_lines
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
@@ -75,6 +75,8 @@ class Layout:
         gather_note: how often parameters are gathered and why, where `gather=` was given.
         quantized: which parameters are sent as codes; None: none.
         host: names of the leaves of `state` that are stored in host memory (`memory.kinds.with_offload`).
+        host_gradients: for each parameter whose gradient backward stacks in host memory, layer by layer, the bytes of
+            that on each device.
         disk: names of those that are in files between steps (`memory.disk_leaves.with_disk`).
         overlap_note: XLA's options by which collectives run beside compute, where the step has some.
         not_tiled: parameters above the size that `tiling` was given, with the reason why they have no tiles.
@@ -94,6 +96,7 @@ class Layout:
     gather_note: str = ""
     quantized: QuantizedLeaves | None = None
     host: frozenset[str] = frozenset()
+    host_gradients: Mapping[str, int] = dataclasses.field(default_factory=dict)
     disk: frozenset[str] = frozenset()
     overlap_note: str = ""
     not_tiled: tuple[str, ...] = ()
@@ -168,6 +171,11 @@ class Layout:
         return param_bytes_of(self.placements(), self.host_params)
 
     @property
+    def host_gradient_bytes(self) -> int:
+        """Bytes of gradients in host memory for each device, from backward to the update."""
+        return sum(self.host_gradients.values())
+
+    @property
     def disk_bytes(self) -> int:
         """Bytes of state in files for each device; a step reads and writes each of them once."""
         return sum(placement.device_bytes for placement in self.placements() if placement.memory == "disk")
@@ -226,7 +234,7 @@ class Layout:
             lines.append(f"parameters are gathered {self.gather_note}")
         lines += tile_lines(self.reads, shapes, dict(named_leaves(self.uses)), self.not_tiled)
         if self.host:
-            lines += host_lines(rows, self.host_params, self.reads)
+            lines += host_lines(rows, self.host_params, self.reads) + gradient_lines(self.host_gradients, self.reads)
         if self.disk:
             lines.append(f"read from and written to disk by each step: {self.disk_bytes:,} bytes each way for each "
                          "device, and a copy of the parameters that are in memory is written; two generations")
@@ -239,7 +247,7 @@ class Layout:
 
     def _note(self, name: str, leaf: jax.ShapeDtypeStruct, stored_shape: StoredShape) -> str:
         if not stored_shape.is_identity:
-            return _padding_note(stored_shape)
+            return padding_note(stored_shape)
         num_slices = 1 if self.one_slice is None else self.state.rng.size
         if not self.shards(name) or math.prod(leaf.shape) <= num_slices:
             return ""
@@ -284,15 +292,3 @@ class Layout:
 
         with computing_on(self.mesh):
             return jax.tree.map(put, self.stored_shapes, self.state, on_auto_axes(state, self.mesh))
-
-
-def _padding_note(stored_shape: StoredShape) -> str:
-    """Which dims of a leaf are merged and padded, and the share of padding."""
-    parts = []
-    for dim, (group, size) in enumerate(zip(stored_shape.dims, stored_shape.stored, strict=True)):
-        if len(group) != 1:
-            parts.append(" x ".join(map(str, group)) + " merged")
-        if math.prod(group) != size:
-            parts.append(f"dim {dim} padded: {math.prod(group)} to {size}")
-    share = f", {stored_shape.padding / math.prod(stored_shape.shape):.2%}" if stored_shape.padding else ""
-    return ", ".join(parts) + share

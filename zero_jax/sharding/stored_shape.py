@@ -101,3 +101,15 @@ class StoredShape:
 def identity_shape(shape: tuple[int, ...]) -> StoredShape:
     """The stored shape of a leaf that is stored as it is."""
     return StoredShape(tuple((size,) for size in shape), tuple(shape))
+
+
+def padding_note(stored_shape: StoredShape) -> str:
+    """Which dims of a leaf are merged and padded, and the share of padding."""
+    parts = []
+    for dim, (group, size) in enumerate(zip(stored_shape.dims, stored_shape.stored, strict=True)):
+        if len(group) != 1:
+            parts.append(" x ".join(map(str, group)) + " merged")
+        if math.prod(group) != size:
+            parts.append(f"dim {dim} padded: {math.prod(group)} to {size}")
+    share = f", {stored_shape.padding / math.prod(stored_shape.shape):.2%}" if stored_shape.padding else ""
+    return ", ".join(parts) + share

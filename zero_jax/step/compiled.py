@@ -98,4 +98,4 @@ class CompiledStep:
     @property
     def _simulated_host_bytes(self) -> int:
         """What of the host's memory XLA:CPU counts as a device's, since simulated devices have one memory for both."""
-        return self.layout.host_bytes if self.contract.platform == "cpu" else 0
+        return self.layout.host_bytes + self.layout.host_gradient_bytes if self.contract.platform == "cpu" else 0

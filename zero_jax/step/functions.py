@@ -22,6 +22,7 @@ from zero_jax.sharding.batch import Accumulation, abstract_batch
 from zero_jax.sharding.batch_layout import BatchLayout
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory.host_arrays import is_on_host
 from zero_jax.sharding.memory.kinds import as_placed, params_as_placed
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
@@ -196,7 +197,7 @@ class StepFunctions(StateInArrays):
         if params is not None:
             copy = gather_compute_params(jax.tree.map(constrain, params, layout.gradients), layout)
             weights = jax.tree.map(constrain, params, layout.shardings.params) if copy is None else copy
-        output, grads = self._forward_backward(state, weights, self._key(state), batch, loss)
+        output, grads = self._forward_backward(state, weights, self._key(state), batch, loss, host_gradients=False)
         if output.written:
             raise UsageError(f"The model overwrites its parameters {', '.join(output.written)} in its forward pass, "
                              "which step.gradients cannot hand on: call the step itself.")
@@ -213,15 +214,19 @@ class StepFunctions(StateInArrays):
             jnp.promote_types(param.dtype, jnp.float32) if self._stochastic else param.dtype), grads, state.params)
         return self._update(state, output, jax.tree.map(constrain, grads, self.layout().gradients), self._key(state))
 
-    def _forward_backward(self, state: ZeroState, weights: Params, key: PRNGKey, batch: Batch, loss: Loss
-                          ) -> tuple[ForwardOutput, Gradients]:
-        """The output of the loss and the reduced gradient, multiplied by the loss scale; of all microbatches."""
+    def _forward_backward(self, state: ZeroState, weights: Params, key: PRNGKey, batch: Batch, loss: Loss, *,
+                          host_gradients: bool = True) -> tuple[ForwardOutput, Gradients]:
+        """The output of the loss and the reduced gradient, multiplied by the loss scale; of all microbatches.
+
+        host_gradients: False: all of them are in device memory, whatever the layout says.
+        """
         options, layout, batch = self.options, self.layout(batch), self._cast(batch)
         num_microbatches = options.accumulation.microbatches
         scale = state.guard.scale if self._guard.loss_scale else None
         activations = options.activations(self.axes, self.batches.size(batch) // num_microbatches)
         weights, frozen = gather_step_weights(*params_as_placed(weights, state.frozen, layout), layout)
         layout = microbatch_layout(layout)
+        layout = layout if host_gradients else dataclasses.replace(layout, host_gradients={})
         gradient = gradient_function(self._model, self._with_inputs_cast(loss), layout, options, activations,
                                      self._reads_of(loss, batch, key))
         inputs = ForwardInputs(frozen, state.variables, key)
@@ -239,7 +244,9 @@ class StepFunctions(StateInArrays):
 
     def _as_reduced(self, state: ZeroState, grads: Gradients) -> tuple[Gradients, Scalar | None]:
         """(`grads` on their shards, in any dtype and multiplied by the loss scale, that scale)."""
-        return jax.tree.map(constrain, grads, self.layout().gradients), loss_scale(state, self._guard)
+        grads = jax.tree.map(lambda grad, sharding: grad if is_on_host(grad) else constrain(grad, sharding), grads,
+                             self.layout().gradients)
+        return grads, loss_scale(state, self._guard)
 
     def _unscaled(self, state: ZeroState, grads: Gradients) -> Gradients:
         return unscaled_gradients(

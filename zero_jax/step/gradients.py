@@ -26,6 +26,7 @@ from zero_jax.transforms.gather_remat import (
     remat_scan_bodies,
 )
 from zero_jax.transforms.gradient_layout import order_stacked_gradients
+from zero_jax.transforms.host_gradients import check_on_host, stack_on_host
 from zero_jax.transforms.loop_communication import communicate_once_per_loop
 from zero_jax.transforms.reduce_dtype import compute_grads_in_reduce_dtype
 from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints
@@ -122,8 +123,15 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
     ]
     loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled),
                                 first=remat_blocks, last=with_shared_calls)
+    backward = value_and_grad(loss_of, argnums=(0, 2), barrier=again)
+    on_host = [i for i, (name, _) in enumerate(named_leaves(layout.gradients)) if name in layout.host_gradients]
+
+    def gradients_first(*args: Any) -> Any:
+        return backward(*args)[::-1]
+
     gradient_of = with_jaxpr_passes(
-        value_and_grad(loss_of, argnums=(0, 2), barrier=again), *(each for enabled, each in on_gradients if enabled),
+        gradients_first, *(each for enabled, each in on_gradients if enabled),
+        last=functools.partial(stack_on_host, outputs=on_host) if on_host else None,
         as_call="" if layout.host_params else "gradient")
 
     def gradient(weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar
@@ -134,8 +142,9 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
                 f"reduce=\"once\" with the collection {next(iter(by_gradient))!r}: its statistics are of the whole "
                 "batch, and each device would make its own: give reduce=\"every\".")
         stored = {name: leaf for name, leaf in named_leaves(weights) if is_on_host(leaf)}
-        (_, output), (grads, new) = gradient_of(
+        (grads, new), (_, output) = gradient_of(
             jax.tree.map(carrier_of, weights), stored, by_gradient, inputs, batch, scale)
+        check_on_host(grads, layout.host_gradients)
         return output._replace(variables={**output.variables, **new}), grads
 
     return gradient

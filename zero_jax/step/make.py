@@ -135,8 +135,9 @@ def make_zero_train_step(
         default weights and gradients are sent in the dtypes of `precision`.
       offload: "optimizer" stores the optimizer's states, the moving average, and the fp32 master copy of bf16 weights,
         in host memory (ZeRO-Offload, arXiv 2101.06840); "parameters", at stage 3, also what the model reads, whose
-        layers come up one after another (ZeRO-Infinity, arXiv 2104.07857); an `Offload` says what and where. The update
-        runs on the device and streams them through a bounded buffer: the same numbers. None: all in device memory.
+        layers come up one after another (ZeRO-Infinity, arXiv 2104.07857); "gradients" also those of stacked layers,
+        which go down as they are made; an `Offload` says what and where. The update runs on the device and streams them
+        through a bounded buffer: the same numbers. None: all in device memory.
         `zero_jax.choose_offload(...).offload` is the one of least predicted time that fits.
       tiling: at stage 3, weights whose gathered copy is too large are gathered, multiplied, and their gradients
         reduced in tiles (memory-centric tiling, arXiv 2104.07857): {pattern: number of tiles}, as

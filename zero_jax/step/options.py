@@ -109,6 +109,8 @@ class StepOptions:
             check_host_memory(axes)
             if self.host_offload.parameters == "host":
                 self._check_host_params()
+            if self.host_offload.gradients == "host":
+                self._check_host_gradients(axes)
         self.activations(axes, 1)
         self.compiler_options(axes)
 
@@ -131,6 +133,19 @@ class StepOptions:
         for is_wrong, what, why in self._whole_weights():
             if is_wrong:
                 raise UsageError(f"offload=\"parameters\" {what}: {why}, or give offload=\"optimizer\".")
+
+    def _check_host_gradients(self, axes: MeshAxes) -> None:
+        """Raises ValueError for what keeps gradients on the devices, or needs all of them there."""
+        for is_wrong, what, why in (
+                *self._whole_weights(),
+                (self.accumulation.microbatches > 1, f"with accumulate={self.accumulation.microbatches}",
+                 "the sum over microbatches is carried in device memory: leave accumulate out, and give remat=\"full\" "
+                 "for a larger batch"),
+                (self.tiling is not None, "with tiling=",
+                 "the gradient of a weight in tiles is made tile by tile on the device: leave tiling out"),
+                (axes.is_tpu, "on TPUs", "not built for their compiler: give GPUs")):
+            if is_wrong:
+                raise UsageError(f"Offload(gradients=\"host\") {what}: {why}, or leave gradients out.")
 
     def _check_tiling(self, axes: MeshAxes) -> None:
         """Raises ValueError for what gathers whole weights, or sums whole gradients, whatever their products do."""

@@ -37,6 +37,7 @@ class HostRead:
         in_loop: whether it is in a loop. is_slice: whether it reads a part that an index chooses, as a layer.
         is_ahead: in a loop, whether only the next round uses it, and this one does something else while it is copied:
             a product, half of its other work, or, on a GPU, sending 16 times the bytes of all that is copied meanwhile.
+        op_name: where the program's author wrote it.
     """
 
     name: str
@@ -46,6 +47,7 @@ class HostRead:
     in_loop: bool
     is_ahead: bool
     is_slice: bool
+    op_name: str = ""
 
     @property
     def field(self) -> str:
@@ -60,6 +62,26 @@ def host_reads(program: str | Module) -> list[HostRead]:
     return list(_in_frame(Flow(module), Frame(module.computations[module.entry], None, None), 1, None))
 
 
+def written_stacks(program: str | Module) -> list[tuple[int, str]]:
+    """(Bytes, op_name) of each array in host memory that a loop writes in parts, and that is no input of the program.
+
+    Such as gradients or checkpoints of layers: of temporaries in host memory, those that a loop makes there.
+    """
+    module = parse(program)
+    return list(_written(Flow(module), Frame(module.computations[module.entry], None, None), in_loop=False))
+
+
+def _written(flow: Flow, frame: Frame, *, in_loop: bool) -> Iterator[tuple[int, str]]:
+    for instruction in frame.computation.instructions.values():
+        if instruction.opcode == "dynamic-update-slice" and in_loop:
+            array = frame.computation.arrays(instruction.operands[0]).get(())
+            if array is not None and array.space == HOST and not flow.input_of((frame, instruction.operands[0], ())):
+                yield shape_bytes(array.dtype, array.dims), flow.module.metadata(instruction)[0]
+        for callee in instruction.callees:
+            inner = Frame(flow.module.computations[callee], instruction, frame)
+            yield from _written(flow, inner, in_loop=in_loop or instruction.opcode == "while")
+
+
 def _in_frame(flow: Flow, frame: Frame, runs: int, at: "tuple[_Round, Instruction] | None") -> Iterator[HostRead]:
     """Those of a computation and of all that it calls; at: the instruction of the innermost loop that they are in."""
     module, computation = flow.module, frame.computation
@@ -68,7 +90,7 @@ def _in_frame(flow: Flow, frame: Frame, runs: int, at: "tuple[_Round, Instructio
         if size := _read_bytes(computation, instruction):
             yield HostRead(instruction.name, flow.input_of((frame, instruction.operands[0], ())), size, runs,
                            place is not None, place is not None and place[0].is_ahead(place[1]),
-                           instruction.opcode.startswith("dynamic-slice"))
+                           instruction.opcode.startswith("dynamic-slice"), module.metadata(instruction)[0])
         for callee in instruction.callees:
             inner = Frame(module.computations[callee], instruction, frame)
             if instruction.opcode != "while":

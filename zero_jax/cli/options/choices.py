@@ -9,16 +9,16 @@ PrecisionName = Literal["fp32", "bf16", "fp16", "bf16-stochastic"]
 Reduce = Literal["every", "once"]
 Gather = Literal["use", "forward", "step", "auto"]
 
-Offloaded = Literal["no", "optimizer", "parameters", "disk", "auto"]
-"""auto: of the first three the one that fits with the least predicted time."""
+Offloaded = Literal["no", "optimizer", "parameters", "gradients", "disk", "auto"]
+"""auto: of no, optimizer and parameters the one that fits with the least predicted time."""
 
 
 def check_offload(offload: str, stage: int) -> None:
     """Raises ValueError for another value than `Offloaded` has, and for one that this stage does not have."""
     if offload not in get_args(Offloaded):
         raise UsageError(f"offload={offload!r} is unknown: give one of {', '.join(get_args(Offloaded))}.")
-    if offload == "parameters" and stage < 3:
-        raise UsageError(f"offload=parameters at stage {stage}: its parameters are whole on every device: take stage "
+    if offload in ("parameters", "gradients") and stage < 3:
+        raise UsageError(f"offload={offload} at stage {stage}: its parameters are whole on every device: take stage "
                          "3, or offload=optimizer.")
 
 

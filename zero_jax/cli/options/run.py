@@ -31,8 +31,9 @@ class RunOptions:
     offload: Offloaded = "no"
     """optimizer: the optimizer's states, the moving average and, with bf16, the fp32 master weights are in host memory
     (ZeRO-Offload); the update streams them through the device. parameters: at stage 3 also what the model reads
-    (ZeRO-Infinity), layer by layer. disk: what optimizer puts into host memory is in files in offload_disk. auto:
-    compiles them, and takes the one that fits with the least predicted time."""
+    (ZeRO-Infinity), layer by layer. gradients: these, and the gradients of stacked layers as they are made. disk: what
+    optimizer puts into host memory is in files in offload_disk. auto: compiles all but gradients, and takes the one
+    that fits with the least predicted time."""
 
     offload_fraction: float = 1.0
     """With offload=optimizer: the share of these states that is in host memory, all of a parameter's or none; the rest

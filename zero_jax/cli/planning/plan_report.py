@@ -78,11 +78,15 @@ def transfers_text(plan: Plan) -> str:
     moved = plan.transfers
     if moved is None:
         up, down = update_bytes_of(plan.layout.placements())
-        return f"The update reads {size_text(up)} and writes {size_text(down)}."
+        gradients = plan.layout.host_gradient_bytes
+        return f"The update reads {size_text(up)} and writes {size_text(down)}." + (
+            f" Backward writes {size_text(gradients)} of gradients, which the update reads." if gradients else "")
     text = f"The update reads {size_text(moved.update_up)} and writes {size_text(moved.update_down)}"
     if moved.params_up:
         text += (f"; forward and backward read {size_text(moved.params_up)} of parameters, "
                  f"{moved.params_ahead / moved.params_up:.0%} of it a layer ahead")
+    if moved.gradients_down:
+        text += f"; backward writes {size_text(moved.gradients_down)} of gradients, which the update reads"
     return f"{text}: {moved.seconds:.3g} s on the link to the host, {moved.exposed_seconds:.3g} s of it exposed."
 
 
@@ -102,6 +106,8 @@ def offloaded_text(layout: Layout, memory: str = "host") -> str:
         if row.memory == memory:
             field = row.name.split("/")[0]
             sizes[field] = sizes.get(field, 0) + row.device_bytes
+    if memory == "host" and layout.host_gradients:
+        sizes["gradients"] = layout.host_gradient_bytes
     return ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items())
 
 

@@ -37,6 +37,16 @@ def host_lines(rows: Sequence[Any], params: Collection[str], reads: Mapping[str,
     return lines
 
 
+def gradient_lines(gradients: Mapping[str, int], reads: Mapping[str, ParamAccess]) -> list[str]:
+    """Two lines for gradients in host memory, none where there are none; gradients: the bytes of each."""
+    if not gradients:
+        return []
+    size, others = sum(gradients.values()), sorted(set(reads).difference(gradients))
+    return [f"gradients written to host memory by backward, layer by layer: {size:,} bytes for each device, which the "
+            f"update reads, and once more where a global norm scales them: {', '.join(sorted(gradients))}",
+            "gradients in device memory, of no stacked layers or with small shards: " + (", ".join(others) or "none")]
+
+
 def _read_rows(rows: Sequence[Any], params: Collection[str]) -> list[Any]:
     has_copy = any(row.name.startswith("weights/") for row in rows)
     fields = ("weights" if has_copy else "params", "frozen")

@@ -37,7 +37,8 @@ _NO_COPY = ("the model reads the parameters as they are stored, so that there is
 class Offload:
     """What of the state is stored in host memory.
 
-    `make_zero_train_step(offload="optimizer")` is `Offload()`, `offload="parameters"` is `Offload(parameters="host")`.
+    `make_zero_train_step(offload="optimizer")` is `Offload()`, `offload="parameters"` is `Offload(parameters="host")`,
+    and `offload="gradients"` that with `gradients="host"` as well.
 
     optimizer: "host" or "device", the optimizer's states, and with them the moving average of the parameters.
     master: "host" or "device", the fp32 master weights; None: "host" where the model reads a copy of another dtype.
@@ -47,9 +48,9 @@ class Offload:
     parameters: "device" or "host": at stage 3, what the model reads, trainable or frozen (ZeRO-Infinity, arXiv
         2104.07857). Each layer's shard is copied to the device before it is gathered, forward and backward, so that no
         more than the layers in use are there; master weights are then in host memory, too.
-    gradients: "device". "host" is refused: beside AdamW's states of 14 bytes for each parameter in host memory, bf16
-        gradients take 2 on the device, so that they fill it after the states have filled the host, unless that has 7
-        times the memory; it has 1.1 to 5.4 times with every chip known here.
+    gradients: "device" or "host": at stage 3, those of stacked layers, on GPUs and simulated devices. Backward writes
+        each layer's shard into a stack in host memory, of which the update reads blocks, as of the states; a global
+        norm is added up block by block as well, so that its last bits may be others than on the device.
     buffer_bytes: what the update may read at a time from the host's memory, per device; it needs about twice as much
         device memory, since results are written back from there.
 
@@ -68,12 +69,7 @@ class Offload:
     gradients: str = "device"
 
     def __post_init__(self) -> None:
-        if self.gradients != "device":
-            raise UsageError(f"Offload(gradients={shown(self.gradients)}): gradients stay on the device. In host "
-                             "memory they would be 2 bytes more for each parameter beside 14 of AdamW's states, which "
-                             "fill the hosts of all chips known here before gradients fill the devices: leave it out; "
-                             "for less on the device give a smaller batch, remat=\"full\", tiling= or more devices.")
-        for name in ("optimizer", "master", "parameters"):
+        for name in ("optimizer", "master", "parameters", "gradients"):
             if getattr(self, name) not in _PLACES and (name, getattr(self, name)) != ("master", None):
                 raise UsageError(f"Offload({name}={shown(getattr(self, name))}): give \"host\" or \"device\".")
         size = self.buffer_bytes
@@ -93,11 +89,26 @@ class Offload:
         if self.disk is not None and self.parameters == "host":
             raise UsageError("Offload(disk=..., parameters=\"host\"): with files what the model reads stays on the "
                              "device: leave one of them out.")
+        if self.gradients == "host":
+            self._check_gradients()
         if self.optimizer == self.master == "device":
             raise UsageError("Offload(optimizer=\"device\", master=\"device\") offloads nothing: leave offload out.")
 
+    def _check_gradients(self) -> None:
+        """Raises ValueError for what the update could not read beside gradients in host memory."""
+        for is_wrong, what, why in (
+                (self.disk is not None, "disk=...", "with files the update reads gradients on the device"),
+                (self.fraction < 1, f"fraction={self.fraction}",
+                 "the update reads gradients in blocks beside states in host memory, and a part of these would be on "
+                 "the device"),
+                (self.optimizer == "device", "optimizer=\"device\"",
+                 "the update reads gradients in blocks beside states in host memory")):
+            if is_wrong:
+                raise UsageError(f"Offload(gradients=\"host\", {what}): {why}: leave one of them out.")
 
-NAMED = {"optimizer": Offload(), "parameters": Offload(parameters="host")}
+
+NAMED = {"optimizer": Offload(), "parameters": Offload(parameters="host"),
+         "gradients": Offload(parameters="host", gradients="host")}
 """The placements that have a name."""
 
 
@@ -111,7 +122,8 @@ def offload_of(value: Any) -> Offload | None:
         raise UsageError("offload=\"auto\": a choice compiles the step for its batch, which is not known yet: give "
                          "offload=zero_jax.choose_offload(model, stage, batch, ...).offload.")
     raise UsageError(f"offload={shown(value)}: give \"optimizer\" (the optimizer's states and the master weights in "
-                     "host memory), \"parameters\" (and what the model reads), a zero_jax.Offload, or None.")
+                     "host memory), \"parameters\" (and what the model reads), \"gradients\" (and the gradients), a "
+                     "zero_jax.Offload, or None.")
 
 
 def check_host_memory(axes: MeshAxes) -> None:
@@ -128,10 +140,12 @@ def check_host_memory(axes: MeshAxes) -> None:
 
 def check_capacity(layout: Layout, num_devices: int) -> None:
     """Raises ValueError if this host has less memory than the leaves of its `num_devices` devices take there."""
-    needed, known = layout.host_bytes * num_devices, host_share(1)
+    each = layout.host_bytes + layout.host_gradient_bytes
+    needed, known = each * num_devices, host_share(1)
     if needed > known > 0:
+        what = "state and gradients" if layout.host_gradients else "state"
         raise UsageError(
-            f"offload: {layout.host_bytes:,} bytes of state in host memory for each of this host's {num_devices} "
+            f"offload: {each:,} bytes of {what} in host memory for each of this host's {num_devices} "
             f"devices are {needed:,}, and the host has {known:,}: give more hosts, a higher stage, an optimizer with "
             "less state (lion, bfloat16 moments), or keep a part on the device with Offload(optimizer=\"device\").")
 
@@ -178,8 +192,25 @@ def with_offload(layout: Layout, offload: Offload | None) -> Layout:
             f"{_why_none(layout, offload)}: leave offload out.")
     if offload.disk is not None:
         return with_disk(layout, host)
-    return dataclasses.replace(layout, host=host, state=map_named(
+    gradients = _gradients_in_host_memory(layout) if offload.gradients == "host" else {}
+    return dataclasses.replace(layout, host=host, host_gradients=gradients, state=map_named(
         lambda name, leaf: leaf.update(sharding=on_host(leaf.sharding)) if name in host else leaf, layout.state))
+
+
+def _gradients_in_host_memory(layout: Layout) -> dict[str, int]:
+    """Bytes on each device of the gradients that go down layer by layer; raises ValueError where none does."""
+    uses, shardings = dict(named_leaves(layout.uses)), dict(named_leaves(layout.gradients))
+    sizes = {name: leaf_bytes(shardings[name].shard_shape(leaf.shape),
+                              uses[name].reduce if name in uses else leaf.dtype)
+             for name, leaf in named_leaves(layout.state.params)}
+    gradients = {name: sizes[name] for name, leaf in named_leaves(layout.state.params)
+                 if layout.reads[name].stacked == (0,) and sizes[name] >= MIN_LAYER_BYTES * leaf.shape[0]}
+    if not gradients:
+        raise UsageError(
+            "Offload(gradients=\"host\"): gradients go down as a loop over layers makes them, and none of this model's "
+            f"loops over stacked layers (nn.scan, nnx.scan) has a parameter whose gradient takes {MIN_LAYER_BYTES:,} "
+            "bytes of each layer on each device: stack the layers, or leave gradients out.")
+    return gradients
 
 
 def _shared(sizes: Mapping[str, int], layout: Layout, fraction: float) -> frozenset[str]:
