@@ -181,8 +181,8 @@ class _Flow:
               ) -> Unit:
         eqns: dict[int, JaxprEqn] = {}
         host, arrays, scalars = {}, {}, {}
-        todo = list(dict.fromkeys([*(var for var, _ in writes), *(eqn.invars[0] for eqn in sums)]))
-        shape = tuple(todo[0].aval.shape)
+        todo: list[Any] = list(dict.fromkeys([*(var for var, _ in writes), *(eqn.invars[0] for eqn in sums)]))
+        shape = tuple(shape_of(todo[0]).shape)
         seen = set(todo)
         while todo:
             var = todo.pop()

@@ -15,7 +15,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.jaxpr.equations import ClosedJaxpr, JaxprEqn, bind_in_scope, is_literal, run_eqns, trace_flat, value_of
+from zero_jax.jaxpr.equations import (
+    ClosedJaxpr,
+    JaxprEqn,
+    bind_in_scope,
+    is_literal,
+    run_eqns,
+    shape_of,
+    trace_flat,
+    value_of,
+)
 from zero_jax.jaxpr.passes import without_calls
 from zero_jax.jaxpr.primitives import bind_unsharded
 from zero_jax.optim.block_equations import bind_on_block
@@ -201,7 +210,7 @@ class _UnitRun:
 
     def no_sums(self) -> list[Any]:
         """What sums are before the first block."""
-        return [jnp.zeros((), eqn.outvars[0].aval.dtype) for eqn in self.unit.sums]
+        return [jnp.zeros((), shape_of(eqn.outvars[0]).dtype) for eqn in self.unit.sums]
 
     def over_devices(self, sums: Sequence[Any]) -> list[Any]:
         """Sums over the shards, from those of each."""
