@@ -192,24 +192,30 @@ def with_offload(layout: Layout, offload: Offload | None) -> Layout:
             f"{_why_none(layout, offload)}: leave offload out.")
     if offload.disk is not None:
         return with_disk(layout, host)
-    gradients = _gradients_in_host_memory(layout) if offload.gradients == "host" else {}
+    gradients = _gradients_in_host_memory(layout, offload) if offload.gradients == "host" else {}
     return dataclasses.replace(layout, host=host, host_gradients=gradients, state=map_named(
         lambda name, leaf: leaf.update(sharding=on_host(leaf.sharding)) if name in host else leaf, layout.state))
 
 
-def _gradients_in_host_memory(layout: Layout) -> dict[str, int]:
-    """Bytes on each device of the gradients that go down layer by layer; raises ValueError where none does."""
+def _gradients_in_host_memory(layout: Layout, offload: Offload) -> dict[str, int]:
+    """Bytes on each device of the gradients that go down layer by layer; raises ValueError where none does.
+
+    Small stacks stay on the device: the update would bring them up whole, and XLA:GPU left such a stack on the device
+    (0.5 MB, biases of 1T parameters). Above an eighth of the buffer the update reads blocks, whatever the states are.
+    """
+    smallest = offload.buffer_bytes // 8
     uses, shardings = dict(named_leaves(layout.uses)), dict(named_leaves(layout.gradients))
     sizes = {name: leaf_bytes(shardings[name].shard_shape(leaf.shape),
                               uses[name].reduce if name in uses else leaf.dtype)
              for name, leaf in named_leaves(layout.state.params)}
     gradients = {name: sizes[name] for name, leaf in named_leaves(layout.state.params)
-                 if layout.reads[name].stacked == (0,) and sizes[name] >= MIN_LAYER_BYTES * leaf.shape[0]}
+                 if layout.reads[name].stacked == (0,) and sizes[name] > max(smallest, MIN_LAYER_BYTES * leaf.shape[0])}
     if not gradients:
         raise UsageError(
             "Offload(gradients=\"host\"): gradients go down as a loop over layers makes them, and none of this model's "
-            f"loops over stacked layers (nn.scan, nnx.scan) has a parameter whose gradient takes {MIN_LAYER_BYTES:,} "
-            "bytes of each layer on each device: stack the layers, or leave gradients out.")
+            "loops over stacked layers (nn.scan, nnx.scan) has a parameter whose gradients take more than "
+            f"{smallest:,} bytes on each device (an eighth of buffer_bytes) and {MIN_LAYER_BYTES:,} for each layer: "
+            "stack the layers, or leave gradients out.")
     return gradients
 
 
