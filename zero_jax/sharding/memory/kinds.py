@@ -209,12 +209,12 @@ def _gradients_in_host_memory(layout: Layout, offload: Offload) -> dict[str, int
                               uses[name].reduce if name in uses else leaf.dtype)
              for name, leaf in named_leaves(layout.state.params)}
     gradients = {name: sizes[name] for name, leaf in named_leaves(layout.state.params)
-                 if layout.reads[name].stacked == (0,) and sizes[name] > max(smallest, MIN_LAYER_BYTES * leaf.shape[0])}
+                 if layout.reads[name].stacked == (0,) and smallest < sizes[name] >= MIN_LAYER_BYTES * leaf.shape[0]}
     if not gradients:
         raise UsageError(
             "Offload(gradients=\"host\"): gradients go down as a loop over layers makes them, and none of this model's "
             "loops over stacked layers (nn.scan, nnx.scan) has a parameter whose gradients take more than "
-            f"{smallest:,} bytes on each device (an eighth of buffer_bytes) and {MIN_LAYER_BYTES:,} for each layer: "
+            f"{smallest:,} bytes on each device (an eighth of buffer_bytes), and {MIN_LAYER_BYTES:,} for each layer: "
             "stack the layers, or leave gradients out.")
     return gradients
 
