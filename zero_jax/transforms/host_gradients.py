@@ -34,7 +34,7 @@ def stack_on_host(closed: ClosedJaxpr, outputs: Collection[int]) -> ClosedJaxpr:
     makers = producers(jaxpr)
     numbers: dict[Any, list[Any]] = {}
     for number in outputs:
-        var = jaxpr.outvars[number]
+        var: Any = jaxpr.outvars[number]
         loop = None if is_literal(var) else makers.get(var)
         if loop is not None and primitive_of(loop) == SCAN and loop.outvars.index(var) >= Scan.of(loop).num_carry and (
                 not any(var in eqn.invars for eqn in jaxpr.eqns)):
