@@ -143,6 +143,8 @@ class StepOptions:
                  "for a larger batch"),
                 (self.tiling is not None, "with tiling=",
                  "the gradient of a weight in tiles is made tile by tile on the device: leave tiling out"),
+                (self.partition_activations == "cpu", "with partition_activations=\"cpu\"",
+                 "what backward reads and writes in host memory is not counted apart: give remat=\"full\" alone"),
                 (axes.is_tpu, "on TPUs", "not built for their compiler: give GPUs")):
             if is_wrong:
                 raise UsageError(f"Offload(gradients=\"host\") {what}: {why}, or leave gradients out.")
