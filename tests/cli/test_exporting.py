@@ -16,6 +16,7 @@ import safetensors.numpy as safetensors_numpy
 from models import gpt2
 from zero_jax import Names, export_params
 from zero_jax.checkpoint.checkpoint import Checkpoints
+from zero_jax.cli.environment import checkpoints_of
 from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.step_from_config import step_of
 from zero_jax.cli.train_config import TrainConfig
@@ -125,3 +126,12 @@ def test_the_command_writes_many_files_and_an_index(tmp_path, saved):
     written = [Path(line) for line in done.stdout.splitlines()]
     assert written[-1].name == "x.safetensors.index.json" and len(written) > 2
     assert sorted(written) == sorted(tmp_path.iterdir())
+
+
+def test_a_run_stands_for_its_checkpoints(tmp_path):
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    for given, expected in (("run", "run/checkpoints"), ("run/checkpoints", "run/checkpoints"), ("other", "other")):
+        assert checkpoints_of(str(tmp_path / given)) == str(tmp_path / expected)
+        assert ExportConfig(str(tmp_path / given), tmp_path / "x.safetensors").checkpoint == str(tmp_path / expected)
+    assert checkpoints_of("gs://bucket/run") == "gs://bucket/run"

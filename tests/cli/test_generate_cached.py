@@ -110,8 +110,8 @@ def test_the_command_continues_prompts_with_the_parameters_of_a_checkpoint(tmp_p
     model = gpt2.build(gpt2.PRESETS["tiny"])
 
     def generate(at, prompt, *options):
-        return command_line.run("generate", "--checkpoint", str(tmp_path / "checkpoints"), "--at", at, "--prompt",
-                                prompt, "--temperature", "0", "--tokens", str(NEW), *options)
+        return command_line.run("generate", "--checkpoint", str(tmp_path), "--at", at, "--prompt", prompt,
+                                "--temperature", "0", "--tokens", str(NEW), *options)
 
     expected = greedy(model, params, np.array([list(b"hello")], np.int32))[0].tolist()
     done = generate("2", " ".join(map(str, b"hello")))

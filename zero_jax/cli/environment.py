@@ -4,7 +4,7 @@ import glob
 import os
 from pathlib import Path
 
-from zero_jax.checkpoint.object_store import numbers_in
+from zero_jax.checkpoint.object_store import is_remote, numbers_in
 from zero_jax.errors import UsageError
 
 
@@ -40,6 +40,12 @@ def checkpoint_folder(path: Path) -> Path | None:
     """The folder of checkpoints that `path` is, or that the run in the folder `path` has; None where there is none."""
     path = path.expanduser()
     return next((folder for folder in (path, path / "checkpoints") if _numbers(folder)), None)
+
+
+def checkpoints_of(name: str) -> str:
+    """Where the checkpoints of `name` are, a folder of them or of a run that has some; else `name` as it is."""
+    folder = None if is_remote(name) else checkpoint_folder(Path(name))
+    return name if folder is None else str(folder)
 
 
 def _numbers(folder: Path) -> list[int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
-from zero_jax.cli.environment import check_folder
+from zero_jax.cli.environment import check_folder, checkpoints_of
 from zero_jax.errors import UsageError
 from zero_jax.interop.safetensors_file import check_target
 
@@ -19,7 +19,7 @@ class ExportConfig:
     """
 
     checkpoint: str
-    """Folder of the run's checkpoints, as runs/train/checkpoints or gs://bucket/folder."""
+    """Folder of the run, or of its checkpoints, as runs/train or gs://bucket/folder."""
 
     out: Path
     """The file, *.safetensors; above --max-file-bytes several files and an index. Or, with --names huggingface, a
@@ -68,6 +68,7 @@ class ExportConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "out", Path(self.out).expanduser())
         check_scheme(self.checkpoint)
+        object.__setattr__(self, "checkpoint", checkpoints_of(self.checkpoint))
         self._check_format()
         if self.max_file_bytes < 1:
             raise UsageError(f"max_file_bytes={self.max_file_bytes}: give at least 1.")

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
+from zero_jax.cli.environment import checkpoints_of
 from zero_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zero_jax.errors import UsageError
 
@@ -13,7 +14,7 @@ class GenerateConfig:
     """Continue prompts with the model of a checkpoint, whose module has a decoder(config), as gpt2 and llama have."""
 
     checkpoint: str
-    """Folder of the run's checkpoints, as runs/train/checkpoints or gs://bucket/folder."""
+    """Folder of the run, or of its checkpoints, as runs/train or gs://bucket/folder."""
 
     prompt: tuple[str, ...]
     """Texts to continue; of a run on files of tokens without a tokenizer, ids with spaces between them."""
@@ -42,6 +43,7 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         check_scheme(self.checkpoint)
+        object.__setattr__(self, "checkpoint", checkpoints_of(self.checkpoint))
         if self.tokenizer is not None:
             object.__setattr__(self, "tokenizer", Path(self.tokenizer))
         if not self.prompt or "" in self.prompt:
