@@ -145,6 +145,7 @@ def test_a_process_exits_with_the_status():
         (lambda path: path.write_text("too short"), "The data has 9 tokens"),
         (lambda path: path.write_text(""), "the file is empty"),
         (lambda path: path.write_bytes(gzip.compress(b"text " * 10_000)), "is compressed: unpack it first"),
+        (lambda path: path.mkdir(), "no file with text"),
     ],
 )
 def test_data_without_a_run_in_it(tmp_path, write, expected):
@@ -170,7 +171,7 @@ def test_ids_beyond_the_models_vocabulary(tmp_path):
     assert "token ids reach 0..9999 but vocab_size=256" in message(done)
 
 
-def test_a_module_in_the_users_folder_enters_by_the_same_door(tmp_path):
+def test_a_module_in_the_users_folder_is_found_as_ours_are(tmp_path):
     (tmp_path / "mine.py").write_text("PRESETS = {'small': None, 'large': None}\nbuild = print\n")
     done = run_process("train", "--model", "mine:smal", cwd=tmp_path)
     assert done.returncode == 2 and "Did you mean 'small'? There are: small, large." in message(done)

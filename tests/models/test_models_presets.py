@@ -19,7 +19,7 @@ def fits(name: str, config: Config) -> bool:
 SIZED = {name: config for name, config in PRESETS.items() if size_of(name)}
 
 
-def test_the_door():
+def test_both_flavours_have_the_same_presets():
     for module in (gpt2, gpt2_nnx):
         assert module.PRESETS is PRESETS and callable(module.build)
 

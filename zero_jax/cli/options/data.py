@@ -176,8 +176,9 @@ def check_data_files(option: str, data: tuple[str, ...]) -> None:
                 raise UsageError(f"{option}: {name}: it is a pipe, a socket or a device: give a file.")
             if not path.stat().st_size:
                 raise UsageError(f"{option}: {name}: the file is empty: give one with text or tokens.")
-        if not (path.is_dir() or is_images(name) or name in ("python", DIGITS)):
-            for file in files_of(name):
+        if not (is_images(name) or is_tokenized(name) or name in ("python", DIGITS)):
+            files = files_of(name)
+            for file in [] if path.is_dir() else files:  # of a folder they are read later, many of them
                 check_not_compressed(file)
 
 
