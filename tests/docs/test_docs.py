@@ -18,6 +18,8 @@ from zero_jax.xla import devices
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 RUN = [page for page in PAGES if only("python", page.read_text()).strip()]
+LONG = ("fine_tuning.md",)
+"""Pages whose Python compiles several steps."""
 
 
 def title(page: Path) -> str:
@@ -32,7 +34,8 @@ def printed_by(text: str, name: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("page", RUN, ids=title)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page.name in LONG)) for page in RUN],
+                         ids=title)
 def test_blocks_run_and_print_what_is_shown(page):
     text = page.read_text()
     if "h100:8" in only("python", text) and (extra := devices.missing_compiler("h100:8")):

@@ -194,6 +194,7 @@ def predicted(layers):
         model_flops=8 * length * flops)
 
 
+@pytest.mark.slow
 def test_a_compiled_step():
     shallow, deep = predicted(4), predicted(12)
     for found in (shallow, deep):

@@ -137,7 +137,7 @@ def sent(found, kind, codes):
                if c.kind == kind and (set(c.dtypes) <= set(CODES)) == codes)
 
 
-@pytest.mark.parametrize("name", ["cpu stage 3", *map(slow, (
+@pytest.mark.parametrize("name", [*map(slow, ("cpu stage 3", 
     "h100 stage 3", "h100 stage 3, hpZ", "h100 stage 2", "h100 stage 3, unrolled", "h100 stage 3, odd",
     "h100 stage 3, 5 x 5", "v5e stage 3"))])
 def test_weights_and_gradients_travel_as_codes(name):
