@@ -1,4 +1,4 @@
-"""Time for what moves between host memory and the device, and the placement of least predicted time that fits."""
+"""The placement of least predicted time that fits."""
 
 import dataclasses
 import json
@@ -10,77 +10,22 @@ import flax.linen as nn
 import jax
 import pytest
 from rich.console import Console
+from support.transfers import CHIP, TIMING, compiled
 
 import zero_jax
 from zero_jax.cli.planning.plan_command import plan_command
 from zero_jax.cli.planning.plan_config import PlanConfig
-from zero_jax.contract.host import HostBudget, HostUse
 from zero_jax.planning import placement
 from zero_jax.planning.host_link import measured_link, with_measured_link
 from zero_jax.planning.offload_choice import Candidate, choose
 from zero_jax.planning.placement import choose_for, compare
-from zero_jax.planning.timing import Timing
 from zero_jax.planning.transfers import (
-    COPY_SECONDS,
-    ENGINE_BANDWIDTH,
     REACHED,
-    disk_transfers,
     transfers_of,
-    with_transfers,
 )
-from zero_jax.sharding.layout import Placement
-from zero_jax.sharding.memory.disk_leaves import DiskTraffic
 from zero_jax.stages import STAGES
-from zero_jax.xla.chip import built_in, chip_files
-from zero_jax.xla.host_reads import HostRead
+from zero_jax.xla.chip import built_in
 from zero_jax.xla.targets import target_of
-
-TIMING = Timing(2.0, 1.5, 0.5, {"nvlink": 0.5}, {"compute": 1.5, "memory": 0.5, "nvlink": 0.0}, 100.0, 0.4, 0.5, 0.45)
-CHIP = dataclasses.replace(built_in("h100"), host_link_bandwidth=10.0, host_memory_bandwidth=15.0)
-
-
-def compiled(ahead, waited, update=0, written=0):
-    """A stand-in for a compiled step that reads so many bytes of parameters, and whose update moves the others."""
-    rows = [Placement(name, (1,), (1,), "float32", None, size, 0, size, "", "host")
-            for name, size in (("opt_state/mu", update), ("weights/kernel", written - update)) if size]
-    layout = types.SimpleNamespace(host={"opt_state/mu"}, placements=lambda: rows)
-    reads = [HostRead("a", "state.weights['kernel']", ahead // 2, 2, True, True, True),
-             HostRead("b", "state.weights['embedding']", waited, 1, False, False, False)]
-    budget = HostBudget(update, param_bytes=ahead + waited)
-    return types.SimpleNamespace(layout=layout, host_use=HostUse(0, 0, 0, (), tuple(reads)),
-                                 contract=types.SimpleNamespace(host=budget))
-
-
-@pytest.mark.parametrize("moved, busy", [
-    ((8, 0), 0.8), ((40, 0), 4.0), ((0, 8), 0.8), ((8, 4), 1.2),
-    ((0, 0, 30, 30), 4.0),  # 60 bytes over the memory's 15 a second; 3 s on the link, which carries both ways
-    ((0, 0, 10, 90), 9.0)])
-def test_what_is_ahead_is_hidden_and_the_rest_is_waited_for(moved, busy):
-    transfers = transfers_of(compiled(*moved), CHIP, TIMING)
-    assert math.isclose(transfers.seconds * REACHED, busy, rel_tol=1e-3)
-    hidden = min(2.0, moved[0] / 10 / REACHED)  # beside the two seconds of the step
-    assert math.isclose(transfers.exposed_seconds, busy / REACHED - hidden, abs_tol=1e-3)
-    timing = with_transfers(TIMING, transfers)
-    assert math.isclose(timing.seconds, 2.0 + transfers.exposed_seconds) and math.isclose(
-        sum(timing.spent.values()), timing.seconds)
-    assert math.isclose(timing.mfu * timing.seconds, TIMING.mfu * 2.0)
-    assert with_transfers(TIMING, None) is TIMING
-    assert transfers_of(compiled(*moved), dataclasses.replace(CHIP, host_link_bandwidth=0.0), TIMING) is None
-
-
-def test_many_small_copies_take_their_time():
-    fast = dataclasses.replace(CHIP, host_link_bandwidth=1e12, host_memory_bandwidth=1e12)
-    transfers = transfers_of(compiled(8, 8, 8, 16), fast, TIMING)
-    assert math.isclose(transfers.seconds, (2 + 1 + 2 * 2) * COPY_SECONDS, rel_tol=1e-3)
-    assert math.isclose(transfers.exposed_seconds, (1 + 2 * 2) * COPY_SECONDS, rel_tol=1e-3)
-
-
-def test_chips_have_a_link_to_their_host_slower_than_their_memory():
-    for name in chip_files():
-        chip = built_in(name)
-        assert chip.host_link_bandwidth < chip.memory_bandwidth / 10
-        assert chip.host_link_bandwidth > 10e9 or name == "tpu7x"  # of which nothing is published
-        assert chip.host_memory_bandwidth < chip.memory_bandwidth / 10
 
 
 def plan_of(fits, seconds, free=0, **changes):
@@ -210,27 +155,6 @@ def test_files_are_taken_where_no_memory_is_enough_and_are_never_slower(memory, 
         assert not compare(moving(memory, host_memory=host_memory, disk_memory=1999), lambda: files).plan.fits
         without = compare(plan_of, no_disk)
         assert not without.plan.fits and without.refused["disk"] == "no disk"
-
-
-def test_the_time_of_files_is_that_of_disk_link_or_process():
-    def seconds(read, written, *, devices=1, **rates):
-        chip = dataclasses.replace(CHIP, disk_read_bandwidth=4.0, disk_write_bandwidth=2.0, **rates)
-        target = dataclasses.replace(target_of(f"h100:{devices}"), chip=chip)
-        return disk_transfers(DiskTraffic(read, written, 2 * written), target).seconds
-
-    assert math.isclose(seconds(8, 4) * REACHED, 2 + 2)
-    assert math.isclose(seconds(8, 4, host_link_bandwidth=1.0) * REACHED, 8)
-    assert math.isclose(seconds(8, 4, host_memory_bandwidth=2.0) * REACHED, 6)
-    fast = {"host_link_bandwidth": 1e15, "host_memory_bandwidth": 1e15}
-    chip = dataclasses.replace(CHIP, disk_read_bandwidth=1e15, disk_write_bandwidth=1e15, **fast)
-    for devices in (1, 8):  # of one process
-        moved = disk_transfers(DiskTraffic(10**9, 10**9, 0), dataclasses.replace(target_of(f"h100:{devices}"),
-                                                                                 chip=chip))
-        assert math.isclose(moved.seconds, 2e9 * devices / ENGINE_BANDWIDTH)
-        assert with_transfers(TIMING, moved).spent["disk"] == moved.exposed_seconds == moved.seconds
-    for name in ("disk_read_bandwidth", "disk_write_bandwidth", "host_link_bandwidth"):
-        unknown = dataclasses.replace(chip, **{name: 0.0})
-        assert disk_transfers(DiskTraffic(1, 1, 1), dataclasses.replace(target_of("h100:8"), chip=unknown)) is None
 
 
 @pytest.mark.slow

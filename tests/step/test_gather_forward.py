@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from support.oracle import loss_difference, param_difference, slow, train
-from support.programs import program
+from support.programs import asynchronous, program
 from support.workloads import token_batches
 
 import zero_jax
@@ -69,12 +69,6 @@ def test_it_takes_the_memory_of_stage_2():
     assert kept.state_bytes == again.state_bytes
     assert kept.contract.copy_bytes == 2 * kept.num_params and again.contract.copy_bytes == 0
     assert kept.memory.temp_size_in_bytes - again.memory.temp_size_in_bytes < 2.2 * kept.num_params
-
-
-def asynchronous(name):
-    """Share of the bytes that are sent asynchronously."""
-    found = program(name)
-    return sum(c.communication_bytes * c.count for c in found.collectives if c.asynchronous) / found.sent()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.stacked_nnx import NnxBlock, NnxStacked
 from support.targets import mesh_of
 
 import zero_jax
@@ -39,26 +40,6 @@ class Stacked(nn.Module):
         blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
         x, _ = blocks(name="blocks")(x, None)
         return nn.Dense(96)(x)
-
-
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs):
-        self.up, self.down = nnx.Linear(64, 256, rngs=rngs), nnx.Linear(256, 64, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(nnx.gelu(self.up(x)))
-
-
-class NnxStacked(nnx.Module):
-    def __init__(self, *, rngs):
-        self.embed = nnx.Embed(96, 64, rngs=rngs)
-        self.blocks = nnx.split_rngs(splits=3)(nnx.vmap(NnxBlock, in_axes=0, out_axes=0))(rngs)
-        self.out = nnx.Linear(64, 96, rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(
-            self.blocks, self.embed(x))
-        return self.out(x)
 
 
 class Unstacked(nnx.Module):

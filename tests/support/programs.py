@@ -331,3 +331,9 @@ def compiled_once(name: str, row: Row) -> Program:
         compiled = row.compile()
         path.write_bytes(pickle.dumps(compiled))
         return compiled
+
+
+def asynchronous(name):
+    """Share of the bytes that are sent asynchronously."""
+    found = program(name)
+    return sum(c.communication_bytes * c.count for c in found.collectives if c.asynchronous) / found.sent()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
-from support.programs import program
+from support.programs import asynchronous, program
 from support.targets import mesh_of
 
 import zero_jax
@@ -19,12 +19,6 @@ from zero_jax.xla.overlap import overlap_options
 from zero_jax.xla.targets import target_of
 
 CONFIG = gpt2.Config(2, 256, 4, vocab_size=2048, max_length=16)
-
-
-def asynchronous(name):
-    """Share of the bytes that are sent asynchronously."""
-    found = program(name)
-    return sum(c.communication_bytes * c.count for c in found.collectives if c.asynchronous) / found.sent()
 
 
 @pytest.mark.slow
