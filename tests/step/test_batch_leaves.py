@@ -179,3 +179,24 @@ def test_what_is_refused(options, change, message):
     with pytest.raises(ValueError, match=message):
         step = zero_jax.make_zero_train_step(Net(), 3, loss=graph_loss, **options)
         step.lower({**batch_of(0), **change})
+
+
+def test_a_leaf_that_becomes_a_scalar_or_examples_compiles_once_more():
+    """A batch of the same keys whose leaf has other dims is sharded otherwise than the first one."""
+    def loss(model, batch):
+        return jnp.mean((model(batch["x"]) * jnp.reshape(batch["scale"], (-1, 1)) - batch["y"]) ** 2)
+
+    step = zero_jax.make_zero_train_step(Net(), 3, optimizer=SGD, loss=loss)
+    examples, scalar = ({**{name: batch_of(0)[name] for name in "xy"}, "scale": scale}
+                        for scale in (np.full(NUM_NODES, 2, np.float32), np.float32(2)))
+    state, evaluate = step.init(jax.random.key(0), examples), step.evaluator()
+    assert evaluate(state, examples) == evaluate(state, scalar) != evaluate(state, {**scalar, "scale": np.float32(3)})
+    both = [jax.device_get(step.gradients(state, batch)[0]) for batch in (examples, scalar)]
+    jax.tree.map(np.testing.assert_array_equal, *both)
+    metrics = []
+    for batch in (examples, scalar, examples):
+        copy, found = step(jax.tree.map(jnp.copy, state), batch)
+        metrics.append(found["loss"])
+        copy, found = step.multi(copy, jax.tree.map(lambda leaf: np.stack([leaf]), batch))
+        metrics.append(found["loss"][0])
+    assert metrics[:2] == metrics[2:4] == metrics[4:] and metrics[0] != metrics[1]

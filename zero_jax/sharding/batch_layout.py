@@ -189,3 +189,8 @@ class BatchLayout:
         return map_named(lambda name, leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=NamedSharding(self.axes.mesh, self.spec(name, leaf))),
             abstract_batch(batch))
+
+
+def hashable(shardings: Pytree) -> Any:
+    """What is equal for batches that one compiled program can take."""
+    return jax.tree.structure(shardings), *jax.tree.leaves(shardings)

@@ -16,6 +16,7 @@ from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes
 from zero_jax.sharding.batch import split_steps
+from zero_jax.sharding.batch_layout import hashable
 from zero_jax.sharding.memory.disk_leaves import expanded, resident
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.state import ZeroState, state_key, typed_key
@@ -50,7 +51,7 @@ class ZeroTrainStep(InspectableStep):
         super().__init__(model, optimizer, loss, axes, options, given_params)
         self._monitor, self._compiler_options = BadStepMonitor(), options.compiler_options(axes)
         self._jitted: Any = None
-        self._jitted_others: dict[Any, Any] = {}
+        self._programs: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
         known = "" if self._layout is None else (
@@ -143,8 +144,8 @@ class ZeroTrainStep(InspectableStep):
         shardings = jax.tree.map(lambda each: NamedSharding(self.mesh, P(None, *each.spec)),
                                  self.batches.shardings(first))
         return self._run(self._jit_once(
-            "multi", self._steps, (layout.shardings, shardings), (layout.shardings, self._replicated),
-            donate_argnums=0), state, batches)
+            ("multi", hashable(shardings)), self._steps, (layout.shardings, shardings),
+            (layout.shardings, self._replicated), donate_argnums=0), state, batches)
 
     def gradients(self, state: ZeroState, batch: Batch, *, params: Params | None = None, loss: Loss | None = None
                   ) -> tuple[Gradients, Metrics, Variables]:
@@ -167,9 +168,10 @@ class ZeroTrainStep(InspectableStep):
         if is_traced(state, batch):
             return run(state, batch, params)
         check_values(batch, fun)
+        of_batch = self._batch_shardings(batch)
         return self._jit_once(
-            ("gradients", fun, params is None), run,
-            (resident(layout, layout.shardings), self._batch_shardings(batch), None),
+            ("gradients", fun, params is None, hashable(of_batch)), run,
+            (resident(layout, layout.shardings), of_batch, None),
             (layout.gradients, self._replicated, layout.shardings.variables))(state, batch, params)
 
     def apply_gradients(self, state: ZeroState, gradients: Gradients, *, loss: Scalar | None = None,
@@ -258,10 +260,11 @@ class ZeroTrainStep(InspectableStep):
             if rng is None and takes_key(fun or self._loss):
                 raise UsageError("This function takes rng: give the evaluator a key, evaluate(state, batch, key).")
             state, shardings = self._readable(state, ema=ema)
-            kind = (whole := self.batches.is_ragged(batch)), jax.tree.structure(batch)
+            whole = self.batches.is_ragged(batch)
+            of_batch = self._replicated if whole else self._batch_shardings(batch)
+            kind = whole, jax.tree.structure(batch), hashable(of_batch)
             if kind not in compiled:
                 layout = self.layout(self.batches.rounded_up(batch) if whole else batch)
-                of_batch = self._replicated if whole else self._batch_shardings(batch)
                 compiled[kind] = jax.jit(run, in_shardings=(shardings or layout.shardings, of_batch, None))
             return compiled[kind](state, batch, None if rng is None else typed_key(rng))
 
@@ -272,29 +275,26 @@ class ZeroTrainStep(InspectableStep):
         self._monitor.raise_if_stopped(waiting=1)
         try:
             state, metrics = compiled(state, *args)
-        except (TypeError, ValueError):
-            # What does not fit gets its own message.
+        except (TypeError, ValueError):  # what does not fit gets its own message
             check_state(state, self.layout())
-            if compiled is self._jitted:
-                self.batches.check(args[0], self.accumulation.microbatches)
-            raise
+            if compiled is not self._jitted or (again := self._jit(args[0])) is compiled:
+                raise
+            state, metrics = again(state, *args)  # a batch that is sharded otherwise than those before
         if self._guard.active:
             self._monitor.record(metrics)
         return state, metrics
 
     def _jit(self, batch: Batch) -> Any:
         self.batches.check(batch, self.accumulation.microbatches)
-        layout = self.layout(batch)
-        if self._jitted is None:
-            self._jitted = self._jit_of(self._step, (layout.shardings, self._batch_shardings(batch)),
-                                        (layout.shardings, self._replicated), donate_argnums=0)
+        layout, of_batch = self.layout(batch), self._batch_shardings(batch)
+        self._jitted = self._jit_once(("step", hashable(of_batch)), self._step, (layout.shardings, of_batch),
+                                      (layout.shardings, self._replicated), donate_argnums=0)
         return self._jitted
 
     def _jit_once(self, key: Any, function: Any, in_shardings: Any, out_shardings: Any, **options: Any) -> Any:
-        if key not in self._jitted_others:
-            self._jitted_others[key] = self._jit_of(function, in_shardings, out_shardings, **options)
-        return self._jitted_others[key]
+        if key not in self._programs:
+            self._programs[key] = jax.jit(
+                function, in_shardings=in_shardings, out_shardings=out_shardings,
+                compiler_options=self._compiler_options or None, **options | self._offload_options)
+        return self._programs[key]
 
-    def _jit_of(self, function: Any, in_shardings: Any, out_shardings: Any, **options: Any) -> Any:
-        return jax.jit(function, in_shardings=in_shardings, out_shardings=out_shardings,
-                       compiler_options=self._compiler_options or None, **options | self._offload_options)

@@ -109,14 +109,14 @@ class DiskTrainStep(StepWithFiles):
             raise UsageError("apply_gradients without loss: this step's guard looks for spikes of it: give "
                              "loss=metrics[\"loss\"].")
         key = ("apply", loss is None, variables is None)
-        if key not in self._jitted_others:
+        if key not in self._programs:
             plans: list[UpdatePlan] = []
             shardings = resident(layout, layout.shardings)
-            self._jitted_others[key] = jax.jit(
+            self._programs[key] = jax.jit(
                 functools.partial(self._before_apply, plans), in_shardings=(
                     shardings, layout.gradients, None, None if variables is None else shardings.variables),
                 compiler_options=self._compiler_options or None), plans
-        return self._walk(self._jitted_others[key], state, gradients, loss, variables)
+        return self._walk(self._programs[key], state, gradients, loss, variables)
 
     def with_params(self, state: ZeroState, params: Pytree) -> ZeroState:
         """As `ZeroTrainStep`, and a generation of the new state is written."""
