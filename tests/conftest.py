@@ -27,7 +27,7 @@ from zero_jax.sharding.mesh import simulate_local
 simulate_local(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-pytest_plugins = ["support.worker_memory", "support.short_random"]
+pytest_plugins = ["support.worker_memory", "support.short_random", "support.grid_part"]
 
 # A shell starts what runs in the background, and nohup its command, with these ignored, and processes inherit that.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -117,6 +117,7 @@ def test_no_damage_loads_in_silence(saved, kind):
     assert difference(before, dump(step, zero_jax.Checkpoints(root).restore(step, BATCH).state)) == []
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, part", [("flip", part) for part in range(4)] + [
     (kind, part) for kind in ("truncate", "delete", "zero") for part in range(2)])

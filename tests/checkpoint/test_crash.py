@@ -13,10 +13,11 @@ def crash_test():
 
 
 def test_kills_while_saving(crash_test, tmp_path):
-    unfinished, faults = crash_test.kills_while_saving(tmp_path, 20, 0, 67)
+    unfinished, faults = crash_test.kills_while_saving(tmp_path, 8, 0, 67)
     assert faults == [] and unfinished
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_run_that_is_killed_three_times(crash_test, tmp_path, seed):
     assert crash_test.run_of_kills(tmp_path, seed, 67) == []

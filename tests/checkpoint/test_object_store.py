@@ -130,7 +130,7 @@ def test_kills_in_a_save(root, bucket):
         return {name.split("/")[1] for name in names} - {
             name.split("/")[1] for name in names if name.endswith("commit_success.txt")}
 
-    for _ in range(10):
+    for _ in range(5):
         flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"  # the rest of them round alike
         env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "XLA_FLAGS": flags}
         with subprocess.Popen([sys.executable, "-c", PROGRAM, root], env=env, stdout=subprocess.PIPE,

@@ -234,6 +234,7 @@ def test_a_power_loss_loses_nothing(recorded, tmp_path):
     assert [fault for fault in faults if fault] == []
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_nor_does_it_at_any_other_point(recorded, tmp_path, seed):

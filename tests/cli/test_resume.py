@@ -97,6 +97,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, interrupted, whole):
     assert losses(whole)[9] != losses(whole)[10]
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [
     ("--precision", "bf16", "--stage", "2", "--ema", "0.9"),

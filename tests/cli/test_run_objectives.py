@@ -309,6 +309,7 @@ RUNS = {"bert:bytes": {"stage": 2, "documents": "pack"}, "t5:bytes": {"stage": 1
         "resnet:digits": {"stage": 0, "learning_rate": 1e-3}}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("model", [slow(model) for model in RUNS])
 def test_a_run_has_the_losses_of_a_plain_loop_and_goes_on_bit_for_bit(model, tmp_path):
     options = config(model, steps=4, save_every=2, eval_every=4, eval_batches=2, samples=1, out=tmp_path / "run",

@@ -28,6 +28,7 @@ def gpt2_alone(flavour, scanned, precision):
                   precision=precision)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour, scanned, precision, stage", pairwise(
     FLAVOURS, (True, False), ("fp32", "bf16"), range(4)))
 def test_gpt2_is_one_device(flavour, scanned, precision, stage):
@@ -62,6 +63,7 @@ def mlp_alone(name, precision):
     return oracle(MLPS[name], batches=vector_batches(), loss=classify, precision=precision, optimizer=SGD)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour, kind, precision, stage", pairwise(
     FLAVOURS, ("batch norm", "dropout"), ("fp32", "bf16"), range(4)))
 def test_mlp_is_one_device(flavour, kind, precision, stage):

@@ -36,6 +36,7 @@ def test_there_are_forty():
     assert len(FEATURES) >= 40
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour, piece, stage, evenness", [*rows()])
 def test_a_feature_has_the_numbers_of_one_device(flavour, piece, stage, evenness):
     check(Drawn(0, flavour, (piece,), HIDDEN[evenness], stage, "fp32"))

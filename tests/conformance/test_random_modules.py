@@ -16,6 +16,7 @@ GROUPS = [pytest.param(range(first, first + GROUP), marks=[
           for first in range(FAST, FAST + NUM_SEEDS, GROUP)]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("seeds", [*[range(seed, seed + 1) for seed in range(FAST)], *GROUPS], ids=lambda seeds: (
     f"{seeds.start}-{seeds.stop - 1}"))
 def test_a_module_grown_from_a_seed_has_the_numbers_of_one_device(seeds):

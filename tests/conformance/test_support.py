@@ -1,11 +1,14 @@
-"""What the tests rest on: an oracle that knows nothing of the library, and rows that cover all pairs."""
+"""What the tests rest on: an oracle that knows nothing of the library, and how rows are chosen."""
 
 import ast
 import itertools
+import types
 from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
+from support import grid_part
 from support.covering import pairs, pairwise
 from support.short_random import use
 
@@ -54,3 +57,40 @@ def test_short_random_numbers_are_spread_and_are_others(short_random):
     use(short=False)
     assert not np.isclose(short, own := drawn(), atol=1e-3).all(-1).any()  # the control: JAX's own are back
     np.testing.assert_allclose(own[0, -2], jax.random.normal(jax.random.key(0), (64, 64))[0, 0])
+
+
+class Items(list):
+    """In place of pytest's configuration, with what it has collected: a grid, of which one row is not slow."""
+
+    hook = property(lambda self: self)
+
+    def __init__(self, part):
+        self.part, self.left = part, []
+        names = [*(f"test_grid[{row}]" for row in range(100)), "test_slow"]
+        super().__init__(types.SimpleNamespace(nodeid=name, get_closest_marker={
+            "grid": "grid" in name, "slow": "[0]" not in name}.get) for name in names)
+        grid_part.pytest_collection_modifyitems(self, self)
+
+    def getoption(self, name):
+        return {"--grid-part": self.part}[name]
+
+    def pytest_deselected(self, items):
+        self.left += items
+
+    @property
+    def names(self):
+        return {item.nodeid for item in self}
+
+
+def test_a_part_of_a_grid_is_drawn_and_nothing_else_is_left_out():
+    every = Items(None)
+    assert len(every) == 101 and not every.left  # the control: without the option all run
+    drawn = [Items(f"{text}/4") for text in ("one", "one", "another")]
+    assert drawn[0].names == drawn[1].names != drawn[2].names
+    assert all({"test_grid[0]", "test_slow"} <= part.names and 10 < len(part) < 45 for part in drawn)
+    assert all(len(part) + len(part.left) == 101 for part in drawn)
+    assert Items("one/1").names == every.names
+    assert set().union(*(Items(f"{text}/4").names for text in range(40))) == every.names  # in many draws all rows run
+    for wrong in ("4", "one/", "one/0", "one/x"):
+        with pytest.raises(pytest.UsageError, match="give a text and a number of parts"):
+            Items(wrong)

@@ -47,6 +47,7 @@ def test_communication_is_the_papers(target, stage):
     assert not broken_promises(program(f"{target} stage {stage}"), stage)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour, scanned, remat", [
     row if row == ("linen", True, False) else slow(*row)
     for row in itertools.product(("linen", "nnx"), (True, False), (True, False))])
@@ -83,6 +84,7 @@ def dtypes(name, kind):
             for dtype, dims in c.shapes if np.prod(dims) >= SMALL.width**2}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name, dtype", [
     ("h100 stage 3", "bf16"), ("h100 stage 3, reduce fp32", "f32"), ("v5e stage 3", "bf16"),
     slow("v5p stage 1, reduce fp32", "f32"), ("h100 stage 2", "bf16"), slow("h100 stage 2, reduce fp32", "f32"),
@@ -104,6 +106,7 @@ def test_the_cast_happens_on_the_shard():
     assert gathered("h100 stage 3, fp32") == {"f32"}  # the setting, and not the backend, decides
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("stage, preset", [(2, "124m"), (3, "124m"), (2, "1.5b"), (3, "1.5b")])
 def test_communication_of_the_papers_model(preset, stage):

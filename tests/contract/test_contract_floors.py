@@ -33,6 +33,7 @@ DEFAULT = ("cpu stage 3", "h100 stage 2", "h100 stage 3", "h100 stage 3, reduce 
            "v5e stage 3", "h100 stage 2, reduced every", "cpu stage 3, quantised")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [
     name if name in DEFAULT else slow(name) for name in PROGRAMS if not name.endswith(CONTROLS)])
 def test_no_program_of_the_matrix_does_less_than_its_stage(name):

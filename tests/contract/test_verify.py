@@ -25,6 +25,7 @@ LONG = (
     "v5p stage 1, reduce fp32", "v5p stage 3", "v5p stage 3, hybrid")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [*KEPT, *map(slow, LONG)])
 def test_contract_is_kept(name):
     found, row = program(name), PROGRAMS[name]
@@ -48,6 +49,7 @@ POINTS = {"h100:16x8": (1,), "h100:128x8": (2, 3), "v6e:16x16": (3,), "v5e:16x16
           "v5p:8x8x16": (2, 3)}
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "stage"), [(target, stage) for target in POINTS for stage in POINTS[target]])
 def test_contract_is_kept_on_many_devices(target, stage):

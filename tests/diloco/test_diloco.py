@@ -109,6 +109,7 @@ ROWS_OF_NUMBERS = [
     pytest.param(3, "linen", {}, {"accumulate": 2, "reduce": "once"}, id="3-once", marks=pytest.mark.slow)]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("stage", "flavour", "options", "step_options"), ROWS_OF_NUMBERS)
 def test_numbers_are_those_of_a_plain_loop_over_slices(stage, flavour, options, step_options):
     """Control: the loop with another momentum is another run."""
@@ -125,6 +126,7 @@ def test_numbers_are_those_of_a_plain_loop_over_slices(stage, flavour, options, 
     assert not np.allclose(losses, other, rtol=2e-4) and not close(params, other_params)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow),
                                    pytest.param(3, marks=pytest.mark.slow)])
 def test_averaging_plain_sgd_in_every_step_is_synchronous_training(stage):
@@ -175,6 +177,7 @@ def test_nothing_crosses_between_slices_but_the_fragment_that_is_due():
                                                     + (2 * WIDTH + 1) * VOCABULARY) / 4, rel=0.2)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "stage"), [("h100:8", 3), ("h100:8", 0), ("v5e:2x4", 3)])
 def test_compilers_of_accelerators_send_outer_gradients_in_their_dtype(target, stage):

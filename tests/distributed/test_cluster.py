@@ -224,6 +224,7 @@ def losses(out: Path) -> dict[str, list[float]]:
     return {name: [row[name] for row in rows if name in row] for name in ("loss", "grad_norm", "validation_loss")}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("number", "args"), [
     slow(2, ["--model", "gpt2:tiny", "--steps", "3", "--samples", "0"]),
     slow(4, ["--model", "support.pairs:small", "--steps", "5", "--samples", "1", "--stage", "2",

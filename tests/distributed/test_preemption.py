@@ -110,6 +110,7 @@ def whole():
     return run
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("count", "moment", "to"), [
     slow(1, "compile", None), slow(1, "step", None), slow(1, "save", None),
     slow(2, "compile", None), slow(2, "step", (1,)), slow(2, "save", (0,))])
@@ -117,12 +118,14 @@ def test_a_preempted_run_goes_on_bit_for_bit(tmp_path, whole, count, moment, to)
     process_test.preempt(tmp_path / "run", count, moment, 0.0, whole(count), to=to)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("moment", "victim", "number"), [
     slow("step", 0, signal.SIGKILL), slow("step", 1, signal.SIGSTOP), slow("save", 0, signal.SIGSTOP)])
 def test_when_one_dies_the_other_ends_and_both_go_on(tmp_path, whole, moment, victim, number):
     process_test.kill(tmp_path / "run", moment, victim, 0.0, whole(2), number)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("processes", [slow(1), slow(4)])
 def test_another_number_of_processes_goes_on(tmp_path, whole, processes):
     """The state is the same bit for bit (restoring checks the digests); sums are taken in another order after it."""

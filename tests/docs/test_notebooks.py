@@ -44,6 +44,7 @@ def test_a_notebook_has_the_cells_of_its_source_and_no_noise(name):
     assert MACHINE_PATH.findall("\n".join([text, source, printed])) == []
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of matplotlib's and of a profiler's, which readers do not see either
 @pytest.mark.parametrize("name", NAMES)

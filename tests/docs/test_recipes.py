@@ -31,6 +31,7 @@ def test_a_recipe_is_accepted_at_its_size(recipe, tmp_path):
         read_options(tmp_path / "bad.toml", TrainConfig)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem in ("qlora", "dpo")],
                          ids=lambda path: path.stem)

@@ -68,6 +68,7 @@ def check_base_stays(run):
 
 
 class TestNumbers:
+    @pytest.mark.grid
     @pytest.mark.parametrize("flavour, scanned, stage", [
         ("linen", True, 3), slow("nnx", True, 2), slow("nnx", True, 3), slow("linen", False, 0), slow("linen", True, 1),
         slow("nnx", False, 3), slow("linen", True, 0), slow("nnx", True, 0), slow("linen", False, 2)])

@@ -51,6 +51,7 @@ def tuned(flavour, name, stage, num_devices=8):
     return step, state, start, before, np.array(losses), base, model, batches
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour, name, stage", [
     slow("linen", "nf4", 3), slow("nnx", "int8", 3), slow("nnx", "nf4", 2), slow("linen", "int8", 0)])
 def test_numbers_of_codes_by_hand(flavour, name, stage):

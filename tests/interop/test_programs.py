@@ -140,6 +140,7 @@ def greedy(model, params, tokens, number):
     return tokens[:, -number:]
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "flavour"), [(gpt2, "gpt2"), (llama, "llama"), (llama, "llama_nnx")])
 def test_a_trained_model_is_served_by_jax_alone(tmp_path, saved, module, flavour):
@@ -176,6 +177,7 @@ def test_a_trained_model_is_served_by_jax_alone(tmp_path, saved, module, flavour
             call()
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet:tiny", "t5:tiny", "bert:tiny"])
 def test_models_that_are_called_otherwise(tmp_path, name):

@@ -70,6 +70,7 @@ def check(run, name):
     assert param_difference(run, alone(name), without_key_bias(name)) < (3e-5 if name == "t5" else 1e-5)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("name", "stage"), [
     ("llama", 3), *(slow(name, stage) for name in NAMES for stage in range(4) if (name, stage) != ("llama", 3))])
 def test_numbers_of_one_device(name, stage):
@@ -91,6 +92,7 @@ def run_on(mesh, name, rules=True):
     return step, step.init(jax.random.key(0), batches(name)[0])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("name", "tensor"), [slow(name, tensor) for name, tensor in (
     ("llama", 2), ("llama_nnx", 2), ("bert", 4), ("t5", 4), ("t5", 2), ("vit", 4), ("vit_nnx", 2))])
 def test_tensor_parallelism(name, tensor):
@@ -100,6 +102,7 @@ def test_tensor_parallelism(name, tensor):
     assert float(metrics["grad_norm"]) == pytest.approx(alone(name).norms[0], rel=2e-5)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [slow(name) for name in ("llama", "llama_nnx", "bert", "t5")])
 def test_context_parallelism(name):
     step, state = run_on(zero_jax.make_mesh(context=2), name, rules=False)

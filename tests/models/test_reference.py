@@ -26,6 +26,7 @@ def difference(model, case):
     return max(logits.max() / LOGITS, relative.max() / GRADIENTS)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("case", "nnx"), [row if row in FAST else slow(*row) for row in FLAVOURS])
 def test_numbers_are_those_of_transformers(case, nnx):
     assert difference(ours.model_of(case, nnx=nnx), case) < 1

@@ -68,6 +68,7 @@ def test_state_is_the_formula(target):
 WIDE = gpt2.Config(1, 25600, 200, vocab_size=51200, max_length=6400)  # divides by 400 and by 1024
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("target", ["h100:8", "h100:8x8", "v100-32gb:25x16", "h100:128x8"])

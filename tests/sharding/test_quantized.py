@@ -79,6 +79,7 @@ def losses_of_plain_steps(step, layout, model, batches, start, policy, block=Non
     return losses, params
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_step_is_a_plain_step_with_the_rounded_weights(kind):
@@ -137,6 +138,7 @@ def sent(found, kind, codes):
                if c.kind == kind and (set(c.dtypes) <= set(CODES)) == codes)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [*map(slow, ("cpu stage 3", 
     "h100 stage 3", "h100 stage 3, hpZ", "h100 stage 2", "h100 stage 3, unrolled", "h100 stage 3, odd",
     "h100 stage 3, 5 x 5", "v5e stage 3"))])

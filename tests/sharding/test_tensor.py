@@ -44,6 +44,7 @@ FAST = [("linen", 0, 2, False, True), ("linen", 1, 4, True, False), ("nnx", 2, 2
 ROWS = covering(FLAVOURS, range(4), (2, 4), (False, True, "cpu"), (False, True))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour, stage, tensor, partition, sequence", [
     *FAST, *(slow(*row) for row in ROWS if row not in FAST)])
 def test_numbers_of_one_device(flavour, stage, tensor, partition, sequence):
@@ -78,6 +79,7 @@ MESHES = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name, flavour", [
     row if row in {("context and tensor", "linen"), ("secondary", "nnx")} else slow(*row)
     for row in itertools.product(MESHES, FLAVOURS)])
@@ -91,6 +93,7 @@ REMAT = {"full": "full", "dots": "dots", "names": ("none of these",), "sqrt": ze
 KEEPING = [("linen", 3, True, "full"), ("nnx", 0, True, "sqrt")]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour, stage, scan, remat", [
     *KEEPING, *(slow(*row) for row in covering(FLAVOURS, (0, 3), (True, False), REMAT) if row not in KEEPING)])
 def test_what_blocks_keep_changes_no_number(flavour, stage, scan, remat):
@@ -98,6 +101,7 @@ def test_what_blocks_keep_changes_no_number(flavour, stage, scan, remat):
     assert difference(found, flavour, scan) <= 1e-6
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("sizes, flavour", [
     ({}, "linen"), slow({}, "nnx"), *(slow(sizes, flavour) for sizes in ({"tensor": 4}, {"context": 2, "tensor": 2})
                                       for flavour in FLAVOURS)])

@@ -80,6 +80,7 @@ def gpt2_run(flavour, stage, num_devices, size, precision="fp32"):
     return train(FLAVOURS[flavour](CONFIG), stage, num_devices, batches=batches(size), precision=precision)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("flavour", "stage", "num_devices", "precision"), [
     slow("linen", 1, 7, "fp32"), slow("linen", 2, 8, "bf16"), ("linen", 3, 3, "fp32"), slow("nnx", 1, 8, "bf16"),
     slow("nnx", 2, 3, "fp32"), slow("nnx", 3, 7, "fp32")])
@@ -137,6 +138,7 @@ def odd_run(name, stage, num_devices):
 QUICK = ("adafactor", "centred", "transposed", "by parts")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in UNEVEN])
 def test_any_optimizer_is_one_device(name):
     one, many = odd_run(name, 0, 1), odd_run(name, 3, 8)

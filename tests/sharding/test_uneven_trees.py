@@ -169,6 +169,7 @@ def groups():
             for key, members in found.items()}
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.short_random
 @pytest.mark.parametrize("sizes", MESHES, ids=str)

@@ -114,6 +114,7 @@ DEFAULT = [(way, list(MODELS)[number % 2], 3 - number % 4) for number, way in en
 """Each way once, in turn with the flavours and stages; each with every flavour and stage is in the slow run."""
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("way, flavour, stage", [
     *DEFAULT, *(slow(*row) for row in covering(WAYS, MODELS, range(4)) if row not in DEFAULT)])
 def test_meshes_as_users_have_them(way, flavour, stage):

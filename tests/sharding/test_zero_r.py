@@ -194,6 +194,7 @@ def test_what_blocks_keep_is_what_is_held():
     assert held(remat=zero_jax.Remat(every=2)) != full
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("target, stage, sizes, options", [
     slow("h100:3x8", 2, {"tensor": 8}, {}),  # three ways, which divide no dim
     slow("h100:2x8", 3, {"data": (2, 4), "tensor": 2}, {"hpz_axes": "data_1"}),

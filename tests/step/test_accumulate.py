@@ -39,6 +39,7 @@ def one_device(flavour):
     return train(FLAVOURS[flavour](GPT2), 0, 1, batches=BATCHES, optimizer=SGD)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("reduce", ["every", "once"])
 @pytest.mark.parametrize("flavour, stage", [
     slow("linen", 0), slow("linen", 1), ("linen", 3), slow("nnx", 2), slow("nnx", 3)])
@@ -117,6 +118,7 @@ def test_devices_drop_different_units():
     assert metrics["square"] - metrics["loss"] ** 2 > 1e-4
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("target, stage, reduce", [
     row if row in {("h100", 2, "every"), ("h100", 2, "once")} else slow(*row)
     for row in itertools.product(("h100", "v5e"), (2, 3), ("every", "once"))])

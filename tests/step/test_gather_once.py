@@ -40,6 +40,7 @@ def differences(flavour, **options):
     return loss_difference(many, one), param_difference(many, one)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour, reduce", [
     ("linen", "once"), slow("nnx", "every"), slow("linen", "every"), slow("nnx", "once")])
 def test_it_has_the_numbers_of_one_device(flavour, reduce):
@@ -55,6 +56,7 @@ def test_a_copy_that_is_no_copy_is_caught(monkeypatch):
     assert differences("linen", gather="step", reduce="once")[1] > 3e-5
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("reduce", ["every", "once"])
 @pytest.mark.parametrize("options", [{"hpz_axes": "data_1"}, {"frozen": ("wte", "up")}, {"remat": "full"}])
@@ -72,6 +74,7 @@ def test_on_a_factored_mesh(options, reduce):
         np.testing.assert_allclose(leaf, like, atol=3e-6, err_msg=name)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("target, reduce", [("h100", "once"), slow("h100", "every"), slow("v5e", "once"),
                                             slow("v5e", "every")])
 def test_parameters_are_sent_once(target, reduce):

@@ -80,6 +80,7 @@ def host_leaves(state):
     return {name for name, leaf in named_leaves(state) if leaf.sharding.memory_kind == "pinned_host"}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage, options", [
     (3, {"ema": 0.9}),
     pytest.param(2, {"precision": "bf16", "guard": zero_jax.Guard(skip=2)}, marks=pytest.mark.slow),
@@ -142,6 +143,7 @@ def test_a_lost_update_is_found():
     assert differing(device, host)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["lamb", "adafactor", "muon", "lion", "skipping"])
 def test_other_optimizers_have_their_numbers(optimizer):

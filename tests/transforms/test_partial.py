@@ -82,6 +82,7 @@ one_device = functools.cache(lambda name: run(name, 0, None))
 KEYS_BIAS = (("qkv/bias", lambda leaf: leaf.reshape(*leaf.shape[:-1], 2, 3, -1)[..., [0, 2], :]),)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("name", "mesh", "stage"), [
     *FAST, *(slow(*row) for row in covering([*FLAVOURS, *VECTOR_MODELS], MESHES, (1, 3)) if row not in FAST)])
 def test_numbers_are_those_of_one_device(name, mesh, stage):
@@ -109,6 +110,7 @@ def scattered_of_gpt2(flavour, stage):
     return scattered(FLAVOURS[flavour](CONFIG), stage, {"data": (2, 4)}, token_batches()[0])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour, stage", [
     row if row in {("linen", 3), ("nnx", 1)} else slow(*row) for row in itertools.product(FLAVOURS, (1, 2, 3))])
 def test_every_matrix_is_scattered_once(flavour, stage):

@@ -109,6 +109,7 @@ def test_numbers_are_those_of_one_device(small_oracle, monkeypatch):
     assert abs(broken.norms[0] - small_oracle.norms[0]) > 1e-2
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "precision", "options"), [
     (Net(), None, {}), (Net(remat=True), "bf16", {}), (Net(width=72, scanned=False), "bf16", {}),
@@ -164,6 +165,7 @@ def test_one_device_takes_tiles_from_host_memory():
 TARGET_BATCH = {name: jax.ShapeDtypeStruct((32, 64), jnp.int32) for name in ("inputs", "targets")}
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "options"), [
     ("h100:8", {}), ("h100:8", {"remat": "full"}), ("h100:8", {"offload": "parameters"}), ("v5e:2x4", {})])
