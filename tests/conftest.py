@@ -21,6 +21,7 @@ os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", "")])
 
 import jax
+from hypothesis.internal.conjecture import providers
 
 from zero_jax.sharding.mesh import simulate_local
 
@@ -28,6 +29,11 @@ simulate_local(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 pytest_plugins = ["support.worker_memory", "support.short_random", "support.grid_part"]
+
+if hasattr(providers, "_get_local_constants"):
+    # Hypothesis draws constants out of the source of all local modules that are imported by then: what it draws would
+    # depend on which tests a worker ran before.
+    providers._get_local_constants = lambda: providers._local_constants
 
 # A shell starts what runs in the background, and nohup its command, with these ignored, and processes inherit that.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -184,8 +184,22 @@ def test_integers_that_jax_would_cut():
     with pytest.raises(ValueError, match=r"from 4294967296 to 4294967299, and JAX keeps 32 bits.*below 2\*\*31"):
         step(state, large)
     assert np.array_equal(jnp.asarray(large["inputs"]), ids["inputs"])  # what JAX alone makes of it
+    with pytest.raises(ValueError, match=r"from 4294967296 to 4294967299"):
+        step.evaluator()(state, large)
     with pytest.raises(ValueError, match=r"batch\['targets'\] holds -100.*weights"):
         step(state, {**ids, "targets": ids["targets"] - 100})
+
+
+def test_scalars_that_jax_would_cut():
+    step = step_of(loss=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2) * batch["scale"])
+    state = step.init(jax.random.key(0), batch_of(scale=1))
+    for scale in (2**31 - 1, np.int64(2)):  # the control
+        step.gradients(state, batch_of(scale=scale))
+    assert np.asarray(jax.jit(lambda x: x)(np.int64(2**32 + 1))) == 1  # what JAX alone makes of it
+    for scale in (2**31, 2**63, np.int64(2**32 + 1)):
+        for method in (step, step.gradients, step.evaluator()):
+            with pytest.raises(ValueError, match=f"from {scale} to {scale}, and JAX keeps 32 bits"):
+                method(state, batch_of(scale=scale))
 
 
 def test_microbatches_that_do_not_divide_at_a_later_step():

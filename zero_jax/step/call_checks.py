@@ -174,13 +174,15 @@ def check_same_batch(batch: Batch, first: Batch | None) -> None:
 
 
 def check_values(batch: Batch, loss: Loss) -> None:
-    """Raises ValueError for integers in NumPy leaves that JAX would change, or the default loss misread.
+    """Raises ValueError for integers of Python's or NumPy's that JAX would change, or the default loss misread.
 
     JAX cuts 64-bit integers to their last 32 bits without a word. Arrays that are on devices are not looked at: that
     would wait for them.
     """
     def is_checked(leaf: Any) -> bool:
-        return isinstance(leaf, np.ndarray) and leaf.size > 0 and leaf.dtype.kind in "iu"
+        if isinstance(leaf, (np.ndarray, np.generic)):
+            return leaf.size > 0 and leaf.dtype.kind in "iu"
+        return isinstance(leaf, int) and not isinstance(leaf, bool)
 
     leaves = jax.tree.leaves(batch)
     if not leaves:
@@ -190,15 +192,17 @@ def check_values(batch: Batch, loss: Loss) -> None:
     for name, leaf in named_leaves(batch):
         if not is_checked(leaf):
             continue
-        kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
-        if kept != leaf.dtype:
+        values = np.array([leaf], object) if isinstance(leaf, int) else leaf
+        dtype = np.dtype(np.int64) if isinstance(leaf, int) else leaf.dtype
+        kept = jax.dtypes.canonicalize_dtype(dtype)
+        if kept != dtype or isinstance(leaf, int):
             limits = np.iinfo(kept)
-            if leaf.max() > limits.max or leaf.min() < limits.min:
-                raise UsageError(f"batch[{name!r}] holds integers from {leaf.min()} to {leaf.max()}, and JAX keeps 32 "
-                                 f"bits of {leaf.dtype}: give indices below 2**{limits.bits - (limits.min < 0)}, or "
-                                 "set jax_enable_x64.")
-        if loss is next_token_loss and name in ("inputs", "targets") and leaf.min() < 0:
-            raise UsageError(f"batch[{name!r}] holds {leaf.min()}, and a negative id counts from the end of the "
+            if values.max() > limits.max or values.min() < limits.min:
+                raise UsageError(f"batch[{name!r}] holds integers from {values.min()} to {values.max()}, and JAX keeps "
+                                 f"{limits.bits} bits: give indices below 2**{limits.bits - (limits.min < 0)}"
+                                 + (", or set jax_enable_x64." if limits.bits < 64 else "."))
+        if loss is next_token_loss and name in ("inputs", "targets") and values.min() < 0:
+            raise UsageError(f"batch[{name!r}] holds {values.min()}, and a negative id counts from the end of the "
                              "vocabulary: give 0 and a 0 in batch[\"weights\"] for what is no token.")
 
 

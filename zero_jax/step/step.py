@@ -259,11 +259,11 @@ class ZeroTrainStep(InspectableStep):
             check_is_state(state)
             if rng is None and takes_key(fun or self._loss):
                 raise UsageError("This function takes rng: give the evaluator a key, evaluate(state, batch, key).")
+            check_values(batch, fun or self._loss)
             state, shardings = self._readable(state, ema=ema)
             whole = self.batches.is_ragged(batch)
             of_batch = self._replicated if whole else self._batch_shardings(batch)
-            kind = whole, jax.tree.structure(batch), hashable(of_batch)
-            if kind not in compiled:
+            if (kind := (whole, jax.tree.structure(batch), hashable(of_batch))) not in compiled:
                 layout = self.layout(self.batches.rounded_up(batch) if whole else batch)
                 compiled[kind] = jax.jit(run, in_shardings=(shardings or layout.shardings, of_batch, None))
             return compiled[kind](state, batch, None if rng is None else typed_key(rng))
