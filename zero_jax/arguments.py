@@ -44,6 +44,11 @@ def whole(name: str, value: Any, least: int) -> int:
     return number
 
 
+def is_one_of(value: Any, *choices: str | bool) -> bool:
+    """Whether `value`, of any type, is one of some texts and booleans. Arrays have no truth value to compare by."""
+    return isinstance(value, (str, bool)) and value in choices
+
+
 def is_number(value: Any) -> bool:
     """Whether `value` is a real number and finite; not a boolean, nor a text."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zero_jax.arguments import is_number, patterns, shown, whole
+from zero_jax.arguments import is_number, is_one_of, patterns, shown, whole
 from zero_jax.errors import UsageError
 
 
@@ -72,13 +72,13 @@ class Precision:
             if not floating:
                 raise UsageError(f"Precision({name}={dtype!r}): give a floating dtype such as jnp.bfloat16, or None.")
             object.__setattr__(self, name, jnp.dtype(dtype))
-        if self.rounding not in ("nearest", "stochastic"):
-            raise UsageError(f"Precision(rounding={self.rounding!r}): give \"nearest\" or \"stochastic\".")
+        if not is_one_of(self.rounding, "nearest", "stochastic"):
+            raise UsageError(f"Precision(rounding={shown(self.rounding)}): give \"nearest\" or \"stochastic\".")
         if self.rounding == "stochastic" and self.params != jnp.bfloat16:
             raise UsageError(f"Precision(params={self.params}, rounding=\"stochastic\"): only parameters stored in "
                              "bfloat16 are rounded so: give params=jnp.bfloat16.")
-        if self.cast_batch not in ("inputs", True, False):
-            raise UsageError(f"Precision(cast_batch={self.cast_batch!r}): give \"inputs\", True or False.")
+        if not is_one_of(self.cast_batch, "inputs", True, False):
+            raise UsageError(f"Precision(cast_batch={shown(self.cast_batch)}): give \"inputs\", True or False.")
         keep = patterns("Precision: keep", self.keep, "(\"norm/scale\",)")
         if keep and self.compute is None:
             raise UsageError(f"Precision(keep={keep}) without compute: every parameter is read as it is stored.")

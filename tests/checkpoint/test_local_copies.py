@@ -89,7 +89,7 @@ class Died(Exception):
     pass
 
 
-@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("local", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_its_last_copy(tmp_path, monkeypatch, capsys, local):
     """With the losses of the run that nothing interrupted; without copies, the control, from its last checkpoint."""
     options = {"local_checkpoints": tmp_path / "copies", "local_every": 1} if local else {}

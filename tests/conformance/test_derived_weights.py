@@ -86,7 +86,7 @@ MODELS = {"normed": lambda width, hidden: Normed(hidden), "written": lambda widt
 
 
 @pytest.mark.parametrize("model, stage, sizes", [
-    slow("normed", 3, "uneven"), slow("normed", 1, "even"), ("written", 3, "uneven"), slow("written", 2, "even"),
+    slow("normed", 3, "uneven"), slow("normed", 1, "even"), slow("written", 3, "uneven"), slow("written", 2, "even"),
     slow("nnx", 3, "uneven"), slow("layers", 3, "uneven")])
 def test_derived_weights_have_the_numbers_of_one_device(model, stage, sizes):
     width, hidden = {"even": (64, 64), "uneven": (67, 71)}[sizes]

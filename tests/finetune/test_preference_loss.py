@@ -31,6 +31,7 @@ def by_hand(params, batch, reference, beta):
     return sums, np.log1p(np.exp(-margins)).mean(), (margins > 0).mean()
 
 
+@pytest.mark.slow
 def test_numbers_of_numpy_and_the_reference_of_the_base():
     batch = pairs()
     step = zero_jax.make_zero_train_step(

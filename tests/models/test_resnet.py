@@ -73,6 +73,7 @@ def test_resnet50_is_the_papers():
     assert len(jax.tree.leaves(variables["batch_stats"])) == 2 * 53
 
 
+@pytest.mark.slow
 def test_running_statistics_serve_in_evaluation():
     """An example's logits do not depend on its batch; while training they do."""
     trained = run("fp32", 3)

@@ -64,7 +64,7 @@ def test_the_memory_report_tells_what_is_stored():
 
 
 @pytest.mark.parametrize("name", [  # the table has the others
-    "adamw-bf16-momentum", slow("adafactor"), slow("lion-bf16-momentum")])
+    slow("adamw-bf16-momentum"), slow("adafactor"), slow("lion-bf16-momentum")])
 def test_trajectory_is_one_device(name):
     model, optimizer = gpt2.build(SMALL), OPTIMIZERS[name](learning_rate=1e-3, weight_decay=0.1)
     one = oracle(model, batches=token_batches(3), optimizer=optimizer)

@@ -64,7 +64,8 @@ def per_block(text, step, ways):
     return sent(text, step, in_loop=True)["tensor",] / 2 / LAYERS / elements
 
 
-@pytest.mark.parametrize("target", ["h100:8", pytest.param("v5e:2x4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h100:8", "v5e:2x4"])
 def test_parameters_are_gathered_over_data_alone_and_activations_travel_as_megatrons(target):
     made, text, step = compiled(target, **CHECKPOINTED)
     gathers = [each for each in collectives(text) if GATHER_SCOPE in each.op_name]

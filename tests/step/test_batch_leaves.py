@@ -118,7 +118,8 @@ def microbatches_of(batch, number, num_devices, fold, name):
             yield {**batch, **cut, name: jax.random.fold_in(key, index)}
 
 
-@pytest.mark.parametrize("reduce, draws", [("every", False), slow("once", False), slow("every", True), ("once", True)])
+@pytest.mark.parametrize("reduce, draws", [
+    ("every", False), slow("once", False), slow("every", True), slow("once", True)])
 def test_microbatches(reduce, draws):
     """Each has all of what is whole, and a key of its own: of the batch, or of the step."""
     batch = {name: leaf for name, leaf in batch_of(0).items() if name in ("x", "y", "scale", "key")}

@@ -95,7 +95,7 @@ def nnx_generate(model, prompt, loop):
     return tokens
 
 
-@pytest.mark.parametrize("stage, loop", [(3, "fori_loop"), slow(3, "python"), slow(1, "fori_loop")])
+@pytest.mark.parametrize("stage, loop", [slow(3, "fori_loop"), slow(3, "python"), slow(1, "fori_loop")])
 def test_decoding_in_nnx(stage, loop):
     tokens = np.random.default_rng(0).integers(0, VOCAB, (8, LENGTH)).astype(np.int32)
     batch = {"inputs": tokens, "targets": tokens}

@@ -36,7 +36,7 @@ def differences(flavour, **options):
 
 
 @pytest.mark.parametrize("flavour, options", [
-    ("linen", {"remat": "full"}), slow("linen", {"accumulate": 2, "reduce": "once"}),
+    slow("linen", {"remat": "full"}), slow("linen", {"accumulate": 2, "reduce": "once"}),
     slow("nnx", {"accumulate": 4, "remat": zero_jax.Remat(every=2)})])
 def test_it_has_the_numbers_of_one_device(flavour, options):
     loss, params = differences(flavour, **options)

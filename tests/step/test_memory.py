@@ -91,13 +91,14 @@ def grows_with_depth(less, more, rest="", remat=False):
 
 
 @pytest.mark.parametrize(("less", "more", "flavour", "remat"), [
-    (4, 12, "", False), slow(24, 48, " linen", True), slow(24, 48, " nnx", False)])
+    slow(4, 12, "", False), slow(24, 48, " linen", True), slow(24, 48, " nnx", False)])
 def test_temporaries_do_not_grow_with_depth(less, more, flavour, remat):
     rest = f"{flavour}{' remat' if remat else ''}"
     assert grows_with_depth(less, more, rest, remat) < 0.02 * GATHERED_LAYER
     assert temporaries(less, rest) - less * (GRADIENT_SHARD + activation_bytes(remat)) < 2 * GATHERED_LAYER
 
 
+@pytest.mark.slow
 def test_weights_kept_for_backward_are_told():
     """Negative control: all layers, where the step holds two at most."""
     assert temporaries(12, ", kept") - temporaries(12) > 0.9 * (12 - 2) * GATHERED_LAYER

@@ -170,6 +170,7 @@ def gpt2_in(precision, stage, num_devices):
                  optimizer=optax.adamw(3e-3, eps=1e-6))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("precision", ["fp16", slow("bf16-stochastic")])
 @pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
 def test_every_precision_is_one_device(precision, stage):

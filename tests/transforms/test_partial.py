@@ -77,7 +77,7 @@ def run(name, stage, mesh) -> Trained:
     return Trained(np.array(losses, np.float64), np.array(norms, np.float64), params, {}, state=state, step=step)
 
 
-FAST = [("linen", "factored hybrid", 3), ("nnx", "factored", 3), ("linen dropout", "factored", 3)]
+FAST = [("nnx", "factored", 3), ("linen dropout", "factored", 3)]
 one_device = functools.cache(lambda name: run(name, 0, None))
 KEYS_BIAS = (("qkv/bias", lambda leaf: leaf.reshape(*leaf.shape[:-1], 2, 3, -1)[..., [0, 2], :]),)
 

@@ -158,8 +158,12 @@ def _construct(factory: Callable[..., Any], key: jax.Array) -> Any:
     target: Any = factory
     while isinstance(target, functools.partial):
         target = target.func
+    if isinstance(target, type) and not issubclass(target, nnx.Module):
+        raise UsageError(f"model={factory!r} is a class of no Flax module.")
     # A module's class has the signature of its metaclass, which takes anything.
     signature = inspect.signature(target.__init__ if isinstance(target, type) else target)
+    if not signature.parameters:
+        raise UsageError(f"model={factory!r} takes no argument: give a function of rngs that makes an nnx.Module.")
     module = factory(rngs=rngs) if "rngs" in signature.parameters else factory(rngs)
     return _with_arrays_as_data(module)
 

@@ -47,9 +47,17 @@ def loss_errors_explained(loss: Loss, batch: Batch) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if message := _missing_key(error, batch) or _called_with_params(error, loss):
+        if message := _no_mapping(error, batch) or _missing_key(error, batch) or _called_with_params(error, loss):
             raise UsageError(message) from error
         raise
+
+
+def _no_mapping(error: Exception, batch: Batch) -> str | None:
+    """What to say of a name that is looked up in a batch of one array."""
+    found = re.search(r"string indexing; got idx=('.*?')", str(error)) if isinstance(error, TypeError) else None
+    if found is None or isinstance(batch, Mapping) or len(jax.tree.leaves(batch)) != 1:
+        return None
+    return f"The loss reads {found[1]} of the batch, which is one array: give a dict, as {{{found[1]}: array, ...}}."
 
 
 def _missing_key(error: Exception, batch: Batch) -> str | None:

@@ -147,7 +147,8 @@ class StepFunctions(StateInArrays):
         return state, None
 
     def _init_model(self, rng: PRNGKey, batch: Batch, given: Any) -> tuple[Any, Any]:
-        return self._model.init(checked(with_key(self._loss, rng)), rng, batch, given)
+        with loss_errors_explained(self._loss, batch):
+            return self._model.init(checked(with_key(self._loss, rng)), rng, batch, given)
 
     def _init(self, rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
         model_rng, step_rng = jax.random.split(rng)

@@ -12,7 +12,7 @@ from zero_jax.sharding.memory.host_arrays import HOST
 from zero_jax.sharding.memory.in_groups import in_groups
 from zero_jax.sharding.memory.kinds import check_capacity
 from zero_jax.state import FROM_PARAMS, ZeroState
-from zero_jax.step.call_checks import loss_errors_explained
+from zero_jax.step.call_checks import check_values, loss_errors_explained
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.functions import StepFunctions
 from zero_jax.step.losses import takes_key
@@ -129,6 +129,7 @@ class InspectableStep(StepFunctions):
 
     def _run_init(self, batch: Batch, *, params: bool) -> Any:
         """`_initializer` for running: what goes to host memory is made by several programs, one group after another."""
+        check_values(batch, self._loss)
         if self.options.host_offload is None:
             return self._initializer(batch, params=params)
         return in_groups(*self._init_of(batch, params=params),

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from zero_jax.arguments import is_number, shown
+from zero_jax.arguments import is_number, is_one_of, shown
 from zero_jax.errors import UsageError
 from zero_jax.precision import Precision
 from zero_jax.sharding.batch import Accumulation
@@ -58,13 +58,13 @@ class StepOptions:
                              "zero_jax.Guard(skip=3), say, or None.")
         if not isinstance(self.sequence_parallel, bool):
             raise UsageError(f"sequence_parallel={shown(self.sequence_parallel)}: give True or False.")
-        if self.partition_activations == "disk":
+        if is_one_of(self.partition_activations, "disk"):
             raise UsageError(
                 "partition_activations=\"disk\": a compiled step can read files in its middle only by calling Python "
                 "back, for which the device waits, and which cannot be compiled for GPUs that are not here: give "
                 "\"cpu\" (checkpoints in the host's memory), zero_jax.Remat(every=\"sqrt\") for fewer of them, a "
                 "smaller batch or accumulate=.")
-        if not (isinstance(self.partition_activations, bool) or self.partition_activations == "cpu"):
+        if not is_one_of(self.partition_activations, "cpu", True, False):
             raise UsageError(f"partition_activations={shown(self.partition_activations)}: give True (split over the "
                              "axis `tensor`) or \"cpu\" (and kept in the host's memory).")
 

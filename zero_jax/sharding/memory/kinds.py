@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zero_jax.arguments import is_number, shown
+from zero_jax.arguments import is_number, is_one_of, shown
 from zero_jax.disk.generations import check_folder
 from zero_jax.errors import UsageError
 from zero_jax.sharding.layout import Layout
@@ -118,7 +118,7 @@ def offload_of(value: Any) -> Offload | None:
         return value
     if isinstance(value, str) and value in NAMED:
         return NAMED[value]
-    if value == "auto":
+    if is_one_of(value, "auto"):
         raise UsageError("offload=\"auto\": a choice compiles the step for its batch, which is not known yet: give "
                          "offload=zero_jax.choose_offload(model, stage, batch, ...).offload.")
     raise UsageError(f"offload={shown(value)}: give \"optimizer\" (the optimizer's states and the master weights in "
