@@ -1,6 +1,7 @@
 """The placement of least predicted time that fits."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -10,15 +11,18 @@ import flax.linen as nn
 import jax
 import pytest
 from rich.console import Console
+from support.targets import mesh_of
 from support.transfers import CHIP, TIMING, compiled
 
 import zero_jax
+from models import gpt2
 from zero_jax.cli.planning.plan_command import plan_command
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.planning import placement
 from zero_jax.planning.host_link import measured_link, with_measured_link
 from zero_jax.planning.offload_choice import Candidate, choose
 from zero_jax.planning.placement import choose_for, compare
+from zero_jax.planning.plan import examine
 from zero_jax.planning.transfers import (
     REACHED,
     transfers_of,
@@ -108,7 +112,7 @@ def moving(memory, *, granule=30, states=1000, others=500, host_memory=10_000, d
                 lacking_bytes=max(0, others - memory) + max(0, 2 * states - disk_memory),
                 timing=dataclasses.replace(TIMING, seconds=1 + 15 * states / 100), transfers=object(),
                 layout=types.SimpleNamespace(host=(), disk={"opt_state/mu"}, host_bytes=0, stage=STAGES[3]))
-        share = {None: 0.0, "optimizer": 1.0, "parameters": 1.2}.get(offload) if not isinstance(
+        share = {None: 0.0, "optimizer": 1.0, "parameters": 1.2, "gradients": 1.3}.get(offload) if not isinstance(
             offload, zero_jax.Offload) else offload.fraction
         host = math.ceil(share * states / granule) * granule if share < 1 else round(share * states)
         needed = others + states - host + 50 * bool(host)
@@ -138,17 +142,21 @@ def no_disk():
     raise zero_jax.UsageError("no disk")
 
 
-@pytest.mark.parametrize("memory", [400, 520, 800, 1500])
-@pytest.mark.parametrize("host_memory", [0, 999, 1100, 1200])
+@pytest.mark.parametrize("memory", [300, 400, 520, 800, 1500])
+@pytest.mark.parametrize("host_memory", [0, 999, 1100, 1200, 1300])
 def test_files_are_taken_where_no_memory_is_enough_and_are_never_slower(memory, host_memory):
     plan_of, files = moving(memory, host_memory=host_memory), zero_jax.Offload(disk="states")
-    fixed = {name: plan_of(name) for name in (None, "optimizer", "parameters")} | {"disk": plan_of(files)}
+    fixed = {name: plan_of(name) for name in (None, "optimizer", "parameters", "gradients")} | {
+        "disk": plan_of(files)}
     choice = compare(plan_of, lambda: files)
     fitting = {name: plan.timing.seconds for name, plan in fixed.items() if plan.fits}
     assert choice.plan.fits == bool(fitting)
     assert not fitting or choice.plan.timing.seconds <= min(fitting.values())
     assert ("disk" in choice.plans) == (not fixed[None].fits and not fixed["optimizer"].fits)
-    if fitting and not fixed[None].fits and not fixed["optimizer"].fits and not fixed["parameters"].fits:
+    # What moves more than "parameters" is compiled where that does not fit.
+    assert ("gradients" in choice.plans) == (not any(fixed[name].fits for name in (None, "optimizer", "parameters")))
+    assert (choice.name == "gradients") == (memory == 300 and host_memory == 1300)
+    if [*fitting] == ["disk"]:
         assert choice.offload is files and choice.reason.startswith("offload=disk is predicted to take 151 s")
         assert "offload=optimizer does not fit" in choice.reason
         # Without a disk that is large enough, or known, none fits.
@@ -247,6 +255,28 @@ def test_a_share_of_the_states_is_faster_than_all_of_them_and_fits():
     assert 0 < choice.plan.layout.host_bytes < choice.plans["optimizer"].layout.host_bytes
     assert not choice.plan.communication.violations and choice.plan.host_bytes == choice.plan.layout.host_bytes
     assert never_slower(choice, lambda plans: choose(candidates(plans))[0].name)
+
+
+@pytest.mark.slow
+def test_gradients_go_to_the_host_where_nothing_else_fits():
+    model = gpt2.build(gpt2.Config(12, 512, 8, vocab_size=512, max_length=64, remat=True))
+    batch = {name: jax.ShapeDtypeStruct((8, 64), "int32") for name in BATCH}
+
+    @functools.cache
+    def plan_of(offload):
+        step = zero_jax.make_zero_train_step(model, 3, mesh=mesh_of("h100:8"), precision="bf16", offload=offload)
+        return examine(step, batch, target_of("h100:8"))
+
+    def chosen(memory):
+        return compare(lambda offload: dataclasses.replace(plan_of(offload), memory_bytes=memory), no_disk)
+
+    params = plan_of("parameters")
+    enough, less = chosen(params.needed_bytes), chosen(params.needed_bytes - 1)
+    assert enough.name == "parameters" and "gradients" not in enough.plans
+    assert less.name == less.offload == "gradients" and less.plan.fits and not less.plan.communication.violations
+    assert less.plan.needed_bytes < params.needed_bytes and less.plan.host_bytes > params.host_bytes
+    assert less.plan.timing.seconds >= params.timing.seconds
+    assert "offload=parameters does not fit" in less.reason
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ class OffloadChoice:
 
     @property
     def name(self) -> str:
-        """"no", "optimizer", that with its share of the states, as "optimizer 0.412", "parameters", or "disk"."""
+        """"no", "optimizer" ("optimizer 0.412" of a share of the states), "parameters", "gradients" or "disk"."""
         return self.chosen.name
 
     @property

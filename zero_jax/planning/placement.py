@@ -40,18 +40,20 @@ TRIES = 2
 def choose_offload(model: Any, stage: int, batch: Any, *, mesh: Mesh | None = None, target: str | Target | None = None,
                    memory_bytes: int | None = None, disk: str | os.PathLike[str] | None = None, **options: Any
                    ) -> OffloadChoice:
-    """Which of no offload, "optimizer", a share of that, "parameters" and files is predicted to be fastest that fits.
+    """Which of no offload, "optimizer", a share of it, "parameters", "gradients" and files fits and is to be fastest.
 
         choice = choose_offload(model, 3, batch, precision="bf16")
         step = make_zero_train_step(model, 3, precision="bf16", offload=choice.offload)
 
     Compiles the step with each of them, which takes as long as compiling it so many times; nothing runs but copies of
     256 MiB to each live accelerator and back, which measure its link to the host. A share is looked for where all
-    states fit on the host and not on the device: what fits on the device stays there. Files in `disk` are compared
-    where neither the device nor the host's memory holds all states: they wait for more, of what is slower. Times are
-    predicted from the compiled programs (`planning.timing`, `planning.transfers`) where `zero_jax/xla/chips` has the
-    devices' rates; for others the placement that moves the least is taken: no offload, a share, "optimizer",
-    "parameters", files. In a run of several processes memory, link and disk are those of process 0.
+    states fit on the host and not on the device: what fits on the device stays there. "gradients", which moves what
+    "parameters" does and more, is compared where nothing else fits. Files in `disk` are compared where neither the
+    device nor the host's memory holds all states: they wait for more, of what is slower.
+
+    Times are predicted from the compiled programs (`planning.timing`, `planning.transfers`) where `zero_jax/xla/chips`
+    has the devices' rates; for others the placement that moves the least is taken: no offload, a share, "optimizer",
+    "parameters", "gradients", files. In a run of several processes memory, link and disk are those of process 0.
 
     Args:
       model: as for `make_zero_train_step`.
@@ -142,8 +144,8 @@ def compare(plan_of: Callable[[Placement], Plan], files: Callable[[], Offload]) 
     """The choice among all placements that a step can have.
 
     plan_of: of one placement. files: the placement in files. Both raise UsageError where the step cannot have it.
-    Files are compiled where neither the device nor the host's memory holds all states: they pass the same link as the
-    host's memory, and wait for a disk besides.
+    "gradients" is compiled where nothing that moves less fits. Files are where neither the device nor the host's memory
+    holds all states: they pass the same link as the host's memory, and wait for a disk besides.
     """
     none, refused = Candidate(None, plan_of(None)), dict[str, str]()
 
@@ -156,11 +158,14 @@ def compare(plan_of: Callable[[Placement], Plan], files: Callable[[], Offload]) 
             return []
 
     states = tried("optimizer", lambda: "optimizer")
-    params = tried("parameters", lambda: "parameters") if none.plan.layout.stage.shards_params else []
+    sharded = none.plan.layout.stage.shards_params
+    params = tried("parameters", lambda: "parameters") if sharded else []
     # In the order of what they move, which counts where no times are known.
     shares = _shares(plan_of, states[0].plan) if states and states[0].plan.fits and not none.plan.fits else []
+    nothing_fits = not any(each.plan.fits for each in (none, *shares, *states, *params))
+    grads = tried("gradients", lambda: "gradients") if sharded and nothing_fits else []
     disk = [] if any(each.plan.fits for each in (none, *states)) else tried(DISK, files)
-    candidates = (none, *shares, *states, *params, *disk)
+    candidates = (none, *shares, *states, *params, *grads, *disk)
     chosen, reason = choose(candidates)
     return OffloadChoice(chosen, reason, candidates, refused)
 

@@ -32,8 +32,8 @@ class RunOptions:
     """optimizer: the optimizer's states, the moving average and, with bf16, the fp32 master weights are in host memory
     (ZeRO-Offload); the update streams them through the device. parameters: at stage 3 also what the model reads
     (ZeRO-Infinity), layer by layer. gradients: these, and the gradients of stacked layers as they are made. disk: what
-    optimizer puts into host memory is in files in offload_disk. auto: compiles all but gradients, and takes the one
-    that fits with the least predicted time."""
+    optimizer puts into host memory is in files in offload_disk. auto: compiles each, and takes the one that fits with
+    the least predicted time; gradients only where nothing that moves less fits."""
 
     offload_fraction: float = 1.0
     """With offload=optimizer: the share of these states that is in host memory, all of a parameter's or none; the rest
