@@ -12,7 +12,7 @@ from zero_jax.cli.train_config import TrainConfig
 from zero_jax.disk.commits import has_commits
 from zero_jax.errors import UsageError
 from zero_jax.planning.memory import Transformer
-from zero_jax.planning.offload_choice import DISK, OffloadChoice, Placement
+from zero_jax.planning.offload_choice import DISK, OffloadArgument, OffloadChoice
 from zero_jax.planning.placement import choose_for
 from zero_jax.sharding.memory.kinds import Offload
 from zero_jax.step.step import ZeroTrainStep
@@ -32,14 +32,14 @@ def with_chosen_offload(config: Config, objective: Objective, devices: list[jax.
     if config.offload != "auto":
         return config, None
 
-    def placed(offload: Placement) -> Config:
+    def placed(offload: OffloadArgument) -> Config:
         if isinstance(offload, Offload) and offload.disk is not None:
             return dataclasses.replace(config, offload="disk", offload_disk=Path(offload.disk), offload_gib=None)
         share = offload.fraction if isinstance(offload, Offload) else 1.0
         name = "optimizer" if isinstance(offload, Offload) else offload or "no"
         return dataclasses.replace(config, offload=name, offload_fraction=share, offload_disk=None, offload_gib=None)
 
-    def make(offload: Placement) -> ZeroTrainStep:
+    def make(offload: OffloadArgument) -> ZeroTrainStep:
         return step_of(placed(offload), objective.choice, devices, loss=objective.loss)
 
     limit = None if config.offload_gib is None else round(config.offload_gib * 2**30)

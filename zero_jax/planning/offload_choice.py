@@ -11,7 +11,7 @@ from zero_jax.sharding.memory.kinds import Offload
 NONE, DISK = "no", "disk"
 """The names of the placements without offload, and with states in files."""
 
-Placement: TypeAlias = Offload | str | None
+OffloadArgument: TypeAlias = Offload | str | None
 """What `make_zero_train_step(offload=...)` takes."""
 
 
@@ -19,7 +19,7 @@ Placement: TypeAlias = Offload | str | None
 class Candidate:
     """A placement, and the plan of the step that has it."""
 
-    offload: Placement
+    offload: OffloadArgument
     plan: Plan
 
     @property
@@ -63,7 +63,7 @@ class OffloadChoice:
         return self.chosen.name
 
     @property
-    def offload(self) -> Placement:
+    def offload(self) -> OffloadArgument:
         """What `make_zero_train_step(offload=...)` takes."""
         return self.chosen.offload
 

@@ -18,8 +18,8 @@ from zero_jax.planning.memory import Transformer
 from zero_jax.planning.offload_choice import (
     DISK,
     Candidate,
+    OffloadArgument,
     OffloadChoice,
-    Placement,
     choose,
     lack_text,
 )
@@ -80,13 +80,13 @@ def choose_offload(model: Any, stage: int, batch: Any, *, mesh: Mesh | None = No
     if mesh is None:
         mesh = default_mesh() if target is None else make_mesh(devices=target_devices(target))
 
-    def make(offload: Placement) -> ZeroTrainStep:
+    def make(offload: OffloadArgument) -> ZeroTrainStep:
         return make_zero_train_step(model, stage, mesh=mesh, offload=offload, **options)
 
     return choose_for(make, batch, target=target, memory_bytes=memory_bytes, disk=disk)
 
 
-def choose_for(make: Callable[[Placement], ZeroTrainStep], batch: Any, *, target: Target | None = None,
+def choose_for(make: Callable[[OffloadArgument], ZeroTrainStep], batch: Any, *, target: Target | None = None,
                memory_bytes: int | None = None, disk: str | os.PathLike[str] | None = None,
                transformer: Transformer | None = None) -> OffloadChoice:
     """`choose_offload` for the step that `make` makes with a placement; transformer: as `examine` takes it."""
@@ -123,14 +123,14 @@ def choose_for(make: Callable[[Placement], ZeroTrainStep], batch: Any, *, target
     return dataclasses.replace(choice, notes=notes)
 
 
-def files_on(target: Target, make: Callable[[Placement], ZeroTrainStep], batch: Any) -> Offload:
+def files_on(target: Target, make: Callable[[OffloadArgument], ZeroTrainStep], batch: Any) -> Offload:
     """Files on the disks of a target's hosts, which are only planned; raises UsageError where they have none."""
     if not target.chip.disk_bytes:
         raise without_disk(make, batch, target, f"the file of {target.text} has no disk_bytes")
     return Offload(disk=tempfile.gettempdir())  # nothing is written there
 
 
-def without_disk(make: Callable[[Placement], ZeroTrainStep], batch: Any, target: Target | None, advice: str
+def without_disk(make: Callable[[OffloadArgument], ZeroTrainStep], batch: Any, target: Target | None, advice: str
                  ) -> UsageError:
     """Why states in files are not compared, with what they would take of disks."""
     step = make(Offload(disk=tempfile.gettempdir()))
@@ -140,7 +140,7 @@ def without_disk(make: Callable[[Placement], ZeroTrainStep], batch: Any, target:
                       f"device, {size * local:,} on a host, two generations: {advice}")
 
 
-def compare(plan_of: Callable[[Placement], Plan], files: Callable[[], Offload]) -> OffloadChoice:
+def compare(plan_of: Callable[[OffloadArgument], Plan], files: Callable[[], Offload]) -> OffloadChoice:
     """The choice among all placements that a step can have.
 
     plan_of: of one placement. files: the placement in files. Both raise UsageError where the step cannot have it.
@@ -149,7 +149,7 @@ def compare(plan_of: Callable[[Placement], Plan], files: Callable[[], Offload]) 
     """
     none, refused = Candidate(None, plan_of(None)), dict[str, str]()
 
-    def tried(name: str, placement: Callable[[], Placement]) -> list[Candidate]:
+    def tried(name: str, placement: Callable[[], OffloadArgument]) -> list[Candidate]:
         try:
             offload = placement()
             return [Candidate(offload, plan_of(offload))]
@@ -170,7 +170,7 @@ def compare(plan_of: Callable[[Placement], Plan], files: Callable[[], Offload]) 
     return OffloadChoice(chosen, reason, candidates, refused)
 
 
-def _shares(plan_of: Callable[[Placement], Plan], plan: Plan) -> list[Candidate]:
+def _shares(plan_of: Callable[[OffloadArgument], Plan], plan: Plan) -> list[Candidate]:
     """The least share of the states on the host that fits, and before it those that were tried.
 
     plan: with all of them there. Every byte that stays on the device is one that a step does not wait for.

@@ -26,7 +26,7 @@ from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.slice_programs import examine_slices, slices_of
 from zero_jax.optim.presets import OPTIMIZERS
 from zero_jax.planning.memory import Transformer
-from zero_jax.planning.offload_choice import OffloadChoice, Placement
+from zero_jax.planning.offload_choice import OffloadArgument, OffloadChoice
 from zero_jax.planning.placement import compare, files_on
 from zero_jax.planning.plan import Plan, examine, plan
 from zero_jax.planning.search import SearchResult, deepest, search
@@ -77,11 +77,11 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
         with progress.status(f"Compiling {config.model} for {config.target} ..."):
             shapes = batch(config.batch_per_device)
 
-            def make(offload: Placement) -> ZeroTrainStep:
+            def make(offload: OffloadArgument) -> ZeroTrainStep:
                 return make_zero_train_step(_model(choice, config), config.stage, **dict[str, Any](
                     _without_axes(options), mesh=mesh, offload=offload))
 
-            def plan_of(offload: Placement) -> Plan:
+            def plan_of(offload: OffloadArgument) -> Plan:
                 return examine(make(offload), shapes, target, transformer)
 
             if config.offload == "auto":
