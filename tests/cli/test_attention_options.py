@@ -20,7 +20,8 @@ TINY = {"model": "gpt2:tiny", "seq_len": 64}
     (lambda: TrainConfig(attention="cudnn", **TINY), "cudnn is a kernel of CUDA devices.*CPU"),
     (lambda: TrainConfig(attention="cudn", **TINY), "attention='cudn' is unknown.*cudnn"),
     (lambda: PlanConfig(attention="xla", model="resnet:resnet50"), "resnet:resnet50 has no field 'attention'")])
-def test_what_cannot_take_effect_is_refused(make, told):
+def test_what_cannot_take_effect_is_refused(make, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no run is in the default folder, as `make train` leaves one
     with pytest.raises(UsageError, match=told):
         make().check()
 

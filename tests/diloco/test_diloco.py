@@ -99,7 +99,7 @@ def close(left, right, tolerance=2e-4):
 
 ROWS_OF_NUMBERS = [
     pytest.param(0, "nnx", {}, {}, id="0-nnx"),
-    pytest.param(3, "linen", STREAMING, {}, id="3-streaming"),
+    pytest.param(3, "linen", STREAMING, {}, id="3-streaming", marks=pytest.mark.slow),
     pytest.param(3, "linen", {**STREAMING, "fragments": 3}, {}, id="3-three", marks=pytest.mark.slow),
     pytest.param(0, "linen", {"fragments": 2}, {}, id="0-fragments", marks=pytest.mark.slow),
     pytest.param(1, "linen", {"overlap": True}, {}, id="1-overlap", marks=pytest.mark.slow),

@@ -109,6 +109,7 @@ def test_weights_kept_for_backward_grow_with_depth():
     assert grows_with_depth(24, 48, ", kept") > 0.9 * GATHERED_LAYER
 
 
+@pytest.mark.slow
 def test_plain_annotation_holds_more():
     """Negative control."""
     annotated, ours = (program(name).memory.temp_size_in_bytes for name in (
