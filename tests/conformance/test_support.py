@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from hypothesis.internal.conjecture import providers
 from support import grid_part
 from support.covering import pairs, pairwise
 from support.short_random import use
@@ -60,15 +61,15 @@ def test_short_random_numbers_are_spread_and_are_others(short_random):
 
 
 class Items(list):
-    """In place of pytest's configuration, with what it has collected: a grid, of which one row is not slow."""
+    """In place of pytest's configuration, with what it has collected: two grids, of which one row is not slow."""
 
     hook = property(lambda self: self)
 
     def __init__(self, part):
         self.part, self.left = part, []
-        names = [*(f"test_grid[{row}]" for row in range(100)), "test_slow"]
+        names = [*(f"test_grid[{row}]" for row in range(100)), "test_pair[1]", "test_pair[2]", "test_slow"]
         super().__init__(types.SimpleNamespace(nodeid=name, get_closest_marker={
-            "grid": "grid" in name, "slow": "[0]" not in name}.get) for name in names)
+            "grid": "[" in name, "slow": "[0]" not in name}.get) for name in names)
         grid_part.pytest_collection_modifyitems(self, self)
 
     def getoption(self, name):
@@ -82,15 +83,21 @@ class Items(list):
         return {item.nodeid for item in self}
 
 
-def test_a_part_of_a_grid_is_drawn_and_nothing_else_is_left_out():
+def test_a_part_of_each_grid_is_drawn_and_nothing_else_is_left_out():
     every = Items(None)
-    assert len(every) == 101 and not every.left  # the control: without the option all run
+    assert len(every) == 103 and not every.left  # the control: without the option all run
     drawn = [Items(f"{text}/4") for text in ("one", "one", "another")]
     assert drawn[0].names == drawn[1].names != drawn[2].names
-    assert all({"test_grid[0]", "test_slow"} <= part.names and 10 < len(part) < 45 for part in drawn)
-    assert all(len(part) + len(part.left) == 101 for part in drawn)
+    for part in drawn:  # 25 of 99 slow rows, one of two, and what is no grid or not slow
+        assert {"test_grid[0]", "test_slow"} <= part.names and len(part) == 25 + 1 + 2 and len(part.left) == 75
+        assert len(part.names & {"test_pair[1]", "test_pair[2]"}) == 1
     assert Items("one/1").names == every.names
     assert set().union(*(Items(f"{text}/4").names for text in range(40))) == every.names  # in many draws all rows run
     for wrong in ("4", "one/", "one/0", "one/x"):
         with pytest.raises(pytest.UsageError, match="give a text and a number of parts"):
             Items(wrong)
+
+
+def test_what_hypothesis_draws_does_not_depend_on_what_is_imported():
+    """Without the change in conftest.py constants of all local modules, of this one, say, are drawn."""
+    assert not len(providers._get_local_constants())
