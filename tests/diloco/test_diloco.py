@@ -105,6 +105,10 @@ ROWS_OF_NUMBERS = [
     pytest.param(1, "linen", {"overlap": True}, {}, id="1-overlap", marks=pytest.mark.slow),
     pytest.param(2, "nnx", {"fragments": 2, "nesterov": False}, {}, id="2-nnx", marks=pytest.mark.slow),
     pytest.param(2, "linen", {"fragments": 3}, {"accumulate": 2}, id="2-accumulate", marks=pytest.mark.slow),
+    pytest.param(3, "wide", STREAMING, {}, id="3-in-parts"),
+    pytest.param(2, "wide", {"overlap": True}, {"accumulate": 2}, id="2-in-parts", marks=pytest.mark.slow),
+    pytest.param(3, "wide", STREAMING, {"accumulate": 2, "reduce": "once", "remat": "full"}, id="3-remat-in-parts",
+                 marks=pytest.mark.slow),
     pytest.param(3, "nnx", {"every": 1, "overlap": True}, {}, id="3-nnx", marks=pytest.mark.slow),
     pytest.param(3, "linen", {}, {"accumulate": 2, "reduce": "once"}, id="3-once", marks=pytest.mark.slow)]
 
@@ -112,9 +116,10 @@ ROWS_OF_NUMBERS = [
 @pytest.mark.grid
 @pytest.mark.parametrize(("stage", "flavour", "options", "step_options"), ROWS_OF_NUMBERS)
 def test_numbers_are_those_of_a_plain_loop_over_slices(stage, flavour, options, step_options):
-    """Control: the loop with another momentum is another run."""
+    """Control: the loop with another momentum is another run. The wide model's fragments are sent in parts."""
     given, diloco = batches(8), make(stage, flavour, step_options=step_options, **options)
     losses, state = trained(diloco, given)
+    assert diloco.num_parts(0) == (8 * diloco.step.accumulation.microbatches if flavour == "wide" else 1)
     params = diloco.params(state)
     plain = {"slices": 2, "every": diloco.outer.every, "pieces": masks(diloco, params),
              "overlap": diloco.outer.overlap, "mix": diloco.outer.kept}

@@ -17,15 +17,18 @@ VOCABULARY, WIDTH, ROWS = 32, 9, 16
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _):
-        return x + nn.Dense(WIDTH)(nn.tanh(nn.Dense(2 * WIDTH)(x))), None
+        width = x.shape[-1]
+        return x + nn.Dense(width)(nn.tanh(nn.Dense(2 * width)(x))), None
 
 
 class Scanned(nn.Module):
     """Four blocks in a loop, so that fragments are made of layers."""
 
+    width: int = WIDTH
+
     @nn.compact
     def __call__(self, tokens):
-        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+        x = nn.Embed(VOCABULARY, self.width)(tokens)
         blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
         return nn.Dense(VOCABULARY)(blocks(name="blocks")(x, None)[0])
 
@@ -45,7 +48,7 @@ class Normed(nnx.Module):
 STREAMING = {"fragments": 2, "overlap": True, "mix": 0.25}
 """What most rows are of, so that they share their programs' compilations."""
 
-MODELS = {"linen": Scanned(), "nnx": lambda rngs: Normed(rngs=rngs)}
+MODELS = {"linen": Scanned(), "wide": Scanned(96), "nnx": lambda rngs: Normed(rngs=rngs)}
 INNER = optax.adamw(1e-2, eps=1e-6)
 
 

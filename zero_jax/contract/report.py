@@ -118,6 +118,7 @@ class Contract:
         context: the mesh axis over which the sequence is split.
         host: what may be in the host's memory; None where nothing is offloaded.
         slices: the mesh axis across which slices train by themselves; empty: there is none.
+        slices_in_loops: whether what is sent between slices must be sent in the rounds of the step's loops.
     """
 
     stage: int
@@ -134,6 +135,7 @@ class Contract:
     copy_bytes: int = 0
     host: HostBudget | None = None
     slices: str = ""
+    slices_in_loops: bool = False
 
     def budget(self, key: str) -> TrafficBudget | None:
         """The budget of this key, if there is one."""

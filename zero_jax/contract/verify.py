@@ -25,6 +25,7 @@ from zero_jax.contract.violations import (
     gather_notes,
     reduce_notes,
     slice_violations,
+    slices_notes,
     violations,
 )
 from zero_jax.optim.whole_matrices import moved
@@ -119,7 +120,8 @@ def check(program: str | Sequence[Collective], contract: Contract, gathered_byte
             if collective.communication_bytes:
                 by_purpose[purpose_of(collective, contract)].append(collective)
     notes = {"gather": gather_notes(by_purpose["gather"], contract),
-             "reduce": reduce_notes(by_purpose["reduce"], contract)}
+             "reduce": reduce_notes(by_purpose["reduce"], contract),
+             "slices": slices_notes(by_purpose.get("slices", ()))}
     results = {budget.key: TrafficResult(budget, tuple(by_purpose[budget.key]), notes.get(budget.key, ()))
                for budget in contract.budgets}
     broken = (*violations(results, contract), *shortfalls(results, contract), *state_violations(contract),

@@ -10,6 +10,9 @@ from zero_jax.sharding.stored_update import UPDATE_SCOPE
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.host_slices import ANNOTATOR, HostSlice
 
+OUTSIDE = 0.5
+"""Share of what is to be sent between slices in the rounds of loops that may be outside: XLA peels rounds off."""
+
 TOLERANCE = 0.04
 """Share of a budget by which a program may exceed it."""
 
@@ -49,6 +52,11 @@ def violations(results: Mapping[str, TrafficResult], contract: Contract) -> Iter
         if sent < (1 - TOLERANCE) * promised:
             yield (f"{_sent(slices)} bytes cross the axis {contract.slices!r} between slices, and "
                    f"{_promised(slices.budget)} must, of the outer gradients in their dtype.")
+        if outside := [c for c in slices.collectives if contract.slices_in_loops and not c.in_loop]:
+            if total_bytes(outside) > OUTSIDE * sent:
+                yield (f"{total_bytes(outside):,.0f} of {_sent(slices)} bytes cross the axis {contract.slices!r} "
+                       "between slices outside of the loops over layers, with no product beside them: "
+                       f"{explain(outside, contract)}")
     if outer := results.get("outer"):
         if outer.communication_bytes > (1 + TOLERANCE) * outer.budget.communication_bytes + contract.slack:
             yield (f"{_sent(outer)} bytes of outer parameters are gathered in each slice, {_promised(outer.budget)} "
@@ -96,6 +104,12 @@ def reduce_notes(collectives: Iterable[Collective], contract: Contract) -> tuple
         return (f"{total_bytes(whole):,.0f} bytes of it by all-reduces and slices: XLA:CPU has no reduce-scatter under "
                 "jit, so that half of them counts",)
     return (f"{total_bytes(whole):,.0f} bytes of it by all-reduces, for leaves too small or uneven to be scattered",)
+
+
+def slices_notes(collectives: Sequence[Collective]) -> tuple[str, ...]:
+    """What of it has a product beside it."""
+    beside = [c for c in collectives if c.asynchronous and c.overlapped_flops]
+    return (f"{total_bytes(beside):,.0f} bytes of it beside a matrix product",) if collectives else ()
 
 
 def _sent(result: TrafficResult) -> str:

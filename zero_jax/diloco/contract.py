@@ -13,10 +13,12 @@ from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import named_leaves
 
 
-def changed_contract(contract: Contract, fragment: Fragment | None, layout: Layout, options: OuterOptions) -> Contract:
+def changed_contract(contract: Contract, fragment: Fragment | None, layout: Layout, options: OuterOptions,
+                     parts: int = 1) -> Contract:
     """The contract of the program that averages `fragment`, from that of a slice's step and the layout of one slice.
 
-    At stages 0 to 2 the slices gather the new parameters that they store whole.
+    parts: in how many it is sent; several are sent in the rounds of loops. At stages 0 to 2 the slices gather the new
+    parameters that they store whole.
     """
     axes, min_bytes = layout.axes, min_itemsize(layout.axes.platform)
     gathered = sum(
@@ -25,7 +27,7 @@ def changed_contract(contract: Contract, fragment: Fragment | None, layout: Layo
         if fragment is not None and name in fragment and leaf.sharding.spec != fragment[name].spec)
     sent = fragment_bytes(fragment, axes, options)
     changes = {"slices": sent, "outer": gathered}
-    return dataclasses.replace(contract, budgets=tuple(
+    return dataclasses.replace(contract, slices_in_loops=parts > 1, budgets=tuple(
         dataclasses.replace(budget, communication_bytes=changes.get(budget.key, budget.communication_bytes))
         for budget in contract.budgets))
 

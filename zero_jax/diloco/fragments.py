@@ -37,6 +37,10 @@ class Piece:
         return jax.lax.dynamic_update_slice_in_dim(value, piece, self.start, self.dim + offset)
 
 
+MIN_PART = 1024
+"""Elements that a device sends of a fragment in each round of a loop, at least: the last part is filled up with fewer
+than 1 / MIN_PART of all, and less is sent sooner than a round's products begin."""
+
 Fragment = Mapping[str, Piece]
 """By the name of a parameter, the part of it that is averaged with this fragment."""
 
@@ -73,6 +77,14 @@ def fragments_of(layout: Layout, number: int) -> tuple[Fragment, ...]:
 
 def _elements(fragment: Fragment) -> int:
     return sum(piece.elements for piece in fragment.values())
+
+
+def num_parts(rounds: int, fragment: Fragment) -> int:
+    """In how many parts a fragment is sent beside a step with so many rounds of loops over layers: one in each.
+
+    1 where there are none, or where parts would have fewer elements than `MIN_PART`.
+    """
+    return rounds if rounds and _elements(fragment) >= rounds * MIN_PART else 1
 
 
 def due(number: int, *, every: int, fragments: int) -> int | None:

@@ -10,11 +10,21 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.diloco.fragments import Fragment, fragments_of
+from zero_jax.diloco.fragments import Fragment, fragments_of, num_parts
 from zero_jax.diloco.options import OuterOptions
-from zero_jax.diloco.outer import Store, apply_movement, mean_movement, stored_as
+from zero_jax.diloco.outer import (
+    Store,
+    apply_movement,
+    mean_movement,
+    mean_of_parts,
+    movement_parts,
+    stored_as,
+    sum_part,
+)
 from zero_jax.diloco.state_layout import INNER, OUTER, diloco_layout, is_stacked, sharded_layout
 from zero_jax.errors import UsageError
+from zero_jax.jaxpr.equations import trace_flat
+from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.gather import names_of
 from zero_jax.sharding.layout import Layout
@@ -23,8 +33,10 @@ from zero_jax.state import ZeroState
 from zero_jax.step.in_arrays import StateInArrays
 from zero_jax.step.microbatches import is_key
 from zero_jax.step.step import ZeroTrainStep
+from zero_jax.transforms.loop_rounds import rounds_with_products, run_in_rounds
 from zero_jax.tree import map_named
 from zero_jax.typing import Batch, Metrics, Pytree
+from zero_jax.xla.overlap import blocks
 
 
 class DiLoCoFunctions(StateInArrays):
@@ -62,6 +74,8 @@ class DiLoCoFunctions(StateInArrays):
         self._layout: Layout | None = None
         self._fragments: tuple[Fragment, ...] = ()
         self._stores: Any = None
+        self._batch: Batch = None
+        self._rounds: int | None = None
 
     def layout(self, batch: Batch = None) -> Layout:
         """How every leaf of the state is stored; `batch` may be left out once known."""
@@ -72,7 +86,24 @@ class DiLoCoFunctions(StateInArrays):
             self._fragments = fragments_of(sharded, self.outer.fragments)
             self._stores = stored_as(one.stored_shapes.params, sharded.stored_shapes.params)
             self._layout = diloco_layout(one, self.num_slices)
+        if batch is not None and self._batch is None:
+            self._batch = self.step.abstract_batch(batch)
         return self._layout
+
+    @in_any_context
+    def num_parts(self, fragment: int | None, batch: Batch = None) -> int:
+        """In how many parts the fragment of this number is sent: with `overlap` one in each round of loops over layers.
+
+        1 without, where all-reduces block, and where the step has no such loops or a fragment next to nothing to send.
+        """
+        device = self.axes.mesh.devices.flat[0]
+        if fragment is None or not self.outer.overlap or blocks(device, self.step.options.overlap):
+            return 1
+        layout = self.layout(batch)
+        if self._rounds is None:
+            closed, _ = trace_flat(self._steps, *jax.tree.flatten((layout.state, self._batch)))
+            self._rounds = rounds_with_products(closed.jaxpr)
+        return num_parts(self._rounds, self._fragments[fragment])
 
     def _batch_of_one(self, batch: Batch) -> Batch:
         """A slice's part of `batch`, as `jax.ShapeDtypeStruct`s."""
@@ -97,8 +128,7 @@ class DiLoCoFunctions(StateInArrays):
         if fragment is None:
             return self._steps(state, batch)
         if self.outer.overlap:
-            movement = self._movement(fragment, state)
-            state, metrics = self._steps(state, batch)
+            state, metrics, movement = self._steps_beside(fragment, state, batch)
             # Else XLA waits for the sum where the first result of it could be used, before the backward pass.
             movement, params = jax.lax.optimization_barrier((movement, state.params))
             return self._moved(fragment, dataclasses.replace(state, params=params), metrics, movement)
@@ -118,6 +148,19 @@ class DiLoCoFunctions(StateInArrays):
         return dataclasses.replace(
             new, step=state.step + 1, frozen=state.frozen,
             opt_state={INNER: new.opt_state, OUTER: state.opt_state[OUTER]}), metrics
+
+    def _steps_beside(self, fragment: int, state: ZeroState, batch: Batch
+                      ) -> tuple[ZeroState, Metrics, dict[str, jax.Array]]:
+        """`_steps`, and the outer gradient of a fragment from before them, sent beside them in `num_parts`."""
+        number = self.num_parts(fragment)
+        if number == 1:
+            return *self._steps(state, batch), self._movement(fragment, state)
+        leaves, treedef = jax.tree.flatten((state, batch))
+        closed, out_treedef = trace_flat(self._steps, leaves, treedef)
+        outer, piece = state.opt_state[OUTER]["params"], self._fragments[fragment]
+        parts = movement_parts(state.params, outer, piece, self.axes, self.outer.dtype, self._stores[0], number)
+        outs, summed = run_in_rounds(closed, leaves, parts, lambda part: sum_part(part, self.axes))
+        return *jax.tree.unflatten(out_treedef, outs), mean_of_parts(summed, outer, piece, self.axes)
 
     def _movement(self, fragment: int, state: ZeroState) -> dict[str, jax.Array]:
         return mean_movement(state.params, state.opt_state[OUTER]["params"], self._fragments[fragment], self.axes,

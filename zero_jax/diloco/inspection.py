@@ -20,6 +20,7 @@ from zero_jax.step.losses import takes_key
 from zero_jax.step.options import StepOptions
 from zero_jax.typing import Batch, Loss, Metrics
 from zero_jax.xla.devices import compiled_for
+from zero_jax.xla.overlap import concurrent_options
 
 
 class InspectableDiLoCo(DiLoCoFunctions):
@@ -56,10 +57,13 @@ class InspectableDiLoCo(DiLoCoFunctions):
         for index, fragment in enumerate(self._fragments):
             at = next(number for number in range(1, outer.every + 1)
                       if due(number, every=outer.every, fragments=outer.fragments) == index)
+            parts = self.num_parts(index, batch)
+            beside = f", in {parts} parts beside the loops of the next step" if parts > 1 else (
+                ", beside the next step" * outer.overlap)
             lines.append(
                 f"fragment {index}: after step {at} of every {outer.every}"
-                f"{', beside the next step' * outer.overlap}, {fragment_bytes(fragment, self.axes, outer):,.0f} bytes "
-                f"sent by each device ({len(fragment)} parameters)")
+                f"{beside}, {fragment_bytes(fragment, self.axes, outer):,.0f} bytes sent by each device "
+                f"({len(fragment)} parameters)")
         return "\n".join(lines)
 
     def fragment_bytes(self, fragment: int | None, batch: Batch = None) -> float:
@@ -81,7 +85,7 @@ class InspectableDiLoCo(DiLoCoFunctions):
         """
         inner = self._inner.contract(self._batch_of_one(batch))
         piece = None if fragment is None else self.fragments(batch)[fragment]
-        return changed_contract(inner, piece, self._inner.layout(), self.outer)
+        return changed_contract(inner, piece, self._inner.layout(), self.outer, self.num_parts(fragment, batch))
 
     @in_any_context
     def lower(self, batch: Batch, fragment: int | None = None) -> jax.stages.Lowered:
@@ -90,7 +94,8 @@ class InspectableDiLoCo(DiLoCoFunctions):
 
     def compile(self, batch: Batch, fragment: int | None = None) -> jax.stages.Compiled:
         """`lower`, compiled for the mesh's devices, live or of a target topology; calls of the step do not use it."""
-        return compiled_for(self.lower(batch, fragment), self.mesh.devices.flat[0], self._compiler_options)
+        return compiled_for(self.lower(batch, fragment), self.mesh.devices.flat[0],
+                            self._compiler_options(fragment))
 
     def compiled_step(self, batch: Batch, fragment: int | None = None) -> CompiledStep:
         """`compile`, as data. fragment: as `contract`."""
@@ -119,9 +124,9 @@ class InspectableDiLoCo(DiLoCoFunctions):
         programs = (None, *range(self.outer.fragments))
         return {fragment: self.compiled_step(batch, fragment).verify() for fragment in programs}
 
-    @property
-    def _compiler_options(self) -> dict[str, Any]:
-        return self.step.options.compiler_options(self.step.axes)
+    def _compiler_options(self, fragment: int | None) -> dict[str, Any]:
+        options = self.step.options.compiler_options(self.step.axes)
+        return options | concurrent_options(self.mesh.devices.flat[0]) if self.num_parts(fragment) > 1 else options
 
     def _of(self, fragment: int | None, batch: Batch) -> Any:
         """The jitted program that averages `fragment` (None: none)."""
@@ -135,11 +140,13 @@ class InspectableDiLoCo(DiLoCoFunctions):
             return self._program(fragment, state, batch)
 
         return self._jit(fragment, program, (layout.shardings, self.step.batches.shardings(batch)),
-                         (layout.shardings, metrics), donate_argnums=0)
+                         (layout.shardings, metrics), self._compiler_options(fragment), donate_argnums=0)
 
-    def _jit(self, key: Any, function: Any, in_shardings: Any, out_shardings: Any, **options: Any) -> Any:
+    def _jit(self, key: Any, function: Any, in_shardings: Any, out_shardings: Any,
+             compiler_options: dict[str, Any] | None = None, **options: Any) -> Any:
         if key not in self._jitted:
+            compiler_options = self._compiler_options(None) if compiler_options is None else compiler_options
             self._jitted[key] = jax.jit(
-                function, out_shardings=out_shardings, compiler_options=self._compiler_options or None,
+                function, out_shardings=out_shardings, compiler_options=compiler_options or None,
                 **({"in_shardings": in_shardings} if in_shardings else {}), **options)
         return self._jitted[key]

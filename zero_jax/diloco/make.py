@@ -28,7 +28,8 @@ def make_diloco_step(
       nesterov: whether that is Nesterov's.
       fragments: in how many parts the parameters are averaged, each after a step of its own: the traffic is spread
         evenly over the steps. At most `every`, and as many as there are parameters; stacked ones are cut by layer.
-      overlap: a fragment is sent while the slices compute the next step, and arrives at its end.
+      overlap: a fragment is sent while the slices compute the next step, and arrives at its end: in parts, one in each
+        round of loops over layers; in one where the model has none, or all-reduces block (`DiLoCoStep.num_parts`).
       mix: with `overlap`, what remains of a slice's own parameters where the outer ones arrive; default 0.5.
       dtype: in which outer gradients are sent: "float32" or "bfloat16". Parameters and momentum stay in float32.
 

@@ -4,11 +4,13 @@ Source: arXiv 2311.08105, algorithm 1, lines 12 and 14. Outer parameters and mom
 every stage, so that each device sends its part alone, and are copies of each other in the slices.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -52,18 +54,75 @@ def mean_movement(params: Params, outer: Params, fragment: Fragment, axes: MeshA
     params: (slices, *shape) of each parameter. The difference is cast to `dtype`, summed so over the slices, and
     divided in float32. Returned as the outer parameters are sharded.
     """
-    own, start = _pieces(params, fragment, 1, store), _pieces(outer, fragment, 0)
-    num_slices, specs = axes.size(axes.slices), {name: piece.spec for name, piece in fragment.items()}
-    stacked = {name: P(axes.slices, *spec) for name, spec in specs.items()}
-    own = {name: constrain(value, NamedSharding(axes.mesh, stacked[name])) for name, value in own.items()}
+    own, start, stacked, specs = _sharded_pieces(params, outer, fragment, axes, store)
 
     def total(own: Mapping[str, jax.Array], start: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        moved = {name: (start[name] - own[name][0].astype(start[name].dtype)).astype(dtype) for name in start}
-        return jax.lax.psum(moved, axes.slices)
+        return jax.lax.psum(_moved(own, start, dtype), axes.slices)
 
     sum_slices = jax.shard_map(total, mesh=axes.mesh, in_specs=(stacked, specs), out_specs=specs, check_vma=False)
-    summed = sum_slices(own, start)
-    return {name: value.astype(start[name].dtype) / num_slices for name, value in summed.items()}
+    return _means(sum_slices(own, start), start, axes)
+
+
+@jax.named_scope(OUTER_SCOPE)
+def movement_parts(params: Params, outer: Params, fragment: Fragment, axes: MeshAxes, dtype: Any, store: Store,
+                   number: int) -> jax.Array:
+    """What `mean_movement` sums, in equal parts: (number, devices, elements) in `dtype`, each device's own.
+
+    Zeros fill the last part up.
+    """
+    own, start, stacked, specs = _sharded_pieces(params, outer, fragment, axes, store)
+
+    def parts(own: Mapping[str, jax.Array], start: Mapping[str, jax.Array]) -> jax.Array:
+        moved = _moved(own, start, dtype)
+        flat = jnp.concatenate([moved[name].reshape(-1) for name in fragment])  # JAX sorts the names of a dict
+        return jnp.pad(flat, (0, -flat.size % number)).reshape(number, 1, -1)
+
+    of_devices = jax.shard_map(parts, mesh=axes.mesh, in_specs=(stacked, specs),
+                               out_specs=P(None, axes.mesh.axis_names), check_vma=False)
+    return of_devices(own, start)
+
+
+@jax.named_scope(OUTER_SCOPE)
+def sum_part(part: jax.Array, axes: MeshAxes) -> jax.Array:
+    """One of `movement_parts`, (devices, elements), summed over the slices."""
+    spec = P(axes.mesh.axis_names)
+    return jax.shard_map(lambda own: jax.lax.psum(own, axes.slices), mesh=axes.mesh, in_specs=spec, out_specs=spec,
+                         check_vma=False)(part)
+
+
+@jax.named_scope(OUTER_SCOPE)
+def mean_of_parts(summed: jax.Array, outer: Params, fragment: Fragment, axes: MeshAxes) -> dict[str, jax.Array]:
+    """As `mean_movement`, of `movement_parts` after `sum_part`."""
+    start, specs = _pieces(outer, fragment, 0), {name: piece.spec for name, piece in fragment.items()}
+    shapes = {name: NamedSharding(axes.mesh, specs[name]).shard_shape(start[name].shape) for name in fragment}
+    ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
+
+    def joined(parts: jax.Array) -> dict[str, jax.Array]:
+        each = jnp.split(parts.reshape(-1)[:ends[-1]], ends[:-1])
+        return {name: value.reshape(shapes[name]) for name, value in zip(shapes, each, strict=True)}
+
+    by_name = jax.shard_map(joined, mesh=axes.mesh, in_specs=P(None, axes.mesh.axis_names), out_specs=specs,
+                            check_vma=False)
+    return _means(by_name(summed), start, axes)
+
+
+def _sharded_pieces(params: Params, outer: Params, fragment: Fragment, axes: MeshAxes, store: Store
+                    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, P], dict[str, P]]:
+    """The pieces of a fragment, of the slices and of the outer parameters, and the specs of both."""
+    specs = {name: piece.spec for name, piece in fragment.items()}
+    stacked = {name: P(axes.slices, *spec) for name, spec in specs.items()}
+    own = {name: constrain(value, NamedSharding(axes.mesh, stacked[name]))
+           for name, value in _pieces(params, fragment, 1, store).items()}
+    return own, _pieces(outer, fragment, 0), stacked, specs
+
+
+def _moved(own: Mapping[str, jax.Array], start: Mapping[str, jax.Array], dtype: Any) -> dict[str, jax.Array]:
+    """How far the slice of this device moved from the outer parameters; own: with a leading dim of 1."""
+    return {name: (start[name] - own[name][0].astype(start[name].dtype)).astype(dtype) for name in start}
+
+
+def _means(summed: Mapping[str, jax.Array], start: Mapping[str, jax.Array], axes: MeshAxes) -> dict[str, jax.Array]:
+    return {name: value.astype(start[name].dtype) / axes.size(axes.slices) for name, value in summed.items()}
 
 
 @jax.named_scope(OUTER_SCOPE)

@@ -20,6 +20,8 @@ On the differentiated loss, which `gather_again.value_and_grad` makes:
 12. `derived_weights.scatter_derived_gradients`
 13. `explicit_scatter.scatter_partial_gradients`
 
+On a whole step, by `diloco` with `overlap`: `loop_rounds.run_in_rounds`.
+
 Each says why it exists, what it costs to leave it out, and why it has its place in the order. Costs are those of the
 compiled program of one device. "The 124M program" is a step of GPT-2 124M (vocabulary 50304, tied embedding, scanned
 layers) at stage 3, bf16, on 4 x 1024 tokens for each of 8 H100 (`h100:8`, jax 0.10.2), and sends 5.25 bytes per
