@@ -74,7 +74,7 @@ for result in answer.communication.results:
         print(f"{result.budget.purpose}: {sizes[True] / total:.1%} of {total:,} bytes are asynchronous")
 
 # %% [markdown]
-# On v5e and v4 `overlap=True` is refused; on TPU7x XLA's own defaults overlap.
+# On v5e `overlap=True` sends reductions within products; on v4 it is refused; on TPU7x XLA's own defaults overlap.
 #
 # **Next:** [start a slice](../start/tpu.md), [meshes](../guide/parallelism.md), [what was
 # measured](../results.md).

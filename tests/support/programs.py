@@ -263,6 +263,9 @@ PROGRAMS: dict[str, Row] = {
     "h100 stage 2, quantised, uncoded": quantized(H100, 2, change=uncoded),
     # TPUs.
     **{f"v5e stage {stage}": Row(V5E, stage) for stage in (1, 2, 3)},
+    **{f"v5e stage 3, 4 layers{', overlap' * overlap}": gpt2_row(
+        V5E, 3, config=dataclasses.replace(WIDE, num_layers=4, width=512, num_heads=4), batch=(1, 256),
+        options={"overlap": overlap}) for overlap in (False, True)},
     "v5e stage 2, reduce fp32": Row(V5E, 2, options=REDUCE_FP32),
     "v5e stage 3, reduce fp32": Row(V5E, 3, options=REDUCE_FP32),
     "v5e stage 2, fp32": Row(V5E, 2, options=FP32),

@@ -87,12 +87,16 @@ def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block
             return (columns if at else columns.T).reshape(shape)
         return jax.lax.psum_scatter(flat, axis, scatter_dimension=at, tiled=True).reshape(shape)
     if value.ndim == 2 and dim == 0 and shape[0] % 8 == shape[1] % 128 == part % block == 0:
-        tiles = value.reshape(num_shards, shape[0] // 8, 8, shape[1] // 128, 128).swapaxes(2, 3)
-        return jax.lax.psum_scatter(tiles, axis, scatter_dimension=0).swapaxes(1, 2).reshape(shape)
+        # tiled=True: XLA (libtpu 0.0.42 to 0.0.52) fails to compile a scatter that drops its dim if it is to run within
+        # a product ("shard_count == subgroup_size").
+        tiles = value.reshape(-1, 8, shape[1] // 128, 128).swapaxes(1, 2).reshape(-1, 8, 128)
+        summed = jax.lax.psum_scatter(tiles, axis, scatter_dimension=0, tiled=True)
+        return summed.reshape(-1, shape[1] // 128, 8, 128).swapaxes(1, 2).reshape(shape)
     parts = jnp.moveaxis(value.reshape(*shape[:dim], num_shards, *shape[dim:]), dim, 0).reshape(num_shards, -1)
     if part + -part % block >= 2 * part:
         return jax.lax.psum(parts, axis)[jax.lax.axis_index(axis)].reshape(shape)
-    blocks = jnp.pad(parts, ((0, 0), (0, -part % block))).reshape(-1, 16, 128)
+    # Not of 16 x 128: XLA views them as 8 x 128, and fails in the same way where it does so of the sum alone.
+    blocks = jnp.pad(parts, ((0, 0), (0, -part % block))).reshape(-1, 8, 128)
     return jax.lax.psum_scatter(blocks, axis, scatter_dimension=0, tiled=True).reshape(-1)[:part].reshape(shape)
 
 

@@ -1,8 +1,9 @@
 """XLA's options by which communication runs beside compute.
 
 XLA:GPU and the compiler for TPU7x make collectives asynchronous by themselves, those for v5p and v6e when asked: then
-the SparseCores send and receive while the TensorCores compute. In a loop over layers a device still waits for what a
-layer begins with, unless the round before has gathered it.
+the SparseCores send and receive while the TensorCores compute. That for v5e sends within products: gathers by itself,
+reductions when asked. In a loop over layers a device still waits for what a layer begins with, unless the round before
+has gathered it.
 """
 
 from collections.abc import Mapping
@@ -17,19 +18,22 @@ Overlap = bool | str | Mapping[str, Any]
 """What `overlap_options` takes: True, False, "auto", or a mapping."""
 
 ASKED = {"TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU v6e": "v6e"}
-"""Kinds of devices whose compiler makes collectives asynchronous when asked, and their usual names.
+"""Kinds of devices whose SparseCores send when their compiler is asked, and their usual names.
 
 Libraries know two names of each: target topologies have the first, and a live device may have either.
 """
 
 _ASKED_NAMES = " and ".join(dict.fromkeys(ASKED.values()))
 
+WITHIN_PRODUCTS = ("TPU v5 lite", "TPU v5e")
+"""Both names of the kind whose compiler sends reductions within matrix products when asked."""
+
 _BY_ITSELF = "its compiler overlaps communication with compute by itself"
 _REASONS = {
     "cpu": "its collectives block", "gpu": _BY_ITSELF, "cuda": _BY_ITSELF, "rocm": _BY_ITSELF, "TPU7x": _BY_ITSELF,
     "TPU v4": "its compiler makes no collective asynchronous, whatever it is asked",
-    **dict.fromkeys(("TPU v5 lite", "TPU v5e"),
-                    "it has no SparseCores, and what its compiler makes asynchronous when asked hides nothing more")}
+    **dict.fromkeys(WITHIN_PRODUCTS, "a mapping gives what it names alone, and this one is empty: overlap=True asks "
+                                     "for reductions within products")}
 
 _SPARSE_CORES: dict[str, Any] = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
@@ -51,15 +55,29 @@ that writes the new weights makes XLA copy the old ones, which it replaces: 1.46
 for 0.7 % of the step's time (docs/results.md)."""
 
 
+_REDUCTIONS_WITHIN_PRODUCTS: dict[str, Any] = {
+    "xla_enable_async_reduce_scatter_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": True,
+    "xla_tpu_decompose_every_reduce_scatters_hlos": True,  # only such are sent within a product
+    "xla_tpu_ars_combiner_threshold_in_bytes": 0,  # else those of a layer are one, which waits for its last gradient
+    "xla_tpu_scoped_vmem_limit_kib": 24576,  # of 16384 a product and what is sent within it take more
+}
+"""Each is needed: without any one of them no reduction is asynchronous, or XLA finds too little VMEM."""
+
+
 def overlap_options(device: jax.Device, overlap: Overlap, *, gathers: bool = True) -> dict[str, Any]:
     """XLA's options for `overlap`.
 
-    "auto": those of the chip, if its compiler waits to be asked; True: the same, or an error where there are none;
-    False: none; a mapping, on any TPU: these besides those of the chip, or in place of them.
+    "auto": those for the SparseCores of the chip, if its compiler waits to be asked; True: the same, on v5e those that
+    send reductions within products, or an error where there are none; False: none; a mapping, on any TPU: these besides
+    those of "auto", or in place of them.
 
     With libtpu 0.0.42 at least 98 % of the bytes of a small GPT-2 are sent asynchronously, none without
     (tests/xla/test_overlap.py). It costs memory, since what is sent must not be overwritten: `plan --overlap yes` says
     how much. gathers: whether layers gather their parameters. Raises UsageError where it would change nothing.
+
+    On v5e "auto" gives none: a model that is small or has few tokens becomes slower, and compiling takes up to 2.5
+    times as long (docs/results.md).
     """
     if overlap is False or overlap == "auto" and device.device_kind not in ASKED:
         return {}
@@ -67,13 +85,15 @@ def overlap_options(device: jax.Device, overlap: Overlap, *, gathers: bool = Tru
     if not isinstance(changes, Mapping) or not all(isinstance(name, str) for name in changes):
         raise UsageError(f"overlap={shown(overlap)}: give \"auto\", True, False, or a mapping of XLA's options for "
                          "TPUs, as {\"xla_tpu_enable_async_collective_fusion\": True}.")
+    if overlap is True and device.device_kind in WITHIN_PRODUCTS:
+        return dict(_REDUCTIONS_WITHIN_PRODUCTS)
     if device.platform == "tpu" and changes and device.device_kind not in ASKED:
         return dict(changes)
     if device.device_kind not in ASKED:
         reason = _REASONS.get(device.device_kind) or _REASONS.get(
             device.platform, "nothing is known of its compiler's options")
         raise UsageError(f"overlap={shown(overlap)} changes nothing on {device.device_kind!r}: {reason}. Leave it out; "
-                         f"it is for TPU {_ASKED_NAMES}.")
+                         f"it is for TPU v5e, {_ASKED_NAMES}.")
     return _SPARSE_CORES | (_GATHERS if gathers else {}) | dict(changes)
 
 

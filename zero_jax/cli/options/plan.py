@@ -57,8 +57,8 @@ class PlanOptions:
 
     overlap: OnOffAuto = "auto"
     """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute, at a cost in memory.
-    auto: on those; no: never; yes: or an error on others, and the step is compiled without it, too, to say what it
-    changes."""
+    auto: on those; no: never; yes: also on v5e, which reduces within matrix products, or an error on others, and the
+    step is compiled without it, too, to say what it changes."""
 
     prefetch_weights: bool = False
     """On GPUs, TPU v5p and v6e at stage 3: each layer of a loop gathers the parameters of the next one while it
