@@ -7,7 +7,8 @@
 `--docs` puts the table into docs/guide/offload.md, in the place of the one that the same arguments made.
 `params up` is what comes up of parameters in a step, `ahead` what of it loops read a round ahead. `ideal` is what the
 offloaded leaves take unpadded and divided by the devices that shard them; `update` are the temporaries, alive at one
-time, of what the streamed update reads, computes and writes.
+time, of what the streamed update reads, computes and writes. With `--accumulate` each device has `--batch-per-device`
+sequences in each microbatch, and `sums down` and `sums up` are what backward writes and reads of the gradients' sums.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 
 import zero_jax
 from models import gpt2
+from zero_jax.contract.host import bytes_of
 from zero_jax.optim.streamed_update import STREAM_SCOPE
 from zero_jax.sharding.partition import parts_of
 from zero_jax.xla.devices import target_devices
@@ -57,13 +59,21 @@ def param_reads(compiled):
             for some in (reads, [read for read in reads if read.is_ahead])]
 
 
-def row(target, model, stage, offload, batch_per_device, remat, vocab):
+def gradient_sums(compiled):
+    """What backward writes to host memory of sums over microbatches, and reads, as two cells."""
+    budget, use = compiled.contract.host, compiled.host_use
+    if budget is None or not budget.gradients:
+        return ["", ""]
+    return [f"{bytes_of(some) / MIB:,.1f}" for some in (use.writes, use.stack_reads)]
+
+
+def row(target, model, stage, offload, batch_per_device, remat, vocab, accumulate):
     """A line of the table."""
     config = gpt2.PRESETS[model] if vocab is None else dataclasses.replace(gpt2.PRESETS[model], vocab_size=vocab)
     mesh = zero_jax.make_mesh(devices=target_devices(target))
     step = zero_jax.make_zero_train_step(gpt2.build(config), stage, mesh=mesh, precision="bf16", offload=offload,
-                                          remat=remat)
-    shape = (batch_per_device * mesh.size, config.max_length)
+                                          remat=remat, accumulate=accumulate)
+    shape = (batch_per_device * accumulate * mesh.size, config.max_length)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}
     compiled, layout = step.compiled_step(batch), step.layout(batch)
     memory = compiled.memory
@@ -74,6 +84,7 @@ def row(target, model, stage, offload, batch_per_device, remat, vocab):
              f"{memory.host_argument_size_in_bytes / ideal:.4f}" if ideal else "",
              f"{memory.host_alias_size_in_bytes / MIB:,.1f}", f"{memory.host_temp_size_in_bytes / MIB:,.1f}",
              f"{update_bytes(compiled.module) / MIB:,.1f}" if offload else "", *param_reads(compiled),
+             *(gradient_sums(compiled) if accumulate > 1 else []),
              "kept" if not compiled.report.violations else "; ".join(compiled.report.violations)]
     return "| " + " | ".join(cells) + " |"
 
@@ -87,15 +98,19 @@ def main():
     parser.add_argument("--offload", nargs="+", default=["none", "optimizer", "parameters"])
     parser.add_argument("--remat")
     parser.add_argument("--vocab-size", type=int)
+    parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--docs", action="store_true")
     arguments = parser.parse_args()
-    lines = ["| " + " | ".join(COLUMNS) + " |", "| --- " * len(COLUMNS) + "|"]
+    sums = ("sums down MiB", "sums up MiB") if arguments.accumulate > 1 else ()
+    columns = (*COLUMNS[:-1], *sums, COLUMNS[-1])
+    lines = ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
     print("\n".join(lines))
     for stage in arguments.stages:
         for offload in arguments.offload:
             if offload not in ("parameters", "gradients") or stage == 3:
                 lines.append(row(arguments.target, arguments.model, stage, None if offload == "none" else offload,
-                                 arguments.batch_per_device, arguments.remat, arguments.vocab_size))
+                                 arguments.batch_per_device, arguments.remat, arguments.vocab_size,
+                                 arguments.accumulate))
                 print(lines[-1], flush=True)
     if arguments.docs:
         put_into_docs([each for each in sys.argv[1:] if each != "--docs"], lines)

@@ -139,3 +139,10 @@ def test_edited_equations_compute():
         np.testing.assert_array_equal(scattered.sum(1), [8, 8, *[4] * 6])  # the third update has no row
         assert total == 24
         jax.tree.map(np.testing.assert_allclose, tuple(looped), expected)
+
+
+def test_an_empty_array_in_host_memory():
+    closed = trace(lambda: primitives.empty_on_host((3, 5), jnp.float32))
+    (out,) = closed.jaxpr.outvars
+    assert equations.is_on_host_atom(out) and (out.aval.shape, out.aval.dtype) == ((3, 5), jnp.float32)
+    assert not any(eqn.primitive.name == "device_put" for eqn in closed.jaxpr.eqns)  # of zeros made on the device

@@ -1,6 +1,7 @@
 """Gradients in host memory: the same numbers, what the compiled program keeps there, and what cannot be is refused."""
 
 import dataclasses
+import types
 
 import flax.linen as nn
 import flax.nnx as nnx
@@ -9,14 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.plain_training import plain_training
 from support.stacked_nnx import NnxStacked
 from support.targets import mesh_of
 
 import zero_jax
+from zero_jax.cli.planning.plan_report import transfers_text
 from zero_jax.contract.host import HostBudget, HostUse, host_violations
 from zero_jax.optim import streamed_update
-from zero_jax.step import gradients
+from zero_jax.planning.transfers import transfers_of
+from zero_jax.sharding.memory.host_arrays import fetch, put_on_host
+from zero_jax.step import accumulate, gradients
+from zero_jax.transforms import host_gradients
 from zero_jax.tree import named_leaves
+from zero_jax.xla.host_reads import HostRead, HostWrite
+from zero_jax.xla.targets import target_of
 
 BATCH = {name: jax.random.randint(jax.random.key(seed), (16, 8), 0, 96) for seed, name in enumerate(
     ("inputs", "targets"))}
@@ -78,7 +86,15 @@ def assert_same(left, right, *, exact=True):
 
 @pytest.mark.parametrize("exact, offload, setup", [
     (True, GRADIENTS, {"guard": zero_jax.Guard(skip=2)}),
+    (True, GRADIENTS, {"accumulate": 2, "precision": "bf16"}),
     pytest.param(True, ALL, {"precision": "bf16", "ema": 0.9}, marks=pytest.mark.slow),
+    pytest.param(True, ALL, {"accumulate": 2, "guard": zero_jax.Guard(skip=2), "ema": 0.9}, marks=pytest.mark.slow),
+    pytest.param(True, GRADIENTS, {"accumulate": 2, "precision": "fp16"}, marks=pytest.mark.slow),
+    pytest.param(True, ALL, {"accumulate": 2, "model": lambda: NnxStacked(rngs=nnx.Rngs(0)), "precision": "bf16",
+                             "remat": "full"}, marks=pytest.mark.slow),
+    # Clipping multiplies by what follows from the norm, whose last bits are others.
+    pytest.param(False, GRADIENTS, {"accumulate": 2, "optimizer": optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adamw(1e-2))}, marks=pytest.mark.slow),
     pytest.param(True, GRADIENTS, {"model": lambda: NnxStacked(rngs=nnx.Rngs(0)), "precision": "bf16", "remat": "full"},
                  marks=pytest.mark.slow),
     # XLA:CPU fuses products with a scale in one of two programs alone.
@@ -89,8 +105,10 @@ def test_gradients_on_the_host_have_the_numbers_of_those_on_the_device(exact, of
     assert_same(trained(states, **setup), host, exact=exact)
     layout = host[0].layout()
     assert len(layout.host_gradients) == 2 and all(name.startswith("blocks/") for name in layout.host_gradients)
-    described = layout.describe()
-    assert f"by backward, layer by layer: {layout.host_gradient_bytes:,} bytes" in described
+    described, size, rounds = layout.describe(), layout.host_gradient_bytes, setup.get("accumulate", 1)
+    assert (f"by backward, layer by layer: {size:,} bytes" if rounds == 1 else
+            f"sums over microbatches, of which each of {rounds} reads and writes {size:,} bytes for each device, "
+            f"{rounds * size:,} each way in a step") in described
     assert "gradients in device memory, of no stacked layers or with small shards: " in described
 
 
@@ -100,6 +118,54 @@ def test_a_sum_of_one_device_is_found(monkeypatch):
     monkeypatch.setattr(streamed_update._UnitRun, "over_devices", lambda self, sums: list(sums))
     with pytest.raises(AssertionError):
         assert_same(right, trained(GRADIENTS))
+
+
+MASKED = {**BATCH, "mask": jnp.arange(16) // 8}  # two microbatches
+
+
+def masked_loss(model, batch):
+    """A mean over other numbers of tokens in each microbatch."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["targets"])
+    mask = (batch["targets"] % (1 + 2 * batch["mask"][:, None]) == 0).astype(losses.dtype)
+    return (losses * mask).sum() / mask.sum(), {}, mask.sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model, precision, compute, tolerance", [
+    (Stacked(), "fp32", None, 2e-5), (Stacked(), "bf16", jnp.bfloat16, 0.02), (NnxStacked, "fp32", None, 2e-5)])
+def test_sums_over_microbatches_are_those_of_a_plain_loop(model, precision, compute, tolerance):
+    """Of Flax and Optax, on the whole batch; without the weights of the microbatches they are others."""
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
+    plain = plain_training(model, optimizer, masked_loss, [MASKED] * 3, compute=compute)
+
+    def differences(loss):
+        step = zero_jax.make_zero_train_step(
+            model, 3, loss=loss, optimizer=optimizer, offload=GRADIENTS, accumulate=2, precision=precision)
+        state, losses, norms = step.init(jax.random.key(0), MASKED), [], []
+        for _ in range(3):
+            state, metrics = step(state, MASKED)
+            losses.append(float(metrics["loss"]))
+            norms.append(float(metrics["grad_norm"]))
+        params = zip(jax.tree.leaves(step.params(state)), jax.tree.leaves(plain.params), strict=True)
+        return [*(abs(one / float(other) - 1) for pair in ((losses, plain.losses), (norms, plain.norms))
+                  for one, other in zip(*pair, strict=True)),
+                *(np.linalg.norm(one - other) / np.linalg.norm(other) for one, other in params)]
+
+    assert max(differences(masked_loss)) < tolerance
+    assert max(differences(lambda model, batch: masked_loss(model, batch)[:1])) > 2 * tolerance
+
+
+@pytest.mark.slow
+def test_what_host_memory_had_before_a_step_is_not_added(monkeypatch):
+    """XLA leaves it as it was; taken for a number, it is found."""
+    def stale(shape, dtype):
+        return put_on_host(jnp.full(shape, jnp.nan, dtype))
+
+    right = trained(GRADIENTS, accumulate=2)
+    monkeypatch.setattr(accumulate, "empty_on_host", stale)
+    assert_same(right, trained(GRADIENTS, accumulate=2))
+    monkeypatch.setattr(accumulate, "HostSums", lambda stacks, first: gradients.HostSums(stacks, first & False))
+    assert np.isnan(trained(GRADIENTS, accumulate=2)[3]).all()
 
 
 @pytest.mark.slow
@@ -144,21 +210,80 @@ def test_the_compiled_program_stacks_gradients_in_host_memory(monkeypatch):
     assert 0.75 * size < device.memory.temp_size_in_bytes - host.memory.temp_size_in_bytes <= 1.01 * size
 
 
-@pytest.mark.parametrize("use, words", [
-    (HostUse(192, 192, 0, stacks=()), "96 bytes of gradients, of 96"),
-    (HostUse(192, 192, 96, stacks=(64,)), "32 bytes of gradients, of 96"),
-    (HostUse(192, 192, 64, stacks=(64, 32)), "32 bytes of gradients, of 96"),
-    (HostUse(192, 192, 160, stacks=(64, 32, 64)), "64 bytes of temporaries are in host memory beside the gradients")])
-def test_gradients_elsewhere_break_the_contract(use, words):
-    budget = HostBudget(192, gradients=(64, 32))
-    (line,) = host_violations(budget, use)
-    assert words in line
-    assert not [*host_violations(budget, HostUse(192, 192, 96, stacks=(32, 64)))]
+@pytest.mark.slow
+def test_the_compiled_program_adds_microbatches_in_host_memory(monkeypatch):
+    """Each reads and writes a layer at a time; one that reads two breaks the contract."""
+    batch = {name: jax.ShapeDtypeStruct((32, 8), jnp.int32) for name in ("inputs", "targets")}
+
+    def compiled(offload=ALL):
+        step = zero_jax.make_zero_train_step(
+            Stacked(256, 1024, 12), 3, mesh=mesh_of("h100:8"), precision="bf16", offload=offload, accumulate=4,
+            optimizer=optax.adamw(1e-3))
+        return step.compiled_step(batch)
+
+    host, size = compiled(), 2 * 12 * 256 * 1024 * 4 // 8  # two kernels in float32, over eight devices
+    report, use = host.verify(), host.host_use
+    assert sum(host.contract.host.gradients) == host.memory.host_temp_size_in_bytes == size
+    assert (f"gradients that backward writes there: {4 * size:,} bytes, and reads as sums over microbatches: "
+            f"{4 * size:,}; the update reads {size:,}") in str(report)
+    assert all(write.bytes == write.stack_bytes // 12 for write in use.writes)
+    moved = transfers_of(host, target_of("h100:8").chip, types.SimpleNamespace(seconds=0.0))
+    assert (moved.gradients_down, moved.gradients_up) == (4 * size, 4 * size)
+    text = transfers_text(types.SimpleNamespace(transfers=moved, layout=host.layout))
+    assert "backward reads and writes 12.0 MiB of gradients, the sums of 4 microbatches in 3.0 MiB" in text
+    device = compiled(dataclasses.replace(ALL, gradients="device"))
+    # That has beside the sums those of one microbatch, in bf16, too.
+    assert device.memory.temp_size_in_bytes - host.memory.temp_size_in_bytes > 1.2 * size
+
+    def two_layers(stack, start, sizes, **options):
+        if not options:  # the update's
+            return dynamic_slice(stack, start, sizes)
+        return fetch(dynamic_slice(stack, start, (2, *sizes[1:]), **options))[:1]
+
+    dynamic_slice = jax.lax.dynamic_slice
+    monkeypatch.setattr(host_gradients.jax.lax, "dynamic_slice", two_layers)
+    (line,) = compiled().report.violations
+    assert f"{8 * size:,} bytes of gradients are read from host memory by backward in a step, {4 * size:,} sh" in line
+
+
+def writes(*sizes, runs=4):
+    """Of stacks of these sizes in quarters."""
+    return tuple(HostWrite(size, size // 4, runs) for size in sizes)
+
+
+def reads(*sizes, runs=4):
+    return tuple(HostRead("slice", "", size // 4, runs, True, False, True) for size in sizes)
+
+
+@pytest.mark.parametrize("microbatches, use, words", [
+    (1, HostUse(192, 192, 0), "96 bytes of gradients, of 96"),
+    (1, HostUse(192, 192, 96, writes=writes(64)), "32 bytes of gradients, of 96"),
+    (1, HostUse(192, 192, 64, writes=writes(64, 32)), "32 bytes of gradients, of 96"),
+    (1, HostUse(192, 192, 160, writes=writes(64, 32, 64)),
+     "64 bytes of temporaries are in host memory beside the gradients"),
+    (1, HostUse(192, 192, 96, writes=writes(64, 32, runs=8)), "192 bytes of gradients are written"),
+    (1, HostUse(192, 192, 96, writes=writes(64, 32), reads=reads(64)), "64 bytes of gradients are read"),
+    (3, HostUse(192, 192, 96, writes=writes(64, 32), reads=reads(64, 32, runs=12)),
+     "96 bytes of gradients are written"),
+    (3, HostUse(192, 192, 96, writes=writes(64, 32, runs=12), reads=reads(64, 32)), "96 bytes of gradients are read"),
+    (3, HostUse(192, 192, 96, writes=writes(64, 32, runs=12), reads=reads(64, 32, 256, runs=12)),
+     "1,056 bytes of gradients are read from host memory by backward in a step, 288 should be"),
+    (3, HostUse(192, 192, 192, writes=writes(64, 32, runs=12), reads=reads(64, 32, runs=12)),
+     "96 bytes of temporaries are in host memory beside the gradients"),
+    (3, HostUse(192, 192, 96, copies=((64, "copy.1", True),), writes=writes(64, 32, runs=12),
+                reads=reads(64, 32, runs=12)), "whole stacks are copied")])
+def test_gradients_elsewhere_break_the_contract(microbatches, use, words):
+    budget = HostBudget(192, gradients=(64, 32), microbatches=microbatches)
+    lines = [*host_violations(budget, use)]
+    assert words in lines[0]
+    right = HostUse(192, 192, 96, writes=writes(32, 64, runs=4 * microbatches),
+                    reads=reads(64, 32, runs=4 * microbatches) if microbatches > 1 else ())
+    assert not [*host_violations(budget, right)]
 
 
 @pytest.mark.parametrize("stage, offload, setup, words", [
     (2, GRADIENTS, {}, "at stage 2: its parameters are whole"),
-    (3, GRADIENTS, {"accumulate": 2}, "with accumulate=2: the sum over microbatches"),
+    (3, GRADIENTS, {"accumulate": 2, "reduce": "once"}, "with reduce=\"once\": a whole gradient"),
     (3, GRADIENTS, {"tiling": {"Dense_0/kernel": 4}}, "with tiling=: the gradient of a weight in tiles"),
     (3, GRADIENTS, {"communication": zero_jax.Communication(weights="int8")}, "leave communication out"),
     (3, GRADIENTS, {"partition_activations": "cpu"}, "with partition_activations=\"cpu\": what backward reads and"),

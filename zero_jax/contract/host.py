@@ -12,7 +12,7 @@ from typing import Any
 from zero_jax.optim.streamed_update import STREAM_SCOPE
 from zero_jax.sharding.layout import Layout
 from zero_jax.tree import leaf_bytes, named_leaves
-from zero_jax.xla.host_reads import HostRead, host_reads, written_stacks
+from zero_jax.xla.host_reads import HostRead, HostWrite, host_reads, host_writes
 from zero_jax.xla.host_slices import HOST
 from zero_jax.xla.parser import Computation, Instruction, Module
 from zero_jax.xla.shapes import shape_bytes
@@ -40,7 +40,7 @@ class HostBudget:
     param_bytes: of the parameters that the model reads from there; num_gathers: in how many microbatches. has_copy:
         whether the update does not read these, since it has master weights of its own. ahead: whether each layer is to
         come up a round before its use, and each checkpoint: on GPUs; XLA:TPU decides by itself. gradients: bytes of
-        each stack of gradients that backward writes there.
+        each stack of gradients that backward writes there, once in each of so many microbatches, whose sum it is.
     """
 
     state_bytes: int
@@ -51,11 +51,22 @@ class HostBudget:
     has_copy: bool = True
     ahead: bool = True
     gradients: tuple[int, ...] = ()
+    microbatches: int = 1
 
     @property
     def read_bytes(self) -> int:
         """Bytes of parameters that may come up in a step: forward, backward, and for an update that reads them."""
         return self.param_bytes * (2 * self.num_gathers + (not self.has_copy))
+
+    @property
+    def gradients_down(self) -> int:
+        """Bytes of gradients that backward writes in a step."""
+        return sum(self.gradients) * self.microbatches
+
+    @property
+    def gradients_up(self) -> int:
+        """Bytes of sums over microbatches that backward reads, to add to them."""
+        return self.gradients_down if self.microbatches > 1 else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +74,7 @@ class HostUse:
     """What a compiled step keeps in the host's memory, for each device, in bytes.
 
     copies: (bytes, name, in_loop) of each copy from host memory to host memory. reads: from there to the device's.
-    stacks: bytes of each array there that a loop writes in parts, and that is no input of the step.
+    writes: of parts of arrays there that are no inputs of the step.
     """
 
     argument_bytes: int
@@ -71,7 +82,7 @@ class HostUse:
     temporary_bytes: int
     copies: tuple[tuple[int, str, bool], ...] = ()
     reads: tuple[HostRead, ...] = ()
-    stacks: tuple[int, ...] = ()
+    writes: tuple[HostWrite, ...] = ()
 
     def param_reads(self, budget: HostBudget) -> list[HostRead]:
         """Those of the parameters that the model reads."""
@@ -79,8 +90,8 @@ class HostUse:
         return [read for read in self.reads if read.field in fields]
 
     @property
-    def activation_reads(self) -> list[HostRead]:
-        """Those of checkpoints that loops keep in stacks, which are no input of the step."""
+    def stack_reads(self) -> list[HostRead]:
+        """Those of what loops keep in stacks, which are no input of the step: checkpoints, or sums of gradients."""
         return [read for read in self.reads if read.in_loop and read.is_slice and not read.source
                 and STREAM_SCOPE not in read.op_name]
 
@@ -97,7 +108,8 @@ def host_budget(layout: Layout, *, activations: bool, num_gathers: int = 1) -> H
         return None
     return HostBudget(layout.host_bytes, activations, _tile_padding(layout) if layout.axes.is_tpu else 0,
                       layout.host_param_bytes, num_gathers, layout.state.weights is not None,
-                      ahead=not layout.axes.is_tpu, gradients=tuple(layout.host_gradients.values()))
+                      ahead=not layout.axes.is_tpu, gradients=tuple(layout.host_gradients.values()),
+                      microbatches=layout.microbatches)
 
 
 def host_use(module: Module, memory: Any) -> HostUse | None:
@@ -106,7 +118,7 @@ def host_use(module: Module, memory: Any) -> HostUse | None:
         return None
     return HostUse(memory.host_argument_size_in_bytes, memory.host_alias_size_in_bytes,
                    memory.host_temp_size_in_bytes, tuple(_copies(module)), tuple(host_reads(module)),
-                   tuple(size for size, name in written_stacks(module) if STREAM_SCOPE not in name))
+                   tuple(host_writes(module)))
 
 
 def host_violations(budget: HostBudget | None, use: HostUse | None) -> Iterator[str]:
@@ -124,20 +136,35 @@ def host_violations(budget: HostBudget | None, use: HostUse | None) -> Iterator[
         yield (f"{use.temporary_bytes - gradient_bytes:,} bytes of temporaries are in host memory"
                f"{' beside the gradients' * bool(gradient_bytes)}: a second copy of what is updated "
                f"in place{_largest(use)}.")
-    missing = collections.Counter(budget.gradients) - collections.Counter(use.stacks)
+    missing = collections.Counter(budget.gradients) - collections.Counter(write.stack_bytes for write in use.writes)
     if missing or use.temporary_bytes < gradient_bytes:
         left = sum(size * count for size, count in missing.items()) or gradient_bytes - use.temporary_bytes
         yield (f"{left:,} bytes of gradients, of {gradient_bytes:,} that backward should write to host memory, are not "
                "there: they are stacked in device memory until the update.")
+    elif budget.gradients:
+        yield from _gradient_violations(budget, use)
     if in_loops := [copy for copy in use.copies if copy[2]]:
         yield (f"{len(in_loops)} copies within host memory are in loops, of {max(in_loops)[0]:,} bytes in each round "
                f"({max(in_loops)[1]}): whole stacks are copied where a block should be written.")
     if budget.param_bytes:
         yield from _param_violations(budget, use)
-    total, ahead = bytes_of(use.activation_reads), bytes_ahead(use.activation_reads)
+    total, ahead = bytes_of(use.stack_reads), bytes_ahead(use.stack_reads)
     if budget.activations and budget.ahead and ahead < MIN_AHEAD * total:
         yield (f"Of {total:,} bytes of checkpoints that backward reads from host memory, {ahead:,} come up a round "
                "ahead: the others are waited for in the round that uses them.")
+
+
+def _gradient_violations(budget: HostBudget, use: HostUse) -> Iterator[str]:
+    """A line each for gradients that are written, and sums that are read, more or less often than once a microbatch."""
+    # A checkpoint's writes are of the same kind; a step has not both.
+    down, up = bytes_of(use.writes), bytes_of(use.stack_reads)
+    of = f"of {sum(budget.gradients):,} bytes in {budget.microbatches} microbatches"
+    if abs(down - budget.gradients_down) > TOLERANCE * budget.gradients_down:
+        yield (f"{down:,} bytes of gradients are written to host memory by backward in a step, "
+               f"{budget.gradients_down:,} should be, {of}: a layer is written more than once, or not at all.")
+    if abs(up - budget.gradients_up) > TOLERANCE * budget.gradients_up:
+        yield (f"{up:,} bytes of gradients are read from host memory by backward in a step, {budget.gradients_up:,} "
+               f"should be, {of}: whole stacks are read where a layer should be, or sums of microbatches are lost.")
 
 
 def _param_violations(budget: HostBudget, use: HostUse) -> Iterator[str]:
@@ -157,7 +184,7 @@ def _param_violations(budget: HostBudget, use: HostUse) -> Iterator[str]:
                "ahead: the others are waited for in the round that uses them.")
 
 
-def bytes_of(reads: Iterable[HostRead]) -> int:
+def bytes_of(reads: Iterable[HostRead | HostWrite]) -> int:
     """What they copy in a step."""
     return sum(read.bytes * read.runs for read in reads)
 

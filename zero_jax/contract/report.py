@@ -191,10 +191,11 @@ class Report:
                 lines.append(f"  parameters read from there: {bytes_of(reads):,} of {contract.host.read_bytes:,} "
                              f"bytes, {bytes_ahead(reads):,} of them in loops, a round ahead of their use")
             if contract.host.gradients:
-                lines.append(f"  gradients that backward writes there: {sum(contract.host.gradients):,} bytes; the "
-                             f"update reads {bytes_of(self.host.gradient_reads):,}")
+                lines.append(f"  gradients that backward writes there: {bytes_of(self.host.writes):,} bytes, and reads "
+                             f"as sums over microbatches: {bytes_of(self.host.stack_reads):,}; the update reads "
+                             f"{bytes_of(self.host.gradient_reads):,}")
             if contract.host.activations:
-                reads = self.host.activation_reads
+                reads = self.host.stack_reads
                 lines.append(f"  checkpoints that loops read from there: {bytes_of(reads):,} bytes, "
                              f"{bytes_ahead(reads):,} of them a round ahead of their use")
         for result in self.results:

@@ -216,6 +216,16 @@ def with_product_dtype(product: JaxprEqn, dtype: Any, out: Var) -> JaxprEqn:
     return product.replace(outvars=[out], params={**product.params, "preferred_element_type": jax.numpy.dtype(dtype)})
 
 
+def empty_on_host(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """An array in host memory to be written in parts, as a scan begins the stack of its results there; traceable.
+
+    It is zeros by its type, but XLA takes memory for it and writes nothing: what was not written must not be read as a
+    number. Zeros that are moved to host memory would be made whole on the device.
+    """
+    return jax.lax.broadcast(primitives.empty2_p.bind(  # type: ignore[attr-defined]
+        dtype=jax.numpy.dtype(dtype), memory_space=jax.memory.Space.Host), tuple(shape))
+
+
 def permutation(transpose: JaxprEqn) -> tuple[int, ...]:
     """For each dim of the result of a transpose, that of its operand."""
     return tuple(transpose.params["permutation"])

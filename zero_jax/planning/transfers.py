@@ -11,6 +11,7 @@ States in files are read and written between compiled programs: nothing else of 
 import dataclasses
 import math
 
+from zero_jax.contract.host import bytes_of
 from zero_jax.planning.timing import Timing
 from zero_jax.sharding.memory.disk_leaves import DiskTraffic
 from zero_jax.sharding.memory.host_leaves import update_bytes_of
@@ -36,6 +37,7 @@ class Transfers:
     Attributes:
         place: "host" or "disk".
         gradients_down: gradients that backward writes, which is taken to wait for them; update_up has what comes back.
+        gradients_up: sums over microbatches that backward reads to add to them, and is taken to wait for, too.
         params_up: parameters that forward and backward read.
         params_ahead: those of them that loops read a round ahead.
         update_up, update_down: what the update reads and writes.
@@ -51,6 +53,7 @@ class Transfers:
     exposed_seconds: float
     place: str = "host"
     gradients_down: int = 0
+    gradients_up: int = 0
 
 
 def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfers | None:
@@ -63,8 +66,9 @@ def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfer
         return None
     rows = compiled.layout.placements()
     update_up, update_down = update_bytes_of(rows)
-    gradients, gradient_reads = sum(budget.gradients), use.gradient_reads if budget.gradients else []
-    update_up += sum(read.bytes * read.runs for read in gradient_reads)
+    gradient_reads, sum_reads = (use.gradient_reads, use.stack_reads) if budget.gradients else ([], [])
+    gradients_down, gradients_up = bytes_of(use.writes) if budget.gradients else 0, bytes_of(sum_reads)
+    update_up += bytes_of(gradient_reads)
     params_up = params_ahead = 0
     reads = use.param_reads(budget) if budget.param_bytes else []
     if budget.param_bytes:
@@ -75,11 +79,15 @@ def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfer
     ahead, waited = (
         _seconds(chip, size, 0, copies=sum(read.runs for read in reads if read.is_ahead == is_ahead))
         for size, is_ahead in ((params_ahead, True), (params_up - params_ahead, False)))
-    down = _seconds(chip, 0, gradients, copies=sum(read.runs for read in gradient_reads))
+    # A round adds to what it read, and writes it: one after the other.
+    sums = (_seconds(chip, 0, gradients_down, copies=sum(write.runs for write in use.writes if budget.gradients))
+            + _seconds(chip, gradients_up, 0, copies=sum(read.runs for read in sum_reads)))
     # At least one copy of each leaf up, and one down.
-    update = _seconds(chip, update_up, update_down, copies=2 * sum(row.memory == "host" for row in rows))
-    return Transfers(params_up, params_ahead, update_up, update_down, ahead + waited + update + down,
-                     max(0.0, ahead - timing.seconds) + waited + update + down, gradients_down=gradients)
+    update = _seconds(chip, update_up, update_down, copies=2 * sum(row.memory == "host" for row in rows)
+                      + sum(read.runs for read in gradient_reads))
+    return Transfers(params_up, params_ahead, update_up, update_down, ahead + waited + update + sums,
+                     max(0.0, ahead - timing.seconds) + waited + update + sums,
+                     gradients_down=gradients_down, gradients_up=gradients_up)
 
 
 def disk_transfers(traffic: DiskTraffic, target: Target) -> Transfers | None:

@@ -10,7 +10,7 @@ import numpy as np
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError, printable
 from zero_jax.tree import named_leaves
-from zero_jax.typing import Batch
+from zero_jax.typing import Batch, DType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,11 @@ class Accumulation:
     def once(self) -> bool:
         """Whether gradients are reduced after the last microbatch only."""
         return self.reduce == "once"
+
+
+def sum_dtype(dtype: DType) -> DType:
+    """In which gradients of parameters of `dtype` are summed over microbatches: float32, or what is wider."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def check_dtype(name: str, leaf: Any) -> None:

@@ -77,6 +77,7 @@ class Layout:
         host: names of the leaves of `state` that are stored in host memory (`memory.kinds.with_offload`).
         host_gradients: for each parameter whose gradient backward stacks in host memory, layer by layer, the bytes of
             that on each device.
+        microbatches: over how many a step sums gradients.
         disk: names of those that are in files between steps (`memory.disk_leaves.with_disk`).
         overlap_note: XLA's options by which collectives run beside compute, where the step has some.
         not_tiled: parameters above the size that `tiling` was given, with the reason why they have no tiles.
@@ -97,6 +98,7 @@ class Layout:
     quantized: QuantizedLeaves | None = None
     host: frozenset[str] = frozenset()
     host_gradients: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    microbatches: int = 1
     disk: frozenset[str] = frozenset()
     overlap_note: str = ""
     not_tiled: tuple[str, ...] = ()
@@ -234,7 +236,8 @@ class Layout:
             lines.append(f"parameters are gathered {self.gather_note}")
         lines += tile_lines(self.reads, shapes, dict(named_leaves(self.uses)), self.not_tiled)
         if self.host:
-            lines += host_lines(rows, self.host_params, self.reads) + gradient_lines(self.host_gradients, self.reads)
+            lines += host_lines(rows, self.host_params, self.reads) + gradient_lines(
+                self.host_gradients, self.reads, self.microbatches)
         if self.disk:
             lines.append(f"read from and written to disk by each step: {self.disk_bytes:,} bytes each way for each "
                          "device, and a copy of the parameters that are in memory is written; two generations")

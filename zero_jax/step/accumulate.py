@@ -6,6 +6,7 @@ rows are a microbatch of their own, mapped over a leading dim that is sharded ov
 device's own sum, as large as all parameters, which is reduced once (`reduce="once"`, the communication of one batch).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,16 +15,17 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.sharding.batch import Accumulation
+from zero_jax.jaxpr.primitives import empty_on_host
+from zero_jax.sharding.batch import Accumulation, sum_dtype
 from zero_jax.sharding.gather import compute_spec
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.reduce_scatter import reduce_parts
 from zero_jax.sharding.slices import on_one_slice
-from zero_jax.step.gradients import ForwardInputs, ForwardOutput, GradientFunction
+from zero_jax.step.gradients import ForwardInputs, ForwardOutput, GradientFunction, HostSums
 from zero_jax.step.metrics import combine
 from zero_jax.step.microbatches import Microbatches, is_key
 from zero_jax.tree import map_named, named_leaves, with_dtypes_of
-from zero_jax.typing import DType, Gradients, Params, Pytree, Scalar
+from zero_jax.typing import Gradients, Params, Pytree, Scalar
 
 
 def accumulate_gradients(
@@ -32,7 +34,8 @@ def accumulate_gradients(
 ) -> tuple[ForwardOutput, Gradients]:
     """The output and gradient of a whole batch as the weighted mean over its microbatches.
 
-    Gradients are summed in float32, or what is wider, and sharded as `layout.gradients`.
+    Gradients are summed in float32, or what is wider, and sharded as `layout.gradients`. Those in host memory are the
+    sums: `weight_divisor(output.weight)` makes a mean of them, which the update takes block by block.
     """
     run = _reduce_once if accumulation.once else _reduce_every
     return run(gradient, microbatches, layout, weights, inputs, scale)
@@ -42,25 +45,41 @@ def _reduce_every(
     gradient: GradientFunction, microbatches: Microbatches, layout: Layout, weights: Params, inputs: ForwardInputs,
     scale: Scalar
 ) -> tuple[ForwardOutput, Gradients]:
+    on_host = layout.host_gradients
+
     def body(carry: Any, xs: Any) -> Any:
         grad_sum, variables = carry
         index, examples = xs
         round_inputs = inputs._replace(variables=variables, rng=jax.random.fold_in(inputs.rng, index))
-        output, grads = gradient(weights, round_inputs, microbatches.one(examples, index), scale)
+        stacks = {name: leaf for name, leaf in named_leaves(grad_sum) if name in on_host}
+        output, grads = gradient(weights, round_inputs, microbatches.one(examples, index), scale,
+                                 HostSums(stacks, index == 0) if stacks else None)
         # Else XLA:TPU moves sums over devices out of the loop, which then carries whole gradients; libtpu 0.0.48 adds
         # an embedding's rows wrongly when it does (openxla/xla issue 49143).
-        grads = jax.lax.optimization_barrier(grads)
-        grad_sum = jax.tree.map(
-            lambda total, grad, sharding: constrain(total + output.weight * grad.astype(total.dtype), sharding),
+        grads = _barrier(grads, on_host)
+        grad_sum = map_named(
+            lambda name, total, grad, sharding: grad if name in on_host else constrain(
+                total + output.weight * grad.astype(total.dtype), sharding),
             grad_sum, grads, layout.gradients)
         return (grad_sum, with_dtypes_of(output.variables, variables)), output._replace(variables=None)
 
-    zeros = jax.tree.map(lambda leaf, sharding: constrain(jnp.zeros(leaf.shape, _sum_dtype(leaf)), sharding),
-                         weights, layout.gradients)
+    def zeros(name: str, leaf: Any, sharding: NamedSharding) -> Any:
+        make = empty_on_host if name in on_host else jnp.zeros
+        total = make(leaf.shape, sum_dtype(leaf.dtype))
+        return total if name in on_host else constrain(total, sharding)
+
     (grad_sum, variables), outputs = jax.lax.scan(
-        body, (zeros, inputs.variables), (jnp.arange(microbatches.number), microbatches.examples(by_device=False)))
+        body, (map_named(zeros, weights, layout.gradients), inputs.variables),
+        (jnp.arange(microbatches.number), microbatches.examples(by_device=False)))
     output, weight = _weighted_mean(outputs)
-    return output._replace(variables=variables), jax.tree.map(lambda total: total / weight, grad_sum)
+    return output._replace(variables=variables), map_named(
+        lambda name, total: total if name in on_host else total / weight, grad_sum)
+
+
+def _barrier(grads: Gradients, on_host: Mapping[str, int]) -> Gradients:
+    """An optimization barrier around the gradients in device memory."""
+    here = jax.lax.optimization_barrier({name: leaf for name, leaf in named_leaves(grads) if name not in on_host})
+    return map_named(lambda name, leaf: here.get(name, leaf), grads)
 
 
 def _reduce_once(
@@ -93,7 +112,7 @@ def _reduce_once(
         return (grad_sum, with_dtypes_of(output.variables, variables)), output._replace(variables=None)
 
     def zeros(leaf: Any, sharding: NamedSharding) -> Any:
-        return constrain(jnp.zeros((num_devices, *leaf.shape), _sum_dtype(leaf)), by_device(sharding))
+        return constrain(jnp.zeros((num_devices, *leaf.shape), sum_dtype(leaf.dtype)), by_device(sharding))
 
     device_variables = jax.tree.map(lambda leaf: _copy_to_devices(leaf, num_devices), inputs.variables)
     carry = jax.tree.map(zeros, weights, layout.gradients), device_variables
@@ -120,13 +139,14 @@ def _weighted_mean(outputs: ForwardOutput) -> tuple[ForwardOutput, Scalar]:
     """The outputs of all microbatches as one, metrics as declared, and the sum of their weights; 1 where that is 0."""
     weights = jnp.broadcast_to(outputs.weight, outputs.loss.shape)
     total = jnp.sum(weights)
-    divisor = jnp.where(total == 0, 1, total)
+    divisor = weight_divisor(total)
     loss = jnp.sum(outputs.loss * weights) / divisor
     return ForwardOutput(loss, combine(outputs.metrics, weights, divisor), total, None), divisor
 
 
-def _sum_dtype(leaf: Any) -> DType:
-    return jnp.promote_types(leaf.dtype, jnp.float32)
+def weight_divisor(weight: Scalar) -> Scalar:
+    """What a sum over microbatches whose weights are `weight` together is divided by for its mean."""
+    return jnp.where(weight == 0, 1, weight)
 
 
 def _copy_to_devices(leaf: Any, num_devices: int) -> Pytree:

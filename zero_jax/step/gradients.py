@@ -1,8 +1,8 @@
 """Forward and backward: the loss of a batch, or of one microbatch, and the gradient of each trainable parameter."""
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -26,7 +26,7 @@ from zero_jax.transforms.gather_remat import (
     remat_scan_bodies,
 )
 from zero_jax.transforms.gradient_layout import order_stacked_gradients
-from zero_jax.transforms.host_gradients import check_on_host, stack_on_host
+from zero_jax.transforms.host_gradients import add_on_host, check_on_host, stack_on_host
 from zero_jax.transforms.loop_communication import communicate_once_per_loop
 from zero_jax.transforms.reduce_dtype import compute_grads_in_reduce_dtype
 from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints
@@ -58,9 +58,28 @@ class ForwardInputs(NamedTuple):
     rng: PRNGKey
 
 
-GradientFunction: TypeAlias = Callable[[Params, ForwardInputs, Batch, Scalar], tuple[ForwardOutput, Gradients]]
-"""`(weights, inputs, batch, scale) -> (output, gradients)`. scale: multiplies the loss before it is differentiated;
-None: nothing does."""
+class HostSums(NamedTuple):
+    """Sums over microbatches in host memory, to which one of them adds.
+
+    stacks: by the name of the parameter, of all layers. is_first: whether nothing was added yet: what they have is then
+    not read, whatever it is.
+    """
+
+    stacks: dict[str, jax.Array]
+    is_first: Scalar
+
+
+class GradientFunction(Protocol):
+    """`(weights, inputs, batch, scale) -> (output, gradients)`.
+
+    scale: multiplies the loss before it is differentiated; None: nothing does. sums: to which the gradients of their
+    names are added, times `output.weight`; these sums are then in the place of the gradients.
+    """
+
+    def __call__(self, weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar,
+                 sums: HostSums | None = None) -> tuple[ForwardOutput, Gradients]:
+        """As the class says."""
+        ...
 
 
 def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options: StepOptions,
@@ -124,17 +143,25 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
     loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled),
                                 first=remat_blocks, last=with_shared_calls)
     backward = value_and_grad(loss_of, argnums=(0, 2), barrier=again)
-    on_host = [i for i, (name, _) in enumerate(named_leaves(layout.gradients)) if name in layout.host_gradients]
+    shardings = dict(named_leaves(layout.gradients))
+    on_host = {name: i for i, name in enumerate(shardings) if name in layout.host_gradients}
 
-    def gradients_first(*args: Any) -> Any:
-        return backward(*args)[::-1]
+    def gradients_first(_: Any, *args: Any) -> Any:
+        (value, output), (grads, new) = backward(*args)
+        return grads, output.weight, new, value, output
 
-    gradient_of = with_jaxpr_passes(
+    def to_host(closed: Any, *, added: bool) -> Any:
+        if not added:
+            return stack_on_host(closed, on_host.values())
+        return add_on_host(closed, list(on_host.values()), weight=len(shardings),
+                           shardings=[shardings[name] for name in on_host])
+
+    gradient_of, gradient_added = (with_jaxpr_passes(
         gradients_first, *(each for enabled, each in on_gradients if enabled),
-        last=functools.partial(stack_on_host, outputs=on_host) if on_host else None,
-        as_call="" if layout.host_params else "gradient")
+        last=functools.partial(to_host, added=added) if on_host else None,
+        as_call="" if layout.host_params else "gradient") for added in (False, True))
 
-    def gradient(weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar
+    def gradient(weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar, sums: HostSums | None = None
                  ) -> tuple[ForwardOutput, Gradients]:
         by_gradient = {name: tree for name, tree in inputs.variables.items() if name in model.set_by_gradient}
         if by_gradient and not reduced:
@@ -142,8 +169,10 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
                 f"reduce=\"once\" with the collection {next(iter(by_gradient))!r}: its statistics are of the whole "
                 "batch, and each device would make its own: give reduce=\"every\".")
         stored = {name: leaf for name, leaf in named_leaves(weights) if is_on_host(leaf)}
-        (grads, new), (_, output) = gradient_of(
-            jax.tree.map(carrier_of, weights), stored, by_gradient, inputs, batch, scale)
+        run = gradient_of if sums is None else gradient_added
+        carried = None if sums is None else ([sums.stacks[name] for name in on_host], sums.is_first)
+        grads, _, new, _, output = run(
+            carried, jax.tree.map(carrier_of, weights), stored, by_gradient, inputs, batch, scale)
         check_on_host(grads, layout.host_gradients)
         return output._replace(variables={**output.variables, **new}), grads
 

@@ -138,14 +138,12 @@ class StepOptions:
         """Raises ValueError for what keeps gradients on the devices, or needs all of them there."""
         for is_wrong, what, why in (
                 *self._whole_weights(),
-                (self.accumulation.microbatches > 1, f"with accumulate={self.accumulation.microbatches}",
-                 "the sum over microbatches is carried in device memory: leave accumulate out, and give remat=\"full\" "
-                 "for a larger batch"),
                 (self.tiling is not None, "with tiling=",
                  "the gradient of a weight in tiles is made tile by tile on the device: leave tiling out"),
                 (self.partition_activations == "cpu", "with partition_activations=\"cpu\"",
                  "what backward reads and writes in host memory is not counted apart: give remat=\"full\" alone"),
-                (axes.is_tpu, "on TPUs", "not built for their compiler: give GPUs")):
+                (axes.is_tpu, "on TPUs", "not built, since their compiler may transpose whole stacks of gradients "
+                 "on the device before the update (docs/guide/offload.md): give GPUs")):
             if is_wrong:
                 raise UsageError(f"Offload(gradients=\"host\") {what}: {why}, or leave gradients out.")
 

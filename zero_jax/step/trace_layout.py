@@ -74,7 +74,8 @@ def trace_layout(model: ModelFunctions, init: Callable[..., Any], loss: Loss,
     layout = make_layout(
         state, axes, options.layout_policy, optimizer=optimizer, reads=reads,
         tensor_specs=split)
-    layout = with_offload(dataclasses.replace(layout, not_tiled=not_tiled), options.offload)
+    layout = with_offload(dataclasses.replace(
+        layout, not_tiled=not_tiled, microbatches=options.accumulation.microbatches), options.offload)
     return with_step_weights(layout, options.accumulation)
 
 

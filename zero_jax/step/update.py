@@ -14,9 +14,11 @@ from zero_jax.optim.streamed_update import Streams, stream
 from zero_jax.sharding.compute_params import cast_compute_params, gather_compute_params
 from zero_jax.sharding.gather import compute_spec
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory.host_arrays import is_on_host
 from zero_jax.sharding.memory.kinds import Offload, as_placed
 from zero_jax.sharding.stored_update import update_stored
 from zero_jax.state import ZeroState
+from zero_jax.step.accumulate import weight_divisor
 from zero_jax.step.gradients import ForwardOutput
 from zero_jax.step.guard import GuardLogic
 from zero_jax.step.losses import learning_rates
@@ -71,6 +73,7 @@ def apply_update(
     update is computed in blocks, from and to host memory; `grads` are then as they were reduced, in any dtype and
     multiplied by `scale`: a block of them at a time is made wider. Widened before the loop they would all be stored in
     float32: 47.7 instead of 24.4 GiB of temporaries for 13B parameters on one H100.
+    Those in host memory may be sums over microbatches, whose means are computed in blocks, too.
     """
     # First, the guard: a bad step changes nothing. Of gradients in host memory the norm is streamed, too.
     def judge_by(grads: Gradients, params: Params, before: ZeroState, output: ForwardOutput, scale: Scalar | None
@@ -180,14 +183,18 @@ def _with_gradients_streamed(
     state: ZeroState, output: ForwardOutput, layout: Layout, offload: Offload
 ) -> tuple[Updated, Params | None, Judged]:
     """(What replaces `old`, the copy to gather, what was judged), of gradients that are read in blocks as `old` is."""
+    sums = {name for name, leaf in named_leaves(given["grads"]) if layout.microbatches > 1 and is_on_host(leaf)}
+
     def judged_update(carried: Any, given: dict[str, Any]) -> Any:
-        old, grads = carried
+        old, stored = carried
+        grads = map_named(lambda name, leaf: leaf / given["divisor"] if name in sums else leaf, stored)
         judged = judge_by(grads, old.params, given["before"], given["output"], given["scale"])
         new, cast = update(old, {**given, "grads": grads, "is_good": judged.is_good})
-        return (new, grads), (cast, judged)
+        return (new, stored), (cast, judged)
 
-    given = {**given, "output": output._replace(metrics={}, weight=None, written=None), "before": dataclasses.replace(
-        state, params=None, weights=None, frozen=None, opt_state=None, ema=None)}
+    given = {**given, "divisor": weight_divisor(output.weight) if sums else None,
+             "output": output._replace(metrics={}, weight=None, written=None), "before": dataclasses.replace(
+                 state, params=None, weights=None, frozen=None, opt_state=None, ema=None)}
     carried, streams = (as_placed(old, layout), given.pop("grads")), _streams(old, layout, offload, gradients=True)
     (new, _), (cast, judged) = stream(judged_update, carried, given, streams)
     return new._replace(params=_constrained(new.params, layout)), cast, judged

@@ -1,9 +1,13 @@
 """A pass on the backward program: gradients of stacked layers that go down to host memory as they are made."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.lax import with_sharding_constraint as constrain
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import (
@@ -11,12 +15,15 @@ from zero_jax.jaxpr.equations import (
     JaxprEqn,
     eqn_of,
     is_literal,
+    jaxpr_to_fun,
+    needed_eqns,
     primitive_of,
     producers,
+    variable_like,
     variable_on_host,
 )
-from zero_jax.jaxpr.primitives import SCAN, Scan, call_jaxpr, with_call_jaxpr
-from zero_jax.sharding.memory.host_arrays import is_on_host, put_on_host
+from zero_jax.jaxpr.primitives import SCAN, Scan, call_jaxpr, inlined, with_call_jaxpr
+from zero_jax.sharding.memory.host_arrays import fetch, is_on_host, put_on_host
 from zero_jax.tree import named_leaves
 
 GRADIENT_SCOPE = "zero_host_gradient"
@@ -31,21 +38,58 @@ def stack_on_host(closed: ClosedJaxpr, outputs: Collection[int]) -> ClosedJaxpr:
     Order: last, on the outermost program alone, since what it moves is a result of the whole.
     """
     jaxpr = closed.jaxpr
-    makers = producers(jaxpr)
-    numbers: dict[Any, list[Any]] = {}
-    for number in outputs:
-        var: Any = jaxpr.outvars[number]
-        loop = None if is_literal(var) else makers.get(var)
-        if loop is not None and primitive_of(loop) == SCAN and loop.outvars.index(var) >= Scan.of(loop).num_carry and (
-                not any(var in eqn.invars for eqn in jaxpr.eqns)):
-            numbers.setdefault(loop.outvars[0], []).append(loop.outvars.index(var))
+    numbers = _stacked(jaxpr, outputs)
     if not numbers:
         return closed
     renamed: dict[Any, Any] = {}
-    eqns = [_moved(eqn, numbers[eqn.outvars[0]], renamed) if eqn.outvars and eqn.outvars[0] in numbers else eqn
+    eqns = [_moved(eqn, list(numbers[eqn.outvars[0]]), renamed) if eqn.outvars and eqn.outvars[0] in numbers else eqn
             for eqn in jaxpr.eqns]
-    outvars = [atom if is_literal(atom) else renamed.get(atom, atom) for atom in jaxpr.outvars]
-    return closed.replace(jaxpr=jaxpr.replace(eqns=eqns, outvars=outvars))
+    return closed.replace(jaxpr=jaxpr.replace(eqns=eqns, outvars=_renamed(jaxpr.outvars, renamed)))
+
+
+def add_on_host(closed: ClosedJaxpr, outputs: Sequence[int], *, weight: int, shardings: Sequence[NamedSharding]
+                ) -> ClosedJaxpr:
+    """As `stack_on_host`, but that each round adds its part, times a weight, to what a stack in host memory has.
+
+    The first inputs of the program are these stacks, one for each of `outputs`, in the dtype of their sums and sharded
+    as `shardings`, and behind them whether they have nothing yet: then what they have is not read as a number, since
+    XLA leaves memory of the host that a loop writes as it was. weight: the number of the result that multiplies what is
+    added. The sum of a round is what a loop over microbatches adds on the device, so that its bits are the same.
+
+    Why not new stacks, as results: the old and the new ones would be in host memory together.
+    """
+    jaxpr = closed.jaxpr
+    numbers = _stacked(jaxpr, outputs)
+    by_output = {output: (var, sharding) for output, var, sharding in zip(
+        outputs, jaxpr.invars[:len(outputs)], shardings, strict=True)}
+    first, factor = jaxpr.invars[len(outputs)], jaxpr.outvars[weight]
+    before = needed_eqns(closed, [factor])  # forward computes it, and backward's loop reads it
+    others = {id(eqn) for eqn in before}
+    renamed: dict[Any, Any] = {}
+    eqns = []
+    for eqn in [*before, *(eqn for eqn in jaxpr.eqns if id(eqn) not in others)]:
+        if eqn.outvars and eqn.outvars[0] in numbers:
+            stacks = {number: by_output[output] for number, output in numbers[eqn.outvars[0]].items()}
+            eqn = _added(eqn, stacks, first, factor, renamed)
+        eqns.append(eqn)
+    return closed.replace(jaxpr=jaxpr.replace(eqns=eqns, outvars=_renamed(jaxpr.outvars, renamed)))
+
+
+def _stacked(jaxpr: Any, outputs: Collection[int]) -> dict[Any, dict[int, int]]:
+    """For each loop that stacks some of the results `outputs`, by its first result: which of its own each is."""
+    makers = producers(jaxpr)
+    numbers: dict[Any, dict[int, int]] = {}
+    for output in outputs:
+        var: Any = jaxpr.outvars[output]
+        loop = None if is_literal(var) else makers.get(var)
+        if loop is not None and primitive_of(loop) == SCAN and loop.outvars.index(var) >= Scan.of(loop).num_carry and (
+                not any(var in eqn.invars for eqn in jaxpr.eqns)):
+            numbers.setdefault(loop.outvars[0], {})[loop.outvars.index(var)] = output
+    return numbers
+
+
+def _renamed(atoms: Sequence[Any], renamed: Mapping[Any, Any]) -> list[Any]:
+    return [atom if is_literal(atom) else renamed.get(atom, atom) for atom in atoms]
 
 
 def _moved(loop: JaxprEqn, numbers: Collection[int], renamed: dict[Any, Any]) -> JaxprEqn:
@@ -58,6 +102,56 @@ def _moved(loop: JaxprEqn, numbers: Collection[int], renamed: dict[Any, Any]) ->
             eqns.append(eqn_of(put_on_host, [body.outvars[number]], [outvars[number]]))
         outer[number] = renamed[loop.outvars[number]] = variable_on_host(loop.outvars[number])
     return with_call_jaxpr(loop, body.replace(eqns=eqns, outvars=outvars)).replace(outvars=outer)
+
+
+def _added(loop: JaxprEqn, stacks: Mapping[int, tuple[Any, NamedSharding]], first: Any, weight: Any,
+           renamed: dict[Any, Any]) -> JaxprEqn:
+    """`loop`, which carries these stacks and adds to them.
+
+    stacks: the variable and the sharding of each, by the number of the result that is added to it. renamed: takes the
+    new variable for each old one.
+    """
+    scan, body, numbers = Scan.of(loop), jaxpr_to_fun(call_jaxpr(loop)), list(stacks)
+
+    def run(first: Any, weight: Any, sums: Any, *operands: Any) -> list[Any]:
+        consts, carry, xs = (operands[:scan.num_consts], operands[scan.num_consts:][:scan.num_carry],
+                             operands[scan.num_consts + scan.num_carry:])
+
+        def step(carried: Any, xs: Any) -> Any:
+            carry, sums, done = carried
+            results = body(*consts, *carry, *xs)
+            layer = scan.length - 1 - done if scan.reverse else done
+            sums = [_with_addend(total, results[number], layer, first, weight, stacks[number][1])
+                    for total, number in zip(sums, numbers, strict=True)]
+            stacked = [result for number, result in enumerate(results) if number >= scan.num_carry
+                       and number not in stacks]
+            return (results[:scan.num_carry], sums, done + 1), stacked
+
+        (carry, sums, _), stacked = jax.lax.scan(
+            step, (list(carry), list(sums), jnp.int32(0)), xs, length=scan.length, reverse=scan.reverse,
+            unroll=scan.unroll)
+        rest, replaced = iter([*carry, *stacked]), dict(zip(numbers, sums, strict=True))
+        return [replaced[number] if number in replaced else next(rest) for number in range(len(loop.outvars))]
+
+    outvars = list(loop.outvars)
+    for number, (stack, _) in stacks.items():
+        outvars[number] = renamed[loop.outvars[number]] = variable_on_host(
+            variable_like(loop.outvars[number], stack.aval.dtype))
+    operands = [first, weight, *(stack for stack, _ in stacks.values()), *loop.invars]
+    call = eqn_of(jax.jit(lambda first, weight, *others: run(
+        first, weight, others[:len(numbers)], *others[len(numbers):])), operands, outvars)
+    return inlined(call, call_jaxpr(call).jaxpr)
+
+
+def _with_addend(stack: Any, grad: Any, layer: Any, first: Any, weight: Any, sharding: NamedSharding) -> Any:
+    """`stack`, in host memory, with `weight * grad` added to its part `layer`."""
+    start = (layer, *[jnp.int32(0)] * grad.ndim)
+    of_layer = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+    with jax.named_scope(GRADIENT_SCOPE):
+        part = jax.lax.dynamic_slice(stack, start, (1, *grad.shape), allow_negative_indices=False)
+        before = constrain(jnp.where(first, 0, fetch(part)[0]), of_layer)
+        total = constrain(before + weight * grad.astype(stack.dtype), of_layer)
+        return jax.lax.dynamic_update_slice(stack, put_on_host(total[None]), start, allow_negative_indices=False)
 
 
 def check_on_host(gradients: Any, names: Collection[str]) -> None:

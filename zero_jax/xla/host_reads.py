@@ -62,24 +62,46 @@ def host_reads(program: str | Module) -> list[HostRead]:
     return list(_in_frame(Flow(module), Frame(module.computations[module.entry], None, None), 1, None))
 
 
-def written_stacks(program: str | Module) -> list[tuple[int, str]]:
-    """(Bytes, op_name) of each array in host memory that a loop writes in parts, and that is no input of the program.
+@dataclasses.dataclass(frozen=True)
+class HostWrite:
+    """A write of a part of an array in host memory.
 
-    Such as gradients or checkpoints of layers: of temporaries in host memory, those that a loop makes there.
+    Attributes:
+        stack_bytes: of the array. bytes: of the part. runs: how often a step writes one.
+        op_name: where the program's author wrote it.
+    """
+
+    stack_bytes: int
+    bytes: int
+    runs: int
+    op_name: str = ""
+
+
+def host_writes(program: str | Module) -> list[HostWrite]:
+    """The writes of a compiled program to parts of arrays in host memory that are no inputs of it.
+
+    Such as gradients or checkpoints of layers, by a loop and by the rounds of it that XLA takes out of it: of
+    temporaries in host memory, those that are made there.
     """
     module = parse(program)
-    return list(_written(Flow(module), Frame(module.computations[module.entry], None, None), in_loop=False))
+    return list(_written(Flow(module), Frame(module.computations[module.entry], None, None), 1))
 
 
-def _written(flow: Flow, frame: Frame, *, in_loop: bool) -> Iterator[tuple[int, str]]:
+def _written(flow: Flow, frame: Frame, runs: int) -> Iterator[HostWrite]:
     for instruction in frame.computation.instructions.values():
-        if instruction.opcode == "dynamic-update-slice" and in_loop:
-            array = frame.computation.arrays(instruction.operands[0]).get(())
-            if array is not None and array.space == HOST and not flow.input_of((frame, instruction.operands[0], ())):
-                yield shape_bytes(array.dtype, array.dims), flow.module.metadata(instruction)[0]
+        if instruction.opcode == "dynamic-update-slice":
+            array, part = (frame.computation.arrays(name).get(()) for name in instruction.operands[:2])
+            if array is not None and part is not None and array.space == HOST and not flow.input_of(
+                    (frame, instruction.operands[0], ())):
+                yield HostWrite(shape_bytes(array.dtype, array.dims), shape_bytes(part.dtype, part.dims), runs,
+                                flow.module.metadata(instruction)[0])
         for callee in instruction.callees:
             inner = Frame(flow.module.computations[callee], instruction, frame)
-            yield from _written(flow, inner, in_loop=in_loop or instruction.opcode == "while")
+            if instruction.opcode != "while":
+                yield from _written(flow, inner, runs)
+            elif callee == instruction.attribute("body"):
+                rounds = trip_count(flow.module, frame, instruction) or 1
+                yield from _written(flow, inner, runs * rounds)
 
 
 def _in_frame(flow: Flow, frame: Frame, runs: int, at: "tuple[_Round, Instruction] | None") -> Iterator[HostRead]:

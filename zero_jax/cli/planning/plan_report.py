@@ -80,14 +80,22 @@ def transfers_text(plan: Plan) -> str:
         up, down = update_bytes_of(plan.layout.placements())
         gradients = plan.layout.host_gradient_bytes
         return f"The update reads {size_text(up)} and writes {size_text(down)}." + (
-            f" Backward writes {size_text(gradients)} of gradients, which the update reads." if gradients else "")
+            f" Backward {_gradients_text(gradients, plan.layout.microbatches)}." if gradients else "")
     text = f"The update reads {size_text(moved.update_up)} and writes {size_text(moved.update_down)}"
     if moved.params_up:
         text += (f"; forward and backward read {size_text(moved.params_up)} of parameters, "
                  f"{moved.params_ahead / moved.params_up:.0%} of it a layer ahead")
     if moved.gradients_down:
-        text += f"; backward writes {size_text(moved.gradients_down)} of gradients, which the update reads"
+        text += "; backward " + _gradients_text(plan.layout.host_gradient_bytes, plan.layout.microbatches)
     return f"{text}: {moved.seconds:.3g} s on the link to the host, {moved.exposed_seconds:.3g} s of it exposed."
+
+
+def _gradients_text(size: int, microbatches: int) -> str:
+    """What backward writes of gradients, and reads of their sums; size: of the stacks in host memory."""
+    if microbatches == 1:
+        return f"writes {size_text(size)} of gradients, which the update reads"
+    return (f"reads and writes {size_text(microbatches * size)} of gradients, the sums of {microbatches} microbatches "
+            f"in {size_text(size)}, which the update reads")
 
 
 def disk_text(plan: Plan) -> str:

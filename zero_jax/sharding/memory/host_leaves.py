@@ -37,13 +37,17 @@ def host_lines(rows: Sequence[Any], params: Collection[str], reads: Mapping[str,
     return lines
 
 
-def gradient_lines(gradients: Mapping[str, int], reads: Mapping[str, ParamAccess]) -> list[str]:
+def gradient_lines(gradients: Mapping[str, int], reads: Mapping[str, ParamAccess], microbatches: int = 1) -> list[str]:
     """Two lines for gradients in host memory, none where there are none; gradients: the bytes of each."""
     if not gradients:
         return []
     size, others = sum(gradients.values()), sorted(set(reads).difference(gradients))
-    return [f"gradients written to host memory by backward, layer by layer: {size:,} bytes for each device, which the "
-            f"update reads, and once more where a global norm scales them: {', '.join(sorted(gradients))}",
+    written = f"{size:,} bytes for each device"
+    if microbatches > 1:
+        written = (f"sums over microbatches, of which each of {microbatches} reads and writes {size:,} bytes for each "
+                   f"device, {microbatches * size:,} each way in a step")
+    return [f"gradients written to host memory by backward, layer by layer: {written}, which the update reads, and "
+            f"once more where a global norm scales them: {', '.join(sorted(gradients))}",
             "gradients in device memory, of no stacked layers or with small shards: " + (", ".join(others) or "none")]
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from zero_jax.arguments import is_number, is_one_of, shown
 from zero_jax.disk.generations import check_folder
 from zero_jax.errors import UsageError
+from zero_jax.sharding.batch import sum_dtype
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import with_disk
 from zero_jax.sharding.memory.host_arrays import HOST, on_host, put_on_host
@@ -50,7 +51,8 @@ class Offload:
         more than the layers in use are there; master weights are then in host memory, too.
     gradients: "device" or "host": at stage 3, those of stacked layers, on GPUs and simulated devices. Backward writes
         each layer's shard into a stack in host memory, of which the update reads blocks, as of the states; a global
-        norm is added up block by block as well, so that its last bits may be others than on the device.
+        norm is added up block by block as well, so that its last bits may be others than on the device. With
+        `accumulate=` the stack is the sum over microbatches, in float32: each reads a layer of it, adds and writes it.
     buffer_bytes: what the update may read at a time from the host's memory, per device; it needs about twice as much
         device memory, since results are written back from there.
 
@@ -205,8 +207,12 @@ def _gradients_in_host_memory(layout: Layout, offload: Offload) -> dict[str, int
     """
     smallest = offload.buffer_bytes // 8
     uses, shardings = dict(named_leaves(layout.uses)), dict(named_leaves(layout.gradients))
-    sizes = {name: leaf_bytes(shardings[name].shard_shape(leaf.shape),
-                              uses[name].reduce if name in uses else leaf.dtype)
+
+    def dtype_of(name: str, leaf: Any) -> Any:
+        dtype = uses[name].reduce if name in uses else leaf.dtype
+        return dtype if layout.microbatches == 1 else sum_dtype(dtype)
+
+    sizes = {name: leaf_bytes(shardings[name].shard_shape(leaf.shape), dtype_of(name, leaf))
              for name, leaf in named_leaves(layout.state.params)}
     gradients = {name: sizes[name] for name, leaf in named_leaves(layout.state.params)
                  if layout.reads[name].stacked == (0,) and smallest < sizes[name] >= MIN_LAYER_BYTES * leaf.shape[0]}
