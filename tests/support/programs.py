@@ -181,6 +181,7 @@ REMAT = dataclasses.replace(SMALL, remat=True)
 UNEVEN = gpt2.Config(2, 500, 10, vocab_size=2047, max_length=64)  # no dim of its matrices divides by 8
 MERGED = dataclasses.replace(gpt2.PRESETS["1.5b"], num_layers=2, vocab_size=512, max_length=64)
 WIDE = gpt2.Config(8, 768, 12, vocab_size=512, max_length=512, remat=True)
+WIDE_ON_V5P = dataclasses.replace(WIDE, num_layers=4, width=512, num_heads=4)
 DEEP = gpt2.Config(4, 512, 8, vocab_size=512, max_length=16)
 LINEN, NNX = gpt2.build(SMALL), gpt2_nnx.build(SMALL)
 REDUCE_FP32 = {"precision": zero_jax.Precision(params="float32", compute="bfloat16", reduce="float32")}
@@ -218,7 +219,27 @@ def gathered_once(target, reduce, **options) -> Row:
         "accumulate": 8, "reduce": reduce, "gather": "step", **options})
 
 
+BESIDE_PREFETCH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "accumulated": ({}, {"accumulate": 2}),
+    "accumulated, gathered in forward": ({}, {"accumulate": 2, "gather": "forward"}),
+    "hpZ": ({"data": (2, 4)}, {"hpz_axes": "data_1"}),
+    "int8": ({}, {"communication": zero_jax.Communication(weights="int8", gradients="int8", block=64)}),
+}
+"""What may be asked for beside prefetch: sizes of the mesh, and options."""
+
+
+def with_prefetch(target: str, name: str, *, prefetch: bool) -> Row:
+    """Of eight layers on H100s, four narrower ones on v5p; as many tokens in a microbatch as without."""
+    sizes, options = BESIDE_PREFETCH[name]
+    config, (rows, length) = (WIDE, (4, 512)) if target == H100 else (WIDE_ON_V5P, (16, 512))
+    return gpt2_row(target, 3, config=config, sizes=sizes, batch=(rows * options.get("accumulate", 1), length),
+                    options={"prefetch": prefetch, **options})
+
+
 PROGRAMS: dict[str, Row] = {
+    **{f"{chip} stage 3, {name}{', prefetch' * prefetch}": with_prefetch(target, name, prefetch=prefetch)
+       for chip, target in (("h100", H100), ("v5p", V5P)) for name in BESIDE_PREFETCH for prefetch in (False, True)
+       if chip == "h100" or name in ("accumulated", "hpZ")},
     # Eight H100s: the stages and what negates them.
     **{f"h100 stage {stage}": Row(H100, stage) for stage in range(4)},
     **{f"h100 stage 3, 8 layers{', prefetch' * prefetch}": Row(
@@ -279,7 +300,7 @@ PROGRAMS: dict[str, Row] = {
     **{f"v5p stage {stage}": gpt2_row(V5P, stage, config=REMAT) for stage in (2, 3)},
     "v5p stage 3, no overlap": gpt2_row(V5P, 3, config=REMAT, options={"overlap": False}),
     **{f"v5p stage 3, 4 layers{', prefetch' * prefetch}": gpt2_row(
-        V5P, 3, config=dataclasses.replace(WIDE, num_layers=4, width=512, num_heads=4), batch=(16, 512),
+        V5P, 3, config=WIDE_ON_V5P, batch=(16, 512),
         options={"prefetch": prefetch})
        for prefetch in (False, True)},
     "v6e stage 3": Row("v6e:2x4", 3),

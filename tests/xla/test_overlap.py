@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from support.programs import asynchronous, program
+from support.programs import BESIDE_PREFETCH, asynchronous, program
 from support.targets import mesh_of
 
 import zero_jax
@@ -116,12 +116,29 @@ def test_a_tpu_gathers_for_the_next_layer_and_reduces_behind_the_one_before():
     assert ahead.sent() == pytest.approx(plain.sent(), rel=1e-3)
 
 
+@pytest.mark.grid
+@pytest.mark.slow
+@pytest.mark.parametrize(("chip", "name"), [
+    *(("h100", name) for name in BESIDE_PREFETCH), ("v5p", "accumulated"), ("v5p", "hpZ")])
+def test_prefetch_takes_effect_beside_other_options(chip, name):
+    """More bytes are sent beside products, and the contract is kept. The control is the step without prefetch."""
+    ahead, plain = (program(f"{chip} stage 3, {name}{which}") for which in (", prefetch", ""))
+    assert not ahead.report.violations and not plain.report.violations
+    beside = [sum(c.communication_bytes * c.count for c in each.collectives if c.asynchronous and c.overlapped_flops)
+              / each.sent() for each in (ahead, plain)]
+    assert beside[0] > beside[1] + 0.15, beside
+    assert ahead.sent() == pytest.approx(plain.sent(), rel=0.01)
+    assert ahead.memory.temp_size_in_bytes < 1.25 * plain.memory.temp_size_in_bytes
+
+
 @pytest.mark.parametrize("options, told", [
     ({"prefetch": 1}, "prefetch=1: give True or False"), ({"stage": 2, "prefetch": True}, "prefetch=True at stage 2"),
     ({"target": "v5e:2x4", "prefetch": True}, "changes nothing on 'TPU v5 lite'.*NVIDIA GPUs and TPU v5p and v6e"),
     ({"target": "v5p:2x2x2", "prefetch": True, "overlap": False}, "overlap=False changes nothing on 'TPU v5'.*block"),
     ({"target": "", "prefetch": True}, "changes nothing on 'cpu'"),
     ({"prefetch": True, "accumulate": 2, "gather": "step"}, "prefetch=True at stage 3 with gather='step'"),
+    ({"target": "v5p:2x2x2", "prefetch": True, "communication": zero_jax.Communication(weights="int8")},
+     "prefetch=True with communication.weights='int8' on TPUs.*block"),
     ({"prefetch": True, "model": dataclasses.replace(CONFIG, scan_layers=False)}, "no loop of this model")])
 def test_where_nothing_can_be_gathered_ahead_it_is_refused(options, told):
     with pytest.raises(zero_jax.UsageError, match=told):

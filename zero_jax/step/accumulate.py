@@ -6,7 +6,7 @@ rows are a microbatch of their own, mapped over a leading dim that is sharded ov
 device's own sum, as large as all parameters, which is reduced once (`reduce="once"`, the communication of one batch).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -30,29 +30,50 @@ from zero_jax.typing import Gradients, Params, Pytree, Scalar
 
 def accumulate_gradients(
     gradient: GradientFunction, accumulation: Accumulation, layout: Layout, weights: Params, inputs: ForwardInputs,
-    microbatches: Microbatches, scale: Scalar
+    microbatches: Microbatches, scale: Scalar, *, prefetch: bool = False
 ) -> tuple[ForwardOutput, Gradients]:
     """The output and gradient of a whole batch as the weighted mean over its microbatches.
 
     Gradients are summed in float32, or what is wider, and sharded as `layout.gradients`. Those in host memory are the
-    sums: `weight_divisor(output.weight)` makes a mean of them, which the update takes block by block.
+    sums: `weight_divisor(output.weight)` makes a mean of them, which the update takes block by block. prefetch: whether
+    XLA moves the gathers of a round of a loop to the round before.
     """
     run = _reduce_once if accumulation.once else _reduce_every
-    return run(gradient, microbatches, layout, weights, inputs, scale)
+    return run(gradient, microbatches, layout, weights, inputs, scale, _in_this_round if prefetch else _as_they_are)
+
+
+_Tie = Callable[[Params, Any, Mapping[str, int]], tuple[Params, Any]]
+
+
+def _in_this_round(weights: Params, grad_sum: Any, on_host: Mapping[str, int]) -> tuple[Params, Any]:
+    """(`weights`, `grad_sum`) such that what is gathered of the first depends on the microbatch before.
+
+    Else the pipeliner moves the gathers of the first layers of a microbatch, which it has moved out of the loop over
+    layers, to the microbatch before as well. For GPT-2 of 4 layers of width 512 on v5p all four layers are then in
+    memory at one time, of 588 MiB of temporaries in place of 356.
+    """
+    here = {name: leaf for name, leaf in named_leaves(grad_sum) if name not in on_host}
+    weights, here = jax.lax.optimization_barrier((weights, here))
+    return weights, map_named(lambda name, leaf: here.get(name, leaf), grad_sum)
+
+
+def _as_they_are(weights: Params, grad_sum: Any, on_host: Mapping[str, int]) -> tuple[Params, Any]:
+    return weights, grad_sum
 
 
 def _reduce_every(
     gradient: GradientFunction, microbatches: Microbatches, layout: Layout, weights: Params, inputs: ForwardInputs,
-    scale: Scalar
+    scale: Scalar, tie: _Tie
 ) -> tuple[ForwardOutput, Gradients]:
     on_host = layout.host_gradients
 
     def body(carry: Any, xs: Any) -> Any:
         grad_sum, variables = carry
         index, examples = xs
+        own, grad_sum = tie(weights, grad_sum, layout.host_gradients)
         round_inputs = inputs._replace(variables=variables, rng=jax.random.fold_in(inputs.rng, index))
         stacks = {name: leaf for name, leaf in named_leaves(grad_sum) if name in on_host}
-        output, grads = gradient(weights, round_inputs, microbatches.one(examples, index), scale,
+        output, grads = gradient(own, round_inputs, microbatches.one(examples, index), scale,
                                  HostSums(stacks, index == 0) if stacks else None)
         # Else XLA:TPU moves sums over devices out of the loop, which then carries whole gradients; libtpu 0.0.48 adds
         # an embedding's rows wrongly when it does (openxla/xla issue 49143).
@@ -84,7 +105,7 @@ def _barrier(grads: Gradients, on_host: Mapping[str, int]) -> Gradients:
 
 def _reduce_once(
     gradient: GradientFunction, microbatches: Microbatches, layout: Layout, weights: Params, inputs: ForwardInputs,
-    scale: Scalar
+    scale: Scalar, tie: _Tie
 ) -> tuple[ForwardOutput, Gradients]:
     mesh, axes, num_devices = layout.mesh, layout.axes.batch, layout.axes.batch_shards
 
@@ -103,9 +124,10 @@ def _reduce_once(
     def body(carry: Any, xs: Any) -> Any:
         grad_sum, variables = carry
         index, examples = xs
+        own, grad_sum = tie(weights, grad_sum, layout.host_gradients)
         keys = jax.vmap(jax.random.fold_in, (0, None))(device_keys, index)
         output, grads = gradient_of_each(
-            weights, ForwardInputs(inputs.frozen, variables, keys), microbatches.one(examples, index, devices), scale)
+            own, ForwardInputs(inputs.frozen, variables, keys), microbatches.one(examples, index, devices), scale)
         grad_sum = jax.tree.map(lambda total, grad, sharding: constrain(
             total + jnp.reshape(output.weight, (-1, *[1] * (grad.ndim - 1))) * grad.astype(total.dtype),
             by_device(sharding)), grad_sum, grads, layout.gradients)

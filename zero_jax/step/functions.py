@@ -234,7 +234,8 @@ class StepFunctions(StateInArrays):
         if num_microbatches == 1:
             return gradient(weights, inputs, batch, scale)
         microbatches = Microbatches(options.accumulation.microbatches, self.axes, self.batches, batch)
-        return accumulate_gradients(gradient, options.accumulation, layout, weights, inputs, microbatches, scale)
+        return accumulate_gradients(gradient, options.accumulation, layout, weights, inputs, microbatches, scale,
+                                    prefetch=options.prefetch)
 
     def _update(self, state: ZeroState, output: ForwardOutput, grads: Gradients, key: PRNGKey,
                 scale: Scalar | None = None) -> tuple[ZeroState, Metrics]:
