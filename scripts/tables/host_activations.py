@@ -1,13 +1,15 @@
-"""Checkpoints of activations on the device, in host memory, and in host memory without reading ahead, compiled.
+"""Checkpoints of activations on the device, in host memory, there without reading ahead, and in files, compiled.
 
     python scripts/tables/host_activations.py                        # GPT-2 124M, 8 sequences for each of 8 H100
     python scripts/tables/host_activations.py --targets v5e:2x4
 
 `remat="full"` at stage 3 in bf16. `checkpoints` is the input of each block by formula; `ahead` is what backward's loop
-reads of them for its next round.
+reads of them for its next round. With "files" the optimizer's states are there, too, as with "device, states in
+files", the row to compare it with; its temporaries are those of the program that needs the most memory.
 """
 
 import argparse
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +21,18 @@ from zero_jax.xla.overlap import host_prefetch_options
 
 MIB = 2**20
 COLUMNS = ("target", "checkpoints", "by formula MiB", "temporaries MiB", "host MiB", "read MiB", "ahead MiB",
-           "contract")
+           "files MiB", "device MiB", "contract")
+WAYS = {"device": {}, "host": {"partition_activations": "cpu"}, "host, waiting": {"partition_activations": "cpu"},
+        "device, states in files": {"offload": True}, "files": {"offload": True, "partition_activations": "disk"}}
 
 
 def row(target, model, rows, way):
     """A line of the table."""
     config, mesh = gpt2.PRESETS[model], zero_jax.make_mesh(devices=target_devices(target))
-    step = zero_jax.make_zero_train_step(gpt2.build(config), 3, mesh=mesh, precision="bf16", remat="full",
-                                         partition_activations="cpu" if "host" in way else False)
+    options = dict(WAYS[way])
+    if options.get("offload"):
+        options["offload"] = zero_jax.Offload(disk=tempfile.mkdtemp())
+    step = zero_jax.make_zero_train_step(gpt2.build(config), 3, mesh=mesh, precision="bf16", remat="full", **options)
     if "waiting" in way:
         for name in host_prefetch_options(mesh.devices.flat[0]):
             step._compiler_options.pop(name)
@@ -37,7 +43,8 @@ def row(target, model, rows, way):
     formula = config.num_layers * rows * config.max_length * config.width * 2
     sizes = (formula, compiled.memory.temp_size_in_bytes, compiled.memory.host_temp_size_in_bytes,
              sum(read.bytes * read.runs for read in reads),
-             sum(read.bytes * read.runs for read in reads if read.is_ahead))
+             sum(read.bytes * read.runs for read in reads if read.is_ahead), compiled.saved_bytes,
+             compiled.device_bytes)
     cells = [target, way, *(f"{size / MIB:,.0f}" for size in sizes),
              "; ".join(compiled.report.violations) or "kept"]
     return "| " + " | ".join(cells) + " |"
@@ -47,11 +54,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", nargs="+", default=["h100:8"])
     parser.add_argument("--model", default="124m", choices=sorted(gpt2.PRESETS))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--batch-per-device", type=int, default=8)
     arguments = parser.parse_args()
     print("| " + " | ".join(COLUMNS) + " |\n" + "| --- " * len(COLUMNS) + "|")
     for target in arguments.targets:
-        for way in ("device", "host", "host, waiting")[:3 if target_devices(target)[0].platform != "tpu" else 2]:
+        for way in arguments.ways:
+            if way == "host, waiting" and target_devices(target)[0].platform == "tpu":
+                continue
             print(row(target, arguments.model, arguments.batch_per_device, way), flush=True)
 
 

@@ -106,4 +106,5 @@ def residual_options(config: TrainConfig | PlanConfig, choice: ModelChoice) -> d
         "offload": offload_argument(config.offload, getattr(config, "offload_disk", None), config.offload_fraction),
         "tiling": config.tiles,
         "remat": {"full": "full", "dots": "dots", "sqrt": Remat(every="sqrt")}.get(config.remat),
-        "partition_activations": {"no": False, "yes": True}.get(config.partition_activations, "cpu")}
+        "partition_activations": {"no": False, "yes": True}.get(
+            config.partition_activations, config.partition_activations)}

@@ -19,6 +19,7 @@ from zero_jax.disk.commits import Commit, process_folder, read_commit, with_chec
 from zero_jax.disk.durable_files import make_folder, replace_json
 from zero_jax.disk.records import Record, RecordLayout
 from zero_jax.disk.run_lock import RunLock
+from zero_jax.disk.scratch import SCRATCH
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError, few
 
 _open: "weakref.WeakValueDictionary[str, Generations]" = weakref.WeakValueDictionary()
@@ -71,7 +72,7 @@ class Generations:
         if not self.path.exists():
             return []
         known = {"generation-0.bin", "generation-1.bin", "commit-0.json", "commit-1.json", "commit-0.json.tmp",
-                 "commit-1.json.tmp"}
+                 "commit-1.json.tmp", SCRATCH}
         if others := sorted({each.name for each in self.path.iterdir()} - known):
             raise UsageError(f"disk: {self.path} holds {few(others)}, which are no states of a run: name another "
                              "folder.")

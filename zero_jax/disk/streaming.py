@@ -9,11 +9,10 @@ import contextlib
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from zero_jax.disk.aligned_file import aligned_buffer
-from zero_jax.disk.generations import Generations
-from zero_jax.disk.records import Record
+from zero_jax.disk.records import Record, RecordLayout
 
 T = TypeVar("T")
 
@@ -24,41 +23,59 @@ AHEAD = 2
 """Records that are read before they are asked for, and that may wait to be written."""
 
 
-class Streaming:
-    """Reads and writes the records of a pair of generations; one step at a time uses it."""
+class RecordFiles(Protocol):
+    """Where records lie: `Generations` or a `ScratchFile`."""
 
-    def __init__(self, generations: Generations):
+    layout: RecordLayout
+
+    def read(self, record: Record, buffer: memoryview) -> None:
+        """Reads a record that was written."""
+
+    def write(self, record: Record, fill: Callable[[], memoryview]) -> None:
+        """Writes a record from the buffer that `fill` returns."""
+
+    def abandon(self) -> None:
+        """Forgets what was written last, and is not whole."""
+
+    def close(self) -> None:
+        """Closes the files."""
+
+
+class Streaming:
+    """Reads and writes records; one step at a time uses it."""
+
+    def __init__(self, files: RecordFiles):
         """Starts no thread yet; pages of the buffers take memory once they are used."""
-        self.generations = generations
+        self.files = files
         self._readers = ThreadPoolExecutor(THREADS, "zero_jax disk reader")
         self._writers = ThreadPoolExecutor(THREADS, "zero_jax disk writer")
         self._buffers: dict[str, queue.SimpleQueue[memoryview]] = {
             kind: queue.SimpleQueue() for kind in ("read", "write")}
         for free in self._buffers.values():
             for _ in range(THREADS):
-                free.put(aligned_buffer(generations.layout.largest))
+                free.put(aligned_buffer(files.layout.largest))
         self._pending: collections.deque[Future[None]] = collections.deque()
 
     @property
     def ring_bytes(self) -> int:
         """The most that records take in memory at a time: in buffers, and as arrays that wait, in use or written."""
-        return (2 * THREADS + 2 * AHEAD + 1) * self.generations.layout.largest
+        return (2 * THREADS + 2 * AHEAD + 1) * self.files.layout.largest
 
     def read(self, records: Sequence[Record], use: Callable[[Record, memoryview], T]) -> "_Ahead[T]":
-        """`use(record, buffer)` for each record of what is committed, in order; it copies what it needs.
+        """`use(record, buffer)` for each record, as it is read, in order; it copies what it needs.
 
         Reading starts at once, and goes on while the caller works; at most `AHEAD` results wait. To be used in a
         `with`, at whose end what was not asked for is dropped.
         """
         def one(record: Record) -> T:
             with self._buffer("read") as buffer:
-                self.generations.read(record, buffer)
+                self.files.read(record, buffer)
                 return use(record, buffer)
 
         return _Ahead(lambda record: self._readers.submit(one, record), records)
 
     def write(self, record: Record, fill: Callable[[Record, memoryview], None]) -> None:
-        """Writes a record of the next generation, which `fill(record, buffer)` copies into a buffer of zeros or more.
+        """Writes a record, which `fill(record, buffer)` copies into a buffer of zeros or more.
 
         At most `AHEAD` records wait; raises what an earlier one met.
         """
@@ -71,7 +88,7 @@ class Streaming:
                     fill(record, buffer)
                     return buffer
 
-                self.generations.write(record, filled)
+                self.files.write(record, filled)
 
         self._pending.append(self._writers.submit(one))
 
@@ -82,13 +99,13 @@ class Streaming:
 
     @contextlib.contextmanager
     def abandoned_by_errors(self) -> Iterator[None]:
-        """At the end of the `with` by an error, waits for all writes, and forgets what the next generation has."""
+        """At the end of the `with` by an error, waits for all writes, and forgets what is not whole."""
         try:
             yield
         except BaseException:
             while self._pending:
                 self._pending.popleft().exception()
-            self.generations.abandon()
+            self.files.abandon()
             raise
 
     def buffer(self) -> Any:
@@ -100,7 +117,7 @@ class Streaming:
         self._readers.shutdown(cancel_futures=True)
         self._writers.shutdown()
         self._buffers = {}
-        self.generations.close()
+        self.files.close()
 
     @contextlib.contextmanager
     def _buffer(self, kind: str) -> Iterator[memoryview]:

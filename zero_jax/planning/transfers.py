@@ -90,18 +90,24 @@ def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfer
                      gradients_down=gradients_down, gradients_up=gradients_up)
 
 
-def disk_transfers(traffic: DiskTraffic, target: Target) -> Transfers | None:
-    """What a step with states in files moves; None where the rates of the disks or of the host's link are not known.
+def disk_transfers(traffic: DiskTraffic, target: Target, timing: Timing) -> Transfers | None:
+    """What a step with files moves; None where the rates of the disks or of the host's link are not known.
 
-    A disk that reads and writes takes the time of both; the link and the process's threads work beside it.
+    A disk that reads and writes takes the time of both; the link and the process's threads work beside it. States are
+    moved when all else is done, activations beside forward and backward, whose time is `timing`.
     """
-    chip, moved = target.chip, traffic.read + traffic.written
+    chip = target.chip
     if not (chip.disk_read_bandwidth and chip.disk_write_bandwidth and chip.host_link_bandwidth):
         return None
-    disk = (traffic.read / chip.disk_read_bandwidth + traffic.written / chip.disk_write_bandwidth) / REACHED
-    engine = moved * target.num_devices / target.num_hosts / ENGINE_BANDWIDTH
-    seconds = max(disk, engine, _seconds(chip, traffic.read, traffic.written, copies=0))
-    return Transfers(0, 0, traffic.read, traffic.written, seconds, seconds, "disk")
+
+    def seconds(read: int, written: int) -> float:
+        disk = (read / chip.disk_read_bandwidth + written / chip.disk_write_bandwidth) / REACHED
+        engine = (read + written) * target.num_devices / target.num_hosts / ENGINE_BANDWIDTH
+        return max(disk, engine, _seconds(chip, read, written, copies=0))
+
+    states, activations = seconds(traffic.read, traffic.written), seconds(traffic.saved, traffic.saved)
+    return Transfers(0, 0, traffic.read + traffic.saved, traffic.written + traffic.saved, states + activations,
+                     states + max(0.0, activations - timing.seconds), "disk")
 
 
 def with_transfers(timing: Timing, transfers: Transfers | None) -> Timing:

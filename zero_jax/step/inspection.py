@@ -68,7 +68,8 @@ class InspectableStep(StepFunctions):
             activations = self.options.activations(self.axes, size)
             activation_bytes = activations.communication_bytes(traced.jaxpr)
         return contract_of(layout, self.accumulation, self._optimizer, activation_bytes,
-                           host_activations=self.options.partition_activations == "cpu")
+                           host_activations=self.options.partition_activations == "cpu",
+                           in_pieces=self.options.partition_activations == "disk")
 
     def trace_forward(self, batch: Batch) -> Any:
         """The jaxpr of the loss in evaluation, of the whole state."""

@@ -58,15 +58,11 @@ class StepOptions:
                              "zero_jax.Guard(skip=3), say, or None.")
         if not isinstance(self.sequence_parallel, bool):
             raise UsageError(f"sequence_parallel={shown(self.sequence_parallel)}: give True or False.")
-        if is_one_of(self.partition_activations, "disk"):
-            raise UsageError(
-                "partition_activations=\"disk\": a compiled step can read files in its middle only by calling Python "
-                "back, for which the device waits, and which cannot be compiled for GPUs that are not here: give "
-                "\"cpu\" (checkpoints in the host's memory), zero_jax.Remat(every=\"sqrt\") for fewer of them, a "
-                "smaller batch or accumulate=.")
-        if not is_one_of(self.partition_activations, "cpu", True, False):
+        if not is_one_of(self.partition_activations, "cpu", "disk", True, False):
             raise UsageError(f"partition_activations={shown(self.partition_activations)}: give True (split over the "
-                             "axis `tensor`) or \"cpu\" (and kept in the host's memory).")
+                             "axis `tensor`), \"cpu\" (and kept in the host's memory) or \"disk\" (in files).")
+        if self.partition_activations == "disk":
+            self._check_disk_activations()
 
     def check(self, axes: MeshAxes) -> None:
         """Raises ValueError for what cannot take effect on this mesh, at this stage."""
@@ -151,6 +147,19 @@ class StepOptions:
             if is_wrong:
                 raise UsageError(f"Offload(gradients=\"host\") {what}: {why}, or leave gradients out.")
 
+    def _check_disk_activations(self) -> None:
+        """Raises ValueError for what has no folder, and for what lets no round of a loop run by itself."""
+        for is_wrong, what, why in (
+                (self.offload is None or self.offload.disk is None, "without Offload(disk=...)",
+                 "the files have no folder: give offload=zero_jax.Offload(disk=\"/mnt/nvme/run\")"),
+                (self.accumulation.microbatches > 1, f"with accumulate={self.accumulation.microbatches}",
+                 "the loop over microbatches is one program, whose middle cannot read files: leave accumulate out"),
+                (self.prefetch, "with prefetch=True",
+                 "each round of a loop over layers is a program of its own, which cannot gather for the next: leave "
+                 "prefetch out")):
+            if is_wrong:
+                raise UsageError(f"partition_activations=\"disk\" {what}: {why}, or give \"cpu\" (host memory).")
+
     def _check_tiling(self, axes: MeshAxes) -> None:
         """Raises ValueError for what gathers whole weights, or sums whole gradients, whatever their products do."""
         host = self.host_offload is not None and self.host_offload.parameters == "host"
@@ -188,7 +197,7 @@ class StepOptions:
         host = self.partition_activations == "cpu"
         partition = self.partition_activations is True or host and axes.tensor in axes.mesh.axis_names
         return Activations(axes, batch_size, partition=partition, host=host,
-                           sequence=self.sequence_parallel)
+                           disk=self.partition_activations == "disk", sequence=self.sequence_parallel)
 
     def compiler_options(self, axes: MeshAxes) -> dict[str, Any]:
         """XLA's options for the devices of the mesh."""

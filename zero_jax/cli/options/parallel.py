@@ -20,5 +20,6 @@ class ParallelOptions:
     sequence_parallel: bool = False
     """Split activations between tensor-parallel products along the sequence."""
 
-    partition_activations: Literal["no", "yes", "cpu"] = "no"
-    """Split checkpointed activations over the tensor axis (P_a); cpu: also offload them to host memory."""
+    partition_activations: Literal["no", "yes", "cpu", "disk"] = "no"
+    """Split checkpointed activations over the tensor axis (P_a); cpu: also offload them to host memory; disk: to files,
+    with `--offload disk`."""

@@ -155,8 +155,8 @@ def _transformer(sizes: Any, remat: bool | None, batch: int, length: int | None,
         return None
     recomputed = getattr(sizes, "remat", False) if remat is None else remat
     return Transformer(sizes.num_layers, sizes.width, sizes.num_heads, batch, length, remat=recomputed,
-                       split=config.tensor if config and config.partition_activations != "no" else 1,
-                       host=config is not None and config.partition_activations == "cpu")
+                       split=config.tensor if config and config.partition_activations in ("yes", "cpu") else 1,
+                       host=config is not None and config.partition_activations in ("cpu", "disk"))
 
 
 def _without_axes(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """What a run executes: the program of its step, or those of its slices, compiled ahead of the first step."""
 
-from typing import Any
 
 from zero_jax.cli.training.loop import plain_metrics
 from zero_jax.cli.training.run_head import memory_bytes
@@ -27,12 +26,13 @@ class OneProgram:
 
     def __init__(self, step: ZeroTrainStep, batch: Batch):
         """Compiles; a step whose states are in files runs by itself, for its program does not read them."""
-        self.run: Any = step.lower(batch).compile()
-        self.alone = CompiledStep(self.run.as_text() or "", self.run.memory_analysis(), step.layout(batch),
-                                  step.contract(batch))
-        self.memory_bytes = memory_bytes(self.alone)
         if isinstance(step, DiskTrainStep):
-            self.run = step
+            self.run, self.alone = step, step.compiled_step(batch)
+        else:
+            self.run = step.lower(batch).compile()
+            self.alone = CompiledStep(self.run.as_text() or "", self.run.memory_analysis(), step.layout(batch),
+                                      step.contract(batch))
+        self.memory_bytes = memory_bytes(self.alone)
 
     def head_lines(self, steps: int) -> list[str]:
         """What the head of a run says of its programs beside the step's own lines."""

@@ -33,11 +33,15 @@ def with_disk(layout: Layout, names: frozenset[str]) -> Layout:
 
 @dataclasses.dataclass(frozen=True)
 class DiskTraffic:
-    """Bytes of files for each device: what a step reads, what it writes, and what two generations take."""
+    """Bytes of files for each device.
+
+    read, written: of states, by a step. stored: two generations. saved: activations, which a step writes and reads.
+    """
 
     read: int
     written: int
     stored: int
+    saved: int = 0
 
 
 def disk_traffic(layout: Layout, local_devices: int) -> DiskTraffic:

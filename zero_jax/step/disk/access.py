@@ -19,6 +19,7 @@ from zero_jax.sharding.memory.disk_leaves import in_arrays, resident
 from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import check_is_state, check_state
 from zero_jax.step.disk.init import InitialOptimizerState
+from zero_jax.step.disk.piecewise import PiecewiseProgram
 from zero_jax.step.disk.plan import UpdatePlan
 from zero_jax.step.disk.states import DiskStates
 from zero_jax.step.step import ZeroTrainStep
@@ -101,6 +102,8 @@ class StepWithFiles(ZeroTrainStep):
 
     def close(self) -> None:
         """Gives the folder back, for another step or run; the state in it stays."""
+        if self._jitted is not None and isinstance(self._jitted[0], PiecewiseProgram):
+            self._jitted[0].close()
         if self._states is not None:
             self._states.close()
             self._states = None

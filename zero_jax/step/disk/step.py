@@ -31,8 +31,11 @@ from zero_jax.step.call_checks import (
     is_traced,
     loss_errors_explained,
 )
+from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.disk.access import StepWithFiles
+from zero_jax.step.disk.compiled_pieces import compiled_pieces
 from zero_jax.step.disk.leaf import resharded
+from zero_jax.step.disk.piecewise import PiecewiseProgram
 from zero_jax.step.disk.plan import UpdatePlan
 from zero_jax.step.disk.states import DiskStates
 from zero_jax.step.disk.walk import walk
@@ -89,6 +92,13 @@ class DiskTrainStep(StepWithFiles):
         check_values(batch, self._loss)
         return self._walk(self._jit(batch), state, batch)
 
+    def gradients(self, state: ZeroState, batch: Batch, **options: Any) -> tuple[Gradients, Metrics, Variables]:
+        """As `ZeroTrainStep`; refused where activations are in files."""
+        if self.options.partition_activations == "disk":
+            raise UsageError("gradients with partition_activations=\"disk\": they come from one program, which cannot "
+                             "read files: call the step itself, or give \"cpu\" (host memory).")
+        return super().gradients(state, batch, **options)
+
     def multi(self, state: ZeroState, batches: Batch) -> tuple[ZeroState, Metrics]:
         """Refused: several steps cannot be one program."""
         raise UsageError(_ONE_PROGRAM.format("call the step once for each batch in place of multi"))
@@ -140,14 +150,33 @@ class DiskTrainStep(StepWithFiles):
         layout = self.layout(batch)
         if self._jitted is None:
             plans: list[UpdatePlan] = []
-            self._jitted = jax.jit(
-                functools.partial(self._before_update, plans),
-                in_shardings=(resident(layout, layout.shardings), self._batch_shardings(batch)),
-                compiler_options=self._compiler_options or None), plans
+            before, of_batch = functools.partial(self._before_update, plans), self._batch_shardings(batch)
+            if self.options.partition_activations == "disk":
+                program: Any = PiecewiseProgram(before, self._prepared(batch).generations.path, lambda batch: (
+                    self.options.activations(self.axes, self.batches.size(batch)).is_activation), self.mesh, of_batch,
+                    self._compiler_options)
+            else:
+                program = jax.jit(before, in_shardings=(resident(layout, layout.shardings), of_batch),
+                                  compiler_options=self._compiler_options or None)
+            self._jitted = program, plans
         return self._jitted
 
+    def compiled_step(self, batch: Batch) -> CompiledStep:
+        """As `ZeroTrainStep`; where activations are in files, of all programs between which they go there."""
+        if self.options.partition_activations != "disk":
+            return super().compiled_step(batch)
+        with loss_errors_explained(self._loss, batch):
+            pieces = self._jit(batch)[0].compiled(self.abstract_state(batch), self.abstract_batch(batch))
+        return compiled_pieces(pieces, self.layout(batch), self.contract(batch))
+
     def lower(self, batch: Batch) -> jax.stages.Lowered:
-        """The program of forward and backward, lowered; the update's programs are made block by block."""
+        """The program of forward and backward, lowered; the update's programs are made block by block.
+
+        Refused where activations are in files: there are several.
+        """
+        if self.options.partition_activations == "disk":
+            raise UsageError("lower with partition_activations=\"disk\": forward and backward are several programs: "
+                             "see compiled_step(batch).")
         with loss_errors_explained(self._loss, batch):
             return self._jit(batch)[0].lower(self.abstract_state(batch), self.abstract_batch(batch))
 
