@@ -5,7 +5,6 @@ from typing import Any
 
 from zero_jax.jaxpr.equations import ClosedJaxpr, JaxprEqn, primitive_of, variables
 from zero_jax.jaxpr.primitives import BROADCAST, ELEMENTWISE, IOTA, JIT, call_jaxpr
-from zero_jax.tree import leaf_bytes
 
 _SHAPES = ("reshape", "squeeze", "expand_dims")
 _LARGE = 2**10
@@ -52,4 +51,4 @@ def in_order(eqns: Iterable[JaxprEqn], wanted: Iterable[JaxprEqn]) -> tuple[Jaxp
 
 
 def _bytes(var: Any) -> int:
-    return leaf_bytes(var.aval.shape, var.aval.dtype)
+    return var.aval.size * var.aval.dtype.itemsize

@@ -35,7 +35,7 @@ class CompiledStep:
     memory: Any = dataclasses.field(repr=False)
     layout: Layout = dataclasses.field(repr=False)
     contract: Contract = dataclasses.field(repr=False)
-    saved_bytes: int = 0
+    saved_bytes: int = dataclasses.field(default=0, kw_only=True)
 
     @functools.cached_property
     def module(self) -> Module:

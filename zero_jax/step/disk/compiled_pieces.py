@@ -41,7 +41,8 @@ def compiled_pieces(program: Pieces, layout: Layout, contract: Contract) -> Comp
                       contract), each.piece.scan.length if isinstance(each.piece, Rounds) else 1)
         for each in program.pieces]
     largest = max((piece for piece, _ in pieces), key=lambda piece: piece.device_bytes if piece.memory else 0)
-    return CompiledPieces(largest.text, largest.memory, layout, contract, program.saved.device_bytes, tuple(pieces))
+    return CompiledPieces(largest.text, largest.memory, layout, contract, tuple(pieces),
+                          saved_bytes=program.saved.device_bytes)
 
 
 class _Memory:
