@@ -48,8 +48,8 @@ def engine(folder, gib, *, direct=True):
     for number in range(int(gib * 2**30) // RECORD):
         layout.add([(f"leaf{number}", 0, (0,), (RECORD,), "uint8")])
     streaming = Streaming(Generations(Path(folder) / "states", layout))
-    streaming.generations.lock()
-    streaming.generations.create(1)
+    streaming.files.lock()
+    streaming.files.create(1)
     block = np.random.default_rng(0).integers(0, 256, RECORD, np.uint8)
 
     def fill(record, buffer):
@@ -59,14 +59,14 @@ def engine(folder, gib, *, direct=True):
         for record in layout.records:
             streaming.write(record, fill)
         streaming.finish()
-        streaming.generations.commit(number)
+        streaming.files.commit(number)
     start = time.perf_counter()
     for number in range(STEPS):
         with streaming.read(layout.records, lambda record, buffer: np.array(record.parts[0].view(buffer))) as ahead:
             for record, _ in zip(layout.records, ahead, strict=True):
                 streaming.write(record, fill)
         streaming.finish()
-        streaming.generations.commit(2 + number)
+        streaming.files.commit(2 + number)
     seconds = (time.perf_counter() - start) / STEPS
     streaming.close()
     return seconds

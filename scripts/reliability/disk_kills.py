@@ -81,7 +81,7 @@ def resumed(generations):
 
 def commit_next(streaming, generation):
     """Commits a generation through the ring, reading the last one meanwhile, as a step does."""
-    generations = streaming.generations
+    generations = streaming.files
     records = generations.layout.records
     if generations.committed is None:
         for record in records:
@@ -172,7 +172,7 @@ def torn(folder, count, seed, verify=True):
     rng, faults = random.Random(seed), []
     original = Path(folder) / "original"
     streaming = Streaming(Generations(original, layout()))
-    resumed(streaming.generations)
+    resumed(streaming.files)
     for generation in (1, 2, 3):
         commit_next(streaming, generation)
     streaming.close()
