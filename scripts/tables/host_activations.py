@@ -39,7 +39,7 @@ def row(target, model, rows, way):
     batch = {name: jax.ShapeDtypeStruct((rows * mesh.size, config.max_length), jnp.int32)
              for name in ("inputs", "targets")}
     compiled = step.compiled_step(batch)
-    reads = () if compiled.host_use is None else compiled.host_use.activation_reads
+    reads = () if compiled.host_use is None else compiled.host_use.stack_reads
     formula = config.num_layers * rows * config.max_length * config.width * 2
     sizes = (formula, compiled.memory.temp_size_in_bytes, compiled.memory.host_temp_size_in_bytes,
              sum(read.bytes * read.runs for read in reads),

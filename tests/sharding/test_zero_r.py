@@ -152,10 +152,10 @@ def test_checkpoints_come_up_a_round_ahead():
     """On H100: each round of backward copies up what the next one reads, by the right index, beside its products."""
     made, text, _ = compiled(sizes=(), partition_activations="cpu", **CHECKPOINTED)
     checkpoint = BATCH // 8 * LENGTH * WIDTH * 2
-    ahead = [read for read in made.host_use.activation_reads if read.is_ahead]
+    ahead = [read for read in made.host_use.stack_reads if read.is_ahead]
     # The first round of backward reads what is copied up before the loop.
     assert [(read.bytes, read.runs) for read in ahead] == [(checkpoint, LAYERS - 1)]
-    assert made.host_use.activation_reads == ahead
+    assert made.host_use.stack_reads == ahead
     assert made.memory.host_temp_size_in_bytes == LAYERS * checkpoint
     (offsets,) = (each.offsets for each in made.host_slices if not each.writes and each.offsets)
     assert offsets == tuple(checkpoint * layer for layer in reversed(range(LAYERS - 1)))
