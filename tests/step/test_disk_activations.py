@@ -4,7 +4,6 @@ import os
 import textwrap
 
 import flax.linen as nn
-import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from step.test_offload import BATCH, Block, Stacked, Unstacked
+from support.stacked_nnx import NnxStacked
 from support.targets import mesh_of
 from support.two_processes import two_processes
 
@@ -37,24 +37,6 @@ class TwoLoops(nn.Module):
         x = nn.Dropout(0.1, deterministic=False)(first(x, None)[0])
         x, _ = second(x, None)
         return nn.Dense(96)(x)
-
-
-class Layer(nnx.Module):
-    def __init__(self, rngs):
-        self.up, self.down = nnx.Linear(64, 128, rngs=rngs), nnx.Linear(128, 64, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(nnx.gelu(self.up(x)))
-
-
-class StackedNnx(nnx.Module):
-    def __init__(self, *, rngs):
-        self.embed = nnx.Embed(96, 64, rngs=rngs)
-        self.layers = nnx.vmap(Layer, in_axes=0)(nnx.Rngs(0).split(4))
-
-    def __call__(self, x):
-        forward = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        return self.embed.attend(forward(self.embed(x), self.layers))
 
 
 def made(folder, *, model=Stacked, stage=3, activations="disk", remat="full", **options):
@@ -108,7 +90,7 @@ def test_rounds_that_come_in_another_order_are_other_numbers(tmp_path, monkeypat
 @pytest.mark.slow
 @pytest.mark.grid
 @pytest.mark.parametrize("options", [
-    {"model": TwoLoops}, {"model": StackedNnx, "precision": "bf16"}, {"stage": 0, "precision": "bf16"}, {"stage": 2},
+    {"model": TwoLoops}, {"model": NnxStacked, "precision": "bf16"}, {"stage": 0, "precision": "bf16"}, {"stage": 2},
     {"gather": "forward"}, {"hpz_axes": "data_1", "data": (2, 4)}, {"remat": "dots"}, {"ema": 0.9, "frozen": "Dense_0"},
     {"communication": zero_jax.Communication(weights="int8"), "data": (2, 4)}, {"precision": "fp16"},
     {"tensor": 2, "tensor_rules": [("Dense_0/kernel", P(None, "tensor")), ("Dense_1/kernel", P("tensor", None))]}],
