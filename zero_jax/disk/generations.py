@@ -202,7 +202,7 @@ class Generations:
 def available_bytes(folder: Any) -> int:
     """Bytes that states in `folder`, which may not exist yet, can take: what is free, and what they take already."""
     there = sum(path.stat().st_blocks * 512 for path in Path(folder).glob("process-*/generation-*.bin"))
-    return there + shutil.disk_usage(_existing(folder)).free
+    return there + shutil.disk_usage(existing_folder(folder)).free
 
 
 def check_folder(path: Any) -> None:
@@ -211,12 +211,12 @@ def check_folder(path: Any) -> None:
         raise UsageError(f"disk={shown(path)}: give the path of a folder on a local disk, as \"/mnt/nvme/run\".")
     if os.path.exists(path) and not os.path.isdir(path):
         raise UsageError(f"disk={shown(str(path))} is no folder: name one, on a local disk.")
-    parent = _existing(path)
+    parent = existing_folder(path)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UsageError(f"disk={shown(str(path))}: {parent} cannot be written: name a folder that can.")
 
 
-def _existing(path: Any) -> Path:
+def existing_folder(path: Any) -> Path:
     """The path, or the nearest folder above it that is there."""
     return next(each for each in (Path(path), *Path(path).absolute().parents) if each.exists())
 

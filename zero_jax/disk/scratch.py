@@ -35,6 +35,15 @@ class ScratchFile:
         """Writes a record from the buffer that `fill` returns."""
         self._written[record.number] = self._file.write(record, fill())
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether it was moved past the page cache."""
+        return self._file.is_direct
+
+    def sync(self) -> None:
+        """Waits until all that was written is on the disk."""
+        self._file.sync()
+
     def abandon(self) -> None:
         """Forgets what was written."""
         self._written = {}

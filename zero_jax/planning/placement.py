@@ -13,6 +13,7 @@ from zero_jax.arguments import shown
 from zero_jax.disk.generations import available_bytes
 from zero_jax.distributed.agreement import broadcast_from_first, devices_on_host
 from zero_jax.errors import UsageError
+from zero_jax.planning.disk_rate import agreed_disk, used_disk_rate
 from zero_jax.planning.host_link import measured_link, with_measured_link
 from zero_jax.planning.memory import Transformer
 from zero_jax.planning.offload_choice import (
@@ -46,14 +47,16 @@ def choose_offload(model: Any, stage: int, batch: Any, *, mesh: Mesh | None = No
         step = make_zero_train_step(model, 3, precision="bf16", offload=choice.offload)
 
     Compiles the step with each of them, which takes as long as compiling it so many times; nothing runs but copies of
-    256 MiB to each live accelerator and back, which measure its link to the host. A share is looked for where all
+    256 MiB to each live accelerator and back, which measure its link to the host, and where files are compared half a
+    GiB in a file of no name in `disk`, once in a process, which measures that. A share is looked for where all
     states fit on the host and not on the device: what fits on the device stays there. "gradients", which moves what
     "parameters" does and more, is compared where nothing else fits. Files in `disk` are compared where neither the
     device nor the host's memory holds all states: they wait for more, of what is slower.
 
     Times are predicted from the compiled programs (`planning.timing`, `planning.transfers`) where `zero_jax/xla/chips`
     has the devices' rates; for others the placement that moves the least is taken: no offload, a share, "optimizer",
-    "parameters", "gradients", files. In a run of several processes memory, link and disk are those of process 0.
+    "parameters", "gradients", files. In a run of several processes memory, link and what is free on the disk are those
+    of process 0; the rate of the disk is that of the slowest.
 
     Args:
       model: as for `make_zero_train_step`.
@@ -112,15 +115,22 @@ def choose_for(make: Callable[[OffloadArgument], ZeroTrainStep], batch: Any, *, 
         raise UsageError(f"choose_offload: devices of kind {kind!r} do not say how much memory they have: give "
                          "memory_bytes=, what a step may use of each, or target=\"h100:8\", say, to choose for others.")
 
-    choice = compare(lambda offload: examine(
-        make(offload), batch, target, transformer, memory_bytes=memory_bytes, host_memory_bytes=host_limit,
-        disk_memory_bytes=disk_limit), files)
+    disk_rate, disk_notes = None, tuple[str, ...]()
+
+    def plan_of(offload: OffloadArgument) -> Plan:
+        nonlocal disk_rate, disk_notes
+        if live is not None and disk is not None and isinstance(offload, Offload) and offload.disk is not None:
+            disk_rate, disk_notes = used_disk_rate(live, disk, agreed_disk(disk))
+        return examine(make(offload), batch, target, transformer, memory_bytes=memory_bytes,
+                       host_memory_bytes=host_limit, disk_memory_bytes=disk_limit, disk_rate=disk_rate)
+
+    choice = compare(plan_of, files)
     if not choice.plan.fits:
         lacks = [f"{each.text}: {lack_text(each.plan)}" for each in choice.candidates]
         lacks += [f"offload={name}: {why}" for name, why in choice.refused.items()]
         raise UsageError(f"choose_offload: {choice.reason}: give more devices, a smaller batch or remat=\"full\"; "
                          + "; ".join(lacks))
-    return dataclasses.replace(choice, notes=notes)
+    return dataclasses.replace(choice, notes=(*notes, *disk_notes))
 
 
 def files_on(target: Target, make: Callable[[OffloadArgument], ZeroTrainStep], batch: Any) -> Offload:

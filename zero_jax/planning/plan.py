@@ -174,11 +174,13 @@ def plan(model: Any, stage: int, target: str | Target, batch: Any, *, mesh: int 
 
 def examine(step: Any, batch: Any, target: Target | None = None, transformer: Transformer | None = None, *,
             memory_bytes: int | None = None, host_memory_bytes: int | None = None,
-            disk_memory_bytes: int | None = None, compare: bool = True, fragment: int | None = None) -> Plan:
+            disk_memory_bytes: int | None = None, disk_rate: float | None = None, compare: bool = True,
+            fragment: int | None = None) -> Plan:
     """The plan of an existing step, on the target topology `target` or on live devices (None).
 
     step: a `ZeroTrainStep` or a `DiLoCoStep`. memory_bytes, host_memory_bytes, disk_memory_bytes: what it may use of
-    each device, of its host and of its disks; None: all of the target's chip. compare: a step with `overlap=True` or a
+    each device, of its host and of its disks; None: all of the target's chip. disk_rate: bytes/s that a process reads
+    and writes together in files; None: as predicted of the target. compare: a step with `overlap=True` or a
     mapping, or with `prefetch=`, is compiled without it, too, for `Plan.overlap`. fragment: that a program of a
     `DiLoCoStep` averages, which is not compared; None: none.
     """
@@ -231,7 +233,8 @@ def examine(step: Any, batch: Any, target: Target | None = None, transformer: Tr
         if compare and fragment is None and step.options.asks_for_overlap:
             plain = step.without_overlap().compiled_step(batch)
             effect = OverlapEffect.of((timing_of(plain.schedule), timing), (plain.memory, compiled.memory))
-        transfers = disk_transfers(traffic, target, timing) if traffic else transfers_of(compiled, target.chip, timing)
+        transfers = (disk_transfers(traffic, target, timing, disk_rate) if traffic
+                     else transfers_of(compiled, target.chip, timing))
         timing = with_transfers(timing, transfers)
         for collective in itertools.chain.from_iterable(each.collectives for each in compiled.report.results):
             link = target.link([coords[device] for device in collective.group]).name

@@ -90,20 +90,31 @@ def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfer
                      gradients_down=gradients_down, gradients_up=gradients_up)
 
 
-def disk_transfers(traffic: DiskTraffic, target: Target, timing: Timing) -> Transfers | None:
+def predicted_disk_rate(target: Target) -> float:
+    """Bytes/s that a process of `target` is predicted to read and write together, as many; 0: not known."""
+    chip = target.chip
+    if not (chip.disk_read_bandwidth and chip.disk_write_bandwidth):
+        return 0.0
+    disk = 2 * REACHED / (1 / chip.disk_read_bandwidth + 1 / chip.disk_write_bandwidth)
+    return min(disk * target.num_devices / target.num_hosts, ENGINE_BANDWIDTH)
+
+
+def disk_transfers(traffic: DiskTraffic, target: Target, timing: Timing, rate: float | None = None
+                   ) -> Transfers | None:
     """What a step with files moves; None where the rates of the disks or of the host's link are not known.
 
     A disk that reads and writes takes the time of both; the link and the process's threads work beside it. States are
-    moved when all else is done, activations beside forward and backward, whose time is `timing`.
+    moved when all else is done, activations beside forward and backward, whose time is `timing`. rate: bytes/s that a
+    process reads and writes together, measured, in the place of the disk's and the threads'.
     """
     chip = target.chip
-    if not (chip.disk_read_bandwidth and chip.disk_write_bandwidth and chip.host_link_bandwidth):
+    if not (chip.host_link_bandwidth and (rate or predicted_disk_rate(target))):
         return None
 
     def seconds(read: int, written: int) -> float:
-        disk = (read / chip.disk_read_bandwidth + written / chip.disk_write_bandwidth) / REACHED
-        engine = (read + written) * target.num_devices / target.num_hosts / ENGINE_BANDWIDTH
-        return max(disk, engine, _seconds(chip, read, written, copies=0))
+        of_process = (read + written) * target.num_devices / target.num_hosts / (rate or ENGINE_BANDWIDTH)
+        disk = 0.0 if rate else (read / chip.disk_read_bandwidth + written / chip.disk_write_bandwidth) / REACHED
+        return max(disk, of_process, _seconds(chip, read, written, copies=0))
 
     states, activations = seconds(traffic.read, traffic.written), seconds(traffic.saved, traffic.saved)
     return Transfers(0, 0, traffic.read + traffic.saved, traffic.written + traffic.saved, states + activations,
