@@ -75,6 +75,7 @@ class ParamUse:
     secondary: mesh axes over which backward gathers once more, from a copy that the others gathered (hpZ).
     codes: how it is quantised to be gathered, None: it is sent in `dtype`. quantize_gradient: whether its gradient is.
     tiles: parts of a stored dim in which `tiled_products` uses it, None: whole. keep: what is gathered, for backward.
+    is_factor: whether one matrix product is all that uses it, which may then take it as it is stored, padded.
     """
 
     axes: MeshAxes
@@ -88,6 +89,7 @@ class ParamUse:
     quantize_gradient: bool = False
     tiles: Tiles | None = None
     keep: bool = False
+    is_factor: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -155,10 +157,9 @@ class ParamUse:
         return _READ.bind(carrier, gathered, use=self, names=(GATHERED, *(f"{_SPLIT}{dim}" for dim in split)))
 
 
-def tiled_use(eqn: JaxprEqn) -> ParamUse | None:
-    """How `eqn` reads a parameter, if it reads one that is used in tiles."""
-    use = own_use(eqn) if primitive_of(eqn) in (_READ.name, _LAST_READ.name) else None
-    return None if use is None or use.tiles is None else use
+def use_of_read(eqn: JaxprEqn) -> ParamUse | None:
+    """How `eqn` reads a parameter, if it reads one."""
+    return own_use(eqn) if primitive_of(eqn) in (_READ.name, _LAST_READ.name) else None
 
 
 def differentiated_last(eqn: JaxprEqn) -> JaxprEqn:

@@ -28,6 +28,7 @@ from zero_jax.transforms.gather_remat import (
 from zero_jax.transforms.gradient_layout import order_stacked_gradients
 from zero_jax.transforms.host_gradients import add_on_host, check_on_host, stack_on_host
 from zero_jax.transforms.loop_communication import communicate_once_per_loop
+from zero_jax.transforms.padded_products import multiply_padded
 from zero_jax.transforms.reduce_dtype import compute_grads_in_reduce_dtype
 from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints
 from zero_jax.transforms.scatter_calls import inline_calls, merge_scatters
@@ -119,6 +120,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
     on_loss = [
         (True, duplicate_param_reads),
         (bool(layout.tiles), tile_products),
+        (not activations.sequence, multiply_padded),
         (activations.sequence, activations.split_sequence),
         (gathers or activations.stashes, functools.partial(
             isolate_inner_remat, activations=activations if activations.stashes else None,

@@ -6,19 +6,20 @@ On the loss, before differentiation:
 1. `remat.checkpoint_blocks`, on the outermost jaxpr alone
 2. `gather_remat.duplicate_param_reads`
 3. `tiled_products.tile_products`
-4. `activation_partitioning.Activations.split_sequence`
-5. `gather_remat.isolate_inner_remat`
-6. `gather_remat.remat_scan_bodies`: each body with `gather_remat.tag_derived_as_gathered` and the policy
+4. `padded_products.multiply_padded`
+5. `activation_partitioning.Activations.split_sequence`
+6. `gather_remat.isolate_inner_remat`
+7. `gather_remat.remat_scan_bodies`: each body with `gather_remat.tag_derived_as_gathered` and the policy
    `gather_remat.keep_all_but_gathered`
 
 On the differentiated loss, which `gather_again.value_and_grad` makes:
-7. `gather_again.gather_again`
-8. `scatter_calls.merge_scatters`
-9. `scatter_calls.inline_calls`
-10. `reduce_dtype.compute_grads_in_reduce_dtype`
-11. `loop_communication.communicate_once_per_loop`
-12. `derived_weights.scatter_derived_gradients`
-13. `explicit_scatter.scatter_partial_gradients`
+8. `gather_again.gather_again`
+9. `scatter_calls.merge_scatters`
+10. `scatter_calls.inline_calls`
+11. `reduce_dtype.compute_grads_in_reduce_dtype`
+12. `loop_communication.communicate_once_per_loop`
+13. `derived_weights.scatter_derived_gradients`
+14. `explicit_scatter.scatter_partial_gradients`
 
 On a whole step, by `diloco` with `overlap`: `loop_rounds.run_in_rounds`.
 

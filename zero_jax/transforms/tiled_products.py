@@ -6,7 +6,6 @@ dropped, and in backward its gradient is reduced and scattered at once.
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,26 +15,20 @@ from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import (
     Jaxpr,
     JaxprEqn,
-    bind_eqn,
     eqn_of,
     in_scope_of,
     primitive_of,
     producers,
     shape_of,
-    variables,
 )
 from zero_jax.jaxpr.named_call import named_call
-from zero_jax.jaxpr.primitives import CONVERT, CUSTOM_VJP, DOT, JIT, NAME, call_jaxpr, dot_dims, own_use, permutation
-from zero_jax.sharding.gather import ParamUse, compute_spec, tiled_use
+from zero_jax.jaxpr.primitives import CUSTOM_VJP, call_jaxpr, dot_dims, own_use
+from zero_jax.sharding.gather import ParamUse, compute_spec, use_of_read
 from zero_jax.sharding.quantized.gather import constrain
-from zero_jax.transforms.scatter_calls import inlined
+from zero_jax.transforms.weight_product import WeightProduct, replaced, weight_product
 
 TILED_PRODUCT = "zero_tiled_product"
 """The name of the primitive that is such a product in forward; its parameter `use` is a `TiledProduct`."""
-
-_MOVES = (CONVERT, NAME, "transpose", "copy")
-"""Primitives of one operand through which a weight is followed to its product."""
-
 
 def tile_products(jaxpr: Jaxpr, *, strict: bool = True) -> Jaxpr:
     """Replaces each product with a weight whose `ParamUse` has tiles by a loop over these.
@@ -48,43 +41,28 @@ def tile_products(jaxpr: Jaxpr, *, strict: bool = True) -> Jaxpr:
 
     strict: raises ValueError where such a weight is used in another way; else it is gathered whole.
     """
-    for read in [eqn for eqn in jaxpr.eqns if tiled_use(eqn)]:
+    for read in jaxpr.eqns:
+        use = use_of_read(read)
+        if use is None or use.tiles is None:
+            continue
         found = _product(jaxpr, read)
         if isinstance(found, Jaxpr):
             jaxpr = found
         elif strict:
-            use: Any = tiled_use(read)
             raise UsageError(f"tiling: {use.tiles.name} cannot be computed in tiles: {found}: leave it out.")
     return jaxpr
 
 
 def _product(jaxpr: Jaxpr, read: JaxprEqn) -> Jaxpr | str:
     """`jaxpr` with the product of what `read` returns in tiles, or why that cannot be."""
-    moves: list[JaxprEqn] = []
-    atom = read.outvars[0]
-    while True:
-        users = [eqn for eqn in jaxpr.eqns if atom in variables(eqn.invars)]
-        if len(users) != 1 or atom in variables(jaxpr.outvars):
-            return f"{len(users) + (atom in variables(jaxpr.outvars))} operations use it where it is read"
-        (user,) = users
-        if primitive_of(user) == JIT and not call_jaxpr(user).consts:
-            jaxpr = jaxpr.replace(eqns=[inner for eqn in jaxpr.eqns
-                                        for inner in (inlined(eqn) if eqn is user else [eqn])])
-        elif primitive_of(user) in _MOVES:
-            moves.append(user)
-            atom = user.outvars[0]
-        elif primitive_of(user) == DOT and sum(operand is atom for operand in user.invars) == 1:
-            break
-        else:
-            return f"{primitive_of(user)} uses it, which is no product"
+    found = weight_product(jaxpr, read)
+    if isinstance(found, str):
+        return found
+    jaxpr, product = found
     gather = producers(jaxpr)[read.invars[1]]
-    side = next(side for side, operand in enumerate(user.invars) if operand is atom)
-    product = TiledProduct(own_use(read), tuple(moves), user, side)
-    operands = [read.invars[0], gather.invars[0], user.invars[1 - side]]
-    tiled = in_scope_of(eqn_of(product, operands, user.outvars), user)
-    gone = (read, *moves)
-    return jaxpr.replace(eqns=[tiled if eqn is user else eqn for eqn in jaxpr.eqns
-                               if not any(eqn is other for other in gone)])
+    operands = [read.invars[0], gather.invars[0], product.dot.invars[1 - product.side]]
+    tiled = eqn_of(TiledProduct(own_use(read), product), operands, product.dot.outvars)
+    return replaced(jaxpr, read, product, [in_scope_of(tiled, product.dot)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +71,11 @@ class TiledProduct:
 
     carrier: of the weight's gradient, as `ParamUse.gather` returns it; stored: the array as it is stored.
 
-    use: of the weight. moves: what the model does with it before the product `dot`, whose operand `side` it is.
+    use: of the weight. product: with it, whole.
     """
 
     use: ParamUse
-    moves: tuple[JaxprEqn, ...]
-    dot: JaxprEqn
-    side: int
+    product: WeightProduct
 
     def __call__(self, carrier: jax.Array, stored: jax.Array, other: jax.Array) -> jax.Array:
         """The product, of the dtype that `dot` has."""
@@ -115,18 +91,18 @@ class TiledProduct:
         """Whether it sums over the dim of the weight that tensor parallelism splits; None where that splits none."""
         spec = compute_spec(self.use.stored, self.use.axes)
         split = next((dim for dim, entry in enumerate(spec) if entry is not None), None)
-        return None if split is None else self._operand_dim(split) in dot_dims(self.dot).contracted[self.side]
+        return None if split is None else self._operand_dim(split) in dot_dims(self._dot).contracted[self.product.side]
 
     @property
     def flops(self) -> float:
         """Of the forward product."""
-        operand, (contracted, _) = self.dot.invars[0], dot_dims(self.dot)
+        operand, (contracted, _) = self._dot.invars[0], dot_dims(self._dot)
         sizes = shape_of(operand).shape
-        out = shape_of(self.dot.outvars[0]).shape
+        out = shape_of(self._dot.outvars[0]).shape
         return 2.0 * math.prod(out) * math.prod(sizes[dim] for dim in contracted[0])
 
     def _forward(self, stored: jax.Array, other: jax.Array) -> jax.Array:
-        out, (of_other, of_out) = shape_of(self.dot.outvars[0]), self._dims
+        out, (of_other, of_out) = shape_of(self._dot.outvars[0]), self._dims
         # The sum of the tiles' products is in float32, as the product's own would be.
         dtype = jnp.promote_types(out.dtype, jnp.float32) if of_out is None else out.dtype
         stored = self._at_hand(stored)
@@ -135,10 +111,10 @@ class TiledProduct:
 
         def one_tile(index: Any, result: jax.Array) -> jax.Array:
             _, gathered = self._tile_use.gather(self._tile(stored, self._stored_dim, index))
-            operands = self._operands(self._tile(other, of_other, index), self._moved(gathered))
+            other_tile = self._tile(other, of_other, index)
             if of_out is None:
-                return result + bind_eqn(self.dot, operands, **wide)[0].astype(dtype)
-            return self._put(result, bind_eqn(self.dot, operands)[0], of_out, index)
+                return result + self.product.multiply(gathered, other_tile, **wide).astype(dtype)
+            return self._put(result, self.product.multiply(gathered, other_tile), of_out, index)
 
         return jax.lax.fori_loop(0, self._count, one_tile, jnp.zeros(out.shape, dtype)).astype(out.dtype)
 
@@ -152,8 +128,7 @@ class TiledProduct:
             carrier, gathered = use.gather(self._tile(stored, self._stored_dim, index))
 
             def product(carrier: jax.Array, other: jax.Array) -> jax.Array:
-                weight = self._moved(use.read(carrier, gathered))
-                return bind_eqn(self.dot, self._operands(other, weight))[0]
+                return self.product.multiply(use.read(carrier, gathered), other)
 
             _, pullback = jax.vjp(product, carrier, self._tile(other, of_other, index))
             tile, part = pullback(self._tile(cotangent, of_out, index))
@@ -172,14 +147,6 @@ class TiledProduct:
         """
         assert self.use.tiles is not None
         return self.use.on_device(stored) if self.use.tiles.of_slice else stored
-
-    def _operands(self, other: jax.Array, weight: jax.Array) -> list[jax.Array]:
-        return [weight, other] if self.side == 0 else [other, weight]
-
-    def _moved(self, weight: jax.Array) -> jax.Array:
-        for move in self.moves:
-            (weight,) = bind_eqn(move, [weight])
-        return weight
 
     def _tile(self, value: jax.Array, dim: int | None, index: Any) -> jax.Array:
         """The part of `value` that belongs to a tile; all of it where `dim` is None."""
@@ -207,37 +174,26 @@ class TiledProduct:
         return dataclasses.replace(self.use, tiles=None)
 
     @property
+    def _dot(self) -> JaxprEqn:
+        return self.product.dot
+
+    @property
     def _dims(self) -> tuple[int | None, int | None]:
         """The dims of the other operand and of the result along which tiles lie; None: each tile needs all of it."""
-        dim, (contracted, batched) = self._operand_dim(self._stored_dim), dot_dims(self.dot)
-        if dim in contracted[self.side]:
-            return contracted[1 - self.side][contracted[self.side].index(dim)], None
-        if dim in batched[self.side]:
-            at = batched[self.side].index(dim)
-            return batched[1 - self.side][at], at
-        kept = [_kept(shape_of(atom).ndim, summed, shared)
-                for atom, summed, shared in zip(self.dot.invars, contracted, batched, strict=True)]
-        return None, len(batched[0]) + (len(kept[0]) if self.side else 0) + kept[self.side].index(dim)
+        return self.product.dims_beside(self._true_dim(self._stored_dim))
 
     def _operand_dim(self, stored_dim: int) -> int:
         """The dim of the product's operand that is the dim `stored_dim` of the stored weight."""
-        true_dim = sum(len(group) for group in self.use.stored_shape.dims[:stored_dim])
-        order = list(range(len(self.use.stored_shape.shape)))
-        for move in self.moves:
-            if primitive_of(move) == "transpose":
-                order = [order[dim] for dim in permutation(move)]
-        return order.index(true_dim)
+        return self.product.operand_dim(self._true_dim(stored_dim))
+
+    def _true_dim(self, stored_dim: int) -> int:
+        return sum(len(group) for group in self.use.stored_shape.dims[:stored_dim])
 
 
 def tiled_product(eqn: JaxprEqn) -> TiledProduct | None:
     """The product in tiles that `eqn` computes; its last operand is the one beside the weight."""
     eqns = call_jaxpr(eqn).eqns if primitive_of(eqn) == CUSTOM_VJP else [eqn]
     return next((own_use(each) for each in eqns if primitive_of(each) == TILED_PRODUCT), None)
-
-
-def _kept(ndim: int, summed: Sequence[int], shared: Sequence[int]) -> list[int]:
-    """The dims of an operand that are its own in the result."""
-    return [dim for dim in range(ndim) if dim not in (*summed, *shared)]
 
 
 _FORWARD = named_call(TILED_PRODUCT, lambda stored, other, use: use._forward(stored, other))
