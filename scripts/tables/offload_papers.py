@@ -1,7 +1,10 @@
 """The tables of ZeRO-Offload and ZeRO-Infinity beside this library's figures, as a page of the documentation.
 
-    python scripts/tables/offload_papers.py           # prints the page; compiles seven steps: ten minutes on a laptop
+    python scripts/tables/offload_papers.py           # prints the page; compiles each step: half an hour on a laptop
     python scripts/tables/offload_papers.py --docs    # writes it to docs/offload_scale.md
+    python scripts/tables/offload_papers.py --docs --rows h100:7x8    # compiles these; the other rows stay as they are
+
+`--rows` takes numbers (from 1), models and targets; `--rows 0` compiles none.
 
 Derived figures are those of `zero_jax.planning.offload_formulas`; compiled ones are of `zero-jax plan`, which needs the
 compiler for H100s and the extra `cudnn`: without it attention is XLA's, whose scores do not fit.
@@ -33,10 +36,16 @@ PEERS = (  # where the states are, its bytes, GPUs, published parameters and whe
     ("host memory, a DGX-2", formulas.StateBytes(0, host=20), 16, 70e9, "2104.07857, figure 6"),
     ("NVMe, a DGX-2", formulas.StateBytes(0, disk=20), 16, 1e12, "2104.07857"),
     ("NVMe, 32 DGX-2", formulas.StateBytes(0, disk=20), 512, 32e12, "2104.07857"))
-POINTS = (("gpt2:13b", "h100:1", "optimizer", "adamw"), ("gpt2:13b", "h100:1", "parameters", "adamw"),
-          ("llama:3-70b", "h100:8", "optimizer", "adamw"), ("llama:3-70b", "h100:8", "parameters", "adamw"),
-          ("gpt2:1t", "h100:8x8", "parameters", "adamw"), ("gpt2:1t", "h100:7x8", "parameters", "adamw-bf16-momentum"),
-          ("gpt2:1t", "h100:6x8", "parameters", "lion-bf16-momentum"))
+POINTS = (  # model, target, offload, optimizer, --tiling
+    ("gpt2:13b", "h100:1", "optimizer", "adamw", ""), ("gpt2:13b", "h100:1", "parameters", "adamw", ""),
+    ("llama:3-70b", "h100:8", "optimizer", "adamw", ""), ("llama:3-70b", "h100:8", "parameters", "adamw", ""),
+    ("gpt2:1t", "h100:8x8", "parameters", "adamw", ""),
+    ("gpt2:1t", "h100:7x8", "parameters", "adamw-bf16-momentum", ""),
+    ("gpt2:1t", "h100:6x8", "parameters", "lion-bf16-momentum", ""),
+    ("gpt2:1t", "h100:5x8", "parameters", "lion-bf16-momentum", ""),
+    ("gpt2:1t", "v5p:4x4x8", "optimizer", "adamw", ""), ("gpt2:1t", "v5p:4x4x8", "parameters", "adamw", ""),
+    ("gpt2:1t", "v5p:4x4x4", "optimizer", "lion-bf16-momentum", ""),
+    ("gpt2:1t", "v5p:4x4x4", "optimizer", "lion-bf16-momentum", "1GiB"))
 TRILLION = 1.008e12
 """Parameters of gpt2:1t."""
 
@@ -105,25 +114,41 @@ def width_table():
     return table(["memory for the product and its gradient", "width by formula", "published"], rows)
 
 
-def compiled_table():
-    """What XLA makes of some steps, and their predicted times."""
-    rows = []
-    for model, target, offload, optimizer in POINTS:
+def rows_of(text):
+    """The rows of the compiled table of a page, by what they are of."""
+    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()
+             if line.startswith(tuple(f"| {point[0]} |" for point in POINTS))]
+    return {tuple(row[:5]): row for row in cells}
+
+
+def compiled_table(wanted):
+    """What XLA makes of some steps, and their predicted times.
+
+    wanted: numbers, models and targets of those to compile; the others are as the page has them. None: all.
+    """
+    rows, known = [], {} if wanted is None else rows_of(PAGE.read_text())
+    for number, point in enumerate(POINTS, start=1):
+        model, target, offload, optimizer, tiling = point
+        if wanted is not None and not {str(number), model, target} & set(wanted):
+            if point not in known:
+                raise SystemExit(f"{PAGE} has no row {number}, of {' '.join(point)}: name it behind --rows.")
+            rows.append(known[point])
+            continue
         command = ["plan", "--model", model, "--target", target, "--offload", offload, "--optimizer", optimizer,
-                   "--remat", "full", "--json"]
+                   "--remat", "full", "--json", *(["--tiling", tiling] if tiling else [])]
         done = subprocess.run([sys.executable, "-m", "zero_jax", *command], capture_output=True, text=True, check=False)
         if not done.stdout:
             raise SystemExit(done.stderr)
         plan = json.loads(done.stdout)["plan"]
         moved, timing, violations = plan["transfers"], plan["timing"], plan["communication"]["violations"]
-        rows.append([model, target, offload, optimizer, "fits" if plan["fits"] else "does not fit",
+        rows.append([*point, "fits" if plan["fits"] else "does not fit",
                      f"{plan['needed_bytes'] / GIB:.1f} of {plan['memory_bytes'] / GIB:.1f}",
                      f"{plan['host_bytes'] / GIB:.1f} of {target_of(target).chip.host_memory_bytes / GIB:.1f}",
                      f"{timing['seconds']:.3g}", f"{moved['exposed_seconds']:.3g}", f"{timing['mfu']:.1%}",
                      "; ".join(violations) or "kept"])
         print(rows[-1], file=sys.stderr, flush=True)
-    return table(["model", "target", "offload", "optimizer", "", "GiB of a device", "GiB of its host", "step s",
-                  "waits for host s", "MFU", "contract"], rows)
+    return table(["model", "target", "offload", "optimizer", "tiling", "", "GiB of a device", "GiB of its host",
+                  "step s", "waits for host s", "MFU", "contract"], rows)
 
 
 def trillion(state_bytes, devices):
@@ -138,8 +163,8 @@ def wrapped(text):
         for block in text.strip().split("\n\n")) + "\n"
 
 
-def page():
-    """The whole page."""
+def page(wanted=None):
+    """The whole page; wanted: as `compiled_table` takes it."""
     ten, thirty_two = (formulas.ZERO_JAX["disk"].device * params / 512 / GB for params in (10e12, 32e12))
     return wrapped(f"""# Model scale with host memory and disks
 
@@ -189,15 +214,24 @@ files, too, which this library does not have; ZeRO-Infinity has.
 
 One sequence on each device: 1024 tokens (gpt2), 8192 (llama). Each block is recomputed.
 
-{compiled_table()}
+{compiled_table(wanted)}
 
 On fewer than 64 H100s host memory is what 1T lacks. AdamW's 14 bytes for each of 1.008T parameters (4 of master
 weights, 8 of moments, 2 of what the model reads) are {trillion(14, 56)} GB on each of 56, of 250, and
 {trillion(14, 48)} on each of 48. With its momentum in bf16 they are 12: {trillion(12, 56)} GB on each of 56, which
 fits, and {trillion(12, 48)} on each of 48, which is 0.8 % more than there is; with both moments in bf16, which no
-optimizer here has, {trillion(10, 48)} (derived). Lion with its momentum in bf16 has 8 bytes. Bf16 gradients take
-{trillion(2, 56)} and {trillion(2, 48)} GB of each device (derived). Most weights of this model have no dim that 56 or
-48 divides: whole gradients of a layer are padded in copies before they are scattered, on 56 about 20 GiB at the peak.
+optimizer here has, {trillion(10, 48)} (derived). Lion with its momentum in bf16 has 8 bytes, {trillion(8, 40)} GB on
+each of 40 and {trillion(8, 32)} on each of 32, 0.8 % more than there is. Bf16 gradients take {trillion(2, 56)},
+{trillion(2, 48)} and {trillion(2, 40)} GB of each device (derived). Most weights of this model have no dim that 56 or
+48 divides; they are stored padded, and products take them so (`multiply_padded` in [the passes](passes.md)).
+
+Slices of v5p have 4, 8, 32, 64, 128 chips and more, whose hosts have 112 GB for each. AdamW's states of 1T take 12
+bytes there with `optimizer`, {trillion(12, 128)} GB on each of 128 and {trillion(12, 64)} on each of 64, and 14 with
+`parameters`, {trillion(14, 128)} on each of 128: 128 chips are the fewest by these, and with the momentum in bf16, of
+which 64 chips would have {trillion(10, 64)}, too. Lion's 6 bytes are {trillion(6, 64)} on each of 64 (derived), which
+their hosts hold. There the device's memory is short: beside weights and gradients of {trillion(4, 64)} GB a step has
+53 GiB of temporaries. With products in tiles of at most 1 GiB it fits. On 32 chips all of the 10 bytes are
+{trillion(10, 32)} GB, of the 215 that a chip and its host have.
 
 ## Width of a layer (derived)
 
@@ -212,10 +246,13 @@ apart. XLA allocates buffers once, so that fragments do not limit a width here.
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--docs", action="store_true")
-    if parser.parse_args().docs:
-        PAGE.write_text(page())
+    parser.add_argument("--rows", nargs="+")
+    arguments = parser.parse_args()
+    text = page(arguments.rows)
+    if arguments.docs:
+        PAGE.write_text(text)
     else:
-        print(page(), end="")
+        print(text, end="")
 
 
 if __name__ == "__main__":
