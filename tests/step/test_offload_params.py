@@ -17,7 +17,7 @@ import zero_jax
 from models import gpt2
 from zero_jax.contract.host import HostBudget, HostUse, host_violations
 from zero_jax.sharding.memory import in_groups
-from zero_jax.step import options
+from zero_jax.step import gradients, options
 from zero_jax.tree import leaf_bytes, named_leaves
 from zero_jax.xla.host_reads import HostRead, host_reads
 
@@ -179,6 +179,31 @@ def test_layers_come_up_a_round_ahead(target, monkeypatch):
         assert any("the others are waited for" in line for line in compiled().report.violations)
     twice = dataclasses.replace(use, reads=use.reads * 2)
     assert any("come up from host memory in a step" in line for line in host_violations(budget, twice))
+
+
+class Product(nn.Module):
+    """One product that no loop runs over, behind a norm: backward reads its weight for the norm's gradient alone."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4096, use_bias=False)(nn.LayerNorm()(x))
+
+
+@pytest.mark.parametrize("target", ["h100:1", pytest.param("h100:8", marks=[pytest.mark.slow, pytest.mark.grid])])
+def test_a_weight_that_is_read_whole_is_not_copied_in_host_memory(target, monkeypatch):
+    def compiled():
+        step = zero_jax.make_zero_train_step(
+            Product(), 3, mesh=mesh_of(target), precision="bf16", offload="parameters",
+            loss=lambda model, batch: jnp.square(model(batch["x"]).astype(jnp.float32)).mean())
+        return step.compiled_step({"x": jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16)})
+
+    right = compiled()
+    assert not right.report.violations and not right.host_use.copies and not right.host_use.temporary_bytes
+    # The control: an update that need not wait for backward.
+    monkeypatch.setattr(gradients, "behind_reads", lambda grads, names: grads)
+    (line,) = compiled().report.violations
+    shard = 2 * 4096**2 // mesh_of(target).size
+    assert f"{shard:,} bytes of temporaries are in host memory" in line and "tiling={its name" in line
 
 
 @pytest.mark.slow

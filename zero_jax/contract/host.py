@@ -31,6 +31,11 @@ TILE = (8, 128)
 """Elements to whose multiples a TPU pads the last two dims of an array, in an order that it chooses."""
 
 
+TILES = (" A parameter that the model reads whole comes up in parts, and is not copied, with tiling={its name: number "
+         "of tiles}.")
+"""What to do about copies of parameters within host memory."""
+
+
 @dataclasses.dataclass(frozen=True)
 class HostBudget:
     """What a step may keep in the host's memory, for each device.
@@ -135,7 +140,7 @@ def host_violations(budget: HostBudget | None, use: HostUse | None) -> Iterator[
     if use.temporary_bytes > (1 + TOLERANCE) * gradient_bytes and not budget.activations:
         yield (f"{use.temporary_bytes - gradient_bytes:,} bytes of temporaries are in host memory"
                f"{' beside the gradients' * bool(gradient_bytes)}: a second copy of what is updated "
-               f"in place{_largest(use)}.")
+               f"in place{_largest(use)}.{TILES * bool(budget.param_bytes and use.copies)}")
     missing = collections.Counter(budget.gradients) - collections.Counter(write.stack_bytes for write in use.writes)
     if missing or use.temporary_bytes < gradient_bytes:
         left = sum(size * count for size, count in missing.items()) or gradient_bytes - use.temporary_bytes
