@@ -199,8 +199,8 @@ def test_a_weight_that_is_read_whole_is_not_copied_in_host_memory(target, monkey
 
     right = compiled()
     assert not right.report.violations and not right.host_use.copies and not right.host_use.temporary_bytes
-    # The control: an update that need not wait for backward.
-    monkeypatch.setattr(gradients, "behind_reads", lambda grads, names: grads)
+    # The control: an update that need not wait for backward's read.
+    monkeypatch.setattr(gradients, "wait_for_reads", lambda closed, *_: closed)
     (line,) = compiled().report.violations
     shard = 2 * 4096**2 // mesh_of(target).size
     assert f"{shard:,} bytes of temporaries are in host memory" in line and "tiling={its name" in line

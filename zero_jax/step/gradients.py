@@ -1,7 +1,7 @@
 """Forward and backward: the loss of a batch, or of one microbatch, and the gradient of each trainable parameter."""
 
 import functools
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -33,6 +33,7 @@ from zero_jax.transforms.reduce_dtype import compute_grads_in_reduce_dtype
 from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints
 from zero_jax.transforms.scatter_calls import inline_calls, merge_scatters
 from zero_jax.transforms.tiled_products import tile_products
+from zero_jax.transforms.update_order import wait_for_reads
 from zero_jax.tree import map_named, merge, named_leaves, with_dtypes_of
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
 
@@ -81,20 +82,6 @@ class GradientFunction(Protocol):
                  sums: HostSums | None = None) -> tuple[ForwardOutput, Gradients]:
         """As the class says."""
         ...
-
-
-def behind_reads(grads: Gradients, names: Set[str]) -> Gradients:
-    """`grads`, of which those of `names` are there only when all others are.
-
-    names: of parameters that the model reads whole from host memory. Backward reads one again for the gradients of what
-    is before it, and not for its own: nothing keeps its update, which writes it in place, behind that read, and XLA:GPU
-    copies it within host memory instead (512 MiB, one product of 16k x 16k on an H100).
-    """
-    leaves = {name: leaf for name, leaf in named_leaves(grads) if not is_on_host(leaf)}
-    if not names & leaves.keys():
-        return grads
-    there = jax.lax.optimization_barrier(leaves)
-    return map_named(lambda name, leaf: there[name] if name in names and name in there else leaf, grads)
 
 
 def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options: StepOptions,
@@ -166,7 +153,15 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         (value, output), (grads, new) = backward(*args)
         return grads, output.weight, new, value, output
 
+    # XLA:TPU keeps that order by itself, and takes all operands of such a barrier for the host's.
+    whole = {} if layout.axes.is_tpu else {
+        number: [*shardings].index(name) for number, name in enumerate(sorted(layout.host_weights))
+        if not reads[name].stacked and name in shardings}
+
     def to_host(closed: Any, *, added: bool) -> Any:
+        sums = len(on_host) * added  # the first inputs
+        closed = wait_for_reads(closed, {sums + number: result for number, result in whole.items()},
+                                len(shardings))
         if not added:
             return stack_on_host(closed, on_host.values())
         return add_on_host(closed, list(on_host.values()), weight=len(shardings),
@@ -174,7 +169,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
 
     gradient_of, gradient_added = (with_jaxpr_passes(
         gradients_first, *(each for enabled, each in on_gradients if enabled),
-        last=functools.partial(to_host, added=added) if on_host else None,
+        last=functools.partial(to_host, added=added) if on_host or whole else None,
         as_call="" if layout.host_params else "gradient") for added in (False, True))
 
     def gradient(weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar, sums: HostSums | None = None
@@ -190,8 +185,6 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         grads, _, new, _, output = run(
             carried, jax.tree.map(carrier_of, weights), stored, by_gradient, inputs, batch, scale)
         check_on_host(grads, layout.host_gradients)
-        if not layout.axes.is_tpu:
-            grads = behind_reads(grads, {name for name in layout.host_params if not layout.reads[name].stacked})
         return output._replace(variables={**output.variables, **new}), grads
 
     return gradient
