@@ -4,7 +4,7 @@
     python scripts/tables/overlap.py h100:8 3 1.5b '{}' '{"prefetch": true}'       # 3 minutes
 
 Each argument behind target, stage and model is a set of arguments of `make_zero_train_step`, as JSON; what it has under
-"xla" are options of XLA. Of each it prints the shares of the bytes of gathers and reductions that are sent
+"xla" are options of XLA, under "communication" the arguments of `Communication`. Of each it prints the shares of the bytes of gathers and reductions that are sent
 asynchronously and, of these, beside a matrix product; temporaries, and as predicted from the schedule the seconds in
 which nothing but communication runs, those of a step, and MFU. Blocks are rematerialised; the batch is `MODELS`'.
 """
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from models import gpt2
-from zero_jax import make_mesh, make_zero_train_step
+from zero_jax import Communication, make_mesh, make_zero_train_step
 from zero_jax.planning.plan import examine
 from zero_jax.xla.devices import target_devices
 from zero_jax.xla.targets import target_of
@@ -42,6 +42,8 @@ def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> s
     config, batch = MODELS[model]
     mesh = make_mesh(devices=target_devices(target))
     options = {name: value for name, value in arguments.items() if name != "xla"}
+    if "communication" in options:
+        options["communication"] = Communication(**options["communication"])
     step = make_zero_train_step(gpt2.build(dataclasses.replace(config, remat=True)), stage, mesh=mesh,
                                 precision="bf16", **options)
     step._compiler_options |= arguments.get("xla", {})

@@ -20,6 +20,7 @@ from models import gpt2, gpt2_nnx
 from zero_jax import Communication
 from zero_jax.contract import verify as contract
 from zero_jax.contract.report import CODES
+from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import map_named, named_leaves
 
 SGD = optax.sgd(0.5)
@@ -107,6 +108,28 @@ def test_a_step_is_a_plain_step_with_the_rounded_weights(kind):
         assert np.abs(np.array(control) / expected - 1).max() > 1e-4
 
 
+@pytest.mark.parametrize("kind", [*map(slow, ("linen", "nnx hpZ")), "odd"])
+def test_words_give_what_bytes_do(kind, monkeypatch):
+    """The weights of a TPU's messages, bit for bit; and negative control: messages have another dtype and size."""
+    model, *rest = STEPS[kind]
+    batch = token_batches(1, 10 if kind == "odd" else 16, 17 if kind == "odd" else 16)[0]
+    gathers = step_of(model, *rest).layout(batch).quantized.gathers
+    assert len(gathers) > 3
+    for name, codes in gathers.items():
+        sizes = [3 if is_loop else local * codes.axes.size(*([entry] if isinstance(entry, str) else entry or ()))
+                 for local, is_loop, entry in zip(codes.local, codes.loops, codes.spec, strict=True)]
+        stored = np.random.default_rng(3).normal(size=sizes).astype(np.float32)
+        received, messages = [], []
+        for is_tpu in (False, True):
+            monkeypatch.setattr(MeshAxes, "is_tpu", is_tpu)
+            messages.append(jax.jit(codes.encode)(stored))
+            received.append(np.asarray(jax.jit(lambda messages, codes=codes: codes.decode(
+                messages, jnp.float32))(messages[-1])))
+        np.testing.assert_array_equal(*received, err_msg=name)
+        assert received[0].shape == stored.shape and np.abs(received[0] - stored).max() < 0.5
+        assert [each.dtype for each in messages] == [jnp.uint8, jnp.uint32] and not messages[1].size % 128
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "gradients", "least", "most"), [
     (gpt2.build(NET), ("int8", "fp4"), 0.05, 0.3), (gpt2_nnx.build(NET), ("int8", "fp4"), 0.05, 0.3),
@@ -141,9 +164,12 @@ def sent(found, kind, codes):
 @pytest.mark.grid
 @pytest.mark.parametrize("name", [*map(slow, ("cpu stage 3", 
     "h100 stage 3", "h100 stage 3, hpZ", "h100 stage 2", "h100 stage 3, unrolled", "h100 stage 3, odd",
-    "h100 stage 3, 5 x 5", "v5e stage 3"))])
+    "h100 stage 3, 5 x 5", "v5e stage 3", "v5p stage 3"))])
 def test_weights_and_gradients_travel_as_codes(name):
-    """And negative controls: one gather, or one reduction, of which is sent in bfloat16, and some that is not sent."""
+    """And negative controls: one gather, or one reduction, in float32, all of a kind with twice the bytes, and none.
+
+    Twice the bytes are what the bits of bfloat16 would take under the name of codes.
+    """
     found = program(f"{name}, quantised")
     report = found.verify()
     for result in report.results[:2]:
@@ -152,7 +178,7 @@ def test_weights_and_gradients_travel_as_codes(name):
     assert sent(found, "all-to-all", True) and not sent(found, "all-to-all", False)
 
     def widened(c):
-        shapes = tuple(("f32", shape[1]) if shape[0] in CODES else shape for shape in c.shapes)
+        shapes = tuple(("f32", (*shape[1], CODES[shape[0]])) if shape[0] in CODES else shape for shape in c.shapes)
         return dataclasses.replace(c, shapes=shapes, payload_bytes=4 * c.payload_bytes)
 
     coded = [c for c in found.collectives if set(c.dtypes) & set(CODES)]
@@ -161,6 +187,11 @@ def test_weights_and_gradients_travel_as_codes(name):
         changed = [widened(c) if c is largest else c for c in found.collectives]
         told = [f"of {what} are {how}" for how in ("sent as", "gathered", "reduced")]
         assert any(text in line for line in contract.check(changed, found.contract).violations for text in told)
+        bits_of_bf16 = [dataclasses.replace(c, payload_bytes=2 * c.payload_bytes, shapes=tuple(
+            (dtype, (*dims, 2)) if dtype in CODES else (dtype, dims) for dtype, dims in c.shapes))
+            if c in coded and c.kind == kind else c for c in found.collectives]
+        assert any(f"bytes of {what} are" in line for line in contract.check(
+            bits_of_bf16, found.contract).violations)
         missing = [c for c in found.collectives if c.kind != kind]
         assert any(f"bytes of {what} are sent as codes, of" in line
                    for line in contract.check(missing, found.contract).violations)

@@ -10,7 +10,7 @@ from support.rounding import rounded
 import zero_jax
 from zero_jax import Communication
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.sharding.quantized.messages import GRADIENT_NAMES, BlockFormat
+from zero_jax.sharding.quantized.messages import GRADIENT_NAMES, BlockFormat, as_words, from_words, num_words
 from zero_jax.sharding.quantized.reduce import reduce_quantized
 
 VALUES = np.random.default_rng(0).normal(size=(3, 700)).astype(np.float32) * np.float32(10.0) ** np.arange(-3, 4, 3)[
@@ -29,6 +29,20 @@ def test_a_message_is_what_numpy_makes_of_it(name, block):
     np.testing.assert_array_equal(received, expected)
     assert np.max(np.abs(received - VALUES) / np.abs(VALUES).max(1, keepdims=True)) <= codes.relative_error
     assert not np.array_equal(expected, np.stack([rounded(row, name, 128) for row in VALUES]))
+
+
+@pytest.mark.parametrize("num_bytes", [2, 511, 512, 513, 1920])
+def test_words_hold_the_bytes_in_rows(num_bytes):
+    """As NumPy packs them; and negative control: neighbours are not in one word."""
+    message = np.random.default_rng(2).integers(0, 256, (3, num_bytes), np.uint8)
+    words = jax.jit(as_words)(message)
+    assert words.dtype == jnp.uint32 and words.shape == (3, num_words(num_bytes)) and not words.shape[1] % 128
+    assert 0 <= 4 * words.shape[1] - num_bytes < 512
+    np.testing.assert_array_equal(jax.jit(from_words, static_argnums=1)(words, num_bytes), message)
+    padded = np.pad(message, ((0, 0), (0, -num_bytes % 512)))
+    quarters = padded.reshape(3, 4, -1).transpose(0, 2, 1)
+    np.testing.assert_array_equal(words, np.ascontiguousarray(quarters).view("<u4")[..., 0])
+    assert not np.array_equal(words, padded.view("<u4"))
 
 
 def test_fp4_keeps_small_values_to_a_third():
@@ -70,6 +84,7 @@ REDUCTIONS = {
     "odd": ((3, 2), 1, ("int8", "fp8"), P(None, ("data_0", "data_1")), ()),
     "inside is major": ((2, 3), 1, ("int8", "int4"), P(("data_0", "data_1")), ("data_0",)),
     "replicas": ((4,), 2, ("int8", "fp4"), P("data"), ()),
+    "replicas, words": ((4,), 2, ("int8", "fp4"), P("data"), ()),  # as TPUs gather them
 }
 
 
@@ -108,8 +123,9 @@ def summed(parts, mesh, spec, hops):
 
 
 @pytest.mark.parametrize("kind", REDUCTIONS)
-def test_a_reduction_is_what_numpy_makes_of_it(kind):
+def test_a_reduction_is_what_numpy_makes_of_it(kind, monkeypatch):
     """And negative control: in other blocks it is another sum."""
+    monkeypatch.setattr(MeshAxes, "is_tpu", kind.endswith("words"))
     data, replica, gradients, spec, hpz = REDUCTIONS[kind]
     mesh = zero_jax.make_mesh(data if len(data) > 1 else data[0], replica=replica)
     axes, every = MeshAxes.of(mesh), tuple(mesh.axis_names)

@@ -239,7 +239,7 @@ def with_prefetch(target: str, name: str, *, prefetch: bool) -> Row:
 PROGRAMS: dict[str, Row] = {
     **{f"{chip} stage 3, {name}{', prefetch' * prefetch}": with_prefetch(target, name, prefetch=prefetch)
        for chip, target in (("h100", H100), ("v5p", V5P)) for name in BESIDE_PREFETCH for prefetch in (False, True)
-       if chip == "h100" or name in ("accumulated", "hpZ")},
+       if chip == "h100" or name in ("accumulated", "hpZ", "int8")},
     # Eight H100s: the stages and what negates them.
     **{f"h100 stage {stage}": Row(H100, stage) for stage in range(4)},
     **{f"h100 stage 3, 8 layers{', prefetch' * prefetch}": Row(
@@ -280,7 +280,9 @@ PROGRAMS: dict[str, Row] = {
         "h100 stage 3, unrolled": quantized(H100, 3, model=gpt2_nnx.build(UNROLLED)),
         "h100 stage 3, odd": quantized("h100:3x8", 3, (3, 8), model=gpt2.build(UNEVEN)),
         "h100 stage 3, 5 x 5": quantized("h100:5x8", 3, (5, 5)),
-        "v5e stage 3": quantized(V5E, 3, gradients="fp4")}.items()},
+        "v5e stage 3": quantized(V5E, 3, gradients="fp4"),
+        "v5p stage 3": quantized(V5P, 3, (4, 2)),
+        "v6e stage 3": quantized("v6e:2x4", 3)}.items()},
     "h100 stage 2, quantised, uncoded": quantized(H100, 2, change=uncoded),
     # TPUs.
     **{f"v5e stage {stage}": Row(V5E, stage) for stage in (1, 2, 3)},

@@ -46,6 +46,48 @@ def test_without_it_everything_blocks():
     assert with_it.sent() == pytest.approx(without.sent(), rel=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5p", "v6e"])
+def test_the_sparse_cores_send_codes(chip):
+    """Weights and gradients of int8 are as asynchronous as those of bf16.
+
+    The control is the same program with its gathers as bytes and without the option for all-to-alls: both block.
+    """
+    assert asynchronous(f"{chip} stage 3, quantised") > 0.95
+    sent = {c.kind: set(c.dtypes) for c in program(f"{chip} stage 3, quantised").collectives if c.payload_bytes > 2**14}
+    assert sent["all-to-all"] == {"u8"} and sent["all-gather"] == {"u32"}
+
+
+def codes_of(target, dtype, options):
+    """Whether a gather and an all-to-all of codes in a loop are asynchronous."""
+    mesh = mesh_of(target)
+    split = P(mesh.axis_names)
+
+    def round_of(x, codes):
+        for axis in reversed(mesh.axis_names):
+            codes = jax.lax.all_gather(codes, axis, tiled=True)
+        x = jnp.tanh(x @ codes.reshape(512, 512).astype(x.dtype))
+        own = (x * 100).astype(jnp.uint8).reshape(mesh.size, -1)
+        return x, jax.lax.all_to_all(own, mesh.axis_names, 0, 0, tiled=True)
+
+    loop = jax.shard_map(lambda x, codes: jax.lax.scan(round_of, x, codes), mesh=mesh, check_vma=False,
+                         in_specs=(split, P(None, *split)), out_specs=(split, P(None, *split)))
+    like = [jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, spec)) for shape, kind, spec in (
+        ((8 * 2048, 512), jnp.bfloat16, split), ((3, 512 * 512), dtype, P(None, *split)))]
+    compiled = compiled_for(jax.jit(loop).lower(*like), mesh.devices.flat[0], options)
+    found = collectives(schedule(compiled.as_text()))
+    return tuple(all(each.asynchronous for each in found if each.kind == kind) for kind in ("all-gather", "all-to-all"))
+
+
+@pytest.mark.slow
+def test_why_codes_are_gathered_as_words():
+    """XLA for v5p gathers bytes with collectives that block; where it no longer does, drop `as_words`."""
+    options = overlap_options(mesh_of("v5p:2x2x2").devices.flat[0], True)
+    without = options | {"xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all": False}
+    assert codes_of("v5p:2x2x2", jnp.uint32, options) == (True, True)
+    assert codes_of("v5p:2x2x2", jnp.uint8, without) == (False, False)
+
+
 def beside_products(name, kind="all-gather"):
     """Share of the bytes of gathers, or of another kind, in loops between whose start and end a product runs."""
     found = [c for c in program(name).collectives if c.kind == kind and c.in_loop]
@@ -119,7 +161,7 @@ def test_a_tpu_gathers_for_the_next_layer_and_reduces_behind_the_one_before():
 @pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize(("chip", "name"), [
-    *(("h100", name) for name in BESIDE_PREFETCH), ("v5p", "accumulated"), ("v5p", "hpZ")])
+    *(("h100", name) for name in BESIDE_PREFETCH), *(("v5p", name) for name in ("accumulated", "hpZ", "int8"))])
 def test_prefetch_takes_effect_beside_other_options(chip, name):
     """More bytes are sent beside products, and the contract is kept. The control is the step without prefetch."""
     ahead, plain = (program(f"{chip} stage 3, {name}{which}") for which in (", prefetch", ""))
@@ -137,8 +179,6 @@ def test_prefetch_takes_effect_beside_other_options(chip, name):
     ({"target": "v5p:2x2x2", "prefetch": True, "overlap": False}, "overlap=False changes nothing on 'TPU v5'.*block"),
     ({"target": "", "prefetch": True}, "changes nothing on 'cpu'"),
     ({"prefetch": True, "accumulate": 2, "gather": "step"}, "prefetch=True at stage 3 with gather='step'"),
-    ({"target": "v5p:2x2x2", "prefetch": True, "communication": zero_jax.Communication(weights="int8")},
-     "prefetch=True with communication.weights='int8' on TPUs.*block"),
     ({"prefetch": True, "model": dataclasses.replace(CONFIG, scan_layers=False)}, "no loop of this model")])
 def test_where_nothing_can_be_gathered_ahead_it_is_refused(options, told):
     with pytest.raises(zero_jax.UsageError, match=told):

@@ -47,7 +47,7 @@ def param_pieces(layout: Layout) -> dict[int | tuple[int, ...], str]:
         for shape in (leaf.shape, stored_shape.shape):
             pieces |= dict.fromkeys(_piece_sizes(shape, layout.reads[name], parts, layout.axes.sizes), name)
         if layout.quantized is not None and (codes := layout.quantized.gathers.get(name)):
-            message = parts * codes.format.message_bytes(codes.num_values)
+            message = parts * codes.message_size
             shape = (leaf.size // (parts * codes.num_values), message)  # of all layers, and of one
             pieces |= dict.fromkeys(_piece_sizes(shape, ParamAccess((0,)), parts, layout.axes.sizes), name)
     return pieces
@@ -123,7 +123,7 @@ def _in_codes(layout: Layout, traffic: ParamTraffic, shard: float, gathers: floa
         return traffic
     name, axes = traffic.name, layout.axes
     if codes := quantized.gathers.get(name):
-        whole = shard / codes.num_values * axes.zero_size * codes.format.message_bytes(codes.num_values)
+        whole = shard / codes.num_values * axes.zero_size * codes.message_bytes
         traffic = dataclasses.replace(traffic, gathers_codes=True, gathered=whole * traffic.gathered / traffic.size,
                                       gathered_bytes=whole * gathers)
     if name in quantized.gradients:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from zero_jax.contract.report import Contract
+from zero_jax.contract.report import CODES, Contract
 from zero_jax.optim.whole_matrices import MATRICES_SCOPE
 from zero_jax.sharding.gather import GATHER_SCOPE, SCATTER
 from zero_jax.sharding.slices import OUTER_SCOPE
@@ -65,8 +65,9 @@ def total_bytes(collectives: Iterable[Collective]) -> float:
 
 
 def total_elements(collectives: Iterable[Collective]) -> float:
-    """Elements that each device sends for them per step."""
-    return sum(c.communication_bytes * c.count * sum(math.prod(dims) for _, dims in c.shapes) / c.payload_bytes
+    """Elements that each device sends for them per step; of messages of codes, bytes."""
+    return sum(c.communication_bytes * c.count / c.payload_bytes
+               * sum(math.prod(dims) * CODES.get(dtype, 1) for dtype, dims in c.shapes)
                for c in collectives if c.payload_bytes)
 
 

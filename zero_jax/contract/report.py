@@ -7,8 +7,10 @@ from zero_jax.contract.host import HostBudget, HostUse, bytes_ahead, bytes_of
 from zero_jax.typing import AxisNames
 from zero_jax.xla.collective import Collective
 
-CODES = ("u8", "s8")
-"""HLO's dtypes of quantised messages."""
+CODES = {"u8": 1, "s8": 1, "u32": 4}
+"""HLO's dtypes of quantised messages, and the bytes of codes in an element of each: TPUs gather words.
+
+A parameter or gradient is of none of these: what is quantised has a floating dtype, and is never sent as integers."""
 
 
 @dataclasses.dataclass(frozen=True)

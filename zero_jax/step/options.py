@@ -97,10 +97,6 @@ class StepOptions:
         if self.prefetch is True and whole:
             raise UsageError(f"prefetch=True at stage {self.stage.number} with gather={self.accumulation.gather!r}: no "
                              "layer gathers its parameters, which are whole: leave it out.")
-        if self.prefetch is True and axes.is_tpu and self.communication and self.communication.weights is not None:
-            raise UsageError(f"prefetch=True with communication.weights={self.communication.weights!r} on TPUs: their "
-                             "compiler sends codes with collectives that block, in whichever round of a loop they are: "
-                             "leave one of them out.")
         if self.tiling is not None:
             self._check_tiling(axes)
         # Each of these raises for what it cannot be made of.

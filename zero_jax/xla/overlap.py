@@ -38,6 +38,7 @@ _REASONS = {
 _SPARSE_CORES: dict[str, Any] = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
     "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+    "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all": True,  # of quantised gradients
     "xla_tpu_use_tc_device_shape_on_sc": True,
     "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,  # else these gathers stay on the TensorCore

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.sharding.quantized.messages import BlockFormat
+from zero_jax.sharding.quantized.messages import BlockFormat, as_words, from_words, num_words
 from zero_jax.typing import AxisNames, DType, Shape
 
 
@@ -20,8 +20,9 @@ class GatherCodes:
     """How a stored parameter becomes messages, and messages the parameter.
 
     A message has as many dims as the stored array, so that loops of a model slice both alike: its `loops` dims, and in
-    the last of the others the bytes of a device's shard of a layer; the remaining dims have size 1. All axes that shard
-    the parameter split that one dim, so that uneven shapes need no rule: whatever a shard is, it is a row of bytes.
+    the last of the others the bytes of a device's shard of a layer, on TPUs in words; the remaining dims have
+    size 1. All axes that shard the parameter split that one dim, so that uneven shapes need no rule: whatever a shard
+    is, it is a row of bytes.
 
     Attributes:
         format: of the codes.
@@ -49,6 +50,17 @@ class GatherCodes:
         """Values in a message, of each layer."""
         return math.prod(size for size, is_loop in zip(self.local, self.loops, strict=True) if not is_loop)
 
+    @property
+    def message_size(self) -> int:
+        """Elements of a message, of each layer: bytes, on TPUs words."""
+        own = self.format.message_bytes(self.num_values)
+        return num_words(own) if self.axes.is_tpu else own
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of a message, of each layer."""
+        return self.message_size * (4 if self.axes.is_tpu else 1)
+
     def drop_dim(self, index: int) -> "GatherCodes":
         """As `ParamUse.drop_dim`."""
         return self._edit(lambda values: (*values[:index], *values[index + 1:]))
@@ -63,7 +75,7 @@ class GatherCodes:
         return dataclasses.replace(self, spec=P(*edit(self.spec)), local=edit(self.local), loops=edit(self.loops))
 
     def encode(self, stored: jax.Array) -> jax.Array:
-        """The messages of all devices, each made of its own shard; under jit. Floats in, uint8 out."""
+        """The messages of all devices, each made of its own shard; under jit. Floats in, uint8 or uint32 out."""
         stored = constrain(jax.lax.stop_gradient(stored), self.axes.mesh, self.spec)
         return constrain(self._messages(stored, self.order), self.axes.mesh, self.sent)
 
@@ -79,8 +91,8 @@ class GatherCodes:
         order = tuple(axis for axis in self.order if axis not in split)
         loops, others = self._dims
         sizes, parts = [messages.shape[dim] for dim in loops], [self.axes.size(axis) for axis in order]
-        rows = jnp.moveaxis(messages, self._flat, -1).reshape(
-            *sizes, *parts, self.format.message_bytes(self.num_values))
+        rows = jnp.moveaxis(messages, self._flat, -1).reshape(*sizes, *parts, self.message_size)
+        rows = from_words(rows, self.format.message_bytes(self.num_values)) if self.axes.is_tpu else rows
         values = self.format.decode(rows, self.num_values, dtype).reshape(
             *sizes, *parts, *(self.local[dim] for dim in others))
         shape, permutation = self._expanded([messages.shape[dim] if is_loop else size for dim, (size, is_loop) in
@@ -97,6 +109,7 @@ class GatherCodes:
         rows = jnp.transpose(stored.reshape([size for size, _ in shape]), permutation)
         kept = len(loops) + len(order)
         message = self.format.encode(rows.reshape(*rows.shape[:kept], -1))
+        message = as_words(message) if self.axes.is_tpu else message
         whole = [stored.shape[dim] if is_loop else 1 for dim, is_loop in enumerate(self.loops)]
         whole[self._flat] = math.prod(message.shape[len(loops):])
         flat = message.reshape(*message.shape[:len(loops)], -1)

@@ -5,6 +5,7 @@ and bfloat16 collectives into wider ones, and int4 ones into int8.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -14,6 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.typing import DType
+
+ROW_BYTES = 512
+"""Of a row of 128 words, of which messages are made on TPUs: SparseCores gather no bytes (these block), and XLA gathers
+words that fill no row by an all-reduce, which sends as much again."""
 
 SCALE_BYTES = 2
 """Of a block's scale: the upper half of a float32, rounded up."""
@@ -122,6 +127,27 @@ class BlockFormat:
             codes = jnp.concatenate([codes << 4, codes & 0xF0], axis=-1)
             return (_bitcast(codes, jnp.int8) >> 4).astype(jnp.float32)  # an arithmetic shift: it keeps the sign
         return _bitcast(codes, jnp.int8).astype(jnp.float32)
+
+
+def num_words(num_bytes: int) -> int:
+    """How many words `as_words` makes of so many bytes."""
+    return -(-num_bytes // ROW_BYTES) * (ROW_BYTES // 4)
+
+
+def as_words(message: jax.Array) -> jax.Array:
+    """The bytes of the last dim in rows of words: (..., n) uint8 to (..., num_words(n)) uint32.
+
+    Its quarters share the words, and not four neighbours: a dim of size 4 takes 128 in the memory of a TPU.
+    """
+    padded = jnp.pad(message, [(0, 0)] * (message.ndim - 1) + [(0, -message.shape[-1] % ROW_BYTES)])
+    quarters = jnp.split(padded.astype(jnp.uint32), 4, axis=-1)
+    return functools.reduce(jnp.bitwise_or, (each << (8 * place) for place, each in enumerate(quarters)))
+
+
+def from_words(words: jax.Array, num_bytes: int) -> jax.Array:
+    """The inverse of `as_words`: the last dim has `num_bytes` again."""
+    quarters = [(words >> (8 * place)).astype(jnp.uint8) for place in range(4)]
+    return jnp.concatenate(quarters, axis=-1)[..., :num_bytes]
 
 
 def _chosen(values: Sequence[float], codes: jax.Array) -> jax.Array:

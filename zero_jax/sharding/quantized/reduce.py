@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.sharding.quantized.messages import BlockFormat
+from zero_jax.sharding.quantized.messages import BlockFormat, as_words, from_words
 from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.typing import AxisNames
 
@@ -44,7 +44,8 @@ def reduce_quantized(value: jax.Array, axes: MeshAxes, spec: P, hops: Sequence[H
             parts = _scatter(parts.reshape(math.prod(size[axis] for axis in hop_axes), -1), hop_axes, codes)
             parts = parts.reshape(-1, math.prod(local))
         else:
-            parts = _all_reduce(parts[0], hop_axes, math.prod(size[axis] for axis in hop_axes), codes)[None]
+            parts = _all_reduce(
+                parts[0], hop_axes, math.prod(size[axis] for axis in hop_axes), codes, words=axes.is_tpu)[None]
     return parts.reshape(local).astype(value.dtype)
 
 
@@ -66,11 +67,13 @@ def _scatter(parts: jax.Array, hop_axes: AxisNames, codes: BlockFormat) -> jax.A
     return jnp.sum(codes.decode(messages, parts.shape[1], jnp.float32), axis=0)
 
 
-def _all_reduce(values: jax.Array, hop_axes: AxisNames, num_devices: int, codes: BlockFormat) -> jax.Array:
+def _all_reduce(values: jax.Array, hop_axes: AxisNames, num_devices: int, codes: BlockFormat, *, words: bool
+                ) -> jax.Array:
     """The sum of the devices' `values`: scattered, and gathered from messages, so that all decode the same."""
     padded = jnp.pad(values, (0, -values.size % num_devices)).reshape(num_devices, -1)
     message = codes.encode(_scatter(padded, hop_axes, codes))
-    messages = jax.lax.all_gather(message, hop_axes)
+    messages = jax.lax.all_gather(message if not words else as_words(message), hop_axes)
+    messages = messages if not words else from_words(messages, message.shape[-1])
     return codes.decode(messages, padded.shape[1], jnp.float32).reshape(-1)[:values.size]
 
 
