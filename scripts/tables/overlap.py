@@ -4,9 +4,10 @@
     python scripts/tables/overlap.py h100:8 3 1.5b '{}' '{"prefetch": true}'       # 3 minutes
 
 Each argument behind target, stage and model is a set of arguments of `make_zero_train_step`, as JSON; what it has under
-"xla" are options of XLA, under "communication" the arguments of `Communication`. Of each it prints the shares of the bytes of gathers and reductions that are sent
-asynchronously and, of these, beside a matrix product; temporaries, and as predicted from the schedule the seconds in
-which nothing but communication runs, those of a step, and MFU. Blocks are rematerialised; the batch is `MODELS`'.
+"xla" are options of XLA, under "communication" the arguments of `Communication`. Of each it prints the shares of the
+bytes of gathers and reductions that are sent asynchronously and, of these, beside a matrix product; temporaries, and as
+predicted from the schedule the seconds in which nothing but communication runs, those of a step, and MFU. Blocks are
+rematerialised; the batch is `MODELS`'.
 """
 
 import dataclasses
