@@ -168,7 +168,7 @@ def test_prefetch_takes_effect_beside_other_options(chip, name):
     assert not ahead.report.violations and not plain.report.violations
     beside = [sum(c.communication_bytes * c.count for c in each.collectives if c.asynchronous and c.overlapped_flops)
               / each.sent() for each in (ahead, plain)]
-    assert beside[0] > beside[1] + 0.15, beside
+    assert beside[0] > beside[1] + {"h100": 0.15, "v5p": 0.1}[chip], beside
     assert ahead.sent() == pytest.approx(plain.sent(), rel=0.01)
     assert ahead.memory.temp_size_in_bytes < 1.25 * plain.memory.temp_size_in_bytes
 
