@@ -244,6 +244,9 @@ PROGRAMS: dict[str, Row] = {
     **{f"h100 stage {stage}": Row(H100, stage) for stage in range(4)},
     **{f"h100 stage 3, 8 layers{', prefetch' * prefetch}": Row(
         H100, 3, gpt2.build(WIDE), batch=(4, 512), options={"prefetch": prefetch}) for prefetch in (False, True)},
+    **{f"h100 stage 3, 4 layers unrolled{', combined' * bool(size)}": Row(
+        H100, 3, gpt2.build(dataclasses.replace(WIDE, num_layers=4, scan_layers=False)), batch=(4, 512),
+        options={"combine_bytes": size}) for size in (None, 2**20)},
     "h100 stage 3, annotated": Row(H100, 3, change=annotated),
     "h100 stage 3, kept": Row(H100, 3, change=kept),
     "h100 stage 3, padded after the sum": Row(H100, 3, gpt2.build(UNEVEN), change=partitioned),

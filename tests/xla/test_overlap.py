@@ -147,6 +147,20 @@ def test_a_gpu_gathers_for_the_next_layer():
 
 
 @pytest.mark.slow
+def test_a_gpu_reduces_beside_products_in_an_unrolled_model_if_few_are_combined():
+    """The control is what XLA combines by itself: all reductions, which then come last."""
+    def beside(name):
+        found = [c for c in program(name).collectives if c.kind == "reduce-scatter"]
+        return sum(c.communication_bytes for c in found if c.overlapped_flops) / sum(
+            c.communication_bytes for c in found)
+
+    few, all_of_them = (program(f"h100 stage 3, 4 layers unrolled{which}") for which in (", combined", ""))
+    assert not few.report.violations and few.sent() == pytest.approx(all_of_them.sent(), rel=1e-3)
+    assert beside("h100 stage 3, 4 layers unrolled, combined") > 0.4
+    assert beside("h100 stage 3, 4 layers unrolled") < 0.05
+
+
+@pytest.mark.slow
 def test_a_tpu_gathers_for_the_next_layer_and_reduces_behind_the_one_before():
     """More of the bytes of loops have a product beside them, and none are added. The control is the step without."""
     ahead, plain = program("v5p stage 3, 4 layers, prefetch"), program("v5p stage 3, 4 layers")
