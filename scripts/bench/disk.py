@@ -188,8 +188,8 @@ def train(way, folder, million, steps, buffer_mib):
     result = {"way": way, "parameters": step.layout().num_params, "peak_mib": peak.bytes / 2**20,
               "seconds": statistics.median(times[1:]), "losses": losses}
     if way == "files":
-        records = step._states.records.records
-        read = sum(piece.states.num_bytes for piece in step._states.pieces)
+        records = step._states.records.layout.records
+        read = sum(record.num_bytes for piece in step._states.pieces for record in piece.reads)
         result |= {"read_bytes": read, "written_bytes": sum(each.num_bytes for each in records if not each.once),
                    "ring_mib": step._states.streaming.ring_bytes / 2**20,
                    "direct": step._states.generations._files[0].is_direct}

@@ -19,7 +19,10 @@ from zero_jax.step.disk.step import DiskTrainStep
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"offload": "disk"}, "name a folder"), ({"offload_disk": "/tmp/x"}, "without offload=disk or auto"),
+    ({"offload": "disk"}, "name a folder"),
+    ({"offload_disk": "/tmp/x"}, "without offload=disk, disk-parameters or auto"),
+    ({"offload": "disk-parameters"}, "offload=disk-parameters: name a folder"),
+    ({"offload": "disk-parameters", "stage": 2, "offload_disk": "/tmp/x"}, "take stage 3, or offload=disk"),
     ({"offload": "disk", "offload_disk": __file__}, "is no folder"),
     ({"offload": "auto", "offload_gib": 2.0, "offload_disk": __file__}, "is no folder"),
     ({"offload_gib": 2.0}, "without offload=auto"), ({"offload": "auto", "offload_gib": -1.0}, "give the GiB"),

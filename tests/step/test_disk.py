@@ -50,7 +50,7 @@ def differing(left, right):
 def test_what_files_take_is_known_before_they_are_made(tmp_path, stage, precision):
     step = made(stage, tmp_path / "run", precision=precision)
     layout, parts = step.layout(BATCH), [
-        part for record in step._prepared(BATCH).records.records for part in record.parts]
+        part for record in step._prepared(BATCH).records.layout.records for part in record.parts]
     traffic = disk_traffic(layout, jax.device_count())
     total = sum(part.num_bytes for part in parts)
     assert abs(traffic.stored * jax.device_count() - 2 * total) <= 2 * jax.device_count()

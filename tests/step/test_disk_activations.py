@@ -20,7 +20,7 @@ from models import gpt2
 from zero_jax.disk.scratch import ScratchFile
 from zero_jax.errors import CheckpointError, DamagedCheckpointError
 from zero_jax.jaxpr import cut
-from zero_jax.step.disk.saved_rounds import SavedRounds
+from zero_jax.step.pieces.saved_rounds import SavedRounds
 from zero_jax.tree import named_leaves
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
@@ -125,6 +125,7 @@ def test_after_an_error_the_state_is_that_before_the_step(tmp_path, monkeypatch)
     wanted = trained(made(tmp_path / "right"))[0]
     step = made(tmp_path / "wrong")
     state, numbers = step.init(jax.random.key(0), BATCH), []
+    step._jitted[0].close()  # whose space `init` has reserved
     for at in range(3):
         with monkeypatch.context() as patched:
             if at == 0:

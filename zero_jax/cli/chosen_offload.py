@@ -12,7 +12,7 @@ from zero_jax.cli.train_config import TrainConfig
 from zero_jax.disk.commits import has_commits
 from zero_jax.errors import UsageError
 from zero_jax.planning.memory import Transformer
-from zero_jax.planning.offload_choice import DISK, OffloadArgument, OffloadChoice
+from zero_jax.planning.offload_choice import DISK, DISK_PARAMETERS, OffloadArgument, OffloadChoice
 from zero_jax.planning.placement import choose_for
 from zero_jax.sharding.memory.kinds import Offload
 from zero_jax.step.step import ZeroTrainStep
@@ -34,7 +34,8 @@ def with_chosen_offload(config: Config, objective: Objective, devices: list[jax.
 
     def placed(offload: OffloadArgument) -> Config:
         if isinstance(offload, Offload) and offload.disk is not None:
-            return dataclasses.replace(config, offload="disk", offload_disk=Path(offload.disk), offload_gib=None)
+            name = DISK_PARAMETERS if offload.parameters == "disk" else DISK
+            return dataclasses.replace(config, offload=name, offload_disk=Path(offload.disk), offload_gib=None)
         share = offload.fraction if isinstance(offload, Offload) else 1.0
         name = "optimizer" if isinstance(offload, Offload) else offload or "no"
         return dataclasses.replace(config, offload=name, offload_fraction=share, offload_disk=None, offload_gib=None)
@@ -45,7 +46,8 @@ def with_chosen_offload(config: Config, objective: Objective, devices: list[jax.
     limit = None if config.offload_gib is None else round(config.offload_gib * 2**30)
     choice = choose_for(make, objective.batch_shapes(), target=target, memory_bytes=limit, disk=config.offload_disk,
                         transformer=transformer)
-    if config.resume and config.offload_disk is not None and choice.name != DISK and has_commits(config.offload_disk):
+    if config.resume and config.offload_disk is not None and choice.name not in (
+            DISK, DISK_PARAMETERS) and has_commits(config.offload_disk):
         raise UsageError(f"offload=auto: {choice.reason}; and offload_disk={config.offload_disk} has the states of a "
                          "run: give offload=disk to go on from them, or leave offload_disk out.")
     return placed(choice.offload), choice

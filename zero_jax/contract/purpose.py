@@ -40,7 +40,9 @@ def purpose_of(collective: Collective, contract: Contract) -> str:
 
 
 def split_by_purpose(collective: Collective, contract: Contract) -> Iterable[Collective]:
-    """A gather of many buffers as one for each purpose: a GPU's compiler combines what it can."""
+    """A gather or all-reduce of many buffers as one for each purpose: compilers combine what they can."""
+    if collective.kind == "all-reduce":
+        return _sums_by_purpose(collective, contract)
     budget = contract.budget("matrices")
     matrices = set(budget.pieces) if budget and MATRICES_SCOPE in collective.op_name else set()
     if collective.kind != "all-gather" or len(collective.shapes) == 1 or (
@@ -52,6 +54,21 @@ def split_by_purpose(collective: Collective, contract: Contract) -> Iterable[Col
         parts[MATRICES_SCOPE if sorted_dims(shape[1]) in matrices else
               GATHER_SCOPE if size in contract.budgets[0].pieces else ""].append(shape)
     return [_part(collective, shapes, scope) for scope, shapes in parts.items() if shapes]
+
+
+def _sums_by_purpose(collective: Collective, contract: Contract) -> Iterable[Collective]:
+    """An all-reduce of gradients, of which nothing else tells what it is for, apart from the sums that go with it.
+
+    With the norm of a small model these are more than a thousandth: those of an embedding's gradient, of 6144 elements,
+    and eight scalars were taken for the rest together.
+    """
+    if len(collective.shapes) == 1 or collective.serves or SCATTER in collective.op_name or (
+            MATRICES_SCOPE in collective.op_name or _is_piece(collective, contract)):
+        return (collective,)
+    is_piece = [math.prod(shape[1]) in contract.budgets[0].pieces for shape in collective.shapes]
+    parts = [[shape for shape, own in zip(collective.shapes, is_piece, strict=True) if own == wanted]
+             for wanted in (True, False)]
+    return [_part(collective, shapes, "") for shapes in parts if shapes]
 
 
 def sorted_dims(dims: Sequence[int]) -> tuple[int, ...]:

@@ -26,7 +26,10 @@ _open: "weakref.WeakValueDictionary[str, Generations]" = weakref.WeakValueDictio
 
 
 class Generations:
-    """The two generations of one process in a folder."""
+    """The two generations of one process in a folder.
+
+    scratch_bytes: of files that a step needs beside them there, for its own time; to be set before `create`.
+    """
 
     def __init__(self, folder: Any, layout: RecordLayout, *, process: int = 0, num_processes: int = 1):
         """Nothing is read or written yet.
@@ -37,6 +40,7 @@ class Generations:
         self.path = Path(folder) / process_folder(process, num_processes)
         self.layout = layout
         self.committed: Commit | None = None
+        self.scratch_bytes = 0
         self._files = [AlignedFile(self.path / f"generation-{slot}.bin") for slot in (0, 1)]
         self._slots: list[Commit | None] = [None, None]
         self._written: dict[int, int] = {}
@@ -112,6 +116,7 @@ class Generations:
         for record in self.layout.records:
             self._verified(record, self._files[slot].read(record, buffer), commit)
         if not self._is_open:
+            self._check_space()
             self._files[1 - slot].open(self.layout.num_bytes, create=True)
             self._is_open = True
         self.committed = commit
@@ -183,11 +188,13 @@ class Generations:
     def _check_space(self) -> None:
         there = sum(file.path.stat().st_blocks * 512 for file in self._files if file.path.exists())
         free = shutil.disk_usage(self.path.parent).free
-        if self.disk_bytes - there > free:
+        if self.disk_bytes + self.scratch_bytes - there > free:
+            beside = "" if not self.scratch_bytes else (
+                f", the activations and gradients of a step {self.scratch_bytes:,} more")
             raise CheckpointError(
-                f"disk: two generations of {self.layout.num_bytes:,} bytes are {self.disk_bytes:,}, and "
+                f"disk: two generations of {self.layout.num_bytes:,} bytes are {self.disk_bytes:,}{beside}, and "
                 f"{self.path.parent} has {free:,} bytes free: free space there, name a folder on another disk, or give "
-                "an optimizer with less state.")
+                "an optimizer with less state" + (" or a smaller batch" if beside else "") + ".")
 
     def _verified(self, record: Record, value: int, commit: Commit) -> None:
         if value != commit.checksums[record.number]:

@@ -15,9 +15,12 @@ SCRATCH = "scratch.bin"
 class ScratchFile:
     """The records of one layout, which threads may write and read at once, each after it was written."""
 
-    def __init__(self, folder: Path, layout: RecordLayout):
-        """Reserves the space in `folder`; raises CheckpointError where the disk has too little of it."""
-        self.layout = layout
+    def __init__(self, folder: Path, layout: RecordLayout, after_damage: str):
+        """Reserves the space in `folder`; raises CheckpointError where the disk has too little of it.
+
+        after_damage: what to say of the state where a record is not as it was written.
+        """
+        self.layout, self._after_damage = layout, after_damage
         self._written: dict[int, int] = {}
         self._file = AlignedFile(folder / SCRATCH)
         self._file.open(layout.num_bytes, create=True)
@@ -29,7 +32,7 @@ class ScratchFile:
             raise DamagedCheckpointError(
                 f"{self._file.path} is damaged: bytes {record.offset:,} to {record.offset + record.num_bytes:,}, which "
                 f"hold {few(dict.fromkeys(part.leaf for part in record.parts), 3)}, are not what this step wrote "
-                "there: name another disk. The state is as it was before the step.")
+                f"there: name another disk. {self._after_damage}")
 
     def write(self, record: Record, fill: Callable[[], memoryview]) -> None:
         """Writes a record from the buffer that `fill` returns."""

@@ -4,26 +4,40 @@ A compiled program cannot wait for a file in its middle. In pieces, one for each
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zero_jax.jaxpr.equations import ClosedJaxpr, JaxprEqn, is_literal, primitive_of, variable_like, variables
 from zero_jax.jaxpr.primitives import BARRIER, JIT, SCAN, Scan, call_jaxpr
 from zero_jax.jaxpr.recipes import in_order, recipe
 from zero_jax.jaxpr.rounds import CutProgram, Piece, Rounds, straight
+from zero_jax.jaxpr.stack_sums import with_sums_in_rounds
 
 
-def cut_at_loops(closed: ClosedJaxpr, is_saved: Callable[[Any], bool]) -> CutProgram:
+def cut_at_loops(closed: ClosedJaxpr, is_saved: Callable[[Any], bool], *, given: Collection[int] = (),
+                 kept: Collection[int] = ()) -> CutProgram:
     """`closed` in pieces.
 
     Saved are stacks that a scan makes of parts for which `is_saved(aval)` and that only scans read, part by part: what
     forward leaves for backward. Calls around loops are opened. What a barrier hands to later pieces goes past it: they
     are programs of their own, and the barrier would copy it. A piece computes masks and the like again.
+
+    given: numbers of operands that are in no memory, such as stacked parameters: where only scans read one, part by
+    part, each round fetches its part. kept: numbers of results of which no stack is wanted, such as gradients: where a
+    scan makes one part by part, and all else that is made of it are sums, each round's part is saved. Others are read
+    and made as any (`CutProgram.in_memory`).
     """
     names: dict[Any, Any] = {}
     eqns = list(_opened(closed.jaxpr.eqns, names))
-    outvars = tuple(_named(atom, names) for atom in closed.jaxpr.outvars)
-    saved = _saved_stacks(eqns, outvars, is_saved)
+    outvars = [_named(atom, names) for atom in closed.jaxpr.outvars]
+    if kept:
+        eqns = list(_opened(with_sums_in_rounds(eqns, variables(outvars[number] for number in kept)), names := {}))
+        outvars = [_named(atom, names) for atom in outvars]
+    others = [atom for number, atom in enumerate(outvars) if number not in kept]
+    saved = {**_saved_stacks(eqns, others, is_saved), **_given_stacks(eqns, others, [
+        closed.jaxpr.invars[number] for number in given])}
+    saved |= _kept_stacks(eqns, others, [outvars[number] for number in kept])
+    outvars = tuple(outvars)
     if not saved:
         return CutProgram(closed, (), outvars)
     pieces: list[Any] = []
@@ -72,34 +86,52 @@ def _holds_scan(eqn: JaxprEqn) -> bool:
 
 def _saved_stacks(eqns: Sequence[JaxprEqn], outvars: Iterable[Any], is_saved: Callable[[Any], bool]) -> dict[Any, Any]:
     """The stacks that are saved, each and what barriers call it -> what the scan that makes it calls it."""
-    users: dict[Any, list[tuple[JaxprEqn, int]]] = {}
-    for eqn in eqns:
-        for number, atom in enumerate(eqn.invars):
-            if not is_literal(atom):
-                users.setdefault(atom, []).append((eqn, number))
-    results = set(variables(outvars))
-
-    def names_of(stack: Any) -> list[Any] | None:
-        """`stack` and what barriers call it; None where it is read otherwise than by scans, part by part."""
-        names = [stack]
-        for name in names:  # which grows
-            if name in results or not users.get(name) and len(names) == 1:
-                return None
-            for eqn, number in users.get(name, ()):
-                if primitive_of(eqn) == BARRIER:
-                    names.append(eqn.outvars[number])
-                elif primitive_of(eqn) != SCAN or number < (scan := Scan.of(eqn)).num_consts + scan.num_carry:
-                    return None
-        return names
-
-    saved: dict[Any, Any] = {}
+    readers, saved = _Readers(eqns, outvars), dict[Any, Any]()
     for eqn in eqns:
         if primitive_of(eqn) == SCAN:
             carried = Scan.of(eqn).num_carry
             for stack, part in zip(eqn.outvars[carried:], call_jaxpr(eqn).jaxpr.outvars[carried:], strict=True):
                 if is_saved(part.aval):
-                    saved.update(dict.fromkeys(names_of(stack) or (), stack))
+                    saved.update(dict.fromkeys(readers.names_of(stack), stack))
     return saved
+
+
+def _given_stacks(eqns: Sequence[JaxprEqn], outvars: Iterable[Any], stacks: Iterable[Any]) -> dict[Any, Any]:
+    """As `_saved_stacks`, of operands of the program."""
+    readers = _Readers(eqns, outvars)
+    return {name: stack for stack in stacks for name in readers.names_of(stack)}
+
+
+def _kept_stacks(eqns: Sequence[JaxprEqn], outvars: Iterable[Any], stacks: Iterable[Any]) -> dict[Any, Any]:
+    """Those of `stacks` that a scan makes part by part, and that nothing reads, each -> itself."""
+    read = {*variables(outvars), *(var for eqn in eqns for var in variables(eqn.invars))}
+    made = {var for eqn in eqns if primitive_of(eqn) == SCAN for var in eqn.outvars[Scan.of(eqn).num_carry:]}
+    return {stack: stack for stack in variables(stacks) if stack in made - read}
+
+
+class _Readers:
+    """Which equations read each variable of a program."""
+
+    def __init__(self, eqns: Iterable[JaxprEqn], outvars: Iterable[Any]):
+        self._results = set(variables(outvars))
+        self._users: dict[Any, list[tuple[JaxprEqn, int]]] = {}
+        for eqn in eqns:
+            for number, atom in enumerate(eqn.invars):
+                if not is_literal(atom):
+                    self._users.setdefault(atom, []).append((eqn, number))
+
+    def names_of(self, stack: Any) -> list[Any]:
+        """`stack` and what barriers call it; nothing where it is not read, or otherwise than by scans, part by part."""
+        names = [stack]
+        for name in names:  # which grows
+            if name in self._results or not self._users.get(name) and len(names) == 1:
+                return []
+            for eqn, number in self._users.get(name, ()):
+                if primitive_of(eqn) == BARRIER:
+                    names.append(eqn.outvars[number])
+                elif primitive_of(eqn) != SCAN or number < (scan := Scan.of(eqn)).num_consts + scan.num_carry:
+                    return []
+        return names
 
 
 def _without_saved(eqn: JaxprEqn, saved: Mapping[Any, Any]) -> JaxprEqn:

@@ -24,7 +24,8 @@ class Rounds:
     Attributes:
         eqn: the scan.
         saved: numbers of its stacked results of which no stack is made: each round's part is saved.
-        fetched: numbers of its scanned operands that are the saved stacks of earlier scans.
+        fetched: numbers of its scanned operands of which a round's part is fetched: stacks that earlier scans saved, or
+            that are in no memory from the start.
         before: what each round computes of its operands first, rather than be given it.
     """
 
@@ -128,6 +129,11 @@ class CutProgram:
     closed: ClosedJaxpr
     pieces: tuple[Piece, ...]
     outvars: tuple[Any, ...]
+
+    @property
+    def in_memory(self) -> set[Any]:
+        """The variables that pieces read or make whole."""
+        return {var for piece in self.pieces for var in (*piece.inputs, *piece.outputs)}
 
     def last_reads(self) -> list[set[Any]]:
         """For each piece, the variables among its inputs and outputs that nothing behind it reads."""

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.jaxpr.equations import ClosedJaxpr, JaxprEqn, bind_in_scope, is_literal, run_eqns, structure_of, value_of
 from zero_jax.optim.block_equations import bind_on_block
-from zero_jax.optim.stream_blocks import Blocks, cut_in_loops
+from zero_jax.optim.stream_blocks import Blocks, cut_by_layer, cut_in_loops
 from zero_jax.optim.update_tasks import Task
 from zero_jax.tree import leaf_bytes
 
@@ -48,16 +48,23 @@ class Group:
         return start, blocks.rest.shape
 
 
-def group_tasks(tasks: Sequence[Task], carried: Sequence[Any], mesh: Mesh, buffer_bytes: int) -> list[Group]:
-    """The tasks in groups whose blocks take at most about `buffer_bytes` on each device; `carried` are abstract."""
+def group_tasks(tasks: Sequence[Task], carried: Sequence[Any], mesh: Mesh, buffer_bytes: int,
+                by_layer: Callable[[Task], bool]) -> list[Group]:
+    """The tasks in groups whose blocks take at most about `buffer_bytes` on each device; `carried` are abstract.
+
+    by_layer: whether a task of stacked layers is a group of its own, of whose blocks none has parts of two layers.
+    """
     elementwise = {at: task for at, task in enumerate(tasks) if task.is_elementwise}
     shapes = {at: NamedSharding(mesh, task.spec or P()).shard_shape(task.shape or ())
               for at, task in elementwise.items()}
     sizes = {at: sum(leaf_bytes(shapes[at], carried[number].dtype) for number in task.stored)
              for at, task in elementwise.items()}
+    layers = [Group((tasks[at],), (cut_by_layer(shapes[at], sizes[at], buffer_bytes),))
+              for at in elementwise if by_layer(tasks[at])]
+    others = {at: shape for at, shape in shapes.items() if not by_layer(tasks[at])}
     loops = [Group(tuple(tasks[at] for at in group), tuple(group.values()))
-             for group in cut_in_loops(shapes, sizes, buffer_bytes)]
-    return loops + [Group((task,), ()) for task in tasks if not task.is_elementwise]
+             for group in cut_in_loops(others, {at: sizes[at] for at in others}, buffer_bytes)]
+    return layers + loops + [Group((task,), ()) for task in tasks if not task.is_elementwise]
 
 
 class Pieces:
@@ -76,7 +83,7 @@ class Pieces:
     def run(self, group: Group, index: int, rest: bool, stored: Sequence[Sequence[Any]],
             buffers: Sequence[Sequence[Any]], values: dict[Any, Any]
             ) -> tuple[list[list[Any]], list[list[Any]], list[list[Any]]]:
-        """Computes a block: (new stored blocks, whole buffers, their blocks), each by task.
+        """Computes a block: (blocks that replace those in files, whole buffers, their blocks), each by task.
 
         stored: by task, a block of each array in `task.stored`, which is donated. buffers: by task, the arrays of
         `buffers_of`, donated and updated in place; values: of variables that were computed before.
@@ -125,8 +132,7 @@ class Pieces:
         run_eqns(task.eqns, env, barred)
         values = {number: value_of(self.jaxpr.outvars[number], env) for number in task.writes}
         buffers = self.buffers_of(task)
-        return ([values[number] for number in task.stored if number in values],
-                [values[number] for number in buffers])
+        return [values[number] for number in task.replaced(self.on_disk)], [values[number] for number in buffers]
 
     def _whole(self, group: Group, _: Any) -> Callable[..., Any]:
         (task,) = group.tasks
@@ -137,7 +143,7 @@ class Pieces:
         def piece(stored: Any, buffers: Any, arrays: Any, scalars: Any, start: Any) -> Any:
             env = self._env(task, stored[0], buffers[0], arrays[0], scalars[0])
             new, resident = self._compute(task, env, bind_in_scope)
-            new = [at(number, value) for number, value in zip(task.stored, new, strict=True)]
+            new = [at(number, value) for number, value in zip(task.replaced(self.on_disk), new, strict=True)]
             resident = [at(number, value) for number, value in zip(self.buffers_of(task), resident, strict=True)]
             return [new], [resident], [resident], scalars
 
@@ -172,9 +178,10 @@ class Pieces:
                 return [[task.spec] * len(each) for task, each in zip(group.tasks, tree, strict=True)]
 
             out_buffers = specs(buffers)
+            replaced = specs([task.replaced(self.on_disk) for task in group.tasks])
             return jax.shard_map(
                 local, mesh=self.mesh, in_specs=(specs(stored), out_buffers, specs(arrays), P(), P()),
-                out_specs=(specs(stored), out_buffers, out_buffers, P()), check_vma=False)(
+                out_specs=(replaced, out_buffers, out_buffers, P()), check_vma=False)(
                     stored, buffers, arrays, scalars, starts)
 
         return piece

@@ -6,7 +6,7 @@ schedule) is computed once, before.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
@@ -22,7 +22,7 @@ class Task:
 
     Attributes:
         eqns: in order.
-        stored: numbers of the carried arrays in files that it reads or replaces.
+        stored: numbers of the carried arrays in files that it reads.
         arrays, scalars: variables that are computed before; those among `scalars` have no dims.
         writes: numbers of the update's results.
         shape, spec: of each of its arrays, where it is elementwise; None where it needs arrays whole.
@@ -36,24 +36,31 @@ class Task:
     shape: tuple[int, ...] | None
     spec: P | None
 
+    def replaced(self, on_disk: Sequence[bool]) -> list[int]:
+        """Numbers of the carried arrays in files that it replaces."""
+        return [number for number in self.writes if number < len(on_disk) and on_disk[number]]
+
     @property
     def is_elementwise(self) -> bool:
         """Whether it may be computed block by block."""
         return self.shape is not None
 
 
-def split_tasks(closed: ClosedJaxpr, specs: Sequence[P], on_disk: Sequence[bool], names: Sequence[str]) -> list[Task]:
+def split_tasks(closed: ClosedJaxpr, specs: Sequence[P], on_disk: Sequence[bool], names: Sequence[str],
+                kept: Collection[int] = ()) -> list[Task]:
     """The tasks of a trace without calls, whose first operands are the carried arrays, and first results replace them.
 
     specs: how each result is sharded, those that replace a carried array first, as this one; on_disk: whether a carried
-    array is in files; names: of each.
+    array is in files; names: of each. kept: numbers of carried arrays in files that are results unchanged, as gradients
+    are: blocks of them are read, and what else follows from them, as their norm, is computed before.
 
     Raises UsageError where one number follows from the arrays of several parameters, as the norm of all updates: to
     learn it, all files would have to be read before the first is updated.
     """
     jaxpr, count = closed.jaxpr, len(on_disk)
     carried = jaxpr.invars[:count]
-    parent: dict[Any, Any] = {var: var for var, disk in zip(carried, on_disk, strict=True) if disk}
+    replaced = [disk and number not in kept for number, disk in enumerate(on_disk)]
+    parent: dict[Any, Any] = {var: var for var, is_one in zip(carried, replaced, strict=True) if is_one}
 
     def find(var: Any) -> Any:
         while parent[var] is not var:
@@ -66,16 +73,15 @@ def split_tasks(closed: ClosedJaxpr, specs: Sequence[P], on_disk: Sequence[bool]
             parent.update(dict.fromkeys([*roots, *eqn.outvars], roots[0]))
     writes: dict[Any, list[int]] = {}
     for number, out in enumerate(jaxpr.outvars):
-        stored = number < count and on_disk[number]
-        if stored and not is_literal(out) and out in parent:
+        if number < count and replaced[number] and not is_literal(out) and out in parent:
             parent[find(out)] = find(carried[number])
     for number, out in enumerate(jaxpr.outvars):
-        if number < count and on_disk[number]:
+        if number < count and replaced[number]:
             writes.setdefault(find(carried[number]), []).append(number)
         elif not is_literal(out) and out in parent:
             writes.setdefault(find(out), []).append(number)
     makers = producers(jaxpr)
-    tasks = [_task(closed, numbers, specs, on_disk, parent, makers) for numbers in writes.values()]
+    tasks = [_task(closed, numbers, specs, on_disk, parent, makers, kept) for numbers in writes.values()]
     for task in tasks:
         params = [names[number] for number in task.writes if number < count and names[number].startswith("params/")]
         if not task.is_elementwise and len(params) > 1:
@@ -87,12 +93,12 @@ def split_tasks(closed: ClosedJaxpr, specs: Sequence[P], on_disk: Sequence[bool]
 
 
 def _task(closed: ClosedJaxpr, writes: list[int], specs: Sequence[P], on_disk: Sequence[bool], parent: dict[Any, Any],
-          makers: dict[Any, JaxprEqn]) -> Task:
+          makers: dict[Any, JaxprEqn], kept: Collection[int]) -> Task:
     jaxpr, count = closed.jaxpr, len(on_disk)
     inputs = {var: number for number, var in enumerate(jaxpr.invars[:count]) if on_disk[number]}
     outs = [jaxpr.outvars[number] for number in writes]
     eqns: dict[int, JaxprEqn] = {}
-    stored, arrays, scalars = dict.fromkeys(number for number in writes if number < count and on_disk[number]), {}, {}
+    stored, arrays, scalars = dict[int, None](), {}, {}
     todo, seen = variables(outs), set(variables(outs))
     while todo:
         var = todo.pop()
@@ -106,6 +112,7 @@ def _task(closed: ClosedJaxpr, writes: list[int], specs: Sequence[P], on_disk: S
             todo += new
         else:
             (arrays if shape_of(var).shape else scalars)[var] = None
+    writes = writes + [number for number in stored if number in kept]  # whose blocks are donated
     ordered = tuple(eqn for eqn in jaxpr.eqns if id(eqn) in eqns)
     shapes = {shape_of(var).shape for var in [*outs, *arrays, *(jaxpr.invars[number] for number in stored)]}
     used = {specs[number] for number in (*writes, *stored)}

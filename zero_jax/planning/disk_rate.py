@@ -47,7 +47,7 @@ def measured_disk(folder: Path) -> DiskRate:
     for number in range(RECORDS):
         layout.add([("measured", number, (0,), (RECORD,), "uint8")])
     with tempfile.TemporaryDirectory(prefix=".zero_jax-", dir=folder) as own:
-        files = ScratchFile(Path(own), layout)
+        files = ScratchFile(Path(own), layout, "It was to measure the disk.")
     streaming = Streaming(files)
     try:
         return _measured(streaming, files)

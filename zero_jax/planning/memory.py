@@ -17,7 +17,8 @@ from zero_jax.planning.temporaries import (
     LiveBuffer,
     LiveTemporaries,
 )
-from zero_jax.sharding.layout import Layout, Placement
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.placement import Placement
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.tree import path_name
 

@@ -198,7 +198,7 @@ def examine(step: Any, batch: Any, target: Target | None = None, transformer: Tr
         return Plan(target=target, stage=step.stage.number, batch_size=size, mesh=dict(step.mesh.shape),
                     layout=layout, memory_bytes=known, needed_bytes=needed, host_bytes=host,
                     host_memory_bytes=host_known, refused=refused, compile_seconds=time.perf_counter() - began,
-                    disk_bytes=traffic.stored + traffic.saved if traffic else 0, disk_memory_bytes=disk_known,
+                    disk_bytes=traffic.needed if traffic else 0, disk_memory_bytes=disk_known,
                     **({"memory": None, "communication": None, "links": {}, "timing": None} | compiled_fields))
 
     if known is not None and layout.device_bytes > known:  # no compiler needed to see that

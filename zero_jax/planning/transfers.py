@@ -36,9 +36,10 @@ class Transfers:
 
     Attributes:
         place: "host" or "disk".
-        gradients_down: gradients that backward writes, which is taken to wait for them; update_up has what comes back.
+        gradients_down: gradients (of files: and activations) that are written before the update; of host memory they
+            are taken to be waited for. update_up has what comes back.
         gradients_up: sums over microbatches that backward reads to add to them, and is taken to wait for, too.
-        params_up: parameters that forward and backward read.
+        params_up: parameters (of files: and activations) that forward and backward read.
         params_ahead: those of them that loops read a round ahead.
         update_up, update_down: what the update reads and writes.
         seconds: in which the link is busy.
@@ -104,8 +105,9 @@ def disk_transfers(traffic: DiskTraffic, target: Target, timing: Timing, rate: f
     """What a step with files moves; None where the rates of the disks or of the host's link are not known.
 
     A disk that reads and writes takes the time of both; the link and the process's threads work beside it. States are
-    moved when all else is done, activations beside forward and backward, whose time is `timing`. rate: bytes/s that a
-    process reads and writes together, measured, in the place of the disk's and the threads'.
+    moved when all else is done, activations, parameters and gradients of layers beside forward and backward, whose time
+    is `timing`; gradients are read again with the states. rate: bytes/s that a process reads and writes together,
+    measured, in the place of the disk's and the threads'.
     """
     chip = target.chip
     if not (chip.host_link_bandwidth and (rate or predicted_disk_rate(target))):
@@ -116,9 +118,11 @@ def disk_transfers(traffic: DiskTraffic, target: Target, timing: Timing, rate: f
         disk = 0.0 if rate else (read / chip.disk_read_bandwidth + written / chip.disk_write_bandwidth) / REACHED
         return max(disk, of_process, _seconds(chip, read, written, copies=0))
 
-    states, activations = seconds(traffic.read, traffic.written), seconds(traffic.saved, traffic.saved)
-    return Transfers(0, 0, traffic.read + traffic.saved, traffic.written + traffic.saved, states + activations,
-                     states + max(0.0, activations - timing.seconds), "disk")
+    update_up, update_down = traffic.read + traffic.gradients, traffic.written
+    params_up, params_down = 2 * traffic.layers + traffic.saved, traffic.gradients + traffic.saved
+    update, layers = seconds(update_up, update_down), seconds(params_up, params_down)
+    return Transfers(params_up, params_up, update_up, update_down, update + layers,
+                     update + max(0.0, layers - timing.seconds), "disk", gradients_down=params_down)
 
 
 def with_transfers(timing: Timing, transfers: Transfers | None) -> Timing:

@@ -9,51 +9,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.sharding.auto_axes import computing_on, on_auto_axes
+from zero_jax.sharding.memory.file_lines import file_lines
 from zero_jax.sharding.memory.host_leaves import gradient_lines, host_lines, param_bytes_of
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess, Tiles
 from zero_jax.sharding.partition import choose_spec, parts_of
+from zero_jax.sharding.placement import Placement
 from zero_jax.sharding.quantized.leaves import QuantizedLeaves
 from zero_jax.sharding.stored_shape import StoredShape, padding_note
 from zero_jax.sharding.tiling import tile_lines
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
 from zero_jax.tree import leaf_bytes, merge, named_leaves
-from zero_jax.typing import Pytree, Shape, Spec
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """One leaf of the state: what it is, how it is stored, and what it costs each device.
-
-    Attributes:
-        name: its path in the state, such as `params/blocks/attention/kernel`.
-        shape: of the leaf itself.
-        stored: its shape with dims merged or padded, which `spec` divides.
-        dtype: as NumPy names it.
-        spec: how it is sharded.
-        bytes: of the leaf itself, over all devices that hold one copy together.
-        padding: bytes of padding, over those devices.
-        device_bytes: on each device, or in the host's memory for each device; padding included.
-        note: why it is padded or replicated; empty where it is neither.
-        memory: "device", "host" or "disk".
-    """
-
-    name: str
-    shape: Shape
-    stored: Shape
-    dtype: str
-    spec: Spec
-    bytes: int
-    padding: int
-    device_bytes: int
-    note: str
-    memory: str = "device"
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the leaf with its padding."""
-        return self.bytes + self.padding
+from zero_jax.typing import Pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +42,12 @@ class Layout:
         kept_bytes: on each device, of the gathered parameters that backward takes from forward; 0: it gathers again.
         gather_note: how often parameters are gathered and why, where `gather=` was given.
         quantized: which parameters are sent as codes; None: none.
-        host: names of the leaves of `state` that are stored in host memory (`memory.kinds.with_offload`).
+        host: names of the leaves of `state` that are stored in host memory (`memory.with_offload`).
         host_gradients: for each parameter whose gradient backward stacks in host memory, layer by layer, the bytes of
             that on each device.
         microbatches: over how many a step sums gradients.
         disk: names of those that are in files between steps (`memory.disk_leaves.with_disk`).
+        disk_gradients: of each parameter whose gradient goes to a file, layer by layer, the stack as backward makes it.
         overlap_note: XLA's options by which collectives run beside compute, where the step has some.
         not_tiled: parameters above the size that `tiling` was given, with the reason why they have no tiles.
         one_slice: the layout of one of several slices, whose states are stacked in `state`; None where there is one.
@@ -100,6 +69,7 @@ class Layout:
     host_gradients: Mapping[str, int] = dataclasses.field(default_factory=dict)
     microbatches: int = 1
     disk: frozenset[str] = frozenset()
+    disk_gradients: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     overlap_note: str = ""
     not_tiled: tuple[str, ...] = ()
     one_slice: "Layout | None" = None
@@ -122,7 +92,7 @@ class Layout:
     @property
     def gathers_at_use(self) -> bool:
         """Whether the model gathers parameters where it reads them: at stage 3, unless from copies that are whole."""
-        if self.host_params:
+        if self.host_params or self.disk_layers:
             return True
         if not self.stage.shards_params or self.num_shards == 1:
             return False
@@ -139,6 +109,12 @@ class Layout:
     def host_params(self) -> frozenset[str]:
         """Names of all parameters that the model reads from host memory, frozen ones as well."""
         return self.host_weights | {name.partition("/")[2] for name in self.host if name.startswith("frozen/")}
+
+    @property
+    def disk_layers(self) -> frozenset[str]:
+        """Names of the leaves in files that the model reads, layer by layer."""
+        begins = ("params/" if self.state.weights is None else "weights/", "frozen/")
+        return frozenset(name for name in self.disk if name.startswith(begins))
 
     @property
     def tiles(self) -> tuple[Tiles, ...]:
@@ -230,17 +206,15 @@ class Layout:
         up_front = [name for name, access in self.reads.items()
                     if access.on_entry or access.on_entry_if_padded and not shapes[name].is_identity]
         lines.append("gathered up front: " + (", ".join(up_front) or "none"))
-        unused = [name for name, access in self.reads.items() if not access.count]
-        lines.append("unused parameters: " + (", ".join(unused) or "none"))
+        lines.append("unused parameters: "
+                     + (", ".join(name for name, access in self.reads.items() if not access.count) or "none"))
         if self.gather_note:
             lines.append(f"parameters are gathered {self.gather_note}")
         lines += tile_lines(self.reads, shapes, dict(named_leaves(self.uses)), self.not_tiled)
         if self.host:
             lines += host_lines(rows, self.host_params, self.reads) + gradient_lines(
                 self.host_gradients, self.reads, self.microbatches)
-        if self.disk:
-            lines.append(f"read from and written to disk by each step: {self.disk_bytes:,} bytes each way for each "
-                         "device, and a copy of the parameters that are in memory is written; two generations")
+        lines += file_lines(rows, self.disk_layers, self.disk_gradients, self.reads)
         if self.overlap_note:
             lines.append(f"collectives run beside compute by XLA's options: {self.overlap_note}")
         if self.replicated_batch:

@@ -241,13 +241,13 @@ class StepFunctions(StateInArrays):
                 scale: Scalar | None = None) -> tuple[ZeroState, Metrics]:
         return apply_update(
             state, output, grads, key=key, optimizer=self._optimizer, layout=self.layout(), guard=self._guard,
-            stochastic=self._stochastic, ema=self.options.ema, offload=self.options.host_offload,
-            scale=scale)
+            stochastic=self._stochastic, ema=self.options.ema, offload=self.options.host_offload, scale=scale)
 
     def _as_reduced(self, state: ZeroState, grads: Gradients) -> tuple[Gradients, Scalar | None]:
         """(`grads` on their shards, in any dtype and multiplied by the loss scale, that scale)."""
-        grads = jax.tree.map(lambda grad, sharding: grad if is_on_host(grad) else constrain(grad, sharding), grads,
-                             self.layout().gradients)
+        away = self.layout().disk_gradients
+        grads = map_named(lambda name, grad, to: grad if name in away or is_on_host(grad) else constrain(grad, to),
+                          grads, self.layout().gradients)
         return grads, loss_scale(state, self._guard)
 
     def _unscaled(self, state: ZeroState, grads: Gradients) -> Gradients:

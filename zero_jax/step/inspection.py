@@ -8,6 +8,7 @@ import jax
 from zero_jax.contract.verify import Contract, Report, contract_of
 from zero_jax.distributed.agreement import devices_on_host
 from zero_jax.jaxpr.equations import trace
+from zero_jax.sharding.memory.disk_leaves import expanded
 from zero_jax.sharding.memory.host_arrays import HOST
 from zero_jax.sharding.memory.in_groups import in_groups
 from zero_jax.sharding.memory.kinds import check_capacity
@@ -69,12 +70,13 @@ class InspectableStep(StepFunctions):
             activation_bytes = activations.communication_bytes(traced.jaxpr)
         return contract_of(layout, self.accumulation, self._optimizer, activation_bytes,
                            host_activations=self.options.partition_activations == "cpu",
-                           in_pieces=self.options.partition_activations == "disk")
+                           in_pieces=self.options.in_pieces)
 
     def trace_forward(self, batch: Batch) -> Any:
         """The jaxpr of the loss in evaluation, of the whole state."""
         key = (jax.eval_shape(lambda: jax.random.key(0)),) if takes_key(self._loss) else ()
-        return trace(self.evaluator(), self.abstract_state(batch), self.abstract_batch(batch), *key)
+        state = expanded(self.layout(batch), self.abstract_state(batch))
+        return trace(self.evaluator(), state, self.abstract_batch(batch), *key)
 
     def verify(self, batch: Batch) -> Report:
         """Compiles the step and checks it against its contract: what is sent for what, beside what was promised.

@@ -107,6 +107,8 @@ class StepOptions:
                 self._check_host_params()
             if self.host_offload.gradients == "host":
                 self._check_host_gradients(axes)
+        if self.in_layers:
+            self._check_disk_params()
         self.activations(axes, 1)
         self.compiler_options(axes)
 
@@ -129,6 +131,20 @@ class StepOptions:
         for is_wrong, what, why in self._whole_weights():
             if is_wrong:
                 raise UsageError(f"offload=\"parameters\" {what}: {why}, or give offload=\"optimizer\".")
+
+    def _check_disk_params(self) -> None:
+        """Raises ValueError for what lets no layer be read by itself, or keeps what it has read on the devices."""
+        for is_wrong, what, why in (
+                *self._whole_weights(),
+                (self.accumulation.microbatches > 1, f"with accumulate={self.accumulation.microbatches}",
+                 "the loop over microbatches is one program, whose middle cannot read files: leave accumulate out"),
+                (self.prefetch, "with prefetch=True",
+                 "each round of a loop over layers is a program of its own, which cannot gather for the next: leave "
+                 "prefetch out"),
+                (self.partition_activations == "cpu", "with partition_activations=\"cpu\"",
+                 "what one round leaves in host memory for another is not built: give \"disk\", or leave it out")):
+            if is_wrong:
+                raise UsageError(f"Offload(parameters=\"disk\") {what}: {why}, or leave parameters out.")
 
     def _check_host_gradients(self, axes: MeshAxes) -> None:
         """Raises ValueError for what keeps gradients on the devices, or needs all of them there."""
@@ -180,6 +196,16 @@ class StepOptions:
     def host_offload(self) -> Offload | None:
         """What is in host memory; None where all that is offloaded is in files."""
         return None if self.offload is None or self.offload.disk is not None else self.offload
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether parameters are read from files, layer by layer."""
+        return self.offload is not None and self.offload.parameters == "disk"
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether forward and backward are several programs, between which files are read and written."""
+        return self.in_layers or self.partition_activations == "disk"
 
     @property
     def _offloads_master(self) -> bool:

@@ -53,7 +53,7 @@ class Activations:
     """The layout of activations: arrays whose leading dim is the batch, and whose second is the sequence.
 
     batch_size: of the global batch. partition: checkpoints are split over `tensor` (P_a); host: they are offloaded to
-    host memory (P_a+cpu); disk: to files, by whoever runs the program (`step.disk.piecewise`). sequence: between the
+    host memory (P_a+cpu); disk: to files, by whoever runs the program (`step.pieces`). sequence: between the
     products that `tensor` splits, activations (norms, dropout, the residual stream) are split along the sequence.
 
     Raises ValueError for a mesh that does not support these options.

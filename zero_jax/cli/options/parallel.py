@@ -22,4 +22,4 @@ class ParallelOptions:
 
     partition_activations: Literal["no", "yes", "cpu", "disk"] = "no"
     """Split checkpointed activations over the tensor axis (P_a); cpu: also offload them to host memory; disk: to files,
-    with `--offload disk`."""
+    with `--offload disk` or `disk-parameters`."""

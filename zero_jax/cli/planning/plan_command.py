@@ -85,7 +85,7 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
                 return examine(make(offload), shapes, target, transformer)
 
             if config.offload == "auto":
-                placement = compare(plan_of, lambda: files_on(target, make, shapes))
+                placement = compare(plan_of, lambda parameters: files_on(target, make, shapes, parameters))
             chosen = placement.plan if placement else plan_of(options["offload"])
     if config.json:
         print(json.dumps(finite({

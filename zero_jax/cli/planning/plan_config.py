@@ -58,7 +58,8 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
             raise UsageError("tiling is for stage 3 alone, and search=fit and png compile every stage: leave it out.")
         check_offload(self.offload, self.stage)
         check_fraction(self)
-        if self.offload in ("parameters", "gradients", "auto") and (self.search != "no" or self.png is not None):
+        if self.offload in ("parameters", "gradients", "disk-parameters", "auto") and (
+                self.search != "no" or self.png is not None):
             raise UsageError(f"offload={self.offload} with search or png, which compile other stages and sizes: leave "
                              "one of them out.")
         if self.png is not None and self.png.suffix != ".png":

@@ -65,7 +65,8 @@ def verdict(plan: Plan) -> str:
         head += (f"\nOn disk: {size_text(plan.disk_bytes)} for each device"
                  + (f" of {size_text(plan.disk_memory_bytes)}" if plan.disk_memory_bytes else "")
                  + f", two generations of {offloaded_text(plan.layout, 'disk')}, and a copy of what is in memory. "
-                 f"{disk_text(plan)} The device memory is that of forward and backward, with the gradients.")
+                 f"{disk_text(plan)} The device memory is that of forward and backward"
+                 + (", of the piece that needs the most." if plan.layout.disk_layers else ", with the gradients."))
     if plan.refused:
         head += f"\nThe compiler: {plan.refused}"
     if plan.target is not None and plan.target.chip.note:
@@ -103,8 +104,11 @@ def disk_text(plan: Plan) -> str:
     moved = plan.transfers
     if moved is None:
         return "A step reads and writes a generation."
-    return (f"A step reads {size_text(moved.update_up)} and writes {size_text(moved.update_down)}: "
-            f"{moved.exposed_seconds:.3g} s in which nothing else runs.")
+    layers = "" if not moved.params_up else (
+        f"Forward and backward read {size_text(moved.params_up)} and write {size_text(moved.gradients_down)} layer by "
+        "layer, while they compute. ")
+    return (f"{layers}The update reads {size_text(moved.update_up)} and writes {size_text(moved.update_down)}. Of "
+            f"{moved.seconds:.3g} s at the disks nothing else runs in {moved.exposed_seconds:.3g} s.")
 
 
 def offloaded_text(layout: Layout, memory: str = "host") -> str:

@@ -12,19 +12,22 @@ import numpy as np
 from jax.lax import with_sharding_constraint as constrain
 
 from zero_jax.arguments import shown
+from zero_jax.disk.streamed_scratch import StreamedScratch
 from zero_jax.errors import UsageError
-from zero_jax.sharding.compute_params import gather_compute_params
+from zero_jax.sharding.compute_params import gather_copy
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import in_arrays, resident
 from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import check_is_state, check_state
 from zero_jax.step.disk.init import InitialOptimizerState
-from zero_jax.step.disk.piecewise import PiecewiseProgram
-from zero_jax.step.disk.plan import UpdatePlan
+from zero_jax.step.disk.layer_files import LayerFiles
+from zero_jax.step.disk.layer_gradients import LayerGradients
+from zero_jax.step.disk.plan import UpdatePlan, without
 from zero_jax.step.disk.states import DiskStates
+from zero_jax.step.pieces.program import PiecewiseProgram
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.step.update import update_function
-from zero_jax.tree import map_named, merge, named_leaves
+from zero_jax.tree import map_named, merge, named_leaves, split_named
 from zero_jax.typing import Batch, Params
 
 LOG = logging.getLogger("zero_jax")
@@ -34,6 +37,7 @@ class StepWithFiles(ZeroTrainStep):
     """What a step whose state is in files does with the whole of it."""
 
     _states: DiskStates | None = None
+    _layers: LayerFiles | None = None
     _note: Any = None
 
     @property
@@ -61,13 +65,16 @@ class StepWithFiles(ZeroTrainStep):
         """
         states = self._prepared(batch)
         if states.is_open:
-            states.close()
-            self._states = None
+            self._close_files()
             states = self._prepared(batch)
+        scratch = self._scratch(states, batch)
         commit, layout = states.resume(), self.layout(batch)
+        for file in scratch:
+            file.open(states.generations.path)
         self._note = commit.note
+        copied = {name for name, _ in named_leaves(layout.state.weights) if f"weights/{name}" not in layout.disk}
         names = [name for name in states.leaves if not name.startswith("weights/") and (
-            name not in layout.disk or name.startswith("params/") and layout.state.weights is not None)]
+            name not in layout.disk or name.startswith("params/") and name.partition("/")[2] in copied)]
         arrays = states.read_leaves(names)
         token = {"disk": self._token(commit.token)}
         params = map_named(lambda name, _: arrays.get(f"params/{name}"), layout.state.params)
@@ -104,15 +111,13 @@ class StepWithFiles(ZeroTrainStep):
         """Gives the folder back, for another step or run; the state in it stays."""
         if self._jitted is not None and isinstance(self._jitted[0], PiecewiseProgram):
             self._jitted[0].close()
-        if self._states is not None:
-            self._states.close()
-            self._states = None
+        self._close_files()
 
     def params(self, state: ZeroState) -> Params:
         """As `ZeroTrainStep`; what of the parameters is in files is read."""
         check_is_state(state)
         layout, arrays = self.layout(), dict(named_leaves(state))
-        names = [name for name in layout.disk if name.startswith("params/")]
+        names = [name for name in layout.disk if name.startswith(("params/", "frozen/"))]
         arrays |= self._current(state).read_leaves(names) if names else {}
         of_params = map_named(lambda name, leaf: arrays.get(name), {
             "params": layout.state.params, "frozen": layout.state.frozen})
@@ -123,13 +128,14 @@ class StepWithFiles(ZeroTrainStep):
 
     def _readable(self, state: ZeroState, *, ema: bool) -> tuple[ZeroState, Any]:
         layout = self.layout()
-        shardings = resident(layout, layout.shardings)
-        if not ema:
-            return state, shardings
-        arrays = dict(named_leaves(state)) | self._current(state).read_leaves(
-            [name for name in layout.disk if name.startswith("ema/")])
-        average = map_named(lambda name, _: arrays[f"ema/{name}"], layout.state.ema)
-        return dataclasses.replace(state, ema=average), dataclasses.replace(shardings, ema=layout.shardings.ema)
+        fields = ("ema", "frozen") if ema else ("weights" if layout.state.weights is not None else "params", "frozen")
+        known = dict(named_leaves(state))
+        names = [name for name in layout.disk if name.partition("/")[0] in fields and name not in known]
+        if names:
+            known |= self._current(state).read_leaves(names)
+        others = dataclasses.replace(layout, disk=layout.disk.difference(known))
+        return (resident(others, map_named(lambda name, like: known.get(name, like), layout.state)),
+                resident(others, layout.shardings))
 
     # How the files are opened.
 
@@ -137,7 +143,7 @@ class StepWithFiles(ZeroTrainStep):
         assert self.options.offload is not None
         update = update_function(layout, self._optimizer, stochastic=self._stochastic, ema=self.options.ema,
                                  streamed=True)
-        return UpdatePlan(update, layout, given, self.options.offload.buffer_bytes)
+        return UpdatePlan(update, layout, given, self.options.offload.buffer_bytes, layout.disk_gradients)
 
     def _prepared(self, batch: Batch | None) -> DiskStates:
         """The files' layout, which may not exist yet."""
@@ -146,7 +152,8 @@ class StepWithFiles(ZeroTrainStep):
             params = layout.state.params
             grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
                 leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32) if self._stochastic else leaf.dtype), params)
-            given = {"grads": grads, "written": {}, "loss": jax.ShapeDtypeStruct((), jnp.float32), "is_good": None,
+            given = {"grads": without(grads, layout.disk_gradients),
+                     "written": {}, "loss": jax.ShapeDtypeStruct((), jnp.float32), "is_good": None,
                      "scale": None,
                      "key": jax.eval_shape(lambda: jax.random.key(0)) if self._stochastic else None}
             plan = self._plan(layout, given)
@@ -154,11 +161,42 @@ class StepWithFiles(ZeroTrainStep):
             self._states = DiskStates(layout, plan, self.options.offload.disk)
         return self._states
 
+    def _close_files(self) -> None:
+        if self._layers is not None:
+            self._layers.close()
+            self._layers = None
+        if self._states is not None:
+            self._states.close()
+            self._states = None
+
+    def _layer_files(self, states: DiskStates) -> LayerFiles:
+        """What a step reads and writes layer by layer of open files."""
+        if self._layers is None:
+            likes, plan = self.layout().disk_gradients, states.plan
+            self._layers = LayerFiles(states, LayerGradients(states.pieces, plan.names, likes) if likes else None)
+        return self._layers
+
     def _opened(self, batch: Batch | None, open_files: Callable[[DiskStates], str]) -> DiskStates:
         states = self._prepared(batch)
+        scratch = [] if batch is None else self._scratch(states, batch)
         if message := open_files(states):
             LOG.warning(message)
+        for file in scratch:
+            file.open(states.generations.path)
         return states
+
+    def _scratch(self, states: DiskStates, batch: Batch) -> list[StreamedScratch]:
+        """The files that a step needs beside the states, whose space is looked for with that of these.
+
+        How large they are is known of the compiled programs.
+        """
+        if not self.options.in_pieces:
+            return []
+        files = [self._jit(batch)[0].compiled(self.abstract_state(batch), self.abstract_batch(batch)).saved.file]
+        if (gradients := self._layer_files(states).gradients) is not None:
+            files.append(gradients.file)
+        states.generations.scratch_bytes = sum(file.num_bytes for file in files)
+        return files
 
     def _current(self, state: ZeroState) -> DiskStates:
         """The files, of whose generation `state` must be; raises ValueError where it is not."""
@@ -195,13 +233,19 @@ class StepWithFiles(ZeroTrainStep):
         return self._kept(layout, others, commit.token)
 
     def _weights(self, params: Params, layout: Layout) -> dict[str, Any]:
-        """The copy that the model reads, by name, from all parameters in memory."""
+        """The copies that the model reads, by name, of those parameters that are in memory."""
         if layout.state.weights is None:
             return {}
-        copy = self._jit_once("copy", lambda params: gather_compute_params(
-            jax.tree.map(constrain, params, layout.gradients), layout), (layout.shardings.params,),
-            layout.shardings.weights)
-        return {f"weights/{name}": leaf for name, leaf in named_leaves(copy(params))}
+        there = {name for name, _ in named_leaves(params)}
+
+        def some(tree: Any) -> Any:
+            return split_named(tree, lambda name, _: name in there)[0]
+
+        shards, likes = some(layout.gradients), some(layout.state.weights)
+        copy = self._jit_once(("copy", frozenset(there)), lambda params: gather_copy(
+            jax.tree.map(constrain, params, shards), shards, likes, some(layout.stored_shapes.params), layout),
+            (some(layout.shardings.params),), some(layout.shardings.weights))
+        return {f"weights/{name}": leaf for name, leaf in named_leaves(copy(some(params)))}
 
     def _kept(self, layout: Layout, values: Mapping[str, Any], token: tuple[int, int]) -> ZeroState:
         leaves = {**values, "disk": self._token(token)}

@@ -1,48 +1,31 @@
-"""The state of training in files: which record holds which block of which leaf, and how arrays get in and out.
+"""The state of training in files: how arrays get in and out, and which generation of them is taken.
 
 A generation in the files is a whole state: the leaves that are only there, and a copy of every other one, which a step
 writes and does not read, so that a run that was killed goes on from the files alone.
 """
 
 import contextlib
-import dataclasses
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from zero_jax.disk.commits import Commit
 from zero_jax.disk.generations import Generations
-from zero_jax.disk.records import Record, RecordLayout
+from zero_jax.disk.records import Record
 from zero_jax.disk.streaming import Streaming
 from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, gather
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
-from zero_jax.optim.disk_update import Group
 from zero_jax.sharding.layout import Layout
-from zero_jax.step.disk.leaf import StoredLeaf, resharded
+from zero_jax.step.disk.leaf import resharded
 from zero_jax.step.disk.plan import UpdatePlan
+from zero_jax.step.disk.state_records import StateRecords
 from zero_jax.tree import named_leaves
-
-MIN_RECORD_BYTES = 2**20
-"""Bytes of the records of what is in memory, at least, where the model has that many."""
 
 FRESH = ("already holds the state of a run, after step {step:,}: go on from it with step.stored_state(batch), or "
          "remove the folder, or name another one")
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A block of a group of tasks: what is read, and written, and what is only written."""
-
-    number: int
-    group: Group
-    index: int
-    rest: bool
-    states: Record
-    copies: Record | None
 
 
 class DiskStates:
@@ -50,21 +33,10 @@ class DiskStates:
 
     def __init__(self, layout: Layout, plan: UpdatePlan, folder: Any):
         """plan: of the update, whose blocks the records follow."""
-        self.layout, self.names = layout, plan.names
-        # What an update replaces lies in the files as the update shards it: at stages 1 and 2 not as it is stored.
-        specs = dict(zip(plan.names, plan.specs, strict=False))
-        self.leaves = {name: StoredLeaf(leaf if name not in specs else leaf.update(
-            sharding=NamedSharding(layout.mesh, specs[name]))) for name, leaf in named_leaves(layout.state)
-            if name != "disk"}
-        self.records = RecordLayout()
-        copied = set(plan.copied)
-        self.pieces = [self._piece(number, group, index, rest, copied)
-                       for number, group in enumerate(plan.groups) for index, rest in group.pieces()]
-        done = {part.leaf for record in self.records.records for part in record.parts}
-        others = [name for name in self.leaves if name not in done and not name.startswith("weights/")]
-        self.others = [*self._whole([name for name in others if not name.startswith("frozen/")], once=False),
-                       *self._whole([name for name in others if name.startswith("frozen/")], once=True)]
-        self.generations = Generations(folder, self.records, process=jax.process_index(),
+        self.layout, self.plan = layout, plan
+        self.records = StateRecords(layout, plan)
+        self.leaves, self.pieces = self.records.leaves, self.records.pieces
+        self.generations = Generations(folder, self.records.layout, process=jax.process_index(),
                                        num_processes=jax.process_count())
         self.streaming = Streaming(self.generations)
         self.is_open = False
@@ -166,12 +138,16 @@ class DiskStates:
                     self.streaming.finish()
                     cache.clear()
                     number = piece.number
-                for record in filter(None, (piece.states, piece.copies)):
+                for record in piece.writes:
                     cache.update({leaf: self.leaves[leaf].shards(value_of(leaf))
                                   for leaf in dict.fromkeys(part.leaf for part in record.parts) if leaf not in cache})
                     self.streaming.write(record, fill)
             self.streaming.finish()
             cache.clear()
+            for record in self.records.frozen:
+                cache.update({leaf: self.leaves[leaf].shards(value_of(leaf))
+                              for leaf in (record.parts[0].leaf,) if leaf not in cache})
+                self.streaming.write(record, fill)
             return self._finish(value_of, step, note)
 
     def read_leaves(self, names: Iterable[str]) -> dict[str, Any]:
@@ -181,7 +157,7 @@ class DiskStates:
                   for name in wanted}
         flat = {name: [each.reshape(-1).view(np.uint8) for each in shards[name]] for name in wanted}
 
-        whole = {record.number for record in self.others}
+        whole = {record.number for record in self.records.others}
 
         def take(record: Record, buffer: memoryview) -> None:
             for part in record.parts:
@@ -189,7 +165,8 @@ class DiskStates:
                     target = flat if record.number in whole else shards
                     target[part.leaf][part.shard][part.index] = part.view(buffer)
 
-        records = [record for record in self.records.records if any(part.leaf in wanted for part in record.parts)]
+        records = [record for record in self.records.layout.records
+                   if any(part.leaf in wanted for part in record.parts)]
         with self.streaming.read(records, take) as ahead:
             for _ in ahead:
                 pass
@@ -197,25 +174,25 @@ class DiskStates:
         likes = dict(named_leaves(self.layout.shardings))
         return {name: resharded(self.leaves[name].array(shards.pop(name)), likes[name]) for name in sorted(wanted)}
 
-    def read_pieces(self) -> Any:
-        """For each piece the arrays of its blocks, by task, read ahead."""
-        pieces = {piece.states.number: piece for piece in self.pieces}
-
-        def use(record: Record, buffer: memoryview) -> list[list[Any]]:
-            piece = pieces[record.number]
-            by_leaf: dict[str, list[Any]] = {}
+    @contextlib.contextmanager
+    def read_pieces(self) -> Iterator[Iterator[dict[str, Any]]]:
+        """In it, for each piece the blocks that it reads as arrays, by leaf, read ahead."""
+        def use(record: Record, buffer: memoryview) -> dict[str, Any]:
+            parts: dict[str, list[Any]] = {}
             for part in record.parts:
-                by_leaf.setdefault(part.leaf, []).append(part)
-            return [[self.leaves[leaf].array([part.view(buffer) for part in by_leaf[leaf]],
-                                             self.leaves[leaf].block_shape(by_leaf[leaf][0].sizes))
-                     for leaf in (self.names[number] for number in task.stored)] for task in piece.group.tasks]
+                parts.setdefault(part.leaf, []).append(part)
+            return {leaf: self.leaves[leaf].array([part.view(buffer) for part in each],
+                                                  self.leaves[leaf].block_shape(each[0].sizes))
+                    for leaf, each in parts.items()}
 
-        return self.streaming.read([piece.states for piece in self.pieces], use)
+        with self.streaming.read([record for piece in self.pieces for record in piece.reads], use) as ahead:
+            yield ({leaf: block for _ in piece.reads for leaf, block in next(ahead).items()} for piece in self.pieces)
 
     def filler(self, values: dict[str, Any]) -> Callable[[Record, memoryview], None]:
-        """What copies the blocks `values`, by leaf, into the buffer of a record; waits for them."""
+        """What copies those of the blocks `values`, by leaf, that a record has into its buffer; waits for them."""
         def fill(record: Record, buffer: memoryview) -> None:
-            shards = {leaf: self.leaves[leaf].shards(value) for leaf, value in values.items()}
+            shards = {leaf: self.leaves[leaf].shards(values[leaf]) for leaf in dict.fromkeys(
+                part.leaf for part in record.parts)}
             for part in record.parts:
                 part.view(buffer)[...] = shards[part.leaf][part.shard]
 
@@ -224,6 +201,8 @@ class DiskStates:
     def finish(self, state: Any, step: int, note: Any) -> Commit:
         """Writes what is not in pieces, and commits the next generation."""
         values = dict(named_leaves(state))
+        for record in self.records.frozen:  # which is filled where the other generation does not have it yet
+            self.streaming.write(record, self.generations.read)
         return self._finish(values.__getitem__, step, note)
 
     def _finish(self, value_of: Callable[[str], Any], step: int, note: Any) -> Commit:
@@ -232,7 +211,7 @@ class DiskStates:
                 flat = np.ascontiguousarray(self.leaves[part.leaf].shards(value_of(part.leaf))[part.shard]).reshape(-1)
                 part.view(buffer)[...] = flat.view(np.uint8)[part.index]
 
-        for record in self.others:
+        for record in self.records.others:
             self.streaming.write(record, fill)
         self.streaming.finish()
         return self.generations.commit(step, note)
@@ -241,41 +220,6 @@ class DiskStates:
         """Gives the folder back; what is committed stays there."""
         self.is_open = False
         self.streaming.close()
-
-    def _piece(self, number: int, group: Group, index: int, rest: bool, copied: set[int]) -> Piece:
-        def blocks(numbers: Callable[[Any], Iterable[int]]) -> list[Any]:
-            rows = []
-            for at, task in enumerate(group.tasks):
-                for number in numbers(task):
-                    leaf = self.leaves[self.names[number]]
-                    start, sizes = (0,) * len(leaf.local), leaf.local
-                    if group.blocks:
-                        start, sizes = group.place(at, index, rest)
-                    rows += [(self.names[number], shard, start, sizes, leaf.dtype.name)
-                             for shard in range(len(leaf.owners))]
-            return rows
-
-        states = self.records.add(blocks(lambda task: task.stored))
-        copies = blocks(lambda task: [number for number in task.writes if number in copied])
-        return Piece(number, group, index, rest, states, self.records.add(copies) if copies else None)
-
-    def _whole(self, names: Sequence[str], *, once: bool) -> list[Record]:
-        """Records of whole leaves, as bytes."""
-        limit, blocks, size, records = max(self.records.largest, MIN_RECORD_BYTES), [], 0, []
-        for name in names:
-            leaf = self.leaves[name]
-            total = int(np.prod(leaf.local, dtype=np.int64)) * leaf.dtype.itemsize
-            for shard in range(len(leaf.owners)):
-                for first in range(0, total, limit):
-                    count = min(limit, total - first)
-                    if blocks and size + count > limit:
-                        records.append(self.records.add(blocks, once=once))
-                        blocks, size = [], 0
-                    blocks.append((name, shard, (first,), (count,), "uint8"))
-                    size += count + 64
-        if blocks:
-            records.append(self.records.add(blocks, once=once))
-        return records
 
 
 def _session() -> int:

@@ -7,7 +7,7 @@ generation valid at once, and the state that the step returns names it: no other
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.model_functions import stored_values
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory.disk_leaves import expanded, resident
+from zero_jax.sharding.memory.disk_leaves import expanded, resident, with_layers
 from zero_jax.state import ZeroState, state_key
 from zero_jax.step.call_checks import (
     check_gradients,
@@ -33,16 +33,17 @@ from zero_jax.step.call_checks import (
 )
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.disk.access import StepWithFiles
-from zero_jax.step.disk.compiled_pieces import compiled_pieces
 from zero_jax.step.disk.leaf import resharded
-from zero_jax.step.disk.piecewise import PiecewiseProgram
-from zero_jax.step.disk.plan import UpdatePlan
+from zero_jax.step.disk.plan import UpdatePlan, without
 from zero_jax.step.disk.states import DiskStates
 from zero_jax.step.disk.walk import walk
 from zero_jax.step.gradients import ForwardOutput
+from zero_jax.step.pieces.compiled import compiled_pieces
+from zero_jax.step.pieces.program import PiecewiseProgram
 from zero_jax.step.replicas import Replicas
 from zero_jax.step.start import with_values
 from zero_jax.step.update import Updated, given_values, judge, unscaled, update_metrics
+from zero_jax.tree import named_leaves
 from zero_jax.typing import Batch, Gradients, Metrics, Params, PRNGKey, Pytree, Scalar, Variables
 
 _ONE_PROGRAM = ("with Offload(disk=...) a step reads and writes files between compiled programs, and cannot be part of "
@@ -93,10 +94,8 @@ class DiskTrainStep(StepWithFiles):
         return self._walk(self._jit(batch), state, batch)
 
     def gradients(self, state: ZeroState, batch: Batch, **options: Any) -> tuple[Gradients, Metrics, Variables]:
-        """As `ZeroTrainStep`; refused where activations are in files."""
-        if self.options.partition_activations == "disk":
-            raise UsageError("gradients with partition_activations=\"disk\": they come from one program, which cannot "
-                             "read files: call the step itself, or give \"cpu\" (host memory).")
+        """As `ZeroTrainStep`; refused where activations or parameters are in files."""
+        self._check_one_program("gradients", "one program, which cannot read files, makes them: call the step itself")
         return super().gradients(state, batch, **options)
 
     def multi(self, state: ZeroState, batches: Batch) -> tuple[ZeroState, Metrics]:
@@ -114,6 +113,9 @@ class DiskTrainStep(StepWithFiles):
         check_is_state(state)
         if is_traced(state, gradients):
             raise UsageError(_ONE_PROGRAM.format("call apply_gradients outside of jit and scan"))
+        if self.options.in_layers:
+            raise UsageError("apply_gradients with Offload(parameters=\"disk\"): its gradients are in files: call the "
+                             "step itself, or leave parameters out.")
         check_gradients(gradients, layout := self.layout())
         if loss is None and self.options.guard is not None and self.options.guard.spike is not None:
             raise UsageError("apply_gradients without loss: this step's guard looks for spikes of it: give "
@@ -151,19 +153,34 @@ class DiskTrainStep(StepWithFiles):
         if self._jitted is None:
             plans: list[UpdatePlan] = []
             before, of_batch = functools.partial(self._before_update, plans), self._batch_shardings(batch)
-            if self.options.partition_activations == "disk":
-                program: Any = PiecewiseProgram(before, self._prepared(batch).generations.path, lambda batch: (
-                    self.options.activations(self.axes, self.batches.size(batch)).is_activation), self.mesh, of_batch,
-                    self._compiler_options)
+            if self.options.in_pieces:
+                program: Any = PiecewiseProgram(
+                    before, self._prepared(batch).generations.path, self._is_saved, self.mesh, of_batch,
+                    self._compiler_options, functools.partial(with_layers, layout), layout.disk_layers,
+                    layout.disk_gradients)
             else:
-                program = jax.jit(before, in_shardings=(resident(layout, layout.shardings), of_batch),
-                                  compiler_options=self._compiler_options or None)
+                program = jax.jit(lambda state, batch: before(state, batch)[0], in_shardings=(
+                    resident(layout, layout.shardings), of_batch), compiler_options=self._compiler_options or None)
             self._jitted = program, plans
         return self._jitted
 
-    def compiled_step(self, batch: Batch) -> CompiledStep:
-        """As `ZeroTrainStep`; where activations are in files, of all programs between which they go there."""
+    def _is_saved(self, batch: Batch) -> Callable[[Any], bool]:
+        """Whether an array that a round of forward leaves for backward goes to a file."""
         if self.options.partition_activations != "disk":
+            return lambda aval: False
+        return self.options.activations(self.axes, self.batches.size(batch)).is_activation
+
+    def _check_one_program(self, what: str, why: str) -> None:
+        for is_given, name, otherwise in (
+                (self.options.partition_activations == "disk", "partition_activations=\"disk\"",
+                 "give \"cpu\" (host memory)"),
+                (self.options.in_layers, "Offload(parameters=\"disk\")", "leave parameters out")):
+            if is_given:
+                raise UsageError(f"{what} with {name}: {why}, or {otherwise}.")
+
+    def compiled_step(self, batch: Batch) -> CompiledStep:
+        """As `ZeroTrainStep`; where activations or parameters are in files, of all programs together."""
+        if not self.options.in_pieces:
             return super().compiled_step(batch)
         with loss_errors_explained(self._loss, batch):
             pieces = self._jit(batch)[0].compiled(self.abstract_state(batch), self.abstract_batch(batch))
@@ -172,15 +189,14 @@ class DiskTrainStep(StepWithFiles):
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """The program of forward and backward, lowered; the update's programs are made block by block.
 
-        Refused where activations are in files: there are several.
+        Refused where activations or parameters are in files: there are several.
         """
-        if self.options.partition_activations == "disk":
-            raise UsageError("lower with partition_activations=\"disk\": forward and backward are several programs: "
-                             "see compiled_step(batch).")
+        self._check_one_program("lower", "forward and backward are several programs: see compiled_step(batch)")
         with loss_errors_explained(self._loss, batch):
             return self._jit(batch)[0].lower(self.abstract_state(batch), self.abstract_batch(batch))
 
     def _before_update(self, plans: list[UpdatePlan], state: ZeroState, batch: Batch) -> Any:
+        """(What `_before` returns, the gradients that go to files, by the name of the parameter); traceable."""
         layout = self.layout(batch)
         check_state(state, layout)
         check_same_batch(batch, self._first_batch)
@@ -191,7 +207,7 @@ class DiskTrainStep(StepWithFiles):
         grads, scale = self._as_reduced(state, grads)
         result = self._before(plans, state, output, grads, key, scale)
         self._first_batch = self._first_batch or self.abstract_batch(batch)
-        return result
+        return result, {name: grad for name, grad in named_leaves(grads) if name in layout.disk_gradients}
 
     def _before_apply(self, plans: list[UpdatePlan], state: ZeroState, grads: Gradients, loss: Scalar | None,
                       variables: Variables | None) -> Any:
@@ -210,12 +226,13 @@ class DiskTrainStep(StepWithFiles):
                              "whose master copy is in files: keep them in memory, without Offload(disk=...).")
         layout = self.layout()
         judged = judge(state, output, unscaled(grads, state.params, scale, stochastic=self._stochastic), self._guard)
-        given = given_values(output, grads, key if self._stochastic else None, None, scale)
+        files = {name: grad for name, grad in named_leaves(grads) if name in layout.disk_gradients}
+        given = given_values(output, without(grads, files), key if self._stochastic else None, None, scale)
         plan = self._plan(layout, jax.eval_shape(lambda: given))
         plans[:] = [plan]
         old = Updated(state.params, state.opt_state, state.ema,
                       state.weights if layout.stage.shards_params else None)
-        before = plan.before(old, given)
+        before = plan.before(old, given, files)
         metrics = update_metrics(judged, output, plan.tree(before.results)[0].opt_state)
         return judged._replace(metrics={}), before, metrics
 
@@ -235,7 +252,8 @@ class DiskTrainStep(StepWithFiles):
         self._monitor.raise_if_stopped(waiting=1)
         states = self._current(state)
         program, plans = compiled
-        judged, before, metrics = program(state, *args)
+        layers = self._layer_files(states)
+        judged, before, metrics = program(state, *args, *[layers] if isinstance(program, PiecewiseProgram) else [])
         (plan,) = plans
         if [piece.group.blocks for piece in states.pieces] != [group.blocks for group in plan.groups
                                                                for _ in group.pieces()]:
@@ -245,7 +263,7 @@ class DiskTrainStep(StepWithFiles):
         if judged.is_good is not None and not bool(np.asarray(judged.is_good)):
             return dataclasses.replace(state, step=judged.step, variables=judged.variables, guard=judged.guard), metrics
         jax.block_until_ready(judged.grad_norm)  # which no process has before all have committed the last generation
-        new = self._fields(plan, state, walk(states, plan, state, before))
+        new = self._fields(plan, state, walk(states, plan, state, before, layers.gradients))
         state = dataclasses.replace(
             state, step=judged.step, variables=judged.variables, guard=judged.guard, **new)
         with states.streaming.abandoned_by_errors():

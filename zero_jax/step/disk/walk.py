@@ -1,5 +1,7 @@
 """The walk of an update over the files: a block is read while the one before is computed, and the last one written."""
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -7,17 +9,20 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from zero_jax.state import ZeroState
+from zero_jax.step.disk.layer_gradients import LayerGradients
 from zero_jax.step.disk.leaf import resharded
 from zero_jax.step.disk.plan import Before, UpdatePlan
+from zero_jax.step.disk.state_records import Piece
 from zero_jax.step.disk.states import DiskStates
 from zero_jax.step.update import Updated
 from zero_jax.tree import named_leaves
 
 
-def walk(states: DiskStates, plan: UpdatePlan, state: ZeroState, before: Before) -> dict[int, Any]:
+def walk(states: DiskStates, plan: UpdatePlan, state: ZeroState, before: Before, gradients: LayerGradients | None
+         ) -> dict[int, Any]:
     """The results of the update that stay in memory, by number; the blocks of the next generation are written.
 
-    What the update replaces of `state` is deleted.
+    What the update replaces of `state` is deleted. gradients: what backward wrote to a file; None: nothing.
     """
     layout, jaxpr = plan.layout, plan.closed.jaxpr
     values = dict(zip(plan.values, before.values, strict=True))
@@ -38,25 +43,32 @@ def walk(states: DiskStates, plan: UpdatePlan, state: ZeroState, before: Before)
     for number in numbered:
         if number < len(plan.names):
             del values[jaxpr.invars[number]]  # donated with each block
-    with states.streaming.abandoned_by_errors(), states.read_pieces() as ahead:
-        for piece, stored in zip(states.pieces, ahead, strict=True):
-            group = plan.groups[piece.number]
+    with (states.streaming.abandoned_by_errors(), states.read_pieces() as ahead,
+          nothing_ahead(states.pieces) if gradients is None else gradients.read_pieces() as grads_ahead):
+        for piece, stored, grads in zip(states.pieces, ahead, grads_ahead, strict=True):
+            group, stored = plan.groups[piece.number], stored | grads
             order = [plan.pieces.buffers_of(task) for task in group.tasks]
             new, whole, blocks = plan.pieces.run(
-                group, piece.index, piece.rest, stored, [[buffers[number] for number in each] for each in order],
-                values)
-            del stored
+                group, piece.index, piece.rest, [[stored[plan.names[number]] for number in task.stored]
+                                                 for task in group.tasks],
+                [[buffers[number] for number in each] for each in order], values)
+            del stored, grads
             for each, filled in zip(order, whole, strict=True):
                 buffers.update(zip(each, filled, strict=True))
-            written = {plan.names[number]: block for task, each in zip(group.tasks, new, strict=True)
-                       for number, block in zip(task.stored, each, strict=True)}
-            states.streaming.write(piece.states, states.filler(written))
-            if piece.copies is not None:
-                copies = {plan.names[number]: block for each, filled in zip(order, blocks, strict=True)
-                          for number, block in zip(each, filled, strict=True) if number < len(plan.names)}
-                states.streaming.write(piece.copies, states.filler(copies))
+            replaced = [task.replaced(plan.on_disk) for task in group.tasks]
+            written = {plan.names[number]: block for numbers, filled in ((replaced, new), (order, blocks))
+                       for of_task, each in zip(numbers, filled, strict=True)
+                       for number, block in zip(of_task, each, strict=True) if number < len(plan.names)}
+            for record in piece.writes:
+                states.streaming.write(record, states.filler(written))
             del new, whole, blocks, written
     return {**before.results, **buffers}
+
+
+@contextlib.contextmanager
+def nothing_ahead(pieces: Sequence[Piece]) -> Iterator[Iterator[dict[str, Any]]]:
+    """For each piece no block."""
+    yield ({} for _ in pieces)
 
 
 def _zeros(plan: UpdatePlan, number: int) -> jax.Array:

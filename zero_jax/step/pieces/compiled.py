@@ -8,7 +8,7 @@ from zero_jax.contract.report import Contract
 from zero_jax.jaxpr.rounds import Rounds
 from zero_jax.sharding.layout import Layout
 from zero_jax.step.compiled import CompiledStep
-from zero_jax.step.disk.piecewise import Pieces
+from zero_jax.step.pieces.program import Pieces
 from zero_jax.xla.events import Event, repeated
 
 

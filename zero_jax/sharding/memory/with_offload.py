@@ -1,0 +1,126 @@
+"""A layout with what an `Offload` names in host memory or in files: which leaves these are, and which are too small."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.errors import UsageError
+from zero_jax.sharding.batch import sum_dtype
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory.disk_leaves import with_disk
+from zero_jax.sharding.memory.host_arrays import on_host
+from zero_jax.sharding.memory.kinds import Offload, check_host_memory
+from zero_jax.sharding.memory.share import shared
+from zero_jax.tree import leaf_bytes, map_named, named_leaves
+
+MIN_BYTES = 1024
+"""Bytes on each device of the smallest leaf that goes to the host: a copy takes about 10 microseconds, however small,
+and all leaves below this are together less than 0.1 % of any model that needs offload."""
+
+MIN_LAYER_BYTES = 4096
+"""The same of stacked parameters, of each layer: every one is a copy of its own, forward and backward."""
+
+_NO_COPY = ("the model reads the parameters as they are stored, so that there is no master copy beside them (there is "
+            "one with precision=\"bf16\"; at stage 3 not with communication=, gather= or another dtype of reduction)")
+
+
+def with_offload(layout: Layout, offload: Offload | None) -> Layout:
+    """`layout` with what `offload` names in host memory or in files.
+
+    A pure function, so that init, step and restore agree. Raises ValueError where nothing of the state would be there.
+    """
+    if offload is None:
+        return layout
+    if offload.disk is None:
+        check_host_memory(layout.axes)
+    has_copy = layout.state.weights is not None
+    if offload.master == "host" and not has_copy:
+        raise UsageError(f"Offload(master=\"host\") at stage {layout.stage.number}: {_NO_COPY}: leave master out.")
+    master = offload.master or "host"
+    in_layers = offload.parameters == "disk"
+    whole = "device" if in_layers else offload.parameters
+    parameters = {"frozen": whole, "weights" if has_copy else "params": whole}
+    fields = {"opt_state": offload.optimizer, "ema": offload.optimizer, **({"params": master} if has_copy else {}),
+              **parameters}
+
+    def is_large(name: str, leaf: Any) -> bool:
+        field, _, param = name.partition("/")
+        shard_bytes = leaf_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        if field in parameters and (stacked := layout.reads[param].stacked):
+            return shard_bytes >= MIN_LAYER_BYTES * math.prod(leaf.shape[dim] for dim in stacked)
+        return jnp.issubdtype(leaf.dtype, jnp.number) and len(leaf.shape) > 0 and shard_bytes >= MIN_BYTES
+
+    layers = _layers_in_files(layout, tuple(parameters)) if in_layers else frozenset()
+    sizes = {name: leaf_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+             for name, leaf in named_leaves(layout.state)
+             if fields.get(name.split("/")[0]) == "host" and is_large(name, leaf)}
+    host = shared(sizes, layout, offload.fraction) if offload.fraction < 1 else frozenset(sizes)
+    if not host:
+        raise UsageError(
+            f"offload: no leaf of this state would be in host memory at stage {layout.stage.number}: "
+            f"{_why_none(layout, offload)}: leave offload out.")
+    if offload.disk is not None:
+        return with_disk(layout, host | layers, _gradients_in_files(layout) if offload.gradients == "disk" else {})
+    gradients = _gradients_in_host_memory(layout, offload) if offload.gradients == "host" else {}
+    return dataclasses.replace(layout, host=host, host_gradients=gradients, state=map_named(
+        lambda name, leaf: leaf.update(sharding=on_host(leaf.sharding)) if name in host else leaf, layout.state))
+
+
+def _layers_in_files(layout: Layout, fields: tuple[str, ...]) -> frozenset[str]:
+    """Names of the leaves of `fields`, of stacked layers, that are read layer by layer; raises ValueError for none."""
+    reads = layout.reads
+    names = frozenset(
+        name for name, leaf in named_leaves(layout.state)
+        if name.partition("/")[0] in fields and reads[name.partition("/")[2]].stacked == (0,)
+        and leaf_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) >= MIN_LAYER_BYTES * leaf.shape[0])
+    if not names:
+        raise UsageError(
+            "Offload(parameters=\"disk\"): parameters are read from files layer by layer, and none of this model's "
+            "loops over stacked layers (nn.scan, nnx.scan) has one that takes "
+            f"{MIN_LAYER_BYTES:,} bytes on each device for each layer: stack the layers, or leave parameters out.")
+    return names
+
+
+def _gradients_in_files(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
+    """The gradients that a loop over layers makes, and that are large enough, as backward makes them."""
+    shardings, uses = dict(named_leaves(layout.gradients)), dict(named_leaves(layout.uses))
+    likes = {name: jax.ShapeDtypeStruct(
+        leaf.shape, uses[name].reduce if name in uses else leaf.dtype, sharding=shardings[name])
+        for name, leaf in named_leaves(layout.state.params) if layout.reads[name].stacked == (0,)}
+    return {name: like for name, like in likes.items() if leaf_bytes(
+        like.sharding.shard_shape(like.shape), like.dtype) >= MIN_LAYER_BYTES * like.shape[0]}
+
+
+def _gradients_in_host_memory(layout: Layout, offload: Offload) -> dict[str, int]:
+    """Bytes on each device of the gradients that go down layer by layer; raises ValueError where none does.
+
+    Small stacks stay on the device: the update would bring them up whole, and XLA:GPU left such a stack on the device
+    (0.5 MB, biases of 1T parameters). Above an eighth of the buffer the update reads blocks, whatever the states are.
+    """
+    smallest = offload.buffer_bytes // 8
+    uses, shardings = dict(named_leaves(layout.uses)), dict(named_leaves(layout.gradients))
+
+    def dtype_of(name: str, leaf: Any) -> Any:
+        dtype = uses[name].reduce if name in uses else leaf.dtype
+        return dtype if layout.microbatches == 1 else sum_dtype(dtype)
+
+    sizes = {name: leaf_bytes(shardings[name].shard_shape(leaf.shape), dtype_of(name, leaf))
+             for name, leaf in named_leaves(layout.state.params)}
+    gradients = {name: sizes[name] for name, leaf in named_leaves(layout.state.params)
+                 if layout.reads[name].stacked == (0,) and smallest < sizes[name] >= MIN_LAYER_BYTES * leaf.shape[0]}
+    if not gradients:
+        raise UsageError(
+            "Offload(gradients=\"host\"): gradients go down as a loop over layers makes them, and none of this model's "
+            "loops over stacked layers (nn.scan, nnx.scan) has a parameter whose gradients take more than "
+            f"{smallest:,} bytes on each device (an eighth of buffer_bytes), and {MIN_LAYER_BYTES:,} for each layer: "
+            "stack the layers, or leave gradients out.")
+    return gradients
+
+
+def _why_none(layout: Layout, offload: Offload) -> str:
+    if offload.optimizer == "device" and layout.state.weights is None:
+        return _NO_COPY
+    return f"the optimizer keeps no array of {MIN_BYTES:,} bytes on a device or more"
