@@ -233,4 +233,7 @@ PRESETS: dict[str, Config] = {
     "6.7b": Config(32, 4096, 32, max_length=2048, remat=True),
     # Section 9: the trillion parameters of the paper's title
     "1t": _paper(128, 25600, 200),
+    # Sizes of ZeRO-Infinity (arXiv 2104.07857); the shapes are ours: 12 x layers x width^2, heads of 128
+    "10t": _paper(200, 65536, 512),
+    "32t": _paper(203, 114688, 896),
 }

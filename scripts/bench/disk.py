@@ -2,6 +2,7 @@
 
     python scripts/bench/disk.py engine --folder /mnt/nvme --gib 2        # needs fio on the PATH for its row
     python scripts/bench/disk.py train --folder /mnt/nvme --million 300
+    python scripts/bench/disk.py train --million 300 --stacked    # with parameters and gradients in files, too
 
 `engine`: records of 16 MiB are read from one generation while those of the next are written, as in a step, checksums
 and copies included; fio reads and writes blocks of that size in that mix (`libaio`, depth 4, direct); TensorStore has a
@@ -13,7 +14,8 @@ written before: a file system takes longer for the first write of a block that i
 `train`: a stack of 4096 x 4096 layers with Adam on one CPU device, fp32, each way in a process of its own: without
 states (plain SGD, from `gradients` and `apply_gradients`), with the states in memory, and with them in files. Peak
 resident memory is that of the steps after the first; the time of a step's walk over the files is that of the step less
-that of the one without states.
+that of the one without states. `--stacked`: of one `nn.scan` over the layers, at stage 3 and in bf16, and one way more:
+with parameters and gradients in files.
 """
 
 import argparse
@@ -153,7 +155,25 @@ class Peak:
         self._thread.join()
 
 
-def train(way, folder, million, steps, buffer_mib):
+def stacked(layers):
+    """A stack of layers, in one loop."""
+    import flax.linen as nn
+    import jax.numpy as jnp
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return jnp.tanh(nn.Dense(WIDTH, use_bias=False)(x)), None
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=layers)()(x, None)[0]
+
+    return Stack()
+
+
+def train(way, folder, million, steps, buffer_mib, in_stack):
     """Prints, as JSON, peak memory and times of the steps after the first of one way."""
     import flax.linen as nn
     import jax
@@ -163,11 +183,14 @@ def train(way, folder, million, steps, buffer_mib):
     import zero_jax
 
     layers = max(1, round(million * 1e6 / WIDTH**2))
-    model = nn.Sequential([nn.Dense(WIDTH, use_bias=False) for _ in range(layers)])
+    model = stacked(layers) if in_stack else nn.Sequential([nn.Dense(WIDTH, use_bias=False) for _ in range(layers)])
     batch = {"inputs": jnp.ones((4, WIDTH)), "targets": jnp.ones((4, WIDTH))}
-    offload = zero_jax.Offload(disk=folder, buffer_bytes=buffer_mib * 2**20) if way == "files" else None
+    offload = zero_jax.Offload(disk=folder, buffer_bytes=buffer_mib * 2**20, parameters=(
+        "disk" if way == "parameters" else "device")) if way in ("files", "parameters") else None
+    options = {"precision": "bf16", "remat": "full"} if in_stack else {}
     step = zero_jax.make_zero_train_step(
-        model, 2, optimizer=optax.sgd(1e-3) if way == "none" else optax.adam(1e-4), offload=offload,
+        model, 3 if in_stack else 2, **options, offload=offload,
+        optimizer=optax.sgd(1e-3) if way == "none" else optax.adam(1e-4),
         loss=lambda model, batch: jnp.mean((model(batch["inputs"]) - batch["targets"]) ** 2))
     state, times, losses = step.init(jax.random.key(0), batch), [], []
     with Peak() as peak:
@@ -187,7 +210,7 @@ def train(way, folder, million, steps, buffer_mib):
             times.append(time.perf_counter() - start)
     result = {"way": way, "parameters": step.layout().num_params, "peak_mib": peak.bytes / 2**20,
               "seconds": statistics.median(times[1:]), "losses": losses}
-    if way == "files":
+    if way in ("files", "parameters"):
         records = step._states.records.layout.records
         read = sum(record.num_bytes for piece in step._states.pieces for record in piece.reads)
         result |= {"read_bytes": read, "written_bytes": sum(each.num_bytes for each in records if not each.once),
@@ -196,7 +219,7 @@ def train(way, folder, million, steps, buffer_mib):
     print(json.dumps(result))
 
 
-def trains(folder, million, steps, buffer_mib, ways):
+def trains(folder, million, steps, buffer_mib, ways, in_stack):
     """Prints the table of train steps."""
     rows = {}
     for way in ways:
@@ -204,7 +227,8 @@ def trains(folder, million, steps, buffer_mib, ways):
         try:
             run = subprocess.run(
                 [sys.executable, __file__, "one", "--way", way, "--folder", place, "--million", str(million),
-                 "--steps", str(steps), "--buffer-mib", str(buffer_mib)], check=False, capture_output=True, text=True,
+                 "--steps", str(steps), "--buffer-mib", str(buffer_mib), *["--stacked"] * in_stack],
+                check=False, capture_output=True, text=True,
                 env={**os.environ, "JAX_PLATFORMS": "cpu", "MALLOC_TRIM_THRESHOLD_": "0"})
             if run.returncode:
                 print(f"{way}: {run.stderr[-2000:]}", file=sys.stderr)
@@ -224,8 +248,9 @@ def trains(folder, million, steps, buffer_mib, ways):
         seconds = files["seconds"] - none["seconds"]
         print(f"\nover no states: {extra:,.0f} MiB, ring {files['ring_mib']:,.0f} MiB; walk {seconds:.2f} s, "
               f"{(files['read_bytes'] + files['written_bytes']) / 1e9 / seconds:.2f} GB/s")
-    if {"memory", "files"} <= rows.keys():
-        print(f"losses of files and memory equal: {rows['memory']['losses'] == rows['files']['losses']}")
+    for way in ("files", "parameters"):
+        if {"memory", way} <= rows.keys():
+            print(f"losses of {way} and memory equal: {rows['memory']['losses'] == rows[way]['losses']}")
 
 
 def main():
@@ -237,17 +262,19 @@ def main():
     parser.add_argument("--million", type=float, default=300.0)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--buffer-mib", type=int, default=16)
-    parser.add_argument("--ways", nargs="+", default=["none", "memory", "files"])
+    parser.add_argument("--ways", nargs="+")
+    parser.add_argument("--stacked", action="store_true")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.what == "engine":
         engines(options.folder, options.gib, options.rounds)
     elif options.what == "train":
-        trains(options.folder, options.million, options.steps, options.buffer_mib, options.ways)
+        ways = options.ways or (["memory", "files", "parameters"] if options.stacked else ["none", "memory", "files"])
+        trains(options.folder, options.million, options.steps, options.buffer_mib, ways, options.stacked)
     elif options.way in WAYS:
         print(WAYS[options.way](options.folder, options.gib))
     else:
-        train(options.way, options.folder, options.million, options.steps, options.buffer_mib)
+        train(options.way, options.folder, options.million, options.steps, options.buffer_mib, options.stacked)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,11 @@ POINTS = (  # model, target, offload, optimizer, --tiling
     ("gpt2:1t", "v5p:4x4x8", "optimizer", "adamw", ""), ("gpt2:1t", "v5p:4x4x8", "parameters", "adamw", ""),
     ("gpt2:1t", "v5p:4x4x4", "optimizer", "lion-bf16-momentum", ""),
     ("gpt2:1t", "v5p:4x4x4", "optimizer", "lion-bf16-momentum", "1GiB"))
+IN_FILES = (  # model, target, further options
+    ("gpt2:1t", "h100:64x8", ()),
+    ("gpt2:10t", "h100:64x8", ("--tensor", "8", "--vocab-size", "50304", "--partition-activations", "disk")),
+    ("gpt2:32t", "h100:64x8", ("--tensor", "8", "--vocab-size", "50304", "--partition-activations", "disk")))
+"""Steps with parameters and gradients in files; of a layer each of 8 GPUs of a node gathers 13 and 39 GB."""
 TRILLION = 1.008e12
 """Parameters of gpt2:1t."""
 
@@ -99,7 +104,7 @@ def scale_table():
         chip = target_of(text).chip
         limits = {"device": chip.memory_bytes - RESERVED.get(chip.platform, 0), "host": chip.host_memory_bytes,
                   "disk": DISK}
-        rows.append([text, *(size(states.largest_model(devices, **limits)) if name != "disk" or chip.gpu else ""
+        rows.append([text, *(size(states.largest_model(devices, **limits)) if chip.gpu or "disk" not in name else ""
                              for name, states in formulas.ZERO_JAX.items())])
     return table(["target", *formulas.ZERO_JAX], rows)
 
@@ -114,11 +119,20 @@ def width_table():
     return table(["memory for the product and its gradient", "width by formula", "published"], rows)
 
 
-def rows_of(text):
-    """The rows of the compiled table of a page, by what they are of."""
+def planned(*options):
+    """What `zero-jax plan` says of a step whose blocks are recomputed."""
+    done = subprocess.run([sys.executable, "-m", "zero_jax", "plan", *options, "--remat", "full", "--json"],
+                          capture_output=True, text=True, check=False)
+    if not done.stdout:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout)["plan"]
+
+
+def rows_of(text, first=5):
+    """The rows of the compiled tables of a page, by what they are of: the first cells, so many."""
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()
-             if line.startswith(tuple(f"| {point[0]} |" for point in POINTS))]
-    return {tuple(row[:5]): row for row in cells}
+             if line.startswith(tuple(f"| {point[0]} |" for point in (*POINTS, *IN_FILES)))]
+    return {tuple(row[:first]): row for row in cells}
 
 
 def compiled_table(wanted):
@@ -134,12 +148,8 @@ def compiled_table(wanted):
                 raise SystemExit(f"{PAGE} has no row {number}, of {' '.join(point)}: name it behind --rows.")
             rows.append(known[point])
             continue
-        command = ["plan", "--model", model, "--target", target, "--offload", offload, "--optimizer", optimizer,
-                   "--remat", "full", "--json", *(["--tiling", tiling] if tiling else [])]
-        done = subprocess.run([sys.executable, "-m", "zero_jax", *command], capture_output=True, text=True, check=False)
-        if not done.stdout:
-            raise SystemExit(done.stderr)
-        plan = json.loads(done.stdout)["plan"]
+        plan = planned("--model", model, "--target", target, "--offload", offload, "--optimizer", optimizer,
+                       *(["--tiling", tiling] if tiling else []))
         moved, timing, violations = plan["transfers"], plan["timing"], plan["communication"]["violations"]
         rows.append([*point, "fits" if plan["fits"] else "does not fit",
                      f"{plan['needed_bytes'] / GIB:.1f} of {plan['memory_bytes'] / GIB:.1f}",
@@ -149,6 +159,38 @@ def compiled_table(wanted):
         print(rows[-1], file=sys.stderr, flush=True)
     return table(["model", "target", "offload", "optimizer", "tiling", "", "GiB of a device", "GiB of its host",
                   "step s", "waits for host s", "MFU", "contract"], rows)
+
+
+def files_table(wanted):
+    """The same of steps whose parameters and gradients are in files; wanted: models and targets."""
+    rows, known = [], {} if wanted is None else rows_of(PAGE.read_text(), 3)
+    for model, target, options in IN_FILES:
+        name = (model, target, f"`{' '.join(options)}`" if options else "")
+        if wanted is not None and not {model, target} & set(wanted):
+            if name not in known:
+                raise SystemExit(f"{PAGE} has no row of {' '.join(name)}: name it behind --rows.")
+            rows.append(known[name])
+            continue
+        plan = planned("--model", model, "--target", target, "--offload", "disk-parameters", *options)
+        moved, timing, violations = plan["transfers"], plan["timing"], plan["communication"]["violations"]
+        compute, chip = timing["seconds"] - moved["exposed_seconds"], target_of(target).chip
+
+        def seconds(read, written, chip=chip):
+            return (read / chip.disk_read_bandwidth + written / chip.disk_write_bandwidth) / REACHED
+
+        layers = seconds(moved["params_up"], moved["gradients_down"])
+        at_disks = max(compute, layers) + seconds(moved["update_up"], moved["update_down"])
+        rows.append([*name, "fits" if plan["fits"] else "does not fit",
+                     f"{plan['needed_bytes'] / GIB:.1f} of {plan['memory_bytes'] / GIB:.1f}",
+                     f"{plan['disk_bytes'] / GB:,.0f} of {DISK / GB:,.0f}",
+                     f"{(moved['params_up'] + moved['update_up']) / GB:,.0f}",
+                     f"{(moved['gradients_down'] + moved['update_down']) / GB:,.0f}",
+                     f"{compute:,.0f}", f"{timing['seconds']:,.0f}", f"{at_disks:,.0f}",
+                     "; ".join(violations) or "kept"])
+        print(rows[-1], file=sys.stderr, flush=True)
+    return table(["model", "target", "options", "", "GiB of a device", "GB of disks for each GPU", "GB read",
+                  "GB written", "compute and network s",
+                  "step s", "step s at the disks' rates (derived)", "contract"], rows)
 
 
 def trillion(state_bytes, devices):
@@ -166,6 +208,7 @@ def wrapped(text):
 def page(wanted=None):
     """The whole page; wanted: as `compiled_table` takes it."""
     ten, thirty_two = (formulas.ZERO_JAX["disk"].device * params / 512 / GB for params in (10e12, 32e12))
+    on_disk = formulas.ZERO_JAX["disk-parameters"].disk * 32e12 / 512 / 1e12
     return wrapped(f"""# Model scale with host memory and disks
 
 The tables of [ZeRO-Offload](https://arxiv.org/abs/2101.06840) and [ZeRO-Infinity](https://arxiv.org/abs/2104.07857)
@@ -207,8 +250,9 @@ Activations, gathered layers and XLA's temporaries come off that.
 {scale_table()}
 
 With `disk` parameters and gradients stay on the device: 10T on 512 H100 take {ten:.0f} GB of 84 there, which leaves
-6 GB for all else, and 32T {thirty_two:.0f} GB: **32T on 512 GPUs does not fit**. It needs parameters and gradients in
-files, too, which this library does not have; ZeRO-Infinity has.
+6 GB for all else, and 32T {thirty_two:.0f} GB, which does not fit. With `disk-parameters` they are in files, too
+(`Offload(disk=folder, parameters="disk")`): a device has a layer or two, and 32T take {on_disk:.2f} TB of disks for
+each GPU, of {DISK / 1e12:.2f}. On 512 V100 ZeRO-Infinity published 32T (above).
 
 ## Compiled
 
@@ -232,6 +276,22 @@ which 64 chips would have {trillion(10, 64)}, too. Lion's 6 bytes are {trillion(
 their hosts hold. There the device's memory is short: beside weights and gradients of {trillion(4, 64)} GB a step has
 53 GiB of temporaries. With products in tiles of at most 1 GiB it fits. On 32 chips all of the 10 bytes are
 {trillion(10, 32)} GB, of the 215 that a chip and its host have.
+
+### Parameters and gradients in files
+
+The same with `--offload disk-parameters`, AdamW, one sequence of 1024 tokens on each device (`gpt2:1t`), or on each 8
+of a node over which tensor parallelism splits the layers (10T, 32T: a whole layer takes 103 and 316 GB in bf16). What
+is compiled is each piece of the step, once: the memory is that of the piece that needs the most. `step s` is predicted
+with the rate at which one process for each host reads, verifies, copies and writes here, 4 GB/s, measured on two cores
+and shared by its 8 GPUs; the last but one column has the rates of the disks (derived, {REACHED:.0%} of 6.5 and 3.5 GB/s
+for each GPU). Either way the time is that of the disks, and of the network between nodes: so few tokens compute for
+10 to 41 s.
+
+{files_table(wanted)}
+
+This is the step. `init` and `Checkpoints.restore` have all of the fp32 parameters in device memory, sharded, before
+they write them: {4 * TRILLION / 512 / GB:.0f} GB on each of 512 for 1T, which fits, {4 * 10.31e12 / 512 / GB:.0f} for
+10T and {4 * 32.04e12 / 512 / GB:.0f} for 32T, which do not: how such a model gets into the files is not built.
 
 ## Width of a layer (derived)
 

@@ -4,6 +4,7 @@ The programs come from the real H100 and TPU compilers, and from XLA:CPU for eig
 """
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from support.oracle import slow
 from support.programs import PROGRAMS, Row, program
 
 from models import gpt2
+from zero_jax.contract import purpose
 from zero_jax.contract import verify as contract
 
 LARGE = gpt2.Config(2, 2048, 16, vocab_size=8192, max_length=64)
@@ -44,6 +46,23 @@ def test_a_step_compiles_itself_and_is_held_against_its_own_contract():
     assert report.contract == step.contract(batch) == program("cpu stage 3").contract
     assert report.contract.mesh == dict(step.mesh.shape)
     assert report.communication_bytes == program("cpu stage 3").report.communication_bytes
+
+
+def test_a_sum_of_a_gradient_and_of_other_numbers_is_two():
+    """An embedding's gradient and the scalars of a norm in one all-reduce, as of a program in pieces."""
+    found = program("cpu stage 3")
+    size, dims = next((math.prod(shape[1]), shape[1]) for c in found.report.results[1].collectives
+                      for shape in c.shapes if 1000 < math.prod(shape[1]) < 8000)
+    whole = next(c for c in found.report.results[1].collectives if c.kind == "all-reduce")
+    scalars = [("f32", ())] * (size // 500)
+    both = dataclasses.replace(whole, shapes=(("f32", dims), *scalars), payload_bytes=4 * (size + len(scalars)),
+                               serves=(), op_name="scatter-add", count=1)
+    assert purpose.purpose_of(both, found.contract) == "rest"
+    results = contract.check([both], found.contract).results
+    assert [each.shapes for each in results[1].collectives] == [(("f32", dims),)]
+    assert [each.shapes for each in results[2].collectives] == [tuple(scalars)]
+    sent = results[1].communication_bytes + results[2].communication_bytes
+    assert sent == pytest.approx(both.communication_bytes)
 
 
 POINTS = {"h100:16x8": (1,), "h100:128x8": (2, 3), "v6e:16x16": (3,), "v5e:16x16": (1, 3), "v5p:4x4x8": (1,),

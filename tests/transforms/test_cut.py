@@ -18,16 +18,22 @@ def is_saved(aval):
     return aval.shape == (2, 4)
 
 
-def run(cut, *args):
+def run(cut, *args, given=(), kept=()):
     """What the pieces compute, one after another; saved stacks are Python lists, and all else has to be in memory."""
-    jaxpr, saved = cut.closed.jaxpr, {}
+    jaxpr = cut.closed.jaxpr
+    saved = {jaxpr.invars[number]: dict(enumerate(args[number])) for number in given}
     memory = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*cut.closed.consts, *args), strict=True))
+    for number in given:
+        del memory[jaxpr.invars[number]]
     for piece, last in zip(cut.pieces, cut.last_reads(), strict=True):
         inner = {var: memory[var] for var in piece.inputs}
         outs = straight(piece, inner) if isinstance(piece, Straight) else rounds(piece, inner, saved)
         memory |= dict(zip(piece.outputs, outs, strict=True))
         for var in last.difference(jaxpr.invars):
             del memory[var]
+    for number in kept:
+        rows = saved[cut.outvars[number]]
+        memory[cut.outvars[number]] = jnp.stack([rows[index] for index in sorted(rows)])
     return [value_of(atom, memory) for atom in cut.outvars]
 
 
@@ -120,3 +126,51 @@ def test_what_is_small_or_made_of_much_is_given():
     cut = cut_at_loops(trace(jax.value_and_grad(fun), W, X), is_saved)
     shapes = {var.aval.shape for piece in cut.pieces if isinstance(piece, Rounds) for var in piece.reads}
     assert {(1, 4), (64, 64)} <= shapes
+
+
+def with_norm(w, x, scale):
+    """The loss, the norm of its gradient by `w`, a sum of that in another dtype, and the gradient."""
+    value, grad = jax.value_and_grad(loss)(w, x)
+    wide = grad.astype(jnp.bfloat16) / scale.astype(jnp.bfloat16)
+    return value, jnp.sqrt(jnp.sum(grad**2 + jnp.zeros(grad.shape) ** 2)), wide.sum(), grad
+
+
+def test_parameters_are_given_and_gradients_kept_layer_by_layer():
+    args = W, X, jnp.float32(4.0)
+    closed = trace(with_norm, *args)
+    cut = cut_at_loops(closed, lambda aval: False, given=[0], kept=[3])
+    forward, backward = (piece for piece in cut.pieces if isinstance(piece, Rounds))
+    stacks = {var.aval.shape for var in cut.in_memory if var.aval.ndim == 3}
+    assert stacks == {(3, 2, 4)}, "of activations, which here are in memory, and of no parameters or gradients"
+    assert forward.fetches == backward.fetches == [closed.jaxpr.invars[0]] and backward.saves == [cut.outvars[3]]
+    assert sum(var.aval.shape == (3,) for var in backward.stacked) == 2  # a sum for each layer
+    for wanted, out in zip(jaxpr_to_fun(closed)(*args), run(cut, *args, given=[0], kept=[3]), strict=True):
+        np.testing.assert_allclose(out, wanted, rtol=2e-2 if wanted.dtype == jnp.bfloat16 else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [
+    lambda grad: grad.sum(0), lambda grad: grad[0], lambda grad: grad - grad.mean(), lambda grad: grad / grad.sum(),
+    lambda grad: jnp.stack([grad * 2.0, jnp.full(grad.shape, jnp.sum(grad * 2.0))])])
+def test_a_gradient_of_which_more_than_sums_are_made_is_in_memory(make):
+    def fun(w, x):
+        grad = jax.grad(loss)(w, x)
+        return make(grad), grad
+
+    cut = cut_at_loops(trace(fun, W, X), lambda aval: False, given=[0], kept=[1])
+    assert cut.outvars[1] in cut.in_memory
+
+
+def test_what_sums_are_made_of_may_be_a_result():
+    def fun(w, x):
+        twice = jax.grad(loss)(w, x) * 2.0
+        return twice, twice.sum(), jax.grad(loss)(w, x)
+
+    closed = trace(fun, W, X)
+    cut = cut_at_loops(closed, lambda aval: False, kept=[2])
+    for wanted, out in zip(jaxpr_to_fun(closed)(W, X), run(cut, W, X, kept=[2]), strict=True):
+        np.testing.assert_allclose(out, wanted, rtol=1e-5)
+
+
+def test_a_parameter_that_is_read_whole_is_in_memory():
+    cut = cut_at_loops(trace(lambda w, x: loss(w, x) + w.sum(), W, X), is_saved, given=[0])
+    assert not cut.pieces or cut.closed.jaxpr.invars[0] in cut.in_memory

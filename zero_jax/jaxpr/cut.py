@@ -31,7 +31,9 @@ def cut_at_loops(closed: ClosedJaxpr, is_saved: Callable[[Any], bool], *, given:
     eqns = list(_opened(closed.jaxpr.eqns, names))
     outvars = [_named(atom, names) for atom in closed.jaxpr.outvars]
     if kept:
-        eqns = list(_opened(with_sums_in_rounds(eqns, variables(outvars[number] for number in kept)), names := {}))
+        stacks, others = ([atom for number, atom in enumerate(outvars) if (number in kept) == wanted]
+                          for wanted in (True, False))
+        eqns = list(_opened(with_sums_in_rounds(eqns, variables(stacks), set(variables(others))), names := {}))
         outvars = [_named(atom, names) for atom in outvars]
     others = [atom for number, atom in enumerate(outvars) if number not in kept]
     saved = {**_saved_stacks(eqns, others, is_saved), **_given_stacks(eqns, others, [

@@ -34,8 +34,11 @@ from zero_jax.jaxpr.primitives import (
 )
 
 
-def with_sums_in_rounds(eqns: Sequence[JaxprEqn], stacks: Collection[Any]) -> list[JaxprEqn]:
+def with_sums_in_rounds(eqns: Sequence[JaxprEqn], stacks: Collection[Any], results: Collection[Any]
+                        ) -> list[JaxprEqn]:
     """`eqns`, where nothing reads those of the variables `stacks` any more of which only sums are made.
+
+    results: variables that are wanted as they are.
 
     A stack is a result that a scan makes part by part. Of each of its sums the loop makes a sum for every round, and
     these are added after it: the same up to the order of additions. A stack of which something else is made (one row,
@@ -47,7 +50,8 @@ def with_sums_in_rounds(eqns: Sequence[JaxprEqn], stacks: Collection[Any]) -> li
         loop = made.get(stack)
         if loop is not None and primitive_of(loop) == SCAN and loop.outvars.index(stack) >= Scan.of(loop).num_carry:
             sums = _Sums.of(stack, eqns, made)
-            if sums is not None and sums.totals and not _follows_from(sums.scalars, loop, made):
+            if sums is not None and sums.totals and sums.made.isdisjoint(results) and not _follows_from(
+                    sums.scalars, loop, made):
                 loops.setdefault(id(loop), (loop, []))[1].append(sums)
     gone = {id(eqn) for _, each in loops.values() for sums in each for eqn in sums.chain}
     new: list[JaxprEqn] = []
@@ -73,6 +77,7 @@ class _Sums:
         self.chain: list[JaxprEqn] = []
         self.totals: list[JaxprEqn] = []
         self.scalars: list[Any] = []
+        self.made: set[Any] = set()
 
     @classmethod
     def of(cls, stack: Any, eqns: Iterable[JaxprEqn], made: Mapping[Any, JaxprEqn]) -> "_Sums | None":
@@ -93,6 +98,7 @@ class _Sums:
             else:
                 follow |= set(eqn.outvars)
                 known |= set(eqn.outvars)
+                sums.made |= set(eqn.outvars)
         return sums
 
     def _fills(self, var: Any, known: set[Any], made: Mapping[Any, JaxprEqn]) -> bool:
