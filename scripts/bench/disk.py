@@ -248,9 +248,9 @@ def trains(folder, million, steps, buffer_mib, ways, in_stack):
         seconds = files["seconds"] - none["seconds"]
         print(f"\nover no states: {extra:,.0f} MiB, ring {files['ring_mib']:,.0f} MiB; walk {seconds:.2f} s, "
               f"{(files['read_bytes'] + files['written_bytes']) / 1e9 / seconds:.2f} GB/s")
-    for way in ("files", "parameters"):
-        if {"memory", way} <= rows.keys():
-            print(f"losses of {way} and memory equal: {rows['memory']['losses'] == rows[way]['losses']}")
+    for one, other in (("memory", "files"), ("files", "parameters")):
+        if {one, other} <= rows.keys():
+            print(f"losses of {one} and {other} equal: {rows[one]['losses'] == rows[other]['losses']}")
 
 
 def main():
