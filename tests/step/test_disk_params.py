@@ -93,6 +93,7 @@ def test_parameters_in_files_have_the_bits_of_the_device_and_go_on_from_the_file
     assert differing(onward.params(wanted), step.params(again)) == []
 
 
+@pytest.mark.slow
 def test_checkpoints_evaluators_and_frozen_layers(tmp_path):
     options = {"frozen": "blocks/Dense_0", "ema": 0.9}
     memory, step = made(tmp_path / "a", parameters="device", **options), made(tmp_path / "b", **options)
@@ -138,6 +139,7 @@ def test_a_global_norm_is_the_sum_of_what_rounds_sum(tmp_path):
         np.testing.assert_allclose(leaf, full[f"params/{name}"], rtol=1e-3, atol=2e-3, err_msg=name)
 
 
+@pytest.mark.slow
 def test_another_layers_parameters_or_gradients_are_other_numbers(tmp_path, monkeypatch):
     """The controls of the tests above."""
     wanted, numbers = run(made(tmp_path / "right"), steps=2)
@@ -174,7 +176,8 @@ def full(*_):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("options", [{}, {"parameters": "device", "remat": "full", "partition_activations": "disk"}])
+@pytest.mark.parametrize("options", [{}, pytest.param(
+    {"parameters": "device", "remat": "full", "partition_activations": "disk"}, marks=pytest.mark.slow)])
 def test_space_for_what_a_step_writes_is_looked_for_at_init(tmp_path, monkeypatch, options):
     step = made(tmp_path / "run", **options)
     needed = step._prepared(BATCH).generations.disk_bytes
