@@ -323,7 +323,7 @@ def test_other_values_are_refused(value, words):
 def test_what_cannot_be_offloaded_is_refused(monkeypatch):
     for wrong, words in ({"fraction": 0}, "share above 0"), ({"fraction": 0.5, "parameters": "host"}, "leave one"), (
             {"fraction": True}, "share above 0"), ({"fraction": 0.5, "disk": "states"}, "leave one"), (
-            {"gradients": None}, 'give "host" or "device"'):
+            {"gradients": "both"}, 'give "host" or "device"'):
         with pytest.raises(zero_jax.UsageError, match=words):
             zero_jax.Offload(**wrong)
     with pytest.raises(zero_jax.UsageError, match='give "host" or "device"'):

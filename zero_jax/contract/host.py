@@ -6,11 +6,13 @@ right numbers: only the program shows it.
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from zero_jax.optim.streamed_update import STREAM_SCOPE
 from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory.tpu_tiles import padded
+from zero_jax.transforms.host_gradients import GRADIENT_SCOPE
 from zero_jax.tree import leaf_bytes, named_leaves
 from zero_jax.xla.host_reads import HostRead, HostWrite, host_reads, host_writes
 from zero_jax.xla.host_slices import HOST
@@ -27,10 +29,6 @@ MIN_AHEAD = 0.25
 """Share of what loops read of parameters that comes up a round ahead, at least, and of checkpoints likewise: none does
 without XLA's pipelining, mostly all with it."""
 
-TILE = (8, 128)
-"""Elements to whose multiples a TPU pads the last two dims of an array, in an order that it chooses."""
-
-
 TILES = (" A parameter that the model reads whole comes up in parts, and is not copied, with tiling={its name: number "
          "of tiles}.")
 """What to do about copies of parameters within host memory."""
@@ -41,7 +39,7 @@ class HostBudget:
     """What a step may keep in the host's memory, for each device.
 
     state_bytes: of the state. activations: whether checkpoints are kept there, too, for the backward pass.
-    padding: bytes by which a TPU's tiles may exceed those of the state.
+    padding, gradient_padding: bytes by which a TPU's tiles may exceed those of the state, and of `gradients`.
     param_bytes: of the parameters that the model reads from there; num_gathers: in how many microbatches. has_copy:
         whether the update does not read these, since it has master weights of its own. ahead: whether each layer is to
         come up a round before its use, and each checkpoint: on GPUs; XLA:TPU decides by itself. gradients: bytes of
@@ -57,6 +55,7 @@ class HostBudget:
     ahead: bool = True
     gradients: tuple[int, ...] = ()
     microbatches: int = 1
+    gradient_padding: int = 0
 
     @property
     def read_bytes(self) -> int:
@@ -96,14 +95,17 @@ class HostUse:
 
     @property
     def stack_reads(self) -> list[HostRead]:
-        """Those of what loops keep in stacks, which are no input of the step: checkpoints, or sums of gradients."""
-        return [read for read in self.reads if read.in_loop and read.is_slice and not read.source
-                and STREAM_SCOPE not in read.op_name]
+        """Those of what loops keep in stacks, which are no input of the step: checkpoints, or sums of gradients.
+
+        XLA:TPU takes the first round out of a loop, where the scope tells the reads of sums from those of the update.
+        """
+        return [read for read in self.reads if read.is_slice and not read.source and (
+            GRADIENT_SCOPE in read.op_name or read.in_loop and STREAM_SCOPE not in read.op_name)]
 
     @property
     def gradient_reads(self) -> list[HostRead]:
         """Those of gradients that backward wrote there, by the update."""
-        return [read for read in self.reads if not read.source
+        return [read for read in self.reads if not read.source and GRADIENT_SCOPE not in read.op_name
                 and (STREAM_SCOPE in read.op_name or not read.in_loop)]
 
 
@@ -111,10 +113,11 @@ def host_budget(layout: Layout, *, activations: bool, num_gathers: int = 1) -> H
     """The budget of a layout; None where nothing is offloaded, or the backend counts host memory as the device's."""
     if layout.axes.platform == "cpu" or not (layout.host or activations):
         return None
-    return HostBudget(layout.host_bytes, activations, _tile_padding(layout) if layout.axes.is_tpu else 0,
+    padding, gradient_padding = _tile_padding(layout) if layout.axes.is_tpu else (0, 0)
+    return HostBudget(layout.host_bytes, activations, padding,
                       layout.host_param_bytes, num_gathers, layout.state.weights is not None,
                       ahead=not layout.axes.is_tpu, gradients=tuple(layout.host_gradients.values()),
-                      microbatches=layout.microbatches)
+                      microbatches=layout.microbatches, gradient_padding=gradient_padding)
 
 
 def host_use(module: Module, memory: Any) -> HostUse | None:
@@ -137,7 +140,7 @@ def host_violations(budget: HostBudget | None, use: HostUse | None) -> Iterator[
         yield (f"{use.argument_bytes - use.alias_bytes:,} bytes of the state in host memory are not updated in place, "
                "so that host memory holds them twice: look for a leaf whose new value has another shape or dtype.")
     gradient_bytes = sum(budget.gradients)
-    if use.temporary_bytes > (1 + TOLERANCE) * gradient_bytes and not budget.activations:
+    if use.temporary_bytes > (1 + TOLERANCE) * gradient_bytes + budget.gradient_padding and not budget.activations:
         yield (f"{use.temporary_bytes - gradient_bytes:,} bytes of temporaries are in host memory"
                f"{' beside the gradients' * bool(gradient_bytes)}: a second copy of what is updated "
                f"in place{_largest(use)}.{TILES * bool(budget.param_bytes and use.copies)}")
@@ -170,6 +173,10 @@ def _gradient_violations(budget: HostBudget, use: HostUse) -> Iterator[str]:
     if abs(up - budget.gradients_up) > TOLERANCE * budget.gradients_up:
         yield (f"{up:,} bytes of gradients are read from host memory by backward in a step, {budget.gradients_up:,} "
                f"should be, {of}: whole stacks are read where a layer should be, or sums of microbatches are lost.")
+    if whole := [read for read in use.reads if not (read.is_slice or read.source) and (
+            read.bytes >= min(budget.gradients))]:
+        yield (f"{bytes_of(whole):,} bytes of gradients in host memory are brought up whole by {whole[0].name} and so "
+               "on, where the update should read blocks: the device has all of a stack.")
 
 
 def _param_violations(budget: HostBudget, use: HostUse) -> Iterator[str]:
@@ -199,16 +206,24 @@ def bytes_ahead(reads: Iterable[HostRead]) -> int:
     return bytes_of(read for read in reads if read.is_ahead)
 
 
-def _tile_padding(layout: Layout) -> int:
-    """What tiles may add to the shards in host memory, in the worse of both orders of the last two dims."""
-    total = 0
-    for name, leaf in named_leaves(layout.state):
-        if name in layout.host:
-            *outer, rows, columns = (1, 1, *leaf.sharding.shard_shape(leaf.shape))
-            size = leaf_bytes((*outer, rows, columns), leaf.dtype)
-            total += max(leaf_bytes((*outer, -(-rows // high) * high, -(-columns // wide) * wide), leaf.dtype)
-                         for high, wide in (TILE, TILE[::-1])) - size
-    return total
+def _tile_padding(layout: Layout) -> tuple[int, int]:
+    """What tiles may add to the shards of the state in host memory, and to those of gradients there.
+
+    Of the state in the worse order of the last two dims, of gradients in the better one, which backward gives them.
+    """
+    def added(shape: Sequence[int], worst: Callable[..., int]) -> float:
+        """As a share of the elements."""
+        rows, columns = (1, 1, *shape)[-2:]
+        return worst(padded(rows, columns), padded(columns, rows)) / (rows * columns) - 1
+
+    def padding(name: str, leaf: Any) -> int:
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        return round(added(shape, max) * leaf_bytes(shape, leaf.dtype)) if name in layout.host else 0
+
+    shapes = {name: leaf.shape for name, leaf in named_leaves(layout.state.params)}
+    gradients = [layout.host_gradients[name] * added(sharding.shard_shape(shapes[name]), min)
+                 for name, sharding in named_leaves(layout.gradients) if name in layout.host_gradients]
+    return sum(padding(*pair) for pair in named_leaves(layout.state)), round(sum(gradients))
 
 
 def _largest(use: HostUse) -> str:

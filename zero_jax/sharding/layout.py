@@ -212,8 +212,9 @@ class Layout:
             lines.append(f"parameters are gathered {self.gather_note}")
         lines += tile_lines(self.reads, shapes, dict(named_leaves(self.uses)), self.not_tiled)
         if self.host:
-            lines += host_lines(rows, self.host_params, self.reads) + gradient_lines(
-                self.host_gradients, self.reads, self.microbatches)
+            tiled = self.axes.is_tpu
+            lines += host_lines(rows, self.host_params, self.reads, tiled=tiled) + gradient_lines(
+                self.host_gradients, self.reads, self.microbatches, tiled=tiled)
         lines += file_lines(rows, self.disk_layers, self.disk_gradients, self.reads)
         if self.overlap_note:
             lines.append(f"collectives run beside compute by XLA's options: {self.overlap_note}")

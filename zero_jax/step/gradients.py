@@ -136,7 +136,8 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         (True, compute_grads_in_reduce_dtype),
         (reduced, functools.partial(
             communicate_once_per_loop, batch_size=activations.batch_size, axes=layout.axes, hops=hops)),
-        (reduced and layout.host and not layout.axes.is_tpu, order_stacked_gradients),
+        (reduced and layout.host and (bool(layout.host_gradients) or not layout.axes.is_tpu),
+         functools.partial(order_stacked_gradients, tiled=layout.axes.is_tpu)),
         (reduced, functools.partial(
             scatter_derived_gradients, batch_size=activations.batch_size, axes=layout.axes, hops=hops)),
         (reduced, functools.partial(

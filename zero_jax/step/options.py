@@ -106,7 +106,7 @@ class StepOptions:
             if self.host_offload.parameters == "host":
                 self._check_host_params()
             if self.host_offload.gradients == "host":
-                self._check_host_gradients(axes)
+                self._check_host_gradients()
         if self.in_layers:
             self._check_disk_params()
         self.activations(axes, 1)
@@ -146,16 +146,14 @@ class StepOptions:
             if is_wrong:
                 raise UsageError(f"Offload(parameters=\"disk\") {what}: {why}, or leave parameters out.")
 
-    def _check_host_gradients(self, axes: MeshAxes) -> None:
+    def _check_host_gradients(self) -> None:
         """Raises ValueError for what keeps gradients on the devices, or needs all of them there."""
         for is_wrong, what, why in (
                 *self._whole_weights(),
                 (self.tiling is not None, "with tiling=",
                  "the gradient of a weight in tiles is made tile by tile on the device: leave tiling out"),
                 (self.partition_activations == "cpu", "with partition_activations=\"cpu\"",
-                 "what backward reads and writes in host memory is not counted apart: give remat=\"full\" alone"),
-                (axes.is_tpu, "on TPUs", "not built, since their compiler may transpose whole stacks of gradients "
-                 "on the device before the update (docs/guide/offload.md): give GPUs")):
+                 "what backward reads and writes in host memory is not counted apart: give remat=\"full\" alone")):
             if is_wrong:
                 raise UsageError(f"Offload(gradients=\"host\") {what}: {why}, or leave gradients out.")
 

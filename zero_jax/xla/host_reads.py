@@ -9,7 +9,7 @@ from zero_jax.xla.collective import Execution, kind_of, read_collective
 from zero_jax.xla.cost import flops
 from zero_jax.xla.host_slices import HOST
 from zero_jax.xla.parser import Computation, Frame, Instruction, Module, parse
-from zero_jax.xla.provenance import Flow
+from zero_jax.xla.provenance import UPDATE_SLICES, Flow, search
 from zero_jax.xla.shapes import Array, shape_bytes
 from zero_jax.xla.trip_count import trip_count
 
@@ -37,7 +37,8 @@ class HostRead:
         in_loop: whether it is in a loop. is_slice: whether it reads a part that an index chooses, as a layer.
         is_ahead: in a loop, whether only the next round uses it, and this one does something else while it is copied:
             a product, half of its other work, or, on a GPU, sending 16 times the bytes of all that is copied meanwhile.
-        op_name: where the program's author wrote it.
+        op_name: where the program's author wrote it, or what first uses it: XLA:TPU starts the first round's read
+            ahead of a loop, without a name.
     """
 
     name: str
@@ -89,7 +90,7 @@ def host_writes(program: str | Module) -> list[HostWrite]:
 
 def _written(flow: Flow, frame: Frame, runs: int) -> Iterator[HostWrite]:
     for instruction in frame.computation.instructions.values():
-        if instruction.opcode == "dynamic-update-slice":
+        if instruction.opcode in UPDATE_SLICES:
             array, part = (frame.computation.arrays(name).get(()) for name in instruction.operands[:2])
             if array is not None and part is not None and array.space == HOST and not flow.input_of(
                     (frame, instruction.operands[0], ())):
@@ -112,7 +113,7 @@ def _in_frame(flow: Flow, frame: Frame, runs: int, at: "tuple[_Round, Instructio
         if size := _read_bytes(computation, instruction):
             yield HostRead(instruction.name, flow.input_of((frame, instruction.operands[0], ())), size, runs,
                            place is not None, place is not None and place[0].is_ahead(place[1]),
-                           instruction.opcode.startswith("dynamic-slice"), module.metadata(instruction)[0])
+                           instruction.opcode.startswith("dynamic-slice"), _scope(flow, frame, instruction))
         for callee in instruction.callees:
             inner = Frame(module.computations[callee], instruction, frame)
             if instruction.opcode != "while":
@@ -120,6 +121,13 @@ def _in_frame(flow: Flow, frame: Frame, runs: int, at: "tuple[_Round, Instructio
             elif callee == instruction.attribute("body"):
                 rounds = trip_count(module, frame, instruction) or 1
                 yield from _in_frame(flow, inner, runs * rounds, (_Round(module, inner), instruction))
+
+
+def _scope(flow: Flow, frame: Frame, instruction: Instruction) -> str:
+    """The op_name of an instruction, or where it has none of the nearest that uses its result."""
+    names = (flow.module.metadata(each.computation.instructions[name])[0]
+             for each, name, _ in search([(frame, instruction.name, ())], flow.uses))
+    return next(filter(None, names), "")
 
 
 def _read_bytes(computation: Computation, instruction: Instruction) -> int:

@@ -26,6 +26,8 @@ _MIXES = {
 }  # fmt: skip
 _INTO = ("fusion", "call", "fusion-start", "call-start", "async-start")
 _GATHERS = ("all-gather", "collective-permute", "all-to-all", "collective-broadcast")
+UPDATE_SLICES = ("dynamic-update-slice", "dynamic-update-slice-start")
+"""Opcodes of what writes a part of an array; XLA:TPU starts a write to host memory, and waits for it elsewhere."""
 _COLLECTIVES = (*_GATHERS, "all-reduce", "reduce-scatter", "ragged-all-to-all")
 
 
@@ -60,8 +62,11 @@ class Flow:
         return tuple(served)
 
     def input_of(self, value: Value) -> str:
-        """The op_name of the nearest input of the program that `value` comes from, as its author wrote it; or ""."""
-        number = next(self._inputs_of([value]), None)
+        """The op_name of the nearest input of the program that `value` comes from, as its author wrote it; or "".
+
+        An array of which parts are written is the one that they are written to, not what they are computed from.
+        """
+        number = next(self._inputs_of([value], self._array_of), None)
         if number is None:
             return ""
         entry = self.module.computations[self.module.entry]
@@ -80,9 +85,15 @@ class Flow:
     def _back(self, values: Iterable[Value]) -> list[str]:
         return list(dict.fromkeys(name for number in self._inputs_of(values) if (name := self._parameter(number))))
 
-    def _inputs_of(self, values: Iterable[Value]) -> Iterator[int]:
-        """Numbers of the inputs of the program that `values` come from, nearest first."""
-        for frame, name, path in search(values, self.sources):
+    def _array_of(self, value: Value) -> Iterable[Value]:
+        """As `sources`, but that of an updated slice there is the array alone."""
+        sources = list(self.sources(value))
+        return sources[-1:] if _instruction(value).opcode in UPDATE_SLICES else sources
+
+    def _inputs_of(self, values: Iterable[Value], step: Callable[[Value], Iterable[Value]] | None = None
+                   ) -> Iterator[int]:
+        """Numbers of the inputs of the program that `values` come from by `step` (`sources`), nearest first."""
+        for frame, name, path in search(values, step or self.sources):
             instruction = frame.computation.instructions[name]
             if instruction.opcode == "parameter" and frame.caller is None and not path:
                 yield int(instruction.arguments)
@@ -138,7 +149,7 @@ class Flow:
             operand = operands[path[-1] if path and len(operands) > path[-1] else 0]
             if kind != "all-reduce" or self._is_placed(frame, operand):
                 yield frame, operand, ()
-        elif opcode == "dynamic-update-slice":
+        elif opcode in UPDATE_SLICES:
             yield from ((frame, name, ()) for name in operands[1::-1])
         elif "AsyncCollective" in instruction.tail:  # TPU: the start of a gather, or the shard beside it
             yield frame, operands[0], ()
@@ -168,7 +179,7 @@ class Flow:
                 yield frame, user.name, path
             elif kind in _COLLECTIVES:
                 yield frame, user.name, (position,) if len(user.operands) > 1 else ()
-            elif (opcode == "dynamic-update-slice" and position < 2) or (opcode == "scatter" and position == 0):
+            elif (opcode in UPDATE_SLICES and position < 2) or (opcode == "scatter" and position == 0):
                 yield frame, user.name, ()
             elif position == 0 and (opcode in _MOVES or self._squeezes(frame, user)):
                 yield from ((frame, user.name, ()) for _ in self._same_size(frame, user, (name,)))

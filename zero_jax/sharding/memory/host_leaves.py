@@ -21,8 +21,15 @@ def update_bytes_of(rows: Sequence[Any]) -> tuple[int, int]:
     return read, sum(size for field, size in fields if field != "frozen")
 
 
-def host_lines(rows: Sequence[Any], params: Collection[str], reads: Mapping[str, ParamAccess]) -> list[str]:
-    """A line for the update's traffic, and two for the parameters `params` that the model reads from host memory."""
+_ROWS = ", or stacks of vectors, whose layers are parts of a TPU's tiles"
+
+
+def host_lines(rows: Sequence[Any], params: Collection[str], reads: Mapping[str, ParamAccess], *, tiled: bool = False
+               ) -> list[str]:
+    """A line for the update's traffic, and two for the parameters `params` that the model reads from host memory.
+
+    tiled: on TPUs.
+    """
     read, written = update_bytes_of(rows)
     lines = [f"read from and written to host memory by the update: {read:,} and {written:,} bytes for each device"]
     if params:
@@ -33,12 +40,14 @@ def host_lines(rows: Sequence[Any], params: Collection[str], reads: Mapping[str,
             f"as many backward for each device; layer by layer: {', '.join(by_layer) or 'none'}; whole: "
             f"{', '.join(whole) or 'none'}")
         small = sorted(set(reads).difference(params))
-        lines.append(f"parameters in device memory, since their shards are small: {', '.join(small) or 'none'}")
+        lines.append(f"parameters in device memory, since their shards are small{_ROWS * tiled}: "
+                     f"{', '.join(small) or 'none'}")
     return lines
 
 
-def gradient_lines(gradients: Mapping[str, int], reads: Mapping[str, ParamAccess], microbatches: int = 1) -> list[str]:
-    """Two lines for gradients in host memory, none where there are none; gradients: the bytes of each."""
+def gradient_lines(gradients: Mapping[str, int], reads: Mapping[str, ParamAccess], microbatches: int = 1, *,
+                   tiled: bool = False) -> list[str]:
+    """Two lines for gradients in host memory, whose bytes `gradients` has; none where it is empty; tiled: on TPUs."""
     if not gradients:
         return []
     size, others = sum(gradients.values()), sorted(set(reads).difference(gradients))
@@ -48,7 +57,8 @@ def gradient_lines(gradients: Mapping[str, int], reads: Mapping[str, ParamAccess
                    f"device, {microbatches * size:,} each way in a step")
     return [f"gradients written to host memory by backward, layer by layer: {written}, which the update reads, and "
             f"once more where a global norm scales them: {', '.join(sorted(gradients))}",
-            "gradients in device memory, of no stacked layers or with small shards: " + (", ".join(others) or "none")]
+            f"gradients in device memory, of no stacked layers or with small shards{_ROWS * tiled}: "
+            f"{', '.join(others) or 'none'}"]
 
 
 def _read_rows(rows: Sequence[Any], params: Collection[str]) -> list[Any]:

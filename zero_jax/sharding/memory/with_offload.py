@@ -50,6 +50,8 @@ def with_offload(layout: Layout, offload: Offload | None) -> Layout:
         field, _, param = name.partition("/")
         shard_bytes = leaf_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
         if field in parameters and (stacked := layout.reads[param].stacked):
+            if offload.disk is None and _is_row_of_tiles(layout, leaf.shape, leaf.dtype):
+                return False
             return shard_bytes >= MIN_LAYER_BYTES * math.prod(leaf.shape[dim] for dim in stacked)
         return jnp.issubdtype(leaf.dtype, jnp.number) and len(leaf.shape) > 0 and shard_bytes >= MIN_BYTES
 
@@ -67,6 +69,14 @@ def with_offload(layout: Layout, offload: Offload | None) -> Layout:
     gradients = _gradients_in_host_memory(layout, offload) if offload.gradients == "host" else {}
     return dataclasses.replace(layout, host=host, host_gradients=gradients, state=map_named(
         lambda name, leaf: leaf.update(sharding=on_host(leaf.sharding)) if name in host else leaf, layout.state))
+
+
+def _is_row_of_tiles(layout: Layout, shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether a layer of a stack is a row of vectors of less than four bytes, of which XLA:TPU reads no part.
+
+    Rows share a word then: "Sublane slicing size must be multiple of element packing factor" (libtpu 0.0.42.1).
+    """
+    return layout.axes.is_tpu and len(shape) < 3 and jnp.dtype(dtype).itemsize < 4
 
 
 def _layers_in_files(layout: Layout, fields: tuple[str, ...]) -> frozenset[str]:
@@ -99,8 +109,10 @@ def _gradients_in_host_memory(layout: Layout, offload: Offload) -> dict[str, int
 
     Small stacks stay on the device: the update would bring them up whole, and XLA:GPU left such a stack on the device
     (0.5 MB, biases of 1T parameters). Above an eighth of the buffer the update reads blocks, whatever the states are.
+    On TPUs stacks of vectors stay, too: a layer of one is a row of its tiles, and a part of a tile cannot be written.
     """
     smallest = offload.buffer_bytes // 8
+    smallest_dims = 3 if layout.axes.is_tpu else 2
     uses, shardings = dict(named_leaves(layout.uses)), dict(named_leaves(layout.gradients))
 
     def dtype_of(name: str, leaf: Any) -> Any:
@@ -110,7 +122,8 @@ def _gradients_in_host_memory(layout: Layout, offload: Offload) -> dict[str, int
     sizes = {name: leaf_bytes(shardings[name].shard_shape(leaf.shape), dtype_of(name, leaf))
              for name, leaf in named_leaves(layout.state.params)}
     gradients = {name: sizes[name] for name, leaf in named_leaves(layout.state.params)
-                 if layout.reads[name].stacked == (0,) and smallest < sizes[name] >= MIN_LAYER_BYTES * leaf.shape[0]}
+                 if layout.reads[name].stacked == (0,) and smallest < sizes[name] >= MIN_LAYER_BYTES * leaf.shape[0]
+                 and len(leaf.shape) >= smallest_dims}
     if not gradients:
         raise UsageError(
             "Offload(gradients=\"host\"): gradients go down as a loop over layers makes them, and none of this model's "
