@@ -126,6 +126,34 @@ def test_models_have_the_numbers_of_one_device(model, precision, options):
     assert run.step.layout().tiles
 
 
+INT8 = {"communication": zero_jax.Communication(weights="int8")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [Net(width=72), NnxNet])
+@pytest.mark.parametrize("options", [{"hpz_axes": "data_1"}, INT8])
+def test_tiles_of_copies_and_of_codes_have_the_numbers_of_one_device(model, options, monkeypatch):
+    """Up to the rounding of codes, whose error is as large without tiles."""
+    made = (lambda rngs: NnxNet(rngs, 64)) if model is NnxNet else model
+    tiles = {name: count for name, count in {**TILES, "down/kernel": 4}.items()
+             if model is not NnxNet or name[0] in "ud"}
+    plain, sizes = oracle(made, batches=batches()), (2, 4) if "hpz_axes" in options else 8
+    run = train(made, 3, sizes, batches=batches(), tiling=tiles, **options)
+    loss, param = (1e-4, 1.5e-3) if "communication" in options else (1e-6, 3e-6)
+    assert loss_difference(run, plain) < loss and param_difference(run, plain) < param
+    assert len(run.step.layout().tiles) == len(tiles)
+    run.step.verify(batches(1)[0])
+    if "communication" in options:
+        # Codes they are, so that no run is as near as one without: else nothing was sent as codes.
+        assert param_difference(run, plain) > 3e-5
+
+    # Negative control: the first tile in the place of every other one.
+    tile = TiledProduct._tile
+    monkeypatch.setattr(TiledProduct, "_tile", lambda self, value, dim, index: tile(self, value, dim, 0))
+    broken = train(made, 3, sizes, batches=batches()[:1], tiling=tiles, **options)
+    assert abs(broken.norms[0] - plain.norms[0]) > 1e-2
+
+
 def test_what_an_evaluator_reads_is_in_tiles_too():
     step = zero_jax.make_zero_train_step(Small(), 3, tiling=SMALL_TILES)
     batch = batches(1)[0]
@@ -186,6 +214,25 @@ def test_targets_keep_the_contract(target, options, monkeypatch):
         with pytest.raises(zero_jax.ContractError) as broken:
             compiled().verify()
         assert "is to be reduced in" in str(broken.value) and "gathered parameters are in memory" in str(broken.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "sizes", "options"), [
+    ("h100:2x4", {"data": (2, 4)}, {"hpz_axes": "data_1"}), ("h100:8", {}, INT8)])
+def test_targets_send_copies_once_and_codes_in_tiles(target, sizes, options, monkeypatch):
+    def compiled(**tiling):
+        step = zero_jax.make_zero_train_step(lambda rngs: NnxNet(rngs, 256), 3, mesh=mesh_of(target, **sizes),
+                                             precision="bf16", **tiling, **options)
+        return step.compiled_step(TARGET_BATCH)
+
+    tiled, plain = compiled(tiling={"up/kernel": 8, "down/kernel": 4}), compiled()
+    gathers, whole = (made.verify().results[0] for made in (tiled, plain))
+    # As many bytes as of whole weights, but for a scale of each block.
+    assert gathers.budget.communication_bytes / whole.budget.communication_bytes == pytest.approx(1, abs=0.02)
+    assert gathers.communication_bytes / whole.communication_bytes == pytest.approx(1, abs=0.02)
+    monkeypatch.setattr(gradients, "tile_products", lambda jaxpr: jaxpr)
+    with pytest.raises(zero_jax.ContractError, match="is to be gathered in|is to be reduced in"):
+        compiled(tiling={"up/kernel": 8, "down/kernel": 4}).verify()
 
 
 class Wide(nn.Module):
@@ -263,7 +310,8 @@ class Batched(nn.Module):
     (None, {"mesh": (4, 2), **SPLIT, "tiling": {"up/kernel": 4}}, "none of its dims 18 divides"),
     (None, {"mesh": (4, 2), **SPLIT, "sequence_parallel": True}, "tiling with sequence_parallel"),
     (None, {"mesh": (1, 1)}, "ZeRO shards over one device"),
-    (None, {"communication": zero_jax.Communication(gradients="int8")}, "tiling with communication="),
+    (None, {"communication": zero_jax.Communication(gradients="int8")}, "tiling with communication's gradients"),
+    (None, {"sizes": (2, 4), "hpz_axes": "data_1", **INT8}, "tiling with hpz_axes=('data_1',) and quantised weights"),
     (None, {"tiling": {"up/kernel": 5}}, "up/kernel cannot be computed in 5 tiles: none of its dims 18 x 32 divides"),
     (None, {"tiling": {"kernels": 4}}, "no parameter's name matches 'kernels'. The largest are down/kernel"),
     (None, {"tiling": {"up": 4}}, "up/bias cannot be computed in 4 tiles: something else than a matrix product"),
@@ -279,6 +327,9 @@ def test_what_cannot_be_tiled_is_refused(model, options, message):
     if "mesh" in options:
         data, tensor = options["mesh"]
         options = {**options, "mesh": zero_jax.make_mesh(data, tensor=tensor)}
+    if "sizes" in options:
+        options = {"mesh": zero_jax.make_mesh(options["sizes"]), **options}
+        del options["sizes"]
     with pytest.raises(ValueError, match="tiling") as error:
         make(model, **options).layout(batches(1)[0])
     assert message in str(error.value)

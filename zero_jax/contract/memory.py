@@ -21,7 +21,8 @@ def gathered_limit(collectives: Iterable[Collective], contract: Contract) -> flo
 
     Half of all layers, the parameters that are no part of a repeated layer, and two of the largest gathers, one that is
     used and one under way, each as it is stored and as it is read; and the step's own copy of them. XLA combines small
-    gathers, and may gather all of a small model at once. Of what is computed in tiles no more than these gathers.
+    gathers, and may gather all of a small model at once. Of what is computed in tiles no more than these gathers, and
+    the copies that hpZ keeps.
     """
     if contract.stage < 3 or contract.platform == "cpu" or not contract.zero_axes:
         return float("inf")
@@ -32,7 +33,8 @@ def gathered_limit(collectives: Iterable[Collective], contract: Contract) -> flo
                   default=0)
     decoded = max((each.bytes / sent for each in contract.params if each.gathers_codes and (sent := each.gathered)),
                   default=1.0)  # a message is of half or a quarter of the bytes of what it holds
-    return others + repeated / 2 + 4 * max(1.0, decoded) * largest + contract.copy_bytes
+    kept = sum(each.kept * each.bytes / each.size for each in contract.params)
+    return others + repeated / 2 + 4 * max(1.0, decoded) * largest + kept + contract.copy_bytes
 
 
 def _payload(collective: Collective, contract: Contract) -> float:

@@ -16,6 +16,7 @@ from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.partition import parts_of
+from zero_jax.sharding.quantized.gather import GatherCodes
 from zero_jax.sharding.quantized.reduce import sent_bytes
 from zero_jax.sharding.stored_shape import StoredShape
 from zero_jax.tree import named_leaves
@@ -46,7 +47,7 @@ def param_pieces(layout: Layout) -> dict[int | tuple[int, ...], str]:
         parts = _num_parts(leaf.shape, sharding)
         for shape in (leaf.shape, stored_shape.shape):
             pieces |= dict.fromkeys(_piece_sizes(shape, layout.reads[name], parts, layout.axes.sizes), name)
-        if layout.quantized is not None and (codes := layout.quantized.gathers.get(name)):
+        if codes := _codes(layout, name):
             message = parts * codes.message_size
             shape = (leaf.size // (parts * codes.num_values), message)  # of all layers, and of one
             pieces |= dict.fromkeys(_piece_sizes(shape, ParamAccess((0,)), parts, layout.axes.sizes), name)
@@ -122,7 +123,7 @@ def _in_codes(layout: Layout, traffic: ParamTraffic, shard: float, gathers: floa
     if quantized is None:
         return traffic
     name, axes = traffic.name, layout.axes
-    if codes := quantized.gathers.get(name):
+    if codes := _codes(layout, name):
         whole = shard / codes.num_values * axes.zero_size * codes.message_bytes
         traffic = dataclasses.replace(traffic, gathers_codes=True, gathered=whole * traffic.gathered / traffic.size,
                                       gathered_bytes=whole * gathers)
@@ -133,12 +134,22 @@ def _in_codes(layout: Layout, traffic: ParamTraffic, shard: float, gathers: floa
     return traffic
 
 
+def _codes(layout: Layout, name: str) -> GatherCodes | None:
+    """How the messages of a parameter are made, of each layer, or of each tile of one."""
+    codes = None if layout.quantized is None else layout.quantized.gathers.get(name)
+    tiles = None if codes is None else dict(named_leaves(layout.uses))[name].tiles
+    return codes if codes is None or tiles is None else codes.tile(tiles.dim, tiles.count)
+
+
 def _as_read(layout: Layout, stored_shape: StoredShape, traffic: ParamTraffic) -> ParamTraffic:
     """`traffic`, and how the model reads the parameter."""
-    access = layout.reads[traffic.name]
+    access, use = layout.reads[traffic.name], dict(named_leaves(layout.uses)).get(traffic.name)
+    kept = 0.0
+    if access.tiles and use is not None and use.copies:
+        kept = traffic.size / parts_of(use.stored, {name: layout.axes.size(name) for name in use.secondary})
     return dataclasses.replace(
         traffic, slices=math.prod(stored_shape.shape[dim] for dim in access.stacked) * access.num_tiles,
-        tiles=access.num_tiles, is_read=access.count > 0,
+        tiles=access.num_tiles, kept=kept, is_read=access.count > 0,
         up_front=access.on_entry or access.on_entry_if_padded and not stored_shape.is_identity)
 
 

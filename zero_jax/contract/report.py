@@ -52,6 +52,7 @@ class ParamTraffic:
         reduced_bytes: that each device may send for one reduction of its gradient.
         slices: into how many parts loops cut it, the model's own and those over tiles; each is gathered by itself.
         tiles: how many of these are the tiles of one layer; 1 where it is used whole.
+        kept: of what is in tiles, the copies of all layers that forward keeps for backward (hpZ).
         copies: how many parameters have its shape and, but for numbers, its name: layers that no loop runs over.
         is_read: whether the loss reads it.
         up_front: whether it is gathered before the model runs, since its reads cannot be intercepted.
@@ -69,6 +70,7 @@ class ParamTraffic:
     reduced_bytes: float = 0.0
     slices: int = 1
     tiles: int = 1
+    kept: float = 0.0
     copies: int = 1
     is_read: bool = True
     up_front: bool = False

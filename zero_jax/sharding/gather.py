@@ -108,9 +108,8 @@ class ParamUse:
 
     def _edit(self, edit: Any, stored_shape: StoredShape, codes: GatherCodes | None, tiles: Tiles | None
               ) -> "ParamUse":
-        reduced = None if self.reduced is None else edit(self.reduced)
-        return dataclasses.replace(
-            self, stored=edit(self.stored), reduced=reduced, stored_shape=stored_shape, codes=codes, tiles=tiles)
+        return dataclasses.replace(self, stored=edit(self.stored), stored_shape=stored_shape, codes=codes, tiles=tiles,
+                                   reduced=None if self.reduced is None else edit(self.reduced))
 
     def encoded(self, value: jax.Array, stacked: Sequence[int]) -> Any:
         """The stored array, or `Encoded` if it is sent as codes or on the host; stacked: dims of a model's loops."""
@@ -118,23 +117,27 @@ class ParamUse:
             return Encoded(value.carrier, value.stored)
         if is_on_host(value):
             return Encoded(carrier_of(value), value)
-        if self.codes is None or not all(self.codes.loops[dim] for dim in stacked):
-            return value
+        if self.codes is None or self.tiles or not all(self.codes.loops[dim] for dim in stacked):
+            return value  # each tile is encoded by itself
         return Encoded(value, self.codes.encode(value))
 
-    def gather(self, value: Any) -> tuple[jax.Array, jax.Array]:
+    def gather(self, value: Any, *, is_copy: bool = False) -> tuple[jax.Array, jax.Array]:
         """Of what `encoded` returned, the arguments of `read`: a carrier of gradients, and the array as it is read.
 
-        The second is cast or encoded on the shard, then gathered, and has no derivative. Gradients of several reads are
-        added at the carrier, in the dtype in which they are reduced.
+        The second is cast or encoded on the shard, or of the hpZ copy that `value` is, if `is_copy`, then gathered, and
+        has no derivative. Gradients of several reads are added at the carrier, in the dtype of their reduction.
         """
         value = self.encoded(value, ()) if not isinstance(value, Encoded) else value
         stored, message = value if isinstance(value, Encoded) else (value, value)
         carrier: Any = stored if stored.dtype == self.reduce else _carrier(stored, self)
         shard: Any = jax.lax.stop_gradient(message)
-        two_hops = self.secondary and secondary_spec(self.sent, self.axes, self.secondary) != self.sent
-        shard = _GATHER_SECONDARY.bind(shard, use=self, names=(SECONDARY,)) if two_hops else shard
+        shard = _GATHER_SECONDARY.bind(shard, use=self, names=(SECONDARY,)) if self.copies and not is_copy else shard
         return carrier, _GATHER.bind(shard, use=self, names=(GATHERED, KEPT) if self.keep else (GATHERED,))
+
+    @property
+    def copies(self) -> bool:
+        """Whether forward makes an hpZ copy, over the secondary axes, from which backward gathers."""
+        return bool(self.secondary) and secondary_spec(self.sent, self.axes, self.secondary) != self.sent
 
     @property
     def sent(self) -> P:
@@ -148,8 +151,7 @@ class ParamUse:
     def on_device(self, value: jax.Array) -> jax.Array:
         """What is gathered, sharded, in device memory."""
         with jax.named_scope(HOST_READ_SCOPE):
-            value = fetch(value)
-        return value
+            return fetch(value)
 
     def read(self, carrier: jax.Array, gathered: jax.Array) -> jax.Array:
         """`gathered`, as a function of `carrier`: its transpose reduces and scatters the gradient of this read."""
@@ -209,8 +211,7 @@ def gather(value: jax.Array, axes: MeshAxes, spec: P, target: P | None = None) -
 
 def secondary_spec(spec: P, axes: MeshAxes, secondary: Sequence[str]) -> P:
     """The spec of what is gathered from `spec` over all axes but the secondary ones and `tensor`."""
-    entries = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in spec]
-    kept = [tuple(name for name in entry if name in (axes.tensor, *secondary)) for entry in entries]
+    kept = [tuple(name for name in names_of(P(entry)) if name in (axes.tensor, *secondary)) for entry in spec]
     return P(*[None if not names else names[0] if len(names) == 1 else names for names in kept])
 
 
@@ -228,21 +229,20 @@ def _gathered(value: jax.Array, use: ParamUse) -> jax.Array:
     # The first constraint matters: what backward gathers from passes an optimization barrier, and without it sharding
     # propagation gathers before the barrier, so that forward and backward share one gather and the whole weight stays
     # alive between them. The second keeps the cast on the shard: what is sent is of use.dtype.
+    value = use.codes.encode(value) if use.tiles and use.codes else value  # where no product takes its tiles
     spec = secondary_spec(use.sent, use.axes, use.secondary) if use.secondary else use.sent
     value = gather(use.cast(constrain(use.on_device(value), use.mesh, spec)), use.axes, spec)
     if use.codes is not None:  # constrained: else the partitioner decodes in parts, and gathers what is decoded
         with jax.named_scope(GATHER_SCOPE):
             value = constrain(use.codes.decode(value, use.dtype), use.mesh, compute_spec(use.stored, use.axes))
     value = use.stored_shape.load(value)
-    if use.stored_shape.merges:  # XLA:GPU cannot tile a product that takes a slice of a merged weight as its operand
-        value = jax.lax.optimization_barrier(value)
-    return value
+    # XLA:GPU cannot tile a product that takes a slice of a merged weight as its operand.
+    return jax.lax.optimization_barrier(value) if use.stored_shape.merges else value
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _carrier(value: jax.Array, use: ParamUse) -> jax.Array:
-    # Nothing reads its value. It is named so that backward does not save it either.
-    return checkpoint_name(value.astype(use.reduce), GATHERED)
+    return checkpoint_name(value.astype(use.reduce), GATHERED)  # so that backward does not save it; nothing reads it
 
 
 _carrier.defvjp(

@@ -113,18 +113,23 @@ class StepOptions:
         self.compiler_options(axes)
 
     def _whole_weights(self) -> tuple[tuple[bool, str, str], ...]:
-        """(Whether it is asked for, what, why) of all that keeps whole weights or gradients on the devices."""
+        """(Whether it is asked for, what, why) of all that keeps parameters on the devices beside host memory."""
+        return (
+            *self._whole_gradients(),
+            (bool(self.hpz_axes), f"with hpz_axes={self.hpz_axes}",
+             "what forward keeps for backward would be on the devices: leave hpz_axes out"),
+            (self.communication is not None, "with communication=",
+             "what is encoded before the loop over layers would be on the devices: leave communication out"))
+
+    def _whole_gradients(self) -> tuple[tuple[bool, str, str], ...]:
+        """Those of them that keep whole weights or gradients on the devices."""
         number, accumulation = self.stage.number, self.accumulation
         return (
             (number < 3, f"at stage {number}", "its parameters are whole on every device: take stage 3"),
             (accumulation.gather != "use", f"with gather={accumulation.gather!r}",
              "a copy of all parameters would be gathered on the devices: leave gather out"),
             (accumulation.once, "with reduce=\"once\"",
-             "a whole gradient would be on every device: give reduce=\"every\""),
-            (bool(self.hpz_axes), f"with hpz_axes={self.hpz_axes}",
-             "what forward keeps for backward would be on the devices: leave hpz_axes out"),
-            (self.communication is not None, "with communication=",
-             "what is encoded before the loop over layers would be on the devices: leave communication out"))
+             "a whole gradient would be on every device: give reduce=\"every\""))
 
     def _check_host_params(self) -> None:
         """Raises ValueError for what keeps whole or gathered parameters on the devices beside those in host memory."""
@@ -173,8 +178,14 @@ class StepOptions:
     def _check_tiling(self, axes: MeshAxes) -> None:
         """Raises ValueError for what gathers whole weights, or sums whole gradients, whatever their products do."""
         host = self.host_offload is not None and self.host_offload.parameters == "host"
+        communication = self.communication
         for is_wrong, what, why in (
-                *self._whole_weights(),
+                *self._whole_gradients(),
+                (communication is not None and bool(communication.gradients), "with communication's gradients",
+                 "the gradient of a tile is sent as it is: give zero_jax.Communication(weights=...) alone"),
+                (communication is not None and bool(self.hpz_axes),
+                 f"with hpz_axes={self.hpz_axes} and quantised weights",
+                 "the copy inside of a node would be codes of whole shards: leave hpz_axes or communication out"),
                 (self.sequence_parallel, "with sequence_parallel",
                  "the products with split weights gather the sequence themselves: leave sequence_parallel out"),
                 (axes.zero_size == 1 and not host, f"in the mesh {axes.sizes}",

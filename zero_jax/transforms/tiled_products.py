@@ -69,7 +69,8 @@ def _product(jaxpr: Jaxpr, read: JaxprEqn) -> Jaxpr | str:
 class TiledProduct:
     """`other` times a weight, or the weight times `other`, tile by tile: a function of (carrier, stored, other).
 
-    carrier: of the weight's gradient, as `ParamUse.gather` returns it; stored: the array as it is stored.
+    carrier: of the weight's gradient, as `ParamUse.gather` returns it; stored: the array as it is stored, or with hpZ
+    the copy of it over the secondary axes, which backward takes from forward.
 
     use: of the weight. product: with it, whole.
     """
@@ -110,7 +111,7 @@ class TiledProduct:
         wide = {} if self.use.axes.platform == "cpu" else {"preferred_element_type": dtype}
 
         def one_tile(index: Any, result: jax.Array) -> jax.Array:
-            _, gathered = self._tile_use.gather(self._tile(stored, self._stored_dim, index))
+            _, gathered = self._tile_use.gather(self._tile(stored, self._stored_dim, index), is_copy=True)
             other_tile = self._tile(other, of_other, index)
             if of_out is None:
                 return result + self.product.multiply(gathered, other_tile, **wide).astype(dtype)
@@ -125,7 +126,7 @@ class TiledProduct:
 
         def one_tile(index: Any, sums: Any) -> Any:
             of_weight, of_operand = sums
-            carrier, gathered = use.gather(self._tile(stored, self._stored_dim, index))
+            carrier, gathered = use.gather(self._tile(stored, self._stored_dim, index), is_copy=True)
 
             def product(carrier: jax.Array, other: jax.Array) -> jax.Array:
                 return self.product.multiply(use.read(carrier, gathered), other)
@@ -171,7 +172,8 @@ class TiledProduct:
     @property
     def _tile_use(self) -> ParamUse:
         """How a tile is read: as the whole would be, since the dim that is cut is neither sharded nor padded."""
-        return dataclasses.replace(self.use, tiles=None)
+        codes = self.use.codes and self.use.codes.tile(self._stored_dim, self._count)
+        return dataclasses.replace(self.use, tiles=None, codes=codes)
 
     @property
     def _dot(self) -> JaxprEqn:

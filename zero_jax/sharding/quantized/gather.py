@@ -65,6 +65,11 @@ class GatherCodes:
         """As `ParamUse.drop_dim`."""
         return self._edit(lambda values: (*values[:index], *values[index + 1:]))
 
+    def tile(self, dim: int, count: int) -> "GatherCodes":
+        """Of one of `count` equal parts along the dim `dim`, which no axis shards."""
+        local = (*self.local[:dim], self.local[dim] // count, *self.local[dim + 1:])
+        return dataclasses.replace(self, local=local)
+
     def add_dim(self, index: int) -> "GatherCodes":
         """As `ParamUse.add_dim`: a dim of a loop."""
         spec, local, loops = P(*self.spec[:index], None, *self.spec[index:]), self.local, self.loops
