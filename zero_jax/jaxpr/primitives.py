@@ -47,6 +47,8 @@ SUM = "reduce_sum"
 BROADCAST, IOTA = "broadcast_in_dim", "iota"
 """Primitives whose results have in each place what follows from a scalar and from the place."""
 
+RESHAPE, SQUEEZE, TRANSPOSE, RANDOM_BITS = "reshape", "squeeze", "transpose", "random_bits"
+
 
 def call_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:
     """What one of `CALLS` evaluates, or the body of a scan or of a shard_map."""
@@ -229,6 +231,24 @@ def empty_on_host(shape: Sequence[int], dtype: Any) -> jax.Array:
 def permutation(transpose: JaxprEqn) -> tuple[int, ...]:
     """For each dim of the result of a transpose, that of its operand."""
     return tuple(transpose.params["permutation"])
+
+
+def broadcast_dims(broadcast: JaxprEqn) -> tuple[int, ...]:
+    """For each dim of the operand of a broadcast_in_dim, that of its result; they grow."""
+    return tuple(map(int, broadcast.params["broadcast_dimensions"]))
+
+
+def squeezed_dims(squeeze: JaxprEqn) -> tuple[int, ...]:
+    """The dims that a squeeze drops."""
+    return tuple(squeeze.params["dimensions"])
+
+
+def draws_by_key(key: Any) -> bool:
+    """Whether `random_bits` of an array of keys like `key` has for each key the bits of that key alone.
+
+    So it is of Threefry; XLA's generators draw for all keys of an array at once.
+    """
+    return str(key.aval.dtype) == "key<fry>"
 
 
 def reduced_axes(reduction: JaxprEqn) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from zero_jax.errors import UsageError, few
 from zero_jax.jaxpr.equations import ClosedJaxpr, bind_in_scope, needed_eqns, run_eqns, trace_flat, value_of
 from zero_jax.jaxpr.passes import without_calls
 from zero_jax.optim.disk_update import Group, Pieces, group_tasks
-from zero_jax.optim.update_tasks import split_tasks
+from zero_jax.optim.update_tasks import Task, split_tasks
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import OnDisk
 from zero_jax.step.update import Updated
@@ -72,12 +72,19 @@ class UpdatePlan:
         self.specs: list[P] = carried_specs + copies
         self.tasks = split_tasks(self.closed, self.specs, self.on_disk, self.names, [
             number for number, name in enumerate(self.names) if name in files])
-        by_layer = {number for number, name in enumerate(self.names) if name in layout.disk_layers or name in files}
-        self.groups: list[Group] = group_tasks(self.tasks, self.carried, layout.mesh, buffer_bytes, lambda task: (
-            not by_layer.isdisjoint((*task.stored, *task.writes))))
-        self._check_by_layer(by_layer)
+        self._by_layer = {number for number, name in enumerate(self.names)
+                          if name in layout.disk_layers or name in files}
+        self.groups: list[Group] = group_tasks(self.tasks, self.carried, layout.mesh, buffer_bytes, self._is_by_layer)
+        self._check_by_layer(self._by_layer)
         self.pieces = Pieces(self.closed, self.specs, self.on_disk, layout.mesh)
         self._find_values()
+
+    def _is_by_layer(self, task: Task) -> bool:
+        return not self._by_layer.isdisjoint((*task.stored, *task.writes))
+
+    def is_by_layer(self, group: Group) -> bool:
+        """Whether each block of `group` is of one layer of a stack, whose number is where the block starts."""
+        return any(map(self._is_by_layer, group.tasks))
 
     def _check_by_layer(self, by_layer: Collection[int]) -> None:
         """Raises ValueError where a leaf that is read or made layer by layer is updated as a whole."""

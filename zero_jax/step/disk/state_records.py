@@ -31,6 +31,7 @@ class Piece:
         reads: the records that the update reads.
         writes: those that it writes: of the states, of what the model reads layer by layer, and of a copy of what is in
             memory, each where there is such.
+        layer: the number of the layer that it is of; None where blocks are cut otherwise.
     """
 
     number: int
@@ -39,6 +40,7 @@ class Piece:
     rest: bool
     reads: tuple[Record, ...]
     writes: tuple[Record, ...]
+    layer: int | None = None
 
     def block(self, at: int, leaf: StoredLeaf) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(start, sizes) of its block of `leaf`, of task `at`, in a device's shard."""
@@ -61,7 +63,7 @@ class StateRecords:
     def __init__(self, layout: Layout, plan: UpdatePlan):
         """plan: of the update, whose blocks the records follow."""
         self._names, self._of_layers, self._copied = plan.names, layout.disk_layers, set(plan.copied)
-        self._on_disk = plan.on_disk
+        self._on_disk, self._is_by_layer = plan.on_disk, plan.is_by_layer
         # What an update replaces lies in the files as the update shards it: at stages 1 and 2 not as it is stored.
         specs = dict(zip(plan.names, plan.specs, strict=False))
         self.leaves = {name: StoredLeaf(leaf if name not in specs else leaf.update(
@@ -106,7 +108,8 @@ class StateRecords:
         writes = tuple(each for each in (states, layers, copies) if each is not None)
         reads = tuple(each for each in (states, layers) if each is not None and any(
             part.leaf in read for part in each.parts))
-        return dataclasses.replace(piece, reads=reads, writes=writes)
+        layer = group.place(0, index, rest)[0][0] if self._is_by_layer(group) else None
+        return dataclasses.replace(piece, reads=reads, writes=writes, layer=layer)
 
     def _add(self, blocks: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]], *, once: bool = False) -> Record:
         """The next record, of (leaf, start, sizes) for each block of every shard."""

@@ -19,7 +19,7 @@ from zero_jax.disk.streaming import Streaming
 from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, gather
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
 from zero_jax.sharding.layout import Layout
-from zero_jax.step.disk.leaf import resharded
+from zero_jax.step.disk.leaf import StoredLeaf, layer_of, resharded
 from zero_jax.step.disk.plan import UpdatePlan
 from zero_jax.step.disk.state_records import StateRecords
 from zero_jax.tree import named_leaves
@@ -39,6 +39,7 @@ class DiskStates:
         self.generations = Generations(folder, self.records.layout, process=jax.process_index(),
                                        num_processes=jax.process_count())
         self.streaming = Streaming(self.generations)
+        self._layer_leaves: dict[str, StoredLeaf] = {}
         self.is_open = False
 
     @property
@@ -123,32 +124,66 @@ class DiskStates:
                 return commit
         raise DamagedCheckpointError(f"disk: no generation is whole: {' '.join(messages)} Restore a checkpoint.")
 
-    def write_all(self, value_of: Callable[[str], Any], step: int, note: Any) -> Commit:
-        """Commits a generation of `value_of(name)` for each leaf, asked for once, and dropped after its records."""
-        cache: dict[str, list[np.ndarray]] = {}
+    def write_all(self, value_of: Callable[[str], Any], step: int, note: Any,
+                  layer_value: Callable[[str, int], Any] = lambda name, index: None) -> Commit:
+        """Commits a generation of `value_of(name)` for each leaf, asked for once, and dropped after its records.
 
-        def fill(record: Record, buffer: memoryview) -> None:
-            for part in record.parts:
-                part.view(buffer)[...] = cache[part.leaf][part.shard][part.index]
+        layer_value: layer `index` of the leaf `name`, to be written without the others; None: taken of the whole.
+        """
+        whole: dict[str, list[np.ndarray]] = {}
+        one: dict[str, list[np.ndarray]] = {}
+
+        def write(record: Record, layer: int | None) -> None:
+            parts = {part.leaf: part for part in record.parts}
+            for leaf in parts:
+                if leaf in whole or leaf in one:
+                    continue
+                value = None if layer is None else layer_value(leaf, layer)
+                if value is not None:
+                    one[leaf] = self._layer_leaf(leaf).shards(value)
+                else:
+                    whole[leaf] = self.leaves[leaf].shards(value_of(leaf))
+            # What is waiting to be written keeps its arrays when the next ones are made.
+            kept = {leaf: one.get(leaf) or whole[leaf] for leaf in parts}
+            first = {leaf: 1 if leaf in one else 0 for leaf in parts}
+
+            def fill(record: Record, buffer: memoryview) -> None:
+                for part in record.parts:
+                    view = part.view(buffer)
+                    if first[part.leaf]:
+                        view[0] = kept[part.leaf][part.shard][part.index[1:]]
+                    else:
+                        view[...] = kept[part.leaf][part.shard][part.index]
+
+            self.streaming.write(record, fill)
 
         with self.streaming.abandoned_by_errors():
-            number = -1
+            now: tuple[Any, Any] = -1, None
             for piece in self.pieces:
-                if piece.number != number:
+                if piece.number != now[0]:
                     self.streaming.finish()
-                    cache.clear()
-                    number = piece.number
+                    whole.clear()
+                if (piece.number, piece.layer) != now:
+                    one.clear()
+                    now = piece.number, piece.layer
                 for record in piece.writes:
-                    cache.update({leaf: self.leaves[leaf].shards(value_of(leaf))
-                                  for leaf in dict.fromkeys(part.leaf for part in record.parts) if leaf not in cache})
-                    self.streaming.write(record, fill)
+                    write(record, piece.layer)
             self.streaming.finish()
-            cache.clear()
+            whole.clear()
             for record in self.records.frozen:
-                cache.update({leaf: self.leaves[leaf].shards(value_of(leaf))
-                              for leaf in (record.parts[0].leaf,) if leaf not in cache})
-                self.streaming.write(record, fill)
+                (leaf,) = dict.fromkeys(part.leaf for part in record.parts)
+                if (leaf, record.parts[0].start[0]) != now:
+                    one.clear()
+                    if leaf != now[0]:
+                        whole.clear()
+                    now = leaf, record.parts[0].start[0]
+                write(record, now[1])
             return self._finish(value_of, step, note)
+
+    def _layer_leaf(self, name: str) -> StoredLeaf:
+        if name not in self._layer_leaves:
+            self._layer_leaves[name] = StoredLeaf(layer_of(self.leaves[name].like))
+        return self._layer_leaves[name]
 
     def read_leaves(self, names: Iterable[str]) -> dict[str, Any]:
         """The named leaves as arrays."""

@@ -61,13 +61,20 @@ class DiskTrainStep(StepWithFiles):
     def init(self, rng: PRNGKey, batch: Batch, *, params: Pytree | None = None) -> ZeroState:
         """As `ZeroTrainStep.init`, and the first generation is written.
 
-        Raises ValueError where the folder has the state of a run, and where the disk is too small.
+        With `Offload(parameters="disk")` what the model makes is made to be written: no device has more at a time than
+        a layer's shard, or a leaf's that is no stack, and what makes it. A stack of which no layer can be made alone
+        (drawn from one key) is made whole, which a warning says. Raises ValueError where the folder has the state of a
+        run, and where the disk is too small.
         """
         rng, batch_like = state_key(rng), self.abstract_batch(batch)
         self._check_capacity(batch)
         states, given = self._opened(batch, DiskStates.create), self._given_params if params is None else (
             named_values(params))
         layout = self.layout(batch)
+        if self.options.in_layers and given is None:
+            return self._begin_by_leaf(states, self.initial_values(rng, batch), jax.jit(
+                lambda: {"step": jnp.zeros((), jnp.int32), "guard": self._guard.init()},
+                out_shardings={"step": layout.shardings.step, "guard": layout.shardings.guard})())
         fields = ("step", "frozen", "variables", "guard", "rng") if given is not None else (
             "step", "params", "frozen", "variables", "guard", "rng")
         nothing = {field.name: None for field in dataclasses.fields(ZeroState) if field.name not in fields}
