@@ -18,7 +18,7 @@ from models import gpt2, gpt2_nnx, llama, llama_nnx
 from zero_jax.step.disk.initial_values import InitialValues
 from zero_jax.tree import named_leaves
 
-GPT2 = gpt2.Config(num_layers=3, width=64, num_heads=2, vocab_size=96, max_length=16)
+GPT2 = gpt2.Config(num_layers=3, width=64, num_heads=2, vocab_size=96, max_length=16, remat=True)
 LLAMA = llama.Config(num_layers=3, width=64, num_heads=4, num_kv_heads=2, hidden=256, vocab_size=96, max_length=16)
 
 

@@ -27,6 +27,16 @@ def scanned(key):
     return jax.lax.scan(layer, jnp.ones((3, SHAPE[0])), jax.random.split(key, LAYERS))[1]
 
 
+def checkpointed(key):
+    """As Linen with remat: all that a round makes is the result of one call."""
+    @jax.checkpoint
+    def layer(x, key):
+        kernel = drawn(key)
+        return jnp.tanh(x @ kernel @ kernel.T), kernel
+
+    return jax.lax.scan(layer, jnp.ones((3, SHAPE[0])), jax.random.split(key, LAYERS))[1]
+
+
 def vmapped(key):
     """As NNX, whose streams count."""
     return jax.vmap(lambda key, count: drawn(jax.random.fold_in(key, count)) * 0.5)(
@@ -76,8 +86,12 @@ def largest(closed):
     return max(var.aval.size for eqn in all_eqns(closed.jaxpr) for var in eqn.outvars)
 
 
-@pytest.mark.parametrize("fun", [scanned, vmapped, carried_key, backwards, fixed_carry, tiled, ramps, shaped,
-                                 lambda key: jnp.zeros((LAYERS, *SHAPE))], ids=lambda fun: fun.__name__)
+def zeros(key):
+    return jnp.zeros((LAYERS, *SHAPE))
+
+
+@pytest.mark.parametrize("fun", [scanned, checkpointed, vmapped, carried_key, backwards, fixed_carry, tiled, ramps,
+                                 shaped, zeros], ids=lambda fun: fun.__name__)
 def test_a_layer_has_the_bits_of_the_stack_and_nothing_larger_is_computed(fun):
     layer, closed = layers_of(fun)
     whole, row = np.asarray(jax.jit(fun)(KEY)), jax.jit(layer)

@@ -23,6 +23,7 @@ from zero_jax.jaxpr.equations import (
     value_of,
     variables,
 )
+from zero_jax.jaxpr.passes import without_calls
 from zero_jax.jaxpr.primitives import (
     BROADCAST,
     ELEMENTWISE,
@@ -146,7 +147,7 @@ class _OneLayer:
         return bits
 
     def _scanned(self, eqn: JaxprEqn, out: Any, only: bool) -> Any:
-        scan, body = Scan.of(eqn), call_jaxpr(eqn)
+        scan, body = Scan.of(eqn), without_calls(call_jaxpr(eqn))
         number = eqn.outvars.index(out)
         if number < scan.num_carry:
             raise NotByLayer("is carried through a loop")
