@@ -3,10 +3,16 @@
 import dataclasses
 import io
 import json
+import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from rich.console import Console
+from support.command_line import ROOT, run_process
 
 from zero_jax.cli.chosen_offload import with_chosen_offload
 from zero_jax.cli.objectives.choose import objective_of
@@ -154,3 +160,37 @@ def test_a_run_takes_the_placement_that_fits_and_says_why(tmp_path, monkeypatch)
         config = dataclasses.replace(config, out=tmp_path / "third")
         with_chosen_offload(dataclasses.replace(config, offload_disk=tmp_path / "states", resume=True),
                             objective_of(config), devices_of(config))
+
+
+LAYERS = ["train", "--model", "gpt2:tiny", "--batch-size", "8", "--seq-len", "32", "--max-bytes", "200000", "--steps",
+          "10", "--eval-every", "10", "--samples", "0", "--stage", "3", "--precision", "bf16", "--save-every", "0",
+          "--offload", "disk-parameters"]
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_layers_in_files_goes_on_bit_for_bit(tmp_path):
+    def options(name):
+        return [*LAYERS, "--out", str(tmp_path / name), "--offload-disk", str(tmp_path / f"{name}-states")]
+
+    def rows(name, key="loss"):
+        lines = (tmp_path / name / "train.jsonl").read_text().splitlines()
+        return {row["step"]: row[key] for row in map(json.loads, lines) if key in row}
+
+    done = run_process(*options("whole"))
+    assert done.returncode == 0 and "init makes" not in done.stdout + done.stderr, done.stderr
+    with subprocess.Popen([sys.executable, "-W", "error", "-m", "zero_jax", *options("killed")], cwd=ROOT,
+                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 240
+        while not (tmp_path / "killed/train.jsonl").exists() or (tmp_path / "killed/train.jsonl").read_text().count(
+                '"loss"') < 4:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL and len(list((tmp_path / "killed-states").glob("*/*.bin"))) >= 2
+    done = run_process(*options("killed"), "--resume")
+    found = re.search(r"Resumed after step (\d+) of 10 from the files", done.stdout)
+    assert done.returncode == 0 and found and 4 <= int(found[1]) < 10, done.stdout + done.stderr
+    assert rows("killed") == rows("whole") and len(rows("whole")) == 10
+    assert rows("killed", "validation_loss") == rows("whole", "validation_loss") != {}
+    # The control: a step that was left out, or taken twice, would show.
+    assert len(set(rows("whole").values())) == 10
