@@ -5,6 +5,7 @@ import logging
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from step.test_disk import differing
 from step.test_disk_activations import TwoLoops
@@ -15,6 +16,8 @@ from support.targets import mesh_of
 
 import zero_jax
 from models import gpt2, gpt2_nnx, llama, llama_nnx
+from zero_jax.sharding.shard_reader import UnreadLeaf
+from zero_jax.step.disk.given_leaves import GivenLeaves
 from zero_jax.step.disk.initial_values import InitialValues
 from zero_jax.tree import named_leaves
 
@@ -109,6 +112,36 @@ def test_a_stack_that_can_only_be_made_whole_is_named(tmp_path, monkeypatch, cap
         "since it is drawn from one key for all layers.")
     assert "params/blocks/up" in whole and {name for name, _ in layers} == {"params/blocks/down"}
     assert differing(ordinary(Drawn), step.in_memory(state)[0]) == []
+
+
+def test_given_parameters_are_written_layer_by_layer(tmp_path, monkeypatch):
+    """Of an ordinary state, of other values in a file that is read part by part, and of those of the state itself."""
+    options, read, make = {"precision": "bf16", "frozen": "blocks/Dense_0", "ema": 0.9}, [], GivenLeaves.layer
+    step = zero_jax.make_zero_train_step(Stacked(), 3, optimizer=ADAM, **options)
+    wanted = step.init(jax.random.key(5), BATCH)
+    given = jax.tree.map(np.asarray, step.params(wanted))
+    monkeypatch.setattr(GivenLeaves, "layer", lambda self, name, index: (
+        read.append((name, index)), make(self, name, index))[1])
+    files = made(tmp_path / "run", **options)
+    state = files.init(jax.random.key(5), BATCH, params=given)
+    stacks = ["frozen/blocks/Dense_0/kernel", "params/blocks/Dense_1/kernel"]
+    assert sorted(set(read)) == [(name, at) for name in stacks for at in range(4)]
+    assert differing(wanted, files.in_memory(state)[0]) == []
+
+    def unread(value):
+        return UnreadLeaf("a file", value.shape, value.dtype, lambda: lambda index: 2 * value[index])
+
+    state, _ = files(state, BATCH)
+    wanted, _ = step(wanted, BATCH)
+    state = files.with_params(state, jax.tree.map(unread, given))
+    wanted = step.with_params(wanted, jax.tree.map(lambda value: 2 * value, given))
+    assert int(state.step) == int(wanted.step) == 1 and differing(wanted, files.in_memory(state)[0]) == []
+    # The control: in another order the bits are others.
+    monkeypatch.setattr(GivenLeaves, "layer", lambda self, name, index: make(self, name, index ^ 1))
+    state = files.with_params(state, jax.tree.map(lambda value: 2 * value, given))
+    assert set(stacks) <= set(differing(wanted, files.in_memory(state)[0]))
+    with pytest.raises(ValueError, match="params lacks 1 .embed|lacks 1 "):
+        files.with_params(state, {name: value for name, value in given.items() if name != "Embed_0"})
 
 
 @pytest.mark.slow

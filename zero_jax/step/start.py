@@ -19,6 +19,9 @@ from zero_jax.step.init import with_new_params
 from zero_jax.tree import map_named, merge, named_leaves
 from zero_jax.typing import Pytree
 
+_FIELDS = ("params", "frozen", "variables")
+"""Of a state, what a user may give."""
+
 
 def with_values(state: ZeroState, given: Mapping[str, Any], *, layout: Layout,
                 optimizer: optax.GradientTransformationExtraArgs,
@@ -29,11 +32,8 @@ def with_values(state: ZeroState, given: Mapping[str, Any], *, layout: Layout,
     optimizer's state are made anew; `state`, whose parameters may be abstract, is deleted once everything was checked
     and placed. derive: makes the result, as `with_new_params`.
     """
-    params, variables = merge(layout.stored_shapes.params, layout.stored_shapes.frozen), layout.stored_shapes.variables
-    known = {name for name, _ in [*named_leaves(params), *named_leaves(variables)]}
-    short = {name if name in known else name.removeprefix("params/"): value for name, value in given.items()}
-    _check_names("params", short, wanted=[name for name, _ in named_leaves(params)], known=known)
-    trees = {field: _put(short, field, layout, state) for field in ("params", "frozen", "variables")}
+    short = checked_values(given, layout)
+    trees = {field: _put(short, field, layout, state) for field in _FIELDS}
     old = jax.tree.leaves((state.params, state.frozen, state.variables))
     new = {id(leaf) for leaf in jax.tree.leaves(trees)}
     result = derive(
@@ -43,6 +43,17 @@ def with_values(state: ZeroState, given: Mapping[str, Any], *, layout: Layout,
         if isinstance(leaf, jax.Array) and id(leaf) not in new:
             leaf.delete()
     return result
+
+
+def checked_values(given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """`given` by the names that the layout's parameters and variables have; raises ValueError as `with_values`."""
+    params, variables = merge(layout.stored_shapes.params, layout.stored_shapes.frozen), layout.stored_shapes.variables
+    known = {name for name, _ in [*named_leaves(params), *named_leaves(variables)]}
+    short = {name if name in known else name.removeprefix("params/"): value for name, value in given.items()}
+    _check_names("params", short, wanted=[name for name, _ in named_leaves(params)], known=known)
+    for field in _FIELDS:
+        _check_leaves(short, field, layout)
+    return short
 
 
 def with_optimizer_state(state: ZeroState, opt_state: Pytree, number: Any, layout: Layout) -> ZeroState:
@@ -83,8 +94,14 @@ def as_train_state(state: ZeroState, train_state: Any, layout: Layout) -> Any:
 
 def _put(given: Mapping[str, Any], field: str, layout: Layout, state: ZeroState) -> Pytree:
     """A field of the state with the given leaves where there are some; all shapes are checked before any is placed."""
+    _check_leaves(given, field, layout)
     shapes, likes, old = (getattr(tree, field) for tree in (layout.stored_shapes, layout.state, state))
+    return map_named(lambda name, stored_shape, like, leaf: leaf if name not in given or _is_key(like) else (
+        place(given[name], stored_shape, like)), shapes, likes, old)
 
+
+def _check_leaves(given: Mapping[str, Any], field: str, layout: Layout) -> None:
+    """Raises ValueError for a shape or kind of dtype that is not the field's, and for arrays that were deleted."""
     def check(name: str, stored_shape: StoredShape, like: jax.ShapeDtypeStruct) -> None:
         if name not in given or _is_key(like):
             return
@@ -99,9 +116,7 @@ def _put(given: Mapping[str, Any], field: str, layout: Layout, state: ZeroState)
         if isinstance(value, jax.Array) and value.is_deleted():
             raise UsageError(f"{field}: {name} was donated or deleted: give values that are alive.")
 
-    map_named(check, shapes, likes)
-    return map_named(lambda name, stored_shape, like, leaf: leaf if name not in given or _is_key(like) else (
-        place(given[name], stored_shape, like)), shapes, likes, old)
+    map_named(check, *(getattr(tree, field) for tree in (layout.stored_shapes, layout.state)))
 
 
 def place(value: Any, stored_shape: StoredShape, like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -13,26 +13,21 @@ from jax.lax import with_sharding_constraint as constrain
 
 from zero_jax.arguments import shown
 from zero_jax.disk.streamed_scratch import StreamedScratch
-from zero_jax.distributed.initialize import zeros_of
 from zero_jax.errors import UsageError
 from zero_jax.sharding.compute_params import gather_copy
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import in_arrays, resident
 from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import check_is_state, check_state
-from zero_jax.step.disk.init import InitialOptimizerState
-from zero_jax.step.disk.initial_state import InitialState, ValuesByLeaf
-from zero_jax.step.disk.initial_values import InitialValues
 from zero_jax.step.disk.layer_files import LayerFiles
 from zero_jax.step.disk.layer_gradients import LayerGradients
 from zero_jax.step.disk.plan import UpdatePlan, without
 from zero_jax.step.disk.states import DiskStates
 from zero_jax.step.pieces.program import PiecewiseProgram
 from zero_jax.step.step import ZeroTrainStep
-from zero_jax.step.trainable import split_trainable
 from zero_jax.step.update import update_function
 from zero_jax.tree import map_named, merge, named_leaves, split_named
-from zero_jax.typing import Batch, Params, PRNGKey
+from zero_jax.typing import Batch, Params
 
 LOG = logging.getLogger("zero_jax")
 
@@ -116,21 +111,6 @@ class StepWithFiles(ZeroTrainStep):
         if self._jitted is not None and isinstance(self._jitted[0], PiecewiseProgram):
             self._jitted[0].close()
         self._close_files()
-
-    def initial_values(self, rng: PRNGKey, batch: Batch) -> InitialValues:
-        """What `init` makes of the model, leaf by leaf; rng and batch may be abstract, where nothing is to be made."""
-        def make(rng: PRNGKey, given: Any, batch: Batch) -> Any:
-            model_rng, step_rng = jax.random.split(rng)
-            values, variables = self._init_model(model_rng, batch, given)
-            params, frozen = split_trainable(values, self.options.frozen)
-            return {"params": params, "frozen": frozen, "variables": variables, "rng": step_rng}
-
-        like = self.abstract_batch(batch)
-        batch = jax.tree.map(lambda leaf, to: zeros_of(to) if isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(
-            rng, jax.Array) else leaf, batch, like)
-        given = self._model.given
-        return InitialValues(self.layout(batch), make, (rng, given, batch), (
-            None, jax.tree.map(lambda _: None, given), jax.tree.map(lambda leaf: leaf.sharding, like)))
 
     def params(self, state: ZeroState) -> Params:
         """As `ZeroTrainStep`; what of the parameters is in files is read."""
@@ -233,35 +213,6 @@ class StepWithFiles(ZeroTrainStep):
                 "the state that the last call returned, as in state, metrics = step(state, batch), or from "
                 "step.stored_state(batch).")
         return states
-
-    def _begin(self, states: DiskStates, state: ZeroState) -> ZeroState:
-        """The state whose parameters, all in memory, are those of `state`: the rest follows, and is written."""
-        layout = self.layout()
-        make = InitialOptimizerState(layout, self._optimizer, dict(named_leaves(state.params)).__getitem__)
-        small = make([name for name in make.names if name not in layout.disk])
-        others = {**dict(named_leaves(dataclasses.replace(state, opt_state=None, ema=None, weights=None, disk=None))),
-                  **small, **self._weights(state.params, layout)}
-
-        def value_of(name: str) -> Any:
-            return others[name] if name in others else make([name])[name]
-
-        commit = states.write_all(value_of, int(state.step), self._note)
-        for name in layout.disk:
-            if name in others:
-                others[name].delete()
-        return self._kept(layout, others, commit.token)
-
-    def _begin_by_leaf(self, states: DiskStates, values: ValuesByLeaf, others: Mapping[str, Any]) -> ZeroState:
-        """The state from `values`, each made where it is written; others: what of the state does not follow from them.
-
-        Stacks that cannot be made layer by layer are made whole, and named in a warning.
-        """
-        layout = self.layout()
-        initial = InitialState(layout, values, self._optimizer, lambda params: self._weights(params, layout), others)
-        if initial.whole_stacks:
-            LOG.warning(initial.warning)
-        commit = states.write_all(initial.whole, 0, self._note, initial.layer)
-        return self._kept(layout, initial.resident, commit.token)
 
     def _weights(self, params: Params, layout: Layout) -> dict[str, Any]:
         """The copies that the model reads, by name, of those parameters that are in memory."""

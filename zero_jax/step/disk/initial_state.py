@@ -43,7 +43,7 @@ class InitialState:
 
     def __init__(self, layout: Layout, values: ValuesByLeaf, optimizer: optax.GradientTransformationExtraArgs,
                  copy: Callable[[Params], dict[str, jax.Array]], others: Mapping[str, Any]):
-        """copy: of some parameters what the model reads. others: leaves that do not follow from `values`, in a tree."""
+        """copy: of some parameters what the model reads. others: leaves that `values` may not have, by name."""
         self._layout, self._values = layout, values
         self._likes = dict(named_leaves(layout.state))
         self._leaf: tuple[str, Any] = "", None
@@ -51,7 +51,7 @@ class InitialState:
         self._casts: dict[Any, Callable[[Any], Any]] = {}
         self._moments = InitialOptimizerState(layout, optimizer, lambda name: self.whole(f"params/{name}"))
         self.whole_stacks = self._find_whole_stacks()
-        self.resident: dict[str, Any] = dict(named_leaves(others))
+        self.resident: dict[str, Any] = dict(others)
         here = [name for name in self._likes if name not in layout.disk]
         for names in self._chunks(name for name in here if name in values.names):
             self.resident |= values(names)

@@ -16,12 +16,9 @@ import numpy as np
 from jax.lax import with_sharding_constraint as constrain
 
 from zero_jax.errors import UsageError
-from zero_jax.frontends.given_values import named_values
-from zero_jax.frontends.model_functions import stored_values
 from zero_jax.sharding.compute_params import gather_compute_params
-from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import expanded, resident, with_layers
-from zero_jax.state import ZeroState, state_key
+from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import (
     check_gradients,
     check_is_state,
@@ -32,65 +29,29 @@ from zero_jax.step.call_checks import (
     loss_errors_explained,
 )
 from zero_jax.step.compiled import CompiledStep
-from zero_jax.step.disk.access import StepWithFiles
+from zero_jax.step.disk.begin import StepThatBegins
 from zero_jax.step.disk.leaf import resharded
 from zero_jax.step.disk.plan import UpdatePlan, without
-from zero_jax.step.disk.states import DiskStates
 from zero_jax.step.disk.walk import walk
 from zero_jax.step.gradients import ForwardOutput
 from zero_jax.step.pieces.compiled import compiled_pieces
 from zero_jax.step.pieces.program import PiecewiseProgram
 from zero_jax.step.replicas import Replicas
-from zero_jax.step.start import with_values
 from zero_jax.step.update import Updated, given_values, judge, unscaled, update_metrics
 from zero_jax.tree import named_leaves
-from zero_jax.typing import Batch, Gradients, Metrics, Params, PRNGKey, Pytree, Scalar, Variables
+from zero_jax.typing import Batch, Gradients, Metrics, PRNGKey, Scalar, Variables
 
 _ONE_PROGRAM = ("with Offload(disk=...) a step reads and writes files between compiled programs, and cannot be part of "
                 "one: {}, or give offload=\"optimizer\" (host memory).")
 
 
-class DiskTrainStep(StepWithFiles):
+class DiskTrainStep(StepThatBegins):
     """A `ZeroTrainStep` with a part of its state in files.
 
     In a `ZeroState` an `OnDisk` is in the place of each leaf in files, and `disk` tells their generation. A state of
     another generation raises ValueError. After a kill, or an error while writing, `stored_state` is the state of the
     last step that returned. A process uses a folder until `close`, or its end. `note` is what each commit says beside.
     """
-
-    def init(self, rng: PRNGKey, batch: Batch, *, params: Pytree | None = None) -> ZeroState:
-        """As `ZeroTrainStep.init`, and the first generation is written.
-
-        With `Offload(parameters="disk")` what the model makes is made to be written: no device has more at a time than
-        a layer's shard, or a leaf's that is no stack, and what makes it. A stack of which no layer can be made alone
-        (drawn from one key) is made whole, which a warning says. Raises ValueError where the folder has the state of a
-        run, and where the disk is too small.
-        """
-        rng, batch_like = state_key(rng), self.abstract_batch(batch)
-        self._check_capacity(batch)
-        states, given = self._opened(batch, DiskStates.create), self._given_params if params is None else (
-            named_values(params))
-        layout = self.layout(batch)
-        if self.options.in_layers and given is None:
-            return self._begin_by_leaf(states, self.initial_values(rng, batch), jax.jit(
-                lambda: {"step": jnp.zeros((), jnp.int32), "guard": self._guard.init()},
-                out_shardings={"step": layout.shardings.step, "guard": layout.shardings.guard})())
-        fields = ("step", "frozen", "variables", "guard", "rng") if given is not None else (
-            "step", "params", "frozen", "variables", "guard", "rng")
-        nothing = {field.name: None for field in dataclasses.fields(ZeroState) if field.name not in fields}
-
-        def make(rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
-            return dataclasses.replace(self._init(rng, given, batch), **nothing)
-
-        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), batch_like) if any(
-            isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)) else batch
-        shardings = dataclasses.replace(layout.shardings, **nothing)
-        state = jax.jit(make, in_shardings=(None, None, self._batch_shardings(batch)), out_shardings=shardings)(
-            rng, self._model.given, zeros)
-        if given is None:
-            return self._begin(states, state)
-        like = layout.state
-        return self._with_values(dataclasses.replace(state, params=like.params, frozen=like.frozen), given)
 
     def __call__(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
         """As `ZeroTrainStep`; it returns when the new generation is on the disk. Not inside a `jit` or `scan`."""
@@ -136,12 +97,6 @@ class DiskTrainStep(StepWithFiles):
                     shardings, layout.gradients, None, None if variables is None else shardings.variables),
                 compiler_options=self._compiler_options or None), plans
         return self._walk(self._programs[key], state, gradients, loss, variables)
-
-    def with_params(self, state: ZeroState, params: Pytree) -> ZeroState:
-        """As `ZeroTrainStep`, and a generation of the new state is written."""
-        check_is_state(state)
-        self._current(state)
-        return self._with_values(expanded(self.layout(), state), named_values(params))
 
     def from_train_state(self, rng: PRNGKey, batch: Batch, train_state: Any) -> ZeroState:
         """Refused: start from `params`, or restore a checkpoint of a step without files."""
@@ -242,15 +197,6 @@ class DiskTrainStep(StepWithFiles):
         before = plan.before(old, given, files)
         metrics = update_metrics(judged, output, plan.tree(before.results)[0].opt_state)
         return judged._replace(metrics={}), before, metrics
-
-    def _with_values(self, state: ZeroState, given: Mapping[str, Any]) -> ZeroState:
-        def derive(state: ZeroState, params: Params, *, optimizer: Any, layout: Layout, **fields: Any) -> ZeroState:
-            del optimizer, layout
-            states = self._opened(None, DiskStates.create)
-            return self._begin(states, dataclasses.replace(state, params=params, **fields))
-
-        return with_values(state, stored_values(self._model, given, state.rng), layout=self.layout(),
-                           optimizer=self._optimizer, derive=derive)
 
     # The walk over the files.
 
