@@ -13,7 +13,6 @@ after another, with what it makes; `stays` is what of the state stays in device 
 import argparse
 import dataclasses
 import pathlib
-import re
 import tempfile
 
 import jax
@@ -24,9 +23,9 @@ from models import gpt2
 from zero_jax.xla.devices import target_devices
 from zero_jax.xla.targets import target_of
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "offload_scale.md"
-COLUMNS = ("model", "target", "parameters", "at once GiB", "largest piece GiB", "which", "stays GiB", "programs")
+COLUMNS = ("model", "target", "parameters", "at once GiB", "largest piece MiB", "which", "stays MiB", "pieces")
 
 
 def device_bytes(lowered):
@@ -55,7 +54,18 @@ def row(name, target):
     largest = max(sizes, key=sizes.__getitem__)
     whole = device_bytes(initial.lower(initial.names))
     return (f"gpt2:{name}", target, f"{config.num_params / 1e12:.3g}T", f"{whole / GIB:,.2f}",
-            f"{sizes[largest] / GIB:,.2f}", largest, f"{layout.device_bytes / GIB:,.2f}", len(sizes))
+            f"{sizes[largest] / MIB:,.1f}", largest, f"{layout.device_bytes / MIB:,.1f}", len(sizes))
+
+
+def table_of(text):
+    """The lines of the table in a page."""
+    head = "| " + " | ".join(COLUMNS) + " |\n"
+    before, found, behind = text.partition(head)
+    if not found:
+        raise SystemExit(f"{PAGE} has no table with the columns {', '.join(COLUMNS)}.")
+    lines = behind.splitlines(keepends=True)
+    end = next((number for number, line in enumerate(lines) if not line.startswith("|")), len(lines))
+    return head + "".join(lines[:end])
 
 
 def main():
@@ -70,8 +80,7 @@ def main():
         print(lines[-1], flush=True)
     table = "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
     if arguments.docs:
-        head = re.escape("| " + " | ".join(COLUMNS) + " |\n")
-        PAGE.write_text(re.sub(rf"{head}(\|.*\n)+", lambda _: table, PAGE.read_text()))
+        PAGE.write_text(PAGE.read_text().replace(table_of(PAGE.read_text()), table))
     else:
         print(table, end="")
 

@@ -17,6 +17,8 @@ import subprocess
 import sys
 import textwrap
 
+import init_memory  # beside this file
+
 from zero_jax.planning import offload_formulas as formulas
 from zero_jax.planning.plan import RESERVED
 from zero_jax.planning.timing import Rates
@@ -289,9 +291,19 @@ for each GPU). Either way the time is that of the disks, and of the network betw
 
 {files_table(wanted)}
 
-This is the step. `init` and `Checkpoints.restore` have all of the fp32 parameters in device memory, sharded, before
-they write them: {4 * TRILLION / 512 / GB:.0f} GB on each of 512 for 1T, which fits, {4 * 10.31e12 / 512 / GB:.0f} for
-10T and {4 * 32.04e12 / 512 / GB:.0f} for 32T, which do not: how such a model gets into the files is not built.
+That is the step. `init` makes what goes to files leaf by leaf, and stacks layer by layer, in programs of their own that
+run one after another and give the bits of the one that makes all. `python scripts/tables/init_memory.py --docs`
+compiled them; beside them is the program that makes all fp32 parameters at once, sharded, and what of the state stays
+in device memory:
+
+{init_memory.table_of(PAGE.read_text()).rstrip()}
+
+`Checkpoints.save` and `restore` have the whole state in device memory, sharded: 14 bytes of a parameter are
+{14 * TRILLION / 512 / GB:.0f} GB on each of 512 for 1T, which fits, {14 * 10.31e12 / 512 / GB:.0f} for 10T and
+{14 * 32.04e12 / 512 / GB:.0f} for 32T, which do not (derived): such a run goes on from the generations in its files
+(`step.stored_state`, `train --resume`), which are the only copy of its state. `step.params` reads 4 bytes of a
+parameter, and an evaluator 2, which are {2 * 10.31e12 / 512 / GB:.0f} GB on each for 10T and
+{2 * 32.04e12 / 512 / GB:.0f} for 32T.
 
 ## Width of a layer (derived)
 

@@ -119,7 +119,8 @@ def test_checkpoints_evaluators_and_frozen_layers(tmp_path):
     {"gradients": "device", "optimizer": CLIPPED, "precision": "bf16"},
     {"tensor": 2, "precision": "bf16", "tensor_rules": [
         ("Dense_0/kernel", P(None, "tensor")), ("Dense_1/kernel", P("tensor", None))]},
-    {"data": (2, 4), "precision": "bf16"}],
+    {"data": (2, 4), "precision": "bf16"},
+    {"tiling": {"Dense_./kernel": 4}, "precision": "bf16", "remat": "full", "partition_activations": "disk"}],
     ids=lambda options: "-".join(f"{name}={getattr(value, '__name__', value)}"[:24] for name, value in options.items()))
 def test_of_every_kind_of_step(tmp_path, options):
     options = dict(options)
@@ -233,15 +234,19 @@ def test_h100s_hold_a_layer_of_what_is_in_files(tmp_path):
     tokens = jax.ShapeDtypeStruct((mesh.size, 128), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens}
 
-    def compiled(**options):
+    def compiled(tiling=None, **options):
         return zero_jax.make_zero_train_step(
-            gpt2.build(config), 3, mesh=mesh, precision="bf16", remat="full",
+            gpt2.build(config), 3, mesh=mesh, precision="bf16", remat="full", tiling=tiling,
             offload=zero_jax.Offload(disk=tmp_path, **options)).compiled_step(batch)
 
     program, pieces = compiled(), compiled(parameters="disk")
     assert pieces.verify().violations == ()
     stacks = 2 * 12 * 24 * 512**2 // 8  # bytes of bf16 parameters, and as many of their gradients
     assert pieces.device_bytes < program.device_bytes - 1.8 * stacks
+
+    # With products in tiles, less of a layer than one of its weights: of the widest, and of its gradient, in bf16.
+    tiled = compiled({"(up|down)/kernel": 8}, parameters="disk")
+    assert tiled.verify().violations == () and tiled.device_bytes < pieces.device_bytes - 2 * 4 * 512**2
 
 
 PROCESS = """
