@@ -13,7 +13,7 @@ written before: a file system takes longer for the first write of a block that i
 
 `train`: a stack of 4096 x 4096 layers with Adam on one CPU device, fp32, each way in a process of its own: without
 states (plain SGD, from `gradients` and `apply_gradients`), with the states in memory, and with them in files. Peak
-resident memory is that of the steps after the first; the time of a step's walk over the files is that of the step less
+resident memory is that of the steps after the first, and that of `init` is below the table; the time of a step's walk over the files is that of the step less
 that of the one without states. `--stacked`: of one `nn.scan` over the layers, at stage 3 and in bf16, and one way more:
 with parameters and gradients in files.
 """
@@ -192,7 +192,11 @@ def train(way, folder, million, steps, buffer_mib, in_stack):
         model, 3 if in_stack else 2, **options, offload=offload,
         optimizer=optax.sgd(1e-3) if way == "none" else optax.adam(1e-4),
         loss=lambda model, batch: jnp.mean((model(batch["inputs"]) - batch["targets"]) ** 2))
-    state, times, losses = step.init(jax.random.key(0), batch), [], []
+    step.layout(batch)
+    start = time.perf_counter()
+    with Peak() as first:
+        state, times, losses = jax.block_until_ready(step.init(jax.random.key(0), batch)), [], []
+    init_seconds = time.perf_counter() - start
     with Peak() as peak:
         for number in range(steps + 1):
             if number == 1:
@@ -209,7 +213,8 @@ def train(way, folder, million, steps, buffer_mib, in_stack):
             jax.block_until_ready(state)
             times.append(time.perf_counter() - start)
     result = {"way": way, "parameters": step.layout().num_params, "peak_mib": peak.bytes / 2**20,
-              "seconds": statistics.median(times[1:]), "losses": losses}
+              "seconds": statistics.median(times[1:]), "losses": losses, "init_mib": first.bytes / 2**20,
+              "init_seconds": init_seconds}
     if way in ("files", "parameters"):
         records = step._states.records.layout.records
         read = sum(record.num_bytes for piece in step._states.pieces for record in piece.reads)
@@ -242,6 +247,8 @@ def trains(folder, million, steps, buffer_mib, ways, in_stack):
         moved = [f"{row.get(key, 0) / 1e9:.2f}" for key in ("read_bytes", "written_bytes")]
         print(f"| {way} | {row['parameters']:,} | {row['peak_mib']:,.0f} | {row['seconds']:.2f} | "
               f"{row.get('ring_mib', 0):,.0f} | {' | '.join(moved)} |")
+    for way, row in rows.items():
+        print(f"init, {way}: peak resident {row['init_mib']:,.0f} MiB, {row['init_seconds']:.1f} s with compiling")
     if {"none", "files"} <= rows.keys():
         none, files = rows["none"], rows["files"]
         extra = files["peak_mib"] - none["peak_mib"]
