@@ -13,9 +13,9 @@ written before: a file system takes longer for the first write of a block that i
 
 `train`: a stack of 4096 x 4096 layers with Adam on one CPU device, fp32, each way in a process of its own: without
 states (plain SGD, from `gradients` and `apply_gradients`), with the states in memory, and with them in files. Peak
-resident memory is that of the steps after the first, and that of `init` is below the table; the time of a step's walk over the files is that of the step less
-that of the one without states. `--stacked`: of one `nn.scan` over the layers, at stage 3 and in bf16, and one way more:
-with parameters and gradients in files.
+resident memory is that of the steps after the first, and that of `init` is below the table; the time of a step's walk
+over the files is that of the step less that of the one without states. `--stacked`: of one `nn.scan` over the layers,
+at stage 3 and in bf16, and one way more: with parameters and gradients in files.
 """
 
 import argparse

@@ -16,6 +16,7 @@ from support.targets import mesh_of
 
 import zero_jax
 from models import gpt2, gpt2_nnx, llama, llama_nnx
+from zero_jax.errors import CheckpointError
 from zero_jax.sharding.shard_reader import UnreadLeaf
 from zero_jax.step.disk.given_leaves import GivenLeaves
 from zero_jax.step.disk.initial_values import InitialValues
@@ -142,6 +143,27 @@ def test_given_parameters_are_written_layer_by_layer(tmp_path, monkeypatch):
     assert set(stacks) <= set(differing(wanted, files.in_memory(state)[0]))
     with pytest.raises(ValueError, match="params lacks 1 .embed|lacks 1 "):
         files.with_params(state, {name: value for name, value in given.items() if name != "Embed_0"})
+
+
+def test_after_an_error_between_two_layers_the_folder_is_free_and_holds_no_state(tmp_path, monkeypatch):
+    layer = InitialValues.layer
+
+    def fails(self, name, index):
+        if index == 2:
+            raise KeyboardInterrupt
+        return layer(self, name, index)
+
+    step = made(tmp_path / "run")
+    with monkeypatch.context() as patched:
+        patched.setattr(InitialValues, "layer", fails)
+        with pytest.raises(KeyboardInterrupt):
+            step.init(jax.random.key(1), BATCH)
+    step.close()
+    step = made(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="holds no committed state"):
+        step.stored_state(BATCH)
+    state = step.init(jax.random.key(0), BATCH)
+    assert differing(ordinary(Stacked), step.in_memory(state)[0]) == []
 
 
 @pytest.mark.slow
