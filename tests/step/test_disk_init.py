@@ -21,6 +21,7 @@ from zero_jax.sharding.shard_reader import UnreadLeaf
 from zero_jax.step.disk.given_leaves import GivenLeaves
 from zero_jax.step.disk.initial_values import InitialValues
 from zero_jax.tree import named_leaves
+from zero_jax.xla import live_chip
 
 GPT2 = gpt2.Config(num_layers=3, width=64, num_heads=2, vocab_size=96, max_length=16, remat=True)
 LLAMA = llama.Config(num_layers=3, width=64, num_heads=4, num_kv_heads=2, hidden=256, vocab_size=96, max_length=16)
@@ -113,6 +114,13 @@ def test_a_stack_that_can_only_be_made_whole_is_named(tmp_path, monkeypatch, cap
         "since it is drawn from one key for all layers.")
     assert "params/blocks/up" in whole and {name for name, _ in layers} == {"params/blocks/down"}
     assert differing(ordinary(Drawn), step.in_memory(state)[0]) == []
+
+    # Refused where it takes more than a device has.
+    monkeypatch.setattr(live_chip, "memory_limit", lambda devices: 24_575)
+    with pytest.raises(ValueError, match="all layers of params/blocks/up would be made at once, 24,576 bytes on each "
+                                         "device, which has 24,575, since .* a key of its own"):
+        made(tmp_path / "small", model=Drawn).init(jax.random.key(0), BATCH)
+    assert not list((tmp_path / "small").rglob("commit-*"))
 
 
 def test_given_parameters_are_written_layer_by_layer(tmp_path, monkeypatch):

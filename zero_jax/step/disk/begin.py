@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.distributed.initialize import zeros_of
+from zero_jax.distributed.initialize import local, zeros_of
 from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.model_functions import stored_values
 from zero_jax.sharding.layout import Layout
@@ -26,6 +26,7 @@ from zero_jax.step.start import checked_values, with_values
 from zero_jax.step.trainable import split_trainable
 from zero_jax.tree import named_leaves
 from zero_jax.typing import Batch, Params, PRNGKey, Pytree
+from zero_jax.xla import live_chip
 
 LOG = logging.getLogger("zero_jax")
 
@@ -38,8 +39,8 @@ class StepThatBegins(StepWithFiles):
 
         With `Offload(parameters="disk")` what the model makes is made to be written: no device has more at a time than
         a layer's shard, or a leaf's that is no stack, and what makes it. A stack of which no layer can be made alone
-        (drawn from one key) is made whole, which a warning says. Raises ValueError where the folder has the state of a
-        run, and where the disk is too small.
+        (drawn from one key) is made whole, which a warning says. Raises ValueError where such a stack takes more than a
+        device has, where the folder has the state of a run, and where the disk is too small.
         """
         rng, batch_like = state_key(rng), self.abstract_batch(batch)
         self._check_capacity(batch)
@@ -122,10 +123,12 @@ class StepThatBegins(StepWithFiles):
         """The state from `values`, each made where it is written.
 
         others: what of the state does not follow from `values`, by name; and what does, where these do not have it.
-        Stacks that cannot be made layer by layer are made whole, and named in a warning.
+        Stacks that cannot be made layer by layer are made whole, and named in a warning; in an error, where that takes
+        more than a device has.
         """
         layout = self.layout()
-        initial = InitialState(layout, values, self._optimizer, lambda params: self._weights(params, layout), others)
+        initial = InitialState(layout, values, self._optimizer, lambda params: self._weights(params, layout), others,
+                               live_chip.memory_limit(local(list(self.mesh.devices.flat))))
         if initial.whole_stacks:
             LOG.warning(initial.warning)
         commit = states.write_all(initial.whole, int(others["step"]), self._note, initial.layer)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import jax
 import optax
 
-from zero_jax.errors import few
+from zero_jax.errors import UsageError, few
 from zero_jax.jaxpr.one_layer import NotByLayer
 from zero_jax.sharding.layout import Layout
 from zero_jax.step.disk.init import InitialOptimizerState
@@ -42,8 +42,12 @@ class InitialState:
     """
 
     def __init__(self, layout: Layout, values: ValuesByLeaf, optimizer: optax.GradientTransformationExtraArgs,
-                 copy: Callable[[Params], dict[str, jax.Array]], others: Mapping[str, Any]):
-        """copy: of some parameters what the model reads. others: leaves that `values` may not have, by name."""
+                 copy: Callable[[Params], dict[str, jax.Array]], others: Mapping[str, Any], memory_bytes: int | None):
+        """copy: of some parameters what the model reads. others: leaves that `values` may not have, by name.
+
+        memory_bytes: of each device; None where that is not known. Raises ValueError where a stack that can only be
+        made whole takes more.
+        """
         self._layout, self._values = layout, values
         self._likes = dict(named_leaves(layout.state))
         self._leaf: tuple[str, Any] = "", None
@@ -51,6 +55,7 @@ class InitialState:
         self._casts: dict[Any, Callable[[Any], Any]] = {}
         self._moments = InitialOptimizerState(layout, optimizer, lambda name: self.whole(f"params/{name}"))
         self.whole_stacks = self._find_whole_stacks()
+        self._check_fits(memory_bytes)
         self.resident: dict[str, Any] = dict(others)
         here = [name for name in self._likes if name not in layout.disk]
         for names in self._chunks(name for name in here if name in values.names):
@@ -77,6 +82,14 @@ class InitialState:
             return self._values.why_whole(name)
         program = self._moments.layer_program(name)
         return program if isinstance(program, str) else ""
+
+    def _check_fits(self, memory_bytes: int | None) -> None:
+        for name, why in self.whole_stacks.items():
+            if memory_bytes is not None and self._bytes(name) > memory_bytes:
+                raise UsageError(
+                    f"init with Offload(parameters=\"disk\"): all layers of {name} would be made at once, "
+                    f"{self._bytes(name):,} bytes on each device, which has {memory_bytes:,}, since it {why}: make "
+                    "each layer from a key of its own (nn.scan with split_rngs, nnx.vmap), or give init(params=...).")
 
     @property
     def warning(self) -> str:
