@@ -33,11 +33,12 @@ def row(target, model, rows, way):
     if options.get("offload"):
         options["offload"] = zero_jax.Offload(disk=tempfile.mkdtemp())
     step = zero_jax.make_zero_train_step(gpt2.build(config), 3, mesh=mesh, precision="bf16", remat="full", **options)
+    batch = {name: jax.ShapeDtypeStruct((rows * mesh.size, config.max_length), jnp.int32)
+             for name in ("inputs", "targets")}
+    step.layout(batch)  # by which XLA's options are known
     if "waiting" in way:
         for name in host_prefetch_options(mesh.devices.flat[0]):
             step._compiler_options.pop(name)
-    batch = {name: jax.ShapeDtypeStruct((rows * mesh.size, config.max_length), jnp.int32)
-             for name in ("inputs", "targets")}
     compiled = step.compiled_step(batch)
     reads = () if compiled.host_use is None else compiled.host_use.stack_reads
     formula = config.num_layers * rows * config.max_length * config.width * 2

@@ -48,8 +48,9 @@ def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> s
         options["communication"] = Communication(**options["communication"])
     step = make_zero_train_step(gpt2.build(dataclasses.replace(config, remat=True)), stage, mesh=mesh,
                                 precision="bf16", **options)
-    step._compiler_options |= arguments.get("xla", {})
     tokens = jax.ShapeDtypeStruct((batch * mesh.size, config.max_length), jnp.int32)
+    step.layout({"inputs": tokens, "targets": tokens})  # by which XLA's options are known
+    step._compiler_options |= arguments.get("xla", {})
     began = time.perf_counter()
     plan = examine(step, {"inputs": tokens, "targets": tokens}, target_of(target), compare=False)
     seconds = time.perf_counter() - began

@@ -78,6 +78,6 @@ def test_activations_in_files_are_moved_beside_compute():
     target = dataclasses.replace(target_of("h100:1"), chip=chip)
     states = disk_transfers(DiskTraffic(8, 4, 8), target, TIMING)
     for saved, exposed in ((1, 0.0), (400, (400 / 4 + 400 / 2) / REACHED - TIMING.seconds)):
-        both = disk_transfers(DiskTraffic(8, 4, 8, saved), target, TIMING)
+        both = disk_transfers(DiskTraffic(8, 4, 8, saved=saved), target, TIMING)
         assert math.isclose((both.seconds - states.seconds) * REACHED, saved / 4 + saved / 2)
         assert math.isclose(both.exposed_seconds - states.exposed_seconds, exposed, abs_tol=1e-9)

@@ -138,6 +138,13 @@ def partitioned(step: Any, batch: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def with_queue(step: Any, batch: Any) -> Iterator[None]:
+    """Gathers on the SparseCores may start while others are sent, also where no loop runs over the layers."""
+    step._compiler_options |= {"xla_tpu_enable_sparse_core_offload_queuing_in_lhs": True}
+    yield
+
+
+@contextlib.contextmanager
 def in_each_round(step: Any, batch: Any) -> Iterator[None]:
     """What the rounds of a loop share is gathered and reduced in each of them."""
     with pytest.MonkeyPatch.context() as patch:
@@ -246,7 +253,7 @@ PROGRAMS: dict[str, Row] = {
         H100, 3, gpt2.build(WIDE), batch=(4, 512), options={"prefetch": prefetch}) for prefetch in (False, True)},
     **{f"h100 stage 3, 4 layers unrolled{', combined' * bool(size)}": Row(
         H100, 3, gpt2.build(dataclasses.replace(WIDE, num_layers=4, scan_layers=False)), batch=(4, 512),
-        options={"combine_bytes": size}) for size in (None, 2**20)},
+        options={"combine_bytes": size}) for size in (None, 30 * 2**20)},  # XLA's own threshold
     "h100 stage 3, annotated": Row(H100, 3, change=annotated),
     "h100 stage 3, kept": Row(H100, 3, change=kept),
     "h100 stage 3, padded after the sum": Row(H100, 3, gpt2.build(UNEVEN), change=partitioned),
@@ -308,6 +315,9 @@ PROGRAMS: dict[str, Row] = {
         V5P, 3, config=WIDE_ON_V5P, batch=(16, 512),
         options={"prefetch": prefetch})
        for prefetch in (False, True)},
+    **{f"v5p stage 3, 6 small layers unrolled{', queued' * queued}": gpt2_row(
+        V5P, 3, config=gpt2.Config(6, 256, 4, vocab_size=512, max_length=32, scan_layers=False),
+        change=with_queue if queued else None) for queued in (False, True)},
     "v6e stage 3": Row("v6e:2x4", 3),
     **{f"{name} stage 3, gathered in forward": gpt2_row(target, 3, config=REMAT, options={"gather": "forward"})
        for name, target in (("h100", H100), ("v5p", V5P), ("v6e", "v6e:2x4"))},

@@ -20,7 +20,7 @@ from zero_jax.cli.planning.plan_report import plan_tables
 from zero_jax.planning.plan import examine
 from zero_jax.xla.devices import compiled_for
 from zero_jax.xla.events import collectives
-from zero_jax.xla.overlap import overlap_options
+from zero_jax.xla.overlap import overlap_options, reduction_options
 from zero_jax.xla.schedule import schedule
 from zero_jax.xla.targets import target_of
 
@@ -147,17 +147,42 @@ def test_a_gpu_gathers_for_the_next_layer():
 
 
 @pytest.mark.slow
-def test_a_gpu_reduces_beside_products_in_an_unrolled_model_if_few_are_combined():
+def test_a_gpu_reduces_beside_products_in_an_unrolled_model():
     """The control is what XLA combines by itself: all reductions, which then come last."""
     def beside(name):
         found = [c for c in program(name).collectives if c.kind == "reduce-scatter"]
         return sum(c.communication_bytes for c in found if c.overlapped_flops) / sum(
             c.communication_bytes for c in found)
 
-    few, all_of_them = (program(f"h100 stage 3, 4 layers unrolled{which}") for which in (", combined", ""))
-    assert not few.report.violations and few.sent() == pytest.approx(all_of_them.sent(), rel=1e-3)
-    assert beside("h100 stage 3, 4 layers unrolled, combined") > 0.4
-    assert beside("h100 stage 3, 4 layers unrolled") < 0.05
+    name = "h100 stage 3, 4 layers unrolled"
+    parts, one = program(name), program(f"{name}, combined")
+    assert not parts.report.violations and parts.sent() == pytest.approx(one.sent(), rel=1e-3)
+    assert beside(name) > 0.4
+    assert beside(f"{name}, combined") < 0.05
+
+
+@pytest.mark.slow
+def test_a_tpu_gathers_no_whole_model_that_no_loop_runs_over():
+    """The control lets gathers start while others are sent: then all do, before the first product."""
+    found, queued = (program(f"v5p stage 3, 6 small layers unrolled{which}") for which in ("", ", queued"))
+    assert not found.report.violations
+    assert any("in device memory" in each or "gathered" in each for each in queued.report.violations)
+    assert found.memory.peak_memory_in_bytes < 0.9 * queued.memory.peak_memory_in_bytes
+    assert asynchronous("v5p stage 3, 6 small layers unrolled") > 0.9
+
+
+def test_options_of_models_that_no_loop_runs_over():
+    """On GPUs reductions in parts, unless their size or no overlap is asked for; on TPUs no queue, where it gathers."""
+    unrolled, queue = dataclasses.replace(CONFIG, scan_layers=False), "queuing_in_lhs=True"
+    parts = "xla_gpu_reduce_scatter_combine_threshold_bytes=4194304"
+    for stage in (1, 2, 3):
+        assert parts in layout("h100:8", stage, unrolled).overlap_note
+        assert not layout("h100:8", stage, CONFIG).overlap_note
+    for options in ({"stage": 0}, {"combine_bytes": 2**20}, {"overlap": False}):
+        assert not layout(**{"target": "h100:8", "model": unrolled} | options).overlap_note
+    assert reduction_options(mesh_of("h100:8").devices.flat[0], 128) == {parts.partition("=")[0]: 2**19}
+    for stage, model, queued in ((3, unrolled, False), (3, CONFIG, True), (2, unrolled, True)):
+        assert (queue in layout("v5p:2x2x2", stage, model).overlap_note) == queued
 
 
 @pytest.mark.slow
@@ -245,7 +270,8 @@ def test_the_layout_tells_the_options():
     assert pipelined in layout("v5p:2x2x2", prefetch=True).describe() and pipelined not in told_by_default
     one_device = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, mesh=zero_jax.make_mesh(
         devices=mesh_of("v5p:2x2x2").devices.flat[:1]))
-    assert not one_device.options.overlap_options(one_device.axes)
+    assert not one_device.layout(
+        {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")}).overlap_note
     assert told not in layout("v5p:2x2x2", overlap=False).describe() and told not in layout("h100:8").describe()
 
 

@@ -125,7 +125,7 @@ class InspectableDiLoCo(DiLoCoFunctions):
         return {fragment: self.compiled_step(batch, fragment).verify() for fragment in programs}
 
     def _compiler_options(self, fragment: int | None) -> dict[str, Any]:
-        options = self.step.options.compiler_options(self.step.axes)
+        options = self._inner._compiler_options
         return options | concurrent_options(self.mesh.devices.flat[0]) if self.num_parts(fragment) > 1 else options
 
     def _of(self, fragment: int | None, batch: Batch) -> Any:

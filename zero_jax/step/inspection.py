@@ -1,6 +1,7 @@
 """A step before it runs: lowered, compiled, and checked against its contract, on live devices or target topologies."""
 
 import dataclasses
+import functools
 from typing import Any, Self
 
 import jax
@@ -17,6 +18,7 @@ from zero_jax.step.call_checks import check_values, loss_errors_explained
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.functions import StepFunctions
 from zero_jax.step.losses import takes_key
+from zero_jax.step.overlap import step_overlap_options
 from zero_jax.tree import named_leaves
 from zero_jax.typing import Batch, Loss, PRNGKey
 from zero_jax.xla.devices import compiled_for
@@ -26,7 +28,10 @@ from zero_jax.xla.host_memory import lists_memories, set_memory_kinds
 class InspectableStep(StepFunctions):
     """What one can ask of a step without a state. Every `batch` may be abstract: `jax.ShapeDtypeStruct`s."""
 
-    _compiler_options: dict[str, Any]
+    @functools.cached_property
+    def _compiler_options(self) -> dict[str, Any]:
+        """XLA's options for the programs of the step, whose layout is known."""
+        return self.options.compiler_options(self.axes) | step_overlap_options(self.options, self.layout())
 
     def abstract_state(self, batch: Batch) -> ZeroState:
         """The state as `jax.ShapeDtypeStruct`s with shardings, for restoring and for compiling."""
@@ -51,7 +56,8 @@ class InspectableStep(StepFunctions):
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """`lower`, compiled for the mesh's devices, live or of a target topology; calls of the step do not use it."""
-        return compiled_for(self.lower(batch), self.mesh.devices.flat[0], self._compiler_options)
+        lowered = self.lower(batch)
+        return compiled_for(lowered, self.mesh.devices.flat[0], self._compiler_options)
 
     def compiled_step(self, batch: Batch) -> CompiledStep:
         """`compile`, as data: text, memory, layout and contract, for `verify`, the plan and the memory report."""

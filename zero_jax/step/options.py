@@ -110,7 +110,10 @@ class StepOptions:
         if self.in_layers:
             self._check_disk_params()
         self.activations(axes, 1)
+        # Whatever the layout will be.
         self.compiler_options(axes)
+        overlap_options(axes.mesh.devices.flat[0], self.overlap)
+        prefetch_options(axes.mesh.devices.flat[0], self.prefetch, self.overlap)
 
     def _whole_weights(self) -> tuple[tuple[bool, str, str], ...]:
         """(Whether it is asked for, what, why) of all that keeps parameters on the devices beside host memory."""
@@ -231,20 +234,13 @@ class StepOptions:
                            disk=self.partition_activations == "disk", sequence=self.sequence_parallel)
 
     def compiler_options(self, axes: MeshAxes) -> dict[str, Any]:
-        """XLA's options for the devices of the mesh."""
+        """XLA's options for the devices of the mesh, without those that depend on the layout (`step.overlap`)."""
         device = axes.mesh.devices.flat[0]
         activations, offload = self.partition_activations == "cpu", self.host_offload
         walks = walk_options(device) if activations or offload else {}
         ahead = activations or offload is not None and offload.parameters == "host"
         reads = host_prefetch_options(device) if ahead else {}
-        return combine_options(device, self.combine_bytes) | walks | reads | self.overlap_options(axes)
-
-    def overlap_options(self, axes: MeshAxes) -> dict[str, Any]:
-        """Those of them by which communication runs beside compute; on one device nothing is sent."""
-        device = axes.mesh.devices.flat[0]
-        overlap = False if self.overlap == "auto" and axes.mesh.size == 1 else self.overlap
-        return (overlap_options(device, overlap, gathers=self.stage.shards_params)
-                | prefetch_options(device, self.prefetch, self.overlap))
+        return combine_options(device, self.combine_bytes) | walks | reads
 
     @property
     def asks_for_overlap(self) -> bool:

@@ -49,7 +49,7 @@ class ZeroTrainStep(InspectableStep):
                  axes: MeshAxes, options: StepOptions, given_params: Mapping[str, Any] | None = None):
         """As `StepFunctions`."""
         super().__init__(model, optimizer, loss, axes, options, given_params)
-        self._monitor, self._compiler_options = BadStepMonitor(), options.compiler_options(axes)
+        self._monitor = BadStepMonitor()
         self._jitted: Any = None
         self._programs: dict[Any, Any] = {}
 

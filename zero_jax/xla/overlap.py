@@ -42,10 +42,11 @@ _SPARSE_CORES: dict[str, Any] = {
     "xla_tpu_use_tc_device_shape_on_sc": True,
     "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,  # else these gathers stay on the TensorCore
-    # One may start while another is sent. Else reductions that are ready wait until they have nothing beside them:
-    # 36.8 in place of 18.0 ms of exposed time, for 0.7 % more temporaries (8 layers of 6.7B at stage 3 on v5p).
-    "xla_tpu_enable_sparse_core_offload_queuing_in_lhs": True,
 }
+_QUEUE: dict[str, Any] = {"xla_tpu_enable_sparse_core_offload_queuing_in_lhs": True}
+"""One may start while another is sent. Else reductions that are ready wait until they have nothing beside them: 36.8 in
+place of 18.0 ms of exposed time, for 0.7 % more temporaries (8 layers of 6.7B at stage 3 on v5p). Where no loop runs
+over the layers XLA:TPU then starts their gathers all at once, and has the whole model in memory: not for those."""
 _GATHERS: dict[str, Any] = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
@@ -66,7 +67,8 @@ _REDUCTIONS_WITHIN_PRODUCTS: dict[str, Any] = {
 """Each is needed: without any one of them no reduction is asynchronous, or XLA finds too little VMEM."""
 
 
-def overlap_options(device: jax.Device, overlap: Overlap, *, gathers: bool = True) -> dict[str, Any]:
+def overlap_options(device: jax.Device, overlap: Overlap, *, gathers: bool = True,
+                    in_loops: bool = True) -> dict[str, Any]:
     """XLA's options for `overlap`.
 
     "auto": those for the SparseCores of the chip, if its compiler waits to be asked; True: the same, on v5e those that
@@ -75,7 +77,8 @@ def overlap_options(device: jax.Device, overlap: Overlap, *, gathers: bool = Tru
 
     With libtpu 0.0.42 at least 98 % of the bytes of a small GPT-2 are sent asynchronously, none without
     (tests/xla/test_overlap.py). It costs memory, since what is sent must not be overwritten: `plan --overlap yes` says
-    how much. gathers: whether layers gather their parameters. Raises UsageError where it would change nothing.
+    how much. gathers: whether layers gather their parameters; in_loops: whether loops run over them. Raises UsageError
+    where it would change nothing.
 
     On v5e "auto" gives none: a model that is small or has few tokens becomes slower, and compiling takes up to 2.5
     times as long (docs/results.md).
@@ -95,7 +98,8 @@ def overlap_options(device: jax.Device, overlap: Overlap, *, gathers: bool = Tru
             device.platform, "nothing is known of its compiler's options")
         raise UsageError(f"overlap={shown(overlap)} changes nothing on {device.device_kind!r}: {reason}. Leave it out; "
                          f"it is for TPU v5e, {_ASKED_NAMES}.")
-    return _SPARSE_CORES | (_GATHERS if gathers else {}) | dict(changes)
+    queue = {} if gathers and not in_loops else _QUEUE
+    return _SPARSE_CORES | queue | (_GATHERS if gathers else {}) | dict(changes)
 
 
 _PIPELINED: dict[str, Any] = {
@@ -129,6 +133,18 @@ def prefetch_options(device: jax.Device, prefetch: bool, overlap: Overlap = "aut
         raise UsageError(f"prefetch=True with overlap=False changes nothing on {device.device_kind!r}: its gathers "
                          "would block, in whichever round they are. Leave one of them out.")
     return dict(_PIPELINED)
+
+
+def reduction_options(device: jax.Device, num_shards: int) -> dict[str, Any]:
+    """XLA's options by which a GPU reduces gradients in several parts, where no loop runs over the layers.
+
+    XLA:GPU combines the reductions of all layers into one, behind the last of their gradients, with nothing beside it.
+    num_shards: over how many devices; the threshold counts what is left on each of them. 32 MiB of gradients are one
+    part, as long as half a MiB of it is left: smaller parts are sent at less than the links' rate (docs/results.md).
+    """
+    if device.platform not in ("gpu", "cuda") or num_shards == 1:
+        return {}
+    return {"xla_gpu_reduce_scatter_combine_threshold_bytes": max(2**25 // num_shards, 2**19)}
 
 
 def blocks(device: jax.Device, overlap: Overlap) -> bool:

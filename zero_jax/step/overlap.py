@@ -1,0 +1,20 @@
+"""XLA's options by which a step's communication runs beside its compute, by what its layers are."""
+
+from typing import Any
+
+from zero_jax.sharding.layout import Layout
+from zero_jax.step.options import StepOptions
+from zero_jax.xla.overlap import overlap_options, prefetch_options, reduction_options
+
+
+def step_overlap_options(options: StepOptions, layout: Layout) -> dict[str, Any]:
+    """For a step of these options and this layout, whose `reads` tell whether loops run over layers.
+
+    None on one device, where nothing is sent.
+    """
+    device, in_loops = layout.mesh.devices.flat[0], any(access.stacked for access in layout.reads.values())
+    overlap = False if options.overlap == "auto" and layout.mesh.size == 1 else options.overlap
+    in_parts = not in_loops and options.combine_bytes is None and overlap is not False
+    return ((reduction_options(device, layout.num_shards) if in_parts and options.stage.shards_optimizer else {})
+            | overlap_options(device, overlap, gathers=options.stage.shards_params, in_loops=in_loops)
+            | prefetch_options(device, options.prefetch, options.overlap))
