@@ -7,7 +7,7 @@ Each argument behind target, stage and model is a set of arguments of `make_zero
 "xla" are options of XLA, under "communication" the arguments of `Communication`. Of each it prints the shares of the
 bytes of gathers and reductions that are sent asynchronously and, of these, beside a matrix product; temporaries, and as
 predicted from the schedule the seconds in which nothing but communication runs, those of a step, and MFU. Blocks are
-rematerialised; the batch is `MODELS`'.
+rematerialised; the batch is `MODELS`', or that behind "@": `1.5b@1` has one sequence on each device.
 """
 
 import dataclasses
@@ -41,7 +41,9 @@ HEADER = """| target, stage, model | arguments | asynchronous | beside a product
 
 def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> str:
     """A row of the table."""
-    config, batch = MODELS[model]
+    name, _, sequences = model.partition("@")
+    config, batch = MODELS[name]
+    batch = int(sequences or batch)
     mesh = make_mesh(devices=target_devices(target))
     options = {name: value for name, value in arguments.items() if name != "xla"}
     if "communication" in options:

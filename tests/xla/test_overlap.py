@@ -82,10 +82,23 @@ def codes_of(target, dtype, options):
 @pytest.mark.slow
 def test_why_codes_are_gathered_as_words():
     """XLA for v5p gathers bytes with collectives that block; where it no longer does, drop `as_words`."""
-    options = overlap_options(mesh_of("v5p:2x2x2").devices.flat[0], True)
-    without = options | {"xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all": False}
-    assert codes_of("v5p:2x2x2", jnp.uint32, options) == (True, True)
-    assert codes_of("v5p:2x2x2", jnp.uint8, without) == (False, False)
+    device = mesh_of("v5p:2x2x2").devices.flat[0]
+    assert codes_of("v5p:2x2x2", jnp.uint32, overlap_options(device, True, codes=True)) == (True, True)
+    assert codes_of("v5p:2x2x2", jnp.uint8, overlap_options(device, True)) == (False, False)
+
+
+def test_all_to_alls_of_a_model_are_left_where_they_compile():
+    """The option is for codes: libtpu fails for what the partitioner makes of some models.
+
+    Such a program is tests/contract/test_verify.py's of annotated arrays on v5p.
+    """
+    mesh = mesh_of("v5p:2x2x2")
+    device, option = mesh.devices.flat[0], "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all"
+    assert [option in overlap_options(device, True, codes=codes) for codes in (False, True)] == [False, True]
+    for model_codes in ({}, {"communication": zero_jax.Communication(weights="int8")},
+                        {"communication": zero_jax.Communication(gradients="int8")}):
+        expected = getattr(model_codes.get("communication"), "gradients", None) is not None
+        assert (option in layout("v5p:2x2x2", **model_codes).overlap_note) == expected
 
 
 def beside_products(name, kind="all-gather"):

@@ -38,11 +38,13 @@ _REASONS = {
 _SPARSE_CORES: dict[str, Any] = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
     "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
-    "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all": True,  # of quantised gradients
     "xla_tpu_use_tc_device_shape_on_sc": True,
     "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,  # else these gathers stay on the TensorCore
 }
+_ALL_TO_ALLS: dict[str, Any] = {"xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all": True}
+"""Of quantised gradients alone: libtpu fails to compile some of those that XLA's partitioner makes of a model
+("RET_CHECK failure ... num_blocks_per_replica")."""
 _QUEUE: dict[str, Any] = {"xla_tpu_enable_sparse_core_offload_queuing_in_lhs": True}
 """One may start while another is sent. Else reductions that are ready wait until they have nothing beside them: 36.8 in
 place of 18.0 ms of exposed time, for 0.7 % more temporaries (8 layers of 6.7B at stage 3 on v5p). Where no loop runs
@@ -68,7 +70,7 @@ _REDUCTIONS_WITHIN_PRODUCTS: dict[str, Any] = {
 
 
 def overlap_options(device: jax.Device, overlap: Overlap, *, gathers: bool = True,
-                    in_loops: bool = True) -> dict[str, Any]:
+                    in_loops: bool = True, codes: bool = False) -> dict[str, Any]:
     """XLA's options for `overlap`.
 
     "auto": those for the SparseCores of the chip, if its compiler waits to be asked; True: the same, on v5e those that
@@ -77,8 +79,8 @@ def overlap_options(device: jax.Device, overlap: Overlap, *, gathers: bool = Tru
 
     With libtpu 0.0.42 at least 98 % of the bytes of a small GPT-2 are sent asynchronously, none without
     (tests/xla/test_overlap.py). It costs memory, since what is sent must not be overwritten: `plan --overlap yes` says
-    how much. gathers: whether layers gather their parameters; in_loops: whether loops run over them. Raises UsageError
-    where it would change nothing.
+    how much. gathers: whether layers gather their parameters; in_loops: whether loops run over them; codes: whether
+    gradients are sent as codes. Raises UsageError where it would change nothing.
 
     On v5e "auto" gives none: a model that is small or has few tokens becomes slower, and compiling takes up to 2.5
     times as long (docs/results.md).
@@ -99,7 +101,7 @@ def overlap_options(device: jax.Device, overlap: Overlap, *, gathers: bool = Tru
         raise UsageError(f"overlap={shown(overlap)} changes nothing on {device.device_kind!r}: {reason}. Leave it out; "
                          f"it is for TPU v5e, {_ASKED_NAMES}.")
     queue = {} if gathers and not in_loops else _QUEUE
-    return _SPARSE_CORES | queue | (_GATHERS if gathers else {}) | dict(changes)
+    return _SPARSE_CORES | queue | (_GATHERS if gathers else {}) | (_ALL_TO_ALLS if codes else {}) | dict(changes)
 
 
 _PIPELINED: dict[str, Any] = {
