@@ -41,7 +41,8 @@ def test_odd_gradients_are_scattered_where_they_are_made(flavour, stage, sizes, 
     right = partial.PartialGradient.scattered
     monkeypatch.setattr(
         partial.PartialGradient, "scattered", lambda self, eqn: scattered.append(eqn) or right(self, eqn))
-    assert error(found()) <= 1e-6 and len(scattered) >= 3
+    assert error(found()) <= 1e-6
+    assert len(scattered) >= 2  # of embeddings and the like: products of padded weights scatter theirs (weight_product)
     if (flavour, stage, sequence) == ("linen", 3, False) and "tensor" in sizes:
         with monkeypatch.context() as broken:
             broken.setattr(partial.PartialGradient, "bind", lambda self, eqn, args: (
