@@ -66,6 +66,14 @@ def test_the_check_tells_other_programs(control):
 
 
 @pytest.mark.slow
+def test_gradients_of_1600_columns_are_scattered_on_v5p():
+    """GPT-2 1.5B's width, whose shards fill no tiles. The control sends them in tiles of 8 x 128: all-reduced."""
+    assert not program("v5p stage 3, width 1600").report.violations
+    (broken,) = program("v5p stage 3, width 1600, tiles of 8").report.violations
+    assert "all-reduce of bf16" in broken
+
+
+@pytest.mark.slow
 def test_stage_1_is_already_stage_2():
     """One program: gradients are scattered where backward reaches them (zero_jax/stages.py says why)."""
     moved = [[(c.kind, c.shapes, c.count) for c in program(f"h100 stage {stage}").collectives] for stage in (1, 2, 3)]

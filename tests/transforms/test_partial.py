@@ -263,7 +263,7 @@ def test_rows_of_a_product_are_not_padded():
 
 def test_kernels_that_are_scattered_as_they_are_send_more(monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(scatter, "_scatter_tiles", lambda value, axis, ways, dim, block: jax.lax.psum_scatter(
+    monkeypatch.setattr(scatter, "_scatter_tiles", lambda value, axis, ways, dim, *_: jax.lax.psum_scatter(
         value, axis, scatter_dimension=dim, tiled=True))
     assert wire(*WIRE[4][:3]) > 1.5 and wire(*WIRE[6][:3]) > 1.5
     assert wire(*WIRE[9][:3]) > 1.5 and wire(*ROWS) > 1.1

@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.sharding.mesh import fills_tiles, is_tpu, tile_block
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.sharding.quantized.reduce import reduce_quantized
+from zero_jax.xla.overlap import WITHIN_PRODUCTS
 
 MAX_UNPADDED_ROWS = 2**14
 """With more rows than this, a TPU all-reduces instead of scattering columns unless the rows are a multiple of four
@@ -33,7 +35,7 @@ def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P, hops: Sequence[
                  if axis != tensor and all(axis not in axes for _, axes in splits))
     if is_tpu(mesh):
         for dim, axis in _scatter_order(value.size, mesh, splits):
-            value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis))
+            value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis), _tile_rows(mesh))
     else:
         for dim, axes in splits:
             for together in _mesh_ordered_runs(axes, mesh):
@@ -68,12 +70,22 @@ def _scatter_order(size: int, mesh: Any, splits: Sequence[tuple[int, Sequence[st
     return tuple(steps) if len(steps) > len(splits) else min(itertools.permutations(steps), key=sent)
 
 
-def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block: int) -> jax.Array:
+def _tile_rows(mesh: Mesh) -> int:
+    """The rows of the tiles in which flat parts are sent.
+
+    Of bfloat16 16 x 128 values: of 8 x 128 XLA all-reduces some on v5p (of a width of 1600, over two chips), so that
+    they send twice the bytes. Where a product is to send them, XLA views them as 8 x 128, and fails to compile them
+    unless they are.
+    """
+    return 8 if mesh.devices.flat[0].device_kind in WITHIN_PRODUCTS else 16
+
+
+def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block: int, rows: int) -> jax.Array:
     """The sum of `value` over `axis`, of which each of `num_shards` chips keeps its part of `dim`.
 
-    Shards that do not fill tiles are sent as blocks of `block` values, which do: in memory order where they consist of
-    full tiles, else flat and padded. Where half of the bytes or more would be padding, the array is all-reduced and
-    sliced: that sends no more, and XLA (jax 0.10) fails to compile some such scatters.
+    Shards that do not fill tiles are sent as blocks of `block` values, in tiles of `rows`, which do: in memory order
+    where they consist of full tiles, else flat and padded. Where half of the bytes or more would be padding, the array
+    is all-reduced and sliced: that sends no more, and XLA (jax 0.10) fails to compile some such scatters.
     """
     shape = (*value.shape[:dim], value.shape[dim] // num_shards, *value.shape[dim + 1:])
     part = math.prod(shape)
@@ -95,8 +107,7 @@ def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block
     parts = jnp.moveaxis(value.reshape(*shape[:dim], num_shards, *shape[dim:]), dim, 0).reshape(num_shards, -1)
     if part + -part % block >= 2 * part:
         return jax.lax.psum(parts, axis)[jax.lax.axis_index(axis)].reshape(shape)
-    # Not of 16 x 128: XLA views them as 8 x 128, and fails in the same way where it does so of the sum alone.
-    blocks = jnp.pad(parts, ((0, 0), (0, -part % block))).reshape(-1, 8, 128)
+    blocks = jnp.pad(parts, ((0, 0), (0, -part % block))).reshape(-1, rows, 128)
     return jax.lax.psum_scatter(blocks, axis, scatter_dimension=0, tiled=True).reshape(-1)[:part].reshape(shape)
 
 

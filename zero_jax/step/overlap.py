@@ -7,6 +7,11 @@ from zero_jax.step.options import StepOptions
 from zero_jax.xla.overlap import overlap_options, prefetch_options, reduction_options
 
 
+def overlap_note(options: StepOptions, layout: Layout) -> str:
+    """`step_overlap_options` in words, for `Layout.overlap_note`."""
+    return ", ".join(f"{name}={value}" for name, value in step_overlap_options(options, layout).items())
+
+
 def step_overlap_options(options: StepOptions, layout: Layout) -> dict[str, Any]:
     """For a step of these options and this layout, whose `reads` tell whether loops run over layers.
 
