@@ -65,11 +65,13 @@ def test_the_check_tells_other_programs(control):
     assert broken_promises(program(f"h100 stage 3, {control}"), 3)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
-def test_gradients_of_1600_columns_are_scattered_on_v5p():
-    """GPT-2 1.5B's width, whose shards fill no tiles. The control sends them in tiles of 8 x 128: all-reduced."""
-    assert not program("v5p stage 3, width 1600").report.violations
-    (broken,) = program("v5p stage 3, width 1600, tiles of 8").report.violations
+@pytest.mark.parametrize("chip, control", [("v5p", "tiles of 8"), ("v5e", "whole")])
+def test_gradients_of_1600_columns_are_scattered(chip, control):
+    """GPT-2 1.5B's width, whose shards fill no tiles. XLA all-reduces the controls: tiles of 8 x 128, large parts."""
+    assert not program(f"{chip} stage 3, width 1600").report.violations
+    (broken,) = program(f"{chip} stage 3, width 1600, {control}").report.violations
     assert "all-reduce of bf16" in broken
 
 

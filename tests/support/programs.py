@@ -146,6 +146,14 @@ def in_tiles_of_8(step: Any, batch: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def in_one_piece(step: Any, batch: Any) -> Iterator[None]:
+    """Parts of gradients that fill no tiles are sent at once, whatever their size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_jax.sharding.reduce_scatter.MAX_FLAT_BYTES", 2**40)
+        yield
+
+
+@contextlib.contextmanager
 def with_queue(step: Any, batch: Any) -> Iterator[None]:
     """Gathers on the SparseCores may start while others are sent, also where no loop runs over the layers."""
     step._compiler_options |= {"xla_tpu_enable_sparse_core_offload_queuing_in_lhs": True}
@@ -326,9 +334,11 @@ PROGRAMS: dict[str, Row] = {
     **{f"v5p stage 3, 6 small layers unrolled{', queued' * queued}": gpt2_row(
         V5P, 3, config=gpt2.Config(6, 256, 4, vocab_size=512, max_length=32, scan_layers=False),
         change=with_queue if queued else None) for queued in (False, True)},
-    **{f"v5p stage 3, width 1600{', tiles of 8' * bool(change)}": gpt2_row(
-        V5P, 3, config=gpt2.Config(2, 1600, 25, vocab_size=512, max_length=64, remat=True), batch=(1, 64),
-        change=change) for change in (None, in_tiles_of_8)},
+    **{f"{chip} stage 3, width 1600{name * bool(change)}": gpt2_row(
+        target, 3, config=gpt2.Config(2, 1600, 25, vocab_size=512, max_length=64, remat=True), batch=(1, 64),
+        change=change) for chip, target, name, change in (
+            ("v5p", V5P, ", tiles of 8", in_tiles_of_8), ("v5e", V5E, ", whole", in_one_piece))
+       for change in (None, change)},
     "v6e stage 3": Row("v6e:2x4", 3),
     **{f"{name} stage 3, gathered in forward": gpt2_row(target, 3, config=REMAT, options={"gather": "forward"})
        for name, target in (("h100", H100), ("v5p", V5P), ("v6e", "v6e:2x4"))},

@@ -20,6 +20,10 @@ MAX_UNPADDED_ROWS = 2**14
 """With more rows than this, a TPU all-reduces instead of scattering columns unless the rows are a multiple of four
 tiles: XLA finds no size for the pieces. With more rows XLA (jax 0.10) also fails to compile some flatter arrays."""
 
+MAX_FLAT_BYTES = 2**24
+"""Larger flat arrays are scattered in several pieces: XLA for v5e all-reduces them whole, together with others (those
+of 20 MB of GPT-2 1.5B's, and not of 15)."""
+
 
 def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P, hops: Sequence[Hop] = ()) -> jax.Array:
     """The sum of the devices' `value`s, sharded by `spec`: each device returns its shard. For `jax.shard_map`.
@@ -107,8 +111,17 @@ def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block
     parts = jnp.moveaxis(value.reshape(*shape[:dim], num_shards, *shape[dim:]), dim, 0).reshape(num_shards, -1)
     if part + -part % block >= 2 * part:
         return jax.lax.psum(parts, axis)[jax.lax.axis_index(axis)].reshape(shape)
-    blocks = jnp.pad(parts, ((0, 0), (0, -part % block))).reshape(-1, rows, 128)
-    return jax.lax.psum_scatter(blocks, axis, scatter_dimension=0, tiled=True).reshape(-1)[:part].reshape(shape)
+    padded = jnp.pad(parts, ((0, 0), (0, -part % block)))
+    summed = [jax.lax.psum_scatter(piece.reshape(-1, rows, 128), axis, scatter_dimension=0, tiled=True).reshape(-1)
+              for piece in _pieces(padded, block)]
+    return jnp.concatenate(summed)[:part].reshape(shape)
+
+
+def _pieces(parts: jax.Array, block: int) -> list[jax.Array]:
+    """The columns of `parts` in equal pieces of whole blocks, each of at most `MAX_FLAT_BYTES`."""
+    number = math.ceil(parts.nbytes / MAX_FLAT_BYTES)
+    size = math.ceil(parts.shape[1] / block / number) * block
+    return [parts[:, at:at + size] for at in range(0, parts.shape[1], size)]
 
 
 def _scatter_columns(value: jax.Array, axis: str) -> jax.Array:
