@@ -69,7 +69,7 @@ def test_gradients_of_stacked_layers_are_read_as_they_are(monkeypatch):
                 and array.dims[:1] == (8,) and len(array.dims) == 3], compiled.report.violations
 
     assert transposed() == ([], ())
-    monkeypatch.setattr(gradients, "order_stacked_gradients", lambda jaxpr: jaxpr)
+    monkeypatch.setattr(gradients, "order_stacked_gradients", lambda jaxpr, **options: jaxpr)
     assert transposed()[0] == [(8, 320, 160)], "the kernel that is sharded along its last dim"
 
 

@@ -65,7 +65,7 @@ class InitialOptimizerState:
     def _make_layer_program(self, name: str) -> PartProgram | str:
         length, invars = self._outs[name].aval.shape[0], self._closed.jaxpr.invars
         stacks = {var: number for number, var in enumerate(invars) if shape_of(var).shape[:1] == (length,)}
-        layers = [jax.ShapeDtypeStruct(shape_of(var).shape[var in stacks:], var.aval.dtype) for var in invars]
+        layers = [jax.ShapeDtypeStruct(shape_of(var).shape[var in stacks:], shape_of(var).dtype) for var in invars]
 
         def make(index: Any, *layers: Any) -> Any:
             rows: Mapping[Any, Any] = {var: layers[number] for var, number in stacks.items()}
