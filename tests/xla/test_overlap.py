@@ -191,7 +191,8 @@ def test_options_of_models_that_no_loop_runs_over():
     for stage in (1, 2, 3):
         assert parts in layout("h100:8", stage, unrolled).overlap_note
         assert not layout("h100:8", stage, CONFIG).overlap_note
-    for options in ({"stage": 0}, {"combine_bytes": 2**20}, {"overlap": False}):
+    for options in ({"stage": 0}, {"combine_bytes": 2**20}, {"overlap": False},
+                    {"communication": zero_jax.Communication(gradients="int8")}):
         assert not layout(**{"target": "h100:8", "model": unrolled} | options).overlap_note
     assert reduction_options(mesh_of("h100:8").devices.flat[0], 128) == {parts.partition("=")[0]: 2**19}
     for stage, model, queued in ((3, unrolled, False), (3, CONFIG, True), (2, unrolled, True)):

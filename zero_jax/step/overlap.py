@@ -19,8 +19,9 @@ def step_overlap_options(options: StepOptions, layout: Layout) -> dict[str, Any]
     """
     device, in_loops = layout.mesh.devices.flat[0], any(access.stacked for access in layout.reads.values())
     overlap = False if options.overlap == "auto" and layout.mesh.size == 1 else options.overlap
-    in_parts = not in_loops and options.combine_bytes is None and overlap is not False
     codes = options.communication is not None and options.communication.gradients is not None
-    return ((reduction_options(device, layout.num_shards) if in_parts and options.stage.shards_optimizer else {})
+    scatters = options.stage.shards_optimizer and not codes  # codes are sent by all-to-alls, which nothing combines
+    in_parts = scatters and not in_loops and options.combine_bytes is None and overlap is not False
+    return ((reduction_options(device, layout.num_shards) if in_parts else {})
             | overlap_options(device, overlap, gathers=options.stage.shards_params, in_loops=in_loops, codes=codes)
             | prefetch_options(device, options.prefetch, options.overlap))
