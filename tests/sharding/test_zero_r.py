@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.oracle import slow
-from support.programs import Row, compiled_once, partitioned
+from support.program_controls import partitioned
+from support.programs import Row, compiled_once
 from support.targets import mesh_of
 
 import zero_jax

@@ -11,20 +11,29 @@ import functools
 import os
 import pickle
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zero_jax
 from models import gpt2, gpt2_nnx, resnet
 from support.once import one_at_a_time
+from support.program_controls import (
+    annotated,
+    in_each_round,
+    in_one_piece,
+    in_tiles_of_8,
+    kept,
+    partitioned,
+    uncoded,
+    with_queue,
+)
 from support.targets import mesh_of
 from support.workloads import FLAVOURS, classify_images
 from zero_jax.step.compiled import CompiledStep
@@ -108,73 +117,6 @@ class Row:
         numbers = {name: getattr(memory, name) for name in dir(memory) if name.endswith("_in_bytes")}
         sizes = {name: leaf.size for name, leaf in named_leaves(layout.state.params)}
         return Program(compiled.as_text(), types.SimpleNamespace(**numbers), None, promised, sizes, layout.device_bytes)
-
-
-# What makes a negative control of a step.
-
-
-@contextlib.contextmanager
-def annotated(step: Any, batch: Any) -> Iterator[None]:
-    """The same layout and nothing but jit: parameters are divided by annotation alone."""
-    layout = step.layout(batch)
-    step._layout = dataclasses.replace(layout, uses=jax.tree.map(lambda _: None, layout.state.params))
-    yield
-
-
-@contextlib.contextmanager
-def kept(step: Any, batch: Any) -> Iterator[None]:
-    """Parameters are gathered where they are used, and stay whole for the backward pass."""
-    layout = step.layout(batch)
-    step._layout = dataclasses.replace(layout, stage=dataclasses.replace(layout.stage, shards_params=False))
-    yield
-
-
-@contextlib.contextmanager
-def partitioned(step: Any, batch: Any) -> Iterator[None]:
-    """Gradients are summed as the partitioner does it, and not by an explicit reduce-scatter of the devices' parts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.step.gradients.scatter_partial_gradients", lambda jaxpr, **_: jaxpr)
-        yield
-
-
-@contextlib.contextmanager
-def in_tiles_of_8(step: Any, batch: Any) -> Iterator[None]:
-    """Parts of gradients that fill no tiles are sent in tiles of 8 x 128 values."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.sharding.reduce_scatter._tile_rows", lambda mesh: 8)
-        yield
-
-
-@contextlib.contextmanager
-def in_one_piece(step: Any, batch: Any) -> Iterator[None]:
-    """Parts of gradients that fill no tiles are sent at once, whatever their size."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.sharding.reduce_scatter.MAX_FLAT_BYTES", 2**40)
-        yield
-
-
-@contextlib.contextmanager
-def with_queue(step: Any, batch: Any) -> Iterator[None]:
-    """Gathers on the SparseCores may start while others are sent, also where no loop runs over the layers."""
-    step._compiler_options |= {"xla_tpu_enable_sparse_core_offload_queuing_in_lhs": True}
-    yield
-
-
-@contextlib.contextmanager
-def in_each_round(step: Any, batch: Any) -> Iterator[None]:
-    """What the rounds of a loop share is gathered and reduced in each of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.step.gradients.communicate_once_per_loop", lambda jaxpr, **_: jaxpr)
-        yield
-
-
-@contextlib.contextmanager
-def uncoded(step: Any, batch: Any) -> Iterator[None]:
-    """What is to be quantised is sent in its own dtype, and nothing says so."""
-    layout = step.layout(batch)
-    uses = jax.tree.map(lambda use: dataclasses.replace(use, codes=None, quantize_gradient=False), layout.uses)
-    step._layout = dataclasses.replace(layout, uses=uses, quantized=None)
-    yield
 
 
 class Replicated(nn.Module):

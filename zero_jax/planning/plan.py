@@ -130,7 +130,7 @@ class Plan:
             advice.append(f"a smaller batch: {temporaries / 1e9:,.1f} GB of temporaries are for {per_device:g} "
                           "examples on each device")
         advice.append("recompute blocks in the backward pass (remat) if the model does not")
-        if self.layout.overlap_note and (self.layout.axes.is_tpu or "pipelined" in self.layout.overlap_note):
+        if self.layout.overlap_note:
             advice.append("overlap=False, prefetch=False: collectives wait for compute, and hold less memory")
         if self.stage == 3 and not self.layout.host_params:
             sizes = [row.device_bytes for row in self.layout.placements() if row.memory == "device"]

@@ -1,0 +1,73 @@
+"""What makes a negative control of a step: each changes one thing of its program while it is lowered and compiled."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+
+@contextlib.contextmanager
+def annotated(step: Any, batch: Any) -> Iterator[None]:
+    """The same layout and nothing but jit: parameters are divided by annotation alone."""
+    layout = step.layout(batch)
+    step._layout = dataclasses.replace(layout, uses=jax.tree.map(lambda _: None, layout.state.params))
+    yield
+
+
+@contextlib.contextmanager
+def kept(step: Any, batch: Any) -> Iterator[None]:
+    """Parameters are gathered where they are used, and stay whole for the backward pass."""
+    layout = step.layout(batch)
+    step._layout = dataclasses.replace(layout, stage=dataclasses.replace(layout.stage, shards_params=False))
+    yield
+
+
+@contextlib.contextmanager
+def partitioned(step: Any, batch: Any) -> Iterator[None]:
+    """Gradients are summed as the partitioner does it, and not by an explicit reduce-scatter of the devices' parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_jax.step.gradients.scatter_partial_gradients", lambda jaxpr, **_: jaxpr)
+        yield
+
+
+@contextlib.contextmanager
+def in_tiles_of_8(step: Any, batch: Any) -> Iterator[None]:
+    """Parts of gradients that fill no tiles are sent in tiles of 8 x 128 values."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_jax.sharding.reduce_scatter._tile_rows", lambda mesh: 8)
+        yield
+
+
+@contextlib.contextmanager
+def in_one_piece(step: Any, batch: Any) -> Iterator[None]:
+    """Parts of gradients that fill no tiles are sent at once, whatever their size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_jax.sharding.reduce_scatter.MAX_FLAT_BYTES", 2**40)
+        yield
+
+
+@contextlib.contextmanager
+def with_queue(step: Any, batch: Any) -> Iterator[None]:
+    """Gathers on the SparseCores may start while others are sent, also where no loop runs over the layers."""
+    step._compiler_options |= {"xla_tpu_enable_sparse_core_offload_queuing_in_lhs": True}
+    yield
+
+
+@contextlib.contextmanager
+def in_each_round(step: Any, batch: Any) -> Iterator[None]:
+    """What the rounds of a loop share is gathered and reduced in each of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_jax.step.gradients.communicate_once_per_loop", lambda jaxpr, **_: jaxpr)
+        yield
+
+
+@contextlib.contextmanager
+def uncoded(step: Any, batch: Any) -> Iterator[None]:
+    """What is to be quantised is sent in its own dtype, and nothing says so."""
+    layout = step.layout(batch)
+    uses = jax.tree.map(lambda use: dataclasses.replace(use, codes=None, quantize_gradient=False), layout.uses)
+    step._layout = dataclasses.replace(layout, uses=uses, quantized=None)
+    yield
