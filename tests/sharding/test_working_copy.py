@@ -11,6 +11,7 @@ from support.workloads import token_batches
 import zero_jax
 from models import gpt2
 from zero_jax.sharding import compute_params as gather_compute_params
+from zero_jax.sharding import gather_pieces
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import named_leaves
 
@@ -98,7 +99,7 @@ def test_rounds_are_equal_and_small(layers, size, rounds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["h100:8", "v5e:2x4"])
+@pytest.mark.parametrize("target", ["h100:8", "v5e:2x4", "v5p:2x2x2"])
 def test_no_buffer_grows_with_depth(target, monkeypatch):
     """From 24 to 96 layers at stage 2; as in test_zero_r, all but sharded gradients and checkpoints."""
     width, length, mesh = 256, 128, mesh_of(target)
@@ -115,9 +116,13 @@ def test_no_buffer_grows_with_depth(target, monkeypatch):
 
     allowed = 72 * (length * width * 2 + (2 + 4) * 12 * width**2 / 8)
     monkeypatch.setattr(gather_compute_params, "MAX_GATHER_BYTES", 2**18)
+    monkeypatch.setattr(gather_compute_params, "piece_bytes", lambda total: 2**22)
     assert grown() <= 1.02 * allowed
-    # Controls: leaves gathered whole; on a TPU, which transposes nothing, the rows that a GPU needs.
-    if target == "h100:8":
+    # Controls: leaves gathered whole, on v5p by SparseCores; on v5e, which transposes nothing, the rows of a GPU.
+    if target == "v5p:2x2x2":
+        monkeypatch.setattr(gather_pieces, "MIN_BYTES", 2**60)
+        monkeypatch.setattr(gather_compute_params, "MAX_GATHER_BYTES", 2**60)
+    elif target == "h100:8":
         monkeypatch.setattr(gather_compute_params, "MAX_GATHER_BYTES", 2**60)
     else:
         monkeypatch.setattr(MeshAxes, "is_tpu", False)

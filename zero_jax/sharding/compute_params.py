@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.sharding.gather import GATHER_SCOPE, compute_spec, constrain, gather, gather_sequence, names_of
+from zero_jax.sharding.gather_pieces import cut, gather_pieces, piece_bytes
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.gather import GatherCodes
-from zero_jax.tree import leaf_bytes, map_named
+from zero_jax.tree import leaf_bytes, map_named, named_leaves
 
 MAX_GATHER_BYTES = 2**30
 """Bytes of a leaf that are gathered at a time: what XLA gathers along a minor dim is in a transposed buffer first."""
@@ -35,10 +36,24 @@ def gather_compute_params(params: Any, layout: Layout, donated: Any = None) -> A
     return gather_copy(params, layout.gradients, layout.state.weights, layout.stored_shapes.params, layout, donated)
 
 
+def gather_stored_params(params: Any, layout: Layout, old: Any) -> Any:
+    """`params`, sharded as gradients, gathered into `old` where the state stores them whole, and in pieces.
+
+    At stages 1 and 2 without a copy in a narrower dtype. Else `params` as they are.
+    """
+    if not layout.gathers_in_pieces or layout.state.weights is not None:
+        return params
+    return gather_copy(params, layout.gradients, layout.state.params, layout.stored_shapes.params, layout, old)
+
+
 def gather_copy(params: Any, shards: Any, likes: Any, stored_shapes: Any, layout: Layout, donated: Any = None) -> Any:
     """`params`, of the shardings `shards`, cast and gathered to be as `likes`; see `gather_compute_params`."""
+    in_pieces = _gathered_pieces(params, shards, likes, layout, donated) if layout.gathers_in_pieces else {}
+
     def copy(name: str, param: jax.Array, shard: Any, like: Any, stored_shape: Any, donated: Any = None) -> jax.Array:
-        codes = None if layout.quantized is None else layout.quantized.gathers.get(name)
+        if name in in_pieces:
+            return constrain(in_pieces[name], layout.mesh, like.sharding.spec)
+        codes = _codes(name, layout)
         layers, target = stored_shape.identity_dim(layout.reads[name].stacked), compute_spec(shard.spec, layout.axes)
         param = param if codes is not None else param.astype(like.dtype)
         if layers is None or shard.spec == target or like.sharding.spec != target:  # no slices, or no whole weights
@@ -57,6 +72,31 @@ def gather_copy(params: Any, shards: Any, likes: Any, stored_shapes: Any, layout
             return constrain(codes.decode(messages, like.dtype), layout.mesh, like.sharding.spec)
 
     return map_named(copy, params, shards, likes, stored_shapes, *[] if donated is None else [donated])
+
+
+def _codes(name: str, layout: Layout) -> GatherCodes | None:
+    return None if layout.quantized is None else layout.quantized.gathers.get(name)
+
+
+def _gathered_pieces(params: Any, shards: Any, likes: Any, layout: Layout, donated: Any) -> dict[str, jax.Array]:
+    """Those leaves of `gather_copy` by name that are gathered in pieces, into `donated`; none where that is None."""
+    if donated is None:
+        return {}
+    leaves = {name: (param.astype(like.dtype), shard.spec, like, into) for (name, param), shard, like, into in zip(
+        named_leaves(params), *map(jax.tree.leaves, (shards, likes, donated)), strict=True)
+        if _codes(name, layout) is None and shard.spec != like.sharding.spec}
+    sizes = {name: leaf_bytes(like.sharding.shard_shape(like.shape), like.dtype)
+             for name, (_, _, like, _) in leaves.items()}
+    pieces = [piece for name, (_, spec, like, _) in leaves.items() for piece in cut(
+        name, like.shape, (spec, like.sharding.spec), sizes[name], piece_bytes(sum(sizes.values())))]
+
+    def gather_piece(name: str, part: jax.Array) -> jax.Array:
+        _, spec, like, _ = leaves[name]
+        return gather(part, layout.axes, spec, like.sharding.spec)
+
+    names = {piece.name for piece in pieces}
+    return gather_pieces(pieces, {name: leaves[name][0] for name in names}, {
+        name: leaves[name][3] for name in names}, gather_piece)
 
 
 def cast_compute_params(params: Any, layout: Layout) -> Any:

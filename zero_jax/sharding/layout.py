@@ -49,6 +49,7 @@ class Layout:
         disk: names of those that are in files between steps (`memory.disk_leaves.with_disk`).
         disk_gradients: of each parameter whose gradient goes to a file, layer by layer, the stack as backward makes it.
         overlap_note: XLA's options by which collectives run beside compute, where the step has some.
+        gathers_in_pieces: whether whole weights are gathered in pieces into the old ones (`gather_pieces`).
         not_tiled: parameters above the size that `tiling` was given, with the reason why they have no tiles.
         one_slice: the layout of one of several slices, whose states are stacked in `state`; None where there is one.
     """
@@ -71,6 +72,7 @@ class Layout:
     disk: frozenset[str] = frozenset()
     disk_gradients: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     overlap_note: str = ""
+    gathers_in_pieces: bool = False
     not_tiled: tuple[str, ...] = ()
     one_slice: "Layout | None" = None
 

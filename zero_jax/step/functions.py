@@ -40,7 +40,7 @@ from zero_jax.step.losses import checked, takes_key, with_key
 from zero_jax.step.metrics import values
 from zero_jax.step.microbatches import Microbatches
 from zero_jax.step.options import StepOptions
-from zero_jax.step.overlap import overlap_note
+from zero_jax.step.overlap import gathers_in_pieces, overlap_note
 from zero_jax.step.start import with_values
 from zero_jax.step.trace_layout import trace_layout
 from zero_jax.step.trainable import split_trainable
@@ -135,7 +135,8 @@ class StepFunctions(StateInArrays):
                                  "round to gather for. Put its layers in nn.scan or nnx.scan, or leave prefetch out.")
             self._layout = dataclasses.replace(
                 layout, replicated_batch=self.batches.replicated(batch),
-                overlap_note=overlap_note(self.options, layout))
+                overlap_note=overlap_note(self.options, layout),
+                gathers_in_pieces=gathers_in_pieces(self.options, layout))
         return self._layout
 
     def abstract_batch(self, batch: Batch) -> Any:

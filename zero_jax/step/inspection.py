@@ -51,7 +51,8 @@ class InspectableStep(StepFunctions):
         """
         other = type(self)(self._model, self._optimizer, self._loss, self.axes,
                            dataclasses.replace(self.options, overlap=False, prefetch=False), self._given_params)
-        other._layout = self._layout and dataclasses.replace(self._layout, overlap_note="")
+        other._layout = self._layout and dataclasses.replace(
+            self._layout, overlap_note="", gathers_in_pieces=False)
         return other
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:

@@ -4,12 +4,18 @@ from typing import Any
 
 from zero_jax.sharding.layout import Layout
 from zero_jax.step.options import StepOptions
-from zero_jax.xla.overlap import overlap_options, prefetch_options, reduction_options
+from zero_jax.xla.overlap import overlap_options, prefetch_options, reduction_options, sends_aside
 
 
 def overlap_note(options: StepOptions, layout: Layout) -> str:
     """`step_overlap_options` in words, for `Layout.overlap_note`."""
     return ", ".join(f"{name}={value}" for name, value in step_overlap_options(options, layout).items())
+
+
+def gathers_in_pieces(options: StepOptions, layout: Layout) -> bool:
+    """Whether SparseCores gather whole weights, at stages 1 and 2: see `gather_pieces`."""
+    return not options.stage.shards_params and options.stage.shards_optimizer and layout.mesh.size > 1 and (
+        sends_aside(layout.mesh.devices.flat[0], options.overlap))
 
 
 def step_overlap_options(options: StepOptions, layout: Layout) -> dict[str, Any]:
@@ -23,5 +29,5 @@ def step_overlap_options(options: StepOptions, layout: Layout) -> dict[str, Any]
     scatters = options.stage.shards_optimizer and not codes  # codes are sent by all-to-alls, which nothing combines
     in_parts = scatters and not in_loops and options.combine_bytes is None and overlap is not False
     return ((reduction_options(device, layout.num_shards) if in_parts else {})
-            | overlap_options(device, overlap, gathers=options.stage.shards_params, in_loops=in_loops, codes=codes)
+            | overlap_options(device, overlap, at_once=options.stage.shards_params and not in_loops, codes=codes)
             | prefetch_options(device, options.prefetch, options.overlap))

@@ -11,7 +11,7 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 
 from zero_jax.optim.streamed_update import Streams, stream
-from zero_jax.sharding.compute_params import cast_compute_params, gather_compute_params
+from zero_jax.sharding.compute_params import cast_compute_params, gather_compute_params, gather_stored_params
 from zero_jax.sharding.gather import compute_spec
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.host_arrays import is_on_host
@@ -95,7 +95,7 @@ def apply_update(
     # Third, at stages 1 and 2 what the model reads is gathered anew.
     weights = gather_compute_params(cast, layout, state.weights) if old.weights is None else new.weights
     new_state = ZeroState(
-        step=judged.step, params=new.params, weights=weights, frozen=state.frozen, opt_state=new.opt_state,
+        step=judged.step, params=gather_stored_params(new.params, layout, state.params), weights=weights, frozen=state.frozen, opt_state=new.opt_state,
         variables=judged.variables, ema=new.ema, guard=judged.guard, rng=state.rng)
     return new_state, update_metrics(judged, output, new.opt_state)
 

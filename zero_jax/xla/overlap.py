@@ -54,9 +54,6 @@ _GATHERS: dict[str, Any] = {
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
     "xla_tpu_enable_all_gather_offload_tracing": True,
 }
-"""Of a step whose layers gather. At stages 1 and 2 the gathers come last, with nothing to hide behind, and a SparseCore
-that writes the new weights makes XLA copy the old ones, which it replaces: 1.46 times the temporaries of 1.5B on v5p
-for 0.7 % of the step's time (docs/results.md)."""
 
 
 _REDUCTIONS_WITHIN_PRODUCTS: dict[str, Any] = {
@@ -69,8 +66,8 @@ _REDUCTIONS_WITHIN_PRODUCTS: dict[str, Any] = {
 """Each is needed: without any one of them no reduction is asynchronous, or XLA finds too little VMEM."""
 
 
-def overlap_options(device: jax.Device, overlap: Overlap, *, gathers: bool = True,
-                    in_loops: bool = True, codes: bool = False) -> dict[str, Any]:
+def overlap_options(device: jax.Device, overlap: Overlap, *, at_once: bool = False, codes: bool = False
+                    ) -> dict[str, Any]:
     """XLA's options for `overlap`.
 
     "auto": those for the SparseCores of the chip, if its compiler waits to be asked; True: the same, on v5e those that
@@ -79,8 +76,8 @@ def overlap_options(device: jax.Device, overlap: Overlap, *, gathers: bool = Tru
 
     With libtpu 0.0.42 at least 98 % of the bytes of a small GPT-2 are sent asynchronously, none without
     (tests/xla/test_overlap.py). It costs memory, since what is sent must not be overwritten: `plan --overlap yes` says
-    how much. gathers: whether layers gather their parameters; in_loops: whether loops run over them; codes: whether
-    gradients are sent as codes. Raises UsageError where it would change nothing.
+    how much. at_once: whether layers gather their parameters with no loop over them; codes: whether gradients are sent as
+    codes. Raises UsageError where it would change nothing.
 
     On v5e "auto" gives none: a model that is small or has few tokens becomes slower, and compiling takes up to 2.5
     times as long (docs/results.md).
@@ -100,8 +97,7 @@ def overlap_options(device: jax.Device, overlap: Overlap, *, gathers: bool = Tru
             device.platform, "nothing is known of its compiler's options")
         raise UsageError(f"overlap={shown(overlap)} changes nothing on {device.device_kind!r}: {reason}. Leave it out; "
                          f"it is for TPU v5e, {_ASKED_NAMES}.")
-    queue = {} if gathers and not in_loops else _QUEUE
-    return _SPARSE_CORES | queue | (_GATHERS if gathers else {}) | (_ALL_TO_ALLS if codes else {}) | dict(changes)
+    return _SPARSE_CORES | _GATHERS | ({} if at_once else _QUEUE) | (_ALL_TO_ALLS if codes else {}) | dict(changes)
 
 
 _PIPELINED: dict[str, Any] = {
@@ -147,6 +143,11 @@ def reduction_options(device: jax.Device, num_shards: int) -> dict[str, Any]:
     if device.platform not in ("gpu", "cuda") or num_shards == 1:
         return {}
     return {"xla_gpu_reduce_scatter_combine_threshold_bytes": max(2**25 // num_shards, 2**19)}
+
+
+def sends_aside(device: jax.Device, overlap: Overlap) -> bool:
+    """Whether SparseCores gather, with what `overlap` asks for."""
+    return device.device_kind in ASKED and overlap is not False
 
 
 def blocks(device: jax.Device, overlap: Overlap) -> bool:
