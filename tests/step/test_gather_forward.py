@@ -74,7 +74,7 @@ def test_it_takes_the_memory_of_stage_2():
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v5p", "v6e"])
 def test_on_tpus_gathers_are_beside_compute(chip):
-    """At stages 1 and 2 they come last, with nothing beside them: the control, which sends as much."""
+    """At stages 1 and 2 they come last, nearly all with no product beside them: the control below sends as much."""
     found = program(f"{chip} stage 3, gathered in forward")
     assert not found.report.violations
     assert asynchronous(f"{chip} stage 3, gathered in forward") >= {"v5p": 0.98, "v6e": 0.97}[chip]
@@ -83,8 +83,13 @@ def test_on_tpus_gathers_are_beside_compute(chip):
 @pytest.mark.slow
 def test_at_the_end_of_a_step_they_are_not():
     """The control."""
-    assert asynchronous("v5p stage 2") < 0.6
+    def beside(found):
+        gathers = [each for each in found.collectives if each.kind == "all-gather"]
+        sent = [each.communication_bytes * each.count * bool(each.overlapped_flops) for each in gathers]
+        return sum(sent) / sum(each.communication_bytes * each.count for each in gathers)
+
     forward, last = program("v5p stage 3, gathered in forward"), program("v5p stage 2")
+    assert beside(last) < 0.15 and beside(forward) > 0.25
     assert forward.sent() == pytest.approx(last.sent(), rel=0.02)
 
 

@@ -148,6 +148,7 @@ MERGED = dataclasses.replace(gpt2.PRESETS["1.5b"], num_layers=2, vocab_size=512,
 WIDE = gpt2.Config(8, 768, 12, vocab_size=512, max_length=512, remat=True)
 WIDE_ON_V5P = dataclasses.replace(WIDE, num_layers=4, width=512, num_heads=4)
 DEEP = gpt2.Config(4, 512, 8, vocab_size=512, max_length=16)
+LARGE_LEAVES = gpt2.Config(4, 512, 4, vocab_size=8192, max_length=32)  # of several pieces on TPUs at stages 1 and 2
 LINEN, NNX = gpt2.build(SMALL), gpt2_nnx.build(SMALL)
 REDUCE_FP32 = {"precision": zero_jax.Precision(params="float32", compute="bfloat16", reduce="float32")}
 FP32 = {"precision": "fp32"}
@@ -268,6 +269,9 @@ PROGRAMS: dict[str, Row] = {
                              options={"loss": classify_images}),
     "v5p stage 1, reduce fp32": Row(V5P, 1, options=REDUCE_FP32),
     **{f"v5p stage {stage}": gpt2_row(V5P, stage, config=REMAT) for stage in (2, 3)},
+    **{f"{chip} stage 2, large{name}": gpt2_row(target, 2, config=LARGE_LEAVES, options=options)
+       for chip, target in (("v5p", V5P), ("v6e", "v6e:2x4"))
+       for name, options in (("", {}), (", no overlap", {"overlap": False}), (", fp32", FP32))},
     "v5p stage 3, no overlap": gpt2_row(V5P, 3, config=REMAT, options={"overlap": False}),
     **{f"v5p stage 3, 4 layers{', prefetch' * prefetch}": gpt2_row(
         V5P, 3, config=WIDE_ON_V5P, batch=(16, 512),

@@ -305,11 +305,25 @@ def test_a_plan_tells_what_it_changes():
     assert "exposed communication, seconds" in shown.getvalue()
 
 
-def test_gathers_that_come_last_stay_where_they_are():
-    """At stages 1 and 2 they have nothing beside them; at stage 3 they do."""
-    options = [layout("v5p:2x2x2", stage).overlap_note for stage in (1, 2, 3)]
-    assert options[0] == options[1] and "reduce_scatter=True" in options[0]
-    assert ["offload_all_gather=True" in each for each in options] == [False, False, True]
+def test_gathers_that_come_last_go_to_the_sparse_cores():
+    """At stages 1 and 2 in pieces of the old weights, which is for TPUs whose SparseCores send."""
+    layouts = [layout("v5p:2x2x2", stage) for stage in (1, 2, 3)]
+    assert all("offload_all_gather=True" in each.overlap_note for each in layouts)
+    assert [each.gathers_in_pieces for each in layouts] == [True, True, False]
+    for target, stage, options in (("v5p:2x2x2", 0, {}), ("v5p:2x2x2", 2, {"overlap": False}), ("v5e:2x4", 2, {}),
+                                   ("v5e:2x4", 2, {"overlap": True}), ("h100:8", 2, {})):
+        assert not layout(target, stage, **options).gathers_in_pieces
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chip", "precision"), [("v5p", ""), ("v5p", ", fp32"), ("v6e", "")])
+def test_whole_weights_are_sent_while_the_next_are_updated(chip, precision):
+    """The bytes stay those of the control, which blocks; in float32 it is the parameters that are gathered."""
+    found, control = program(f"{chip} stage 2, large{precision}"), program(f"{chip} stage 2, large, no overlap")
+    assert not found.report.violations
+    assert found.sent() == pytest.approx(control.sent() * (2 if precision else 1), rel=0.01)
+    assert asynchronous(f"{chip} stage 2, large{precision}") >= {"v5p": 0.98, "v6e": 0.97}[chip]
+    assert asynchronous(f"{chip} stage 2, large, no overlap") < 0.01
 
 
 def test_what_does_not_fit_is_told_to_do_without():

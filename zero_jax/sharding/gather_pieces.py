@@ -6,7 +6,7 @@ of 3.2 of temporaries for 1.5B at stage 2 on eight v5p). A piece is small, and i
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
