@@ -94,8 +94,9 @@ def apply_update(
 
     # Third, at stages 1 and 2 what the model reads is gathered anew.
     weights = gather_compute_params(cast, layout, state.weights) if old.weights is None else new.weights
+    params = gather_stored_params(new.params, layout, state.params)
     new_state = ZeroState(
-        step=judged.step, params=gather_stored_params(new.params, layout, state.params), weights=weights, frozen=state.frozen, opt_state=new.opt_state,
+        step=judged.step, params=params, weights=weights, frozen=state.frozen, opt_state=new.opt_state,
         variables=judged.variables, ema=new.ema, guard=judged.guard, rng=state.rng)
     return new_state, update_metrics(judged, output, new.opt_state)
 

@@ -76,8 +76,8 @@ def overlap_options(device: jax.Device, overlap: Overlap, *, at_once: bool = Fal
 
     With libtpu 0.0.42 at least 98 % of the bytes of a small GPT-2 are sent asynchronously, none without
     (tests/xla/test_overlap.py). It costs memory, since what is sent must not be overwritten: `plan --overlap yes` says
-    how much. at_once: whether layers gather their parameters with no loop over them; codes: whether gradients are sent as
-    codes. Raises UsageError where it would change nothing.
+    how much. at_once: whether layers gather their parameters with no loop over them; codes: whether gradients are sent
+    as codes. Raises UsageError where it would change nothing.
 
     On v5e "auto" gives none: a model that is small or has few tokens becomes slower, and compiling takes up to 2.5
     times as long (docs/results.md).
