@@ -4,7 +4,8 @@
     python scripts/tables/overlap.py h100:8 3 1.5b '{}' '{"prefetch": true}'       # 3 minutes
 
 Each argument behind target, stage and model is a set of arguments of `make_zero_train_step`, as JSON; what it has under
-"xla" are options of XLA, under "communication" the arguments of `Communication`. Of each it prints the shares of the
+"xla" are options of XLA, under "communication" the arguments of `Communication`, and under "clip" the norm of all
+gradients that AdamW clips by, so that no update begins before the last of them. Of each it prints the shares of the
 bytes of gathers and reductions that are sent asynchronously and, of these, beside a matrix product; temporaries, and as
 predicted from the schedule the seconds in which nothing but communication runs, those of a step, and MFU. Blocks are
 rematerialised; the batch is `MODELS`', or that behind "@": `1.5b@1` has one sequence on each device.
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from models import gpt2
 from zero_jax import Communication, make_mesh, make_zero_train_step
@@ -45,7 +47,9 @@ def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> s
     config, batch = MODELS[name]
     batch = int(sequences or batch)
     mesh = make_mesh(devices=target_devices(target))
-    options = {name: value for name, value in arguments.items() if name != "xla"}
+    options = {name: value for name, value in arguments.items() if name not in ("xla", "clip")}
+    if "clip" in arguments:
+        options["optimizer"] = optax.chain(optax.clip_by_global_norm(arguments["clip"]), optax.adamw(1e-3))
     if "communication" in options:
         options["communication"] = Communication(**options["communication"])
     step = make_zero_train_step(gpt2.build(dataclasses.replace(config, remat=True)), stage, mesh=mesh,

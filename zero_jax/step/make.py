@@ -120,8 +120,8 @@ def make_zero_train_step(
         weights sharded over these alone, from which backward gathers without leaving the node (hpZ of ZeRO++, arXiv
         2306.10209).
       combine_bytes: the largest buffer into which XLA may combine collectives (C_B); None: as it does by itself.
-      overlap: on TPU v5p and v6e the SparseCores gather (at stage 3) and reduce while the TensorCores compute, by
-        options of XLA that `step.layout(batch).describe()` names, at a cost in memory. "auto": where there is more than
+      overlap: on TPU v5p and v6e the SparseCores gather and reduce while the TensorCores compute, by options of XLA
+        that `step.layout(batch).describe()` names, at a cost in memory; at stages 1 and 2 they gather in pieces. "auto": where there is more than
         one such device; False: nowhere; a mapping, on any TPU: these options of XLA besides, or in place of its own.
         True: on v5e, too, where gradients are then reduced within matrix products; refused where nothing would change.
       prefetch: on GPUs and on TPU v5p and v6e at stage 3, each round of a loop over layers gathers the parameters of
