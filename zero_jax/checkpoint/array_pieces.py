@@ -83,7 +83,8 @@ class PieceReader:
     def read(self, name: str, like: jax.ShapeDtypeStruct, start: tuple[int, ...]) -> list[tuple[Any, np.ndarray]]:
         """(device, its part) of the piece like `like` that begins at `start`, for each device of this process.
 
-        Raises what TensorStore does where it cannot be read, DamagedCheckpointError where the array has another shape or dtype.
+        Raises what TensorStore does where it cannot be read, DamagedCheckpointError where the array has another shape
+        or dtype.
         """
         store, sharding = self._store(name), like.sharding
         shape = (*(1,) * (len(start) - len(like.shape)), *like.shape)

@@ -17,6 +17,7 @@ from zero_jax.checkpoint.manifest import Leaf
 from zero_jax.checkpoint.new_manifest import NewManifest
 from zero_jax.distributed.agreement import all_or_none
 from zero_jax.sharding.checksum import digest_texts, join_layers
+from zero_jax.step.disk.leaf import chunks
 
 
 class PiecesToSave:
@@ -42,12 +43,13 @@ class PiecesToSave:
         whole = {}
         with self._state.layers(self._stacks) as layers:
             for index, layer in layers:
-                rows = []
-                for name in list(layer):
-                    row, word = self._pieces.from_step(name, layer.pop(name), index)
-                    words[name].append(word)
-                    rows.append((name, (index, *[0] * row.ndim), row))
-                all_or_none(lambda rows=rows: writer.write(rows))
+                for some in chunks(list(layer), {name: self._pieces.like(name, layer=True) for name in layer}):
+                    rows = []
+                    for name in some:
+                        row, word = self._pieces.from_step(name, self._state.layer(name, layer.pop(name)), index)
+                        words[name].append(word)
+                        rows.append((name, (index, *[0] * row.ndim), row))
+                    all_or_none(lambda rows=rows: writer.write(rows))
         for leaves in self._state.chunks(self._others):
             rows = []
             for name in list(leaves):

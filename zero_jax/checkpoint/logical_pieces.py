@@ -38,13 +38,20 @@ class LogicalPieces:
         """(the leaf `name`, or that layer of it, in its logical shape; its digest, or what it adds to the leaf's)."""
         like, stored, shape, words = self._of(name, None, layer)
 
-        def convert(piece: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def convert(piece: jax.Array, index: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+            if piece_is_saved:
+                return None, words(piece, index)
             piece = piece if shape.is_identity else on_bits(
                 lambda bits: constrain(shape.load(bits), like.sharding), piece)
             return piece, words(piece, index)
 
-        return self._run(("from", layer is None, self._logical.row(name).shape.shape, shape, like, stored), convert,
-                         like.sharding, piece, layer)
+        # A program would copy what it returns as it was given.
+        piece_is_saved = shape.is_identity and piece.sharding.is_equivalent_to(like.sharding, piece.ndim)
+
+        saved, read = self._run(
+            ("from", piece_is_saved, layer is None, self._logical.row(name).shape.shape, shape, like, stored), convert,
+            like.sharding, piece, layer)
+        return piece if piece_is_saved else saved, read
 
     def to_step(self, name: str, piece: jax.Array, layer: int | None) -> tuple[jax.Array, jax.Array]:
         """(the leaf, or that layer of it, as the step stores it; its digest, or what it adds to it, as it was read)."""

@@ -26,21 +26,30 @@ class CommittedState:
     def __init__(self, states: DiskStates):
         """What the model reads of parameters beside these is left out."""
         self._states = states
+        self._parts: dict[str, StoredLeaf] = {}
         in_files = [name for name in states.layout.disk if not name.startswith("weights/")]
         self.stacks = sorted(stacked_leaves(states).intersection(in_files))
         self.others = sorted(set(in_files).difference(self.stacks))
 
     def layers(self, names: Sequence[str]) -> contextlib.AbstractContextManager[
-            Iterator[tuple[int, dict[str, jax.Array]]]]:
-        """In it, (number, the layers of that number of some of the stacks `names`), until all are read, ahead."""
+            Iterator[tuple[int, dict[str, list[np.ndarray]]]]]:
+        """In it, (number, what `layer` takes of some of the stacks `names`, by name), until all are read, ahead."""
         groups = [(index, leaves, records) for index, leaves, records in _groups(self._states)
                   if not leaves.isdisjoint(names)]
-        parts = {name: StoredLeaf(layer_of(self._states.leaves[name].like)) for name in names}
-        return self._layers(groups, parts)
+        return self._layers(groups, {name: self._part(name) for name in names})
+
+    def layer(self, name: str, shards: Sequence[np.ndarray]) -> jax.Array:
+        """The layer of a stack whose shards of this process these are."""
+        return self._part(name).array(shards)
+
+    def _part(self, name: str) -> StoredLeaf:
+        if name not in self._parts:
+            self._parts[name] = StoredLeaf(layer_of(self._states.leaves[name].like))
+        return self._parts[name]
 
     @contextlib.contextmanager
     def _layers(self, groups: Sequence[tuple[int, set[str], Sequence[Record]]], parts: Mapping[str, StoredLeaf]
-                ) -> Iterator[Iterator[tuple[int, dict[str, jax.Array]]]]:
+                ) -> Iterator[Iterator[tuple[int, dict[str, list[np.ndarray]]]]]:
         def use(record: Record, buffer: memoryview) -> list[tuple[Part, np.ndarray]]:
             return [(part, np.array(part.view(buffer)[0])) for part in record.parts if part.leaf in parts]
 
@@ -53,8 +62,7 @@ class CommittedState:
                         shards[part.leaf][part.shard][part.index[1:]] = block
                 return shards
 
-            yield ((index, {name: parts[name].array(each) for name, each in all_or_none(
-                functools.partial(layer, leaves, records)).items()}) for index, leaves, records in groups)
+            yield ((index, all_or_none(functools.partial(layer, leaves, records))) for index, leaves, records in groups)
 
     def chunks(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The `others` among `names`, some at a time, which take no more of a device than the largest of them."""
