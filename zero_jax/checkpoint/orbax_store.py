@@ -22,7 +22,7 @@ from orbax.checkpoint.experimental import v1 as ocp
 from zero_jax.checkpoint.history import EARLIEST, PLACE, Place, parse_place
 from zero_jax.checkpoint.manifest import FORMAT
 from zero_jax.checkpoint.object_store import check_scheme, is_remote
-from zero_jax.checkpoint.orbax_noise import is_not_raised_too
+from zero_jax.checkpoint.orbax_noise import is_not_raised_too, quiet
 from zero_jax.checkpoint.orbax_pieces import INDEX, ArraysAndPieces, Pieces, WithPieces
 from zero_jax.disk.durable_files import new_file, rename, sync_tree
 from zero_jax.errors import UsageError
@@ -127,7 +127,7 @@ def write(path: epath.Path, arrays: Mapping[str, jax.Array], manifest: dict[str,
     staged = path if is_remote(path) else _temporary(path)
     if is_remote(path) and jax.process_index() == 0:
         (_temporary(path) / "saving").write_text(json.dumps(place))
-    with _context(pieces=pieces is not None):
+    with _context(pieces=pieces is not None), quiet():
         response = ocp.save_checkpointables_async(staged, {ARRAYS: saved, MANIFEST: body})
     if jax.process_index() != 0:
         return response
