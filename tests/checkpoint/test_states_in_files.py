@@ -190,6 +190,22 @@ def test_an_error_while_pieces_are_written_leaves_the_checkpoint_before(tmp_path
         assert checkpoints.steps() == [1, 2] and int(checkpoints.restore(step, BATCH).state.step) == 2
 
 
+@pytest.mark.slow
+def test_moments_of_another_dtype_are_converted_layer_by_layer(tmp_path):
+    step = made(tmp_path / "a", precision="bf16", remat="full")
+    state, _ = run(step, steps=1)
+    narrow = optax.adam(1e-2, mu_dtype="bfloat16")
+    other = made(tmp_path / "b", optimizer=narrow, precision="bf16", remat="full")
+    plain = zero_jax.make_zero_train_step(Stacked(), 3, optimizer=narrow, precision="bf16", remat="full")
+    with zero_jax.Checkpoints(tmp_path / "saved") as checkpoints:
+        checkpoints.save(step, state, wait=True)
+        with pytest.raises(CheckpointError, match="cast=True would convert it"):
+            checkpoints.restore(other, BATCH)
+        found, wanted = (checkpoints.restore(each, BATCH, cast=True).state for each in (other, plain))
+    assert differing(wanted, other.in_memory(found)[0]) == []
+    assert differing(wanted, step.in_memory(state)[0]) != []
+
+
 PROGRAM = """
     import os, signal, sys
     sys.path.insert(0, {tests!r})
