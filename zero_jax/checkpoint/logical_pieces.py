@@ -34,37 +34,52 @@ class LogicalPieces:
         return jax.ShapeDtypeStruct(shape.shape, jnp.dtype(dtype or row.stored.dtype),
                                     sharding=self._logical.logical_sharding(stored, shape))
 
+    def lower(self, name: str, *, layer: bool) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
+        """The programs by which the leaf `name`, or a layer of it, is saved and restored."""
+        number, at = jax.ShapeDtypeStruct((), jnp.int32), 0 if layer else None
+        stored, like = self._stored(name, layer=layer), self.like(name, layer=layer)
+        return self._from(name, stored, at)[0].lower(stored, number), self._to(name, like, at)[0].lower(like, number)
+
     def from_step(self, name: str, piece: jax.Array, layer: int | None) -> tuple[jax.Array, jax.Array]:
         """(the leaf `name`, or that layer of it, in its logical shape; its digest, or what it adds to the leaf's)."""
-        like, stored, shape, words = self._of(name, None, layer)
-
-        def convert(piece: jax.Array, index: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-            if piece_is_saved:
-                return None, words(piece, index)
-            piece = piece if shape.is_identity else on_bits(
-                lambda bits: constrain(shape.load(bits), like.sharding), piece)
-            return piece, words(piece, index)
-
-        # A program would copy what it returns as it was given.
-        piece_is_saved = shape.is_identity and piece.sharding.is_equivalent_to(like.sharding, piece.ndim)
-
-        saved, read = self._run(
-            ("from", piece_is_saved, layer is None, self._logical.row(name).shape.shape, shape, like, stored), convert,
-            like.sharding, piece, layer)
-        return piece if piece_is_saved else saved, read
+        program, is_saved = self._from(name, piece, layer)
+        saved, read = program(piece, jnp.int32(layer or 0))
+        return piece if is_saved else saved, read
 
     def to_step(self, name: str, piece: jax.Array, layer: int | None) -> tuple[jax.Array, jax.Array]:
         """(the leaf, or that layer of it, as the step stores it; its digest, or what it adds to it, as it was read)."""
-        like, stored, shape, words = self._of(name, piece.dtype, layer)
+        program, is_stored = self._to(name, piece, layer)
+        stored, read = program(piece, jnp.int32(layer or 0))
+        return piece if is_stored else stored, read
 
-        def convert(piece: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _from(self, name: str, piece: Any, layer: int | None) -> tuple[Any, bool]:
+        """(the program of `from_step`, whether the piece is what is saved)."""
+        like, _, shape, words = self._of(name, None, layer)
+        is_saved = shape.is_identity and piece.sharding.is_equivalent_to(like.sharding, len(like.shape))
+
+        def convert(piece: jax.Array, index: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+            saved = piece if shape.is_identity else on_bits(
+                lambda bits: constrain(shape.load(bits), like.sharding), piece)
+            # A program would copy what it returns as it was given.
+            return None if is_saved else saved, words(saved, index)
+
+        return self._program(("from", is_saved), name, None, layer, convert, like.sharding), is_saved
+
+    def _to(self, name: str, piece: Any, layer: int | None) -> tuple[Any, bool]:
+        """(the program of `to_step`, whether the piece is what is stored)."""
+        like, stored, shape, words = self._of(name, piece.dtype, layer)
+        is_stored = shape.is_identity and like.dtype == stored.dtype and like.sharding.is_equivalent_to(
+            stored.sharding, len(like.shape))
+
+        def convert(piece: jax.Array, index: jax.Array) -> tuple[jax.Array | None, jax.Array]:
             read = words(piece, index)
+            if is_stored:
+                return None, read
             piece = piece.astype(stored.dtype)
             return piece if shape.is_identity else on_bits(
                 lambda bits: constrain(shape.store(bits), stored.sharding), piece), read
 
-        return self._run(("to", layer is None, self._logical.row(name).shape.shape, shape, like, stored), convert,
-                         stored.sharding, piece, layer)
+        return self._program(("to",), name, piece.dtype, layer, convert, stored.sharding), is_stored
 
     def _of(self, name: str, dtype: Any, layer: int | None) -> tuple[Any, Any, Any, Callable[[Any, Any], jax.Array]]:
         row, is_layer = self._logical.row(name), layer is not None
@@ -85,7 +100,10 @@ class LogicalPieces:
         return jax.ShapeDtypeStruct(stored.shape[1:], stored.dtype, sharding=NamedSharding(
             stored.sharding.mesh, P(*stored.sharding.spec[1:])))
 
-    def _run(self, key: Any, convert: Any, sharding: NamedSharding, piece: jax.Array, layer: int | None) -> Any:
+    def _program(self, way: Any, name: str, dtype: Any, layer: int | None, convert: Any, sharding: NamedSharding
+                 ) -> Any:
+        like, stored, shape, _ = self._of(name, dtype, layer)
+        key = way, layer is None, self._logical.row(name).shape.shape, shape, like, stored
         if key not in self._programs:
             self._programs[key] = jax.jit(convert, out_shardings=(sharding, NamedSharding(sharding.mesh, P())))
-        return self._programs[key](piece, jnp.int32(layer or 0))
+        return self._programs[key]
