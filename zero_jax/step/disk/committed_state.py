@@ -34,8 +34,9 @@ class CommittedState:
     def layers(self, names: Sequence[str]) -> contextlib.AbstractContextManager[
             Iterator[tuple[int, dict[str, list[np.ndarray]]]]]:
         """In it, (number, what `layer` takes of some of the stacks `names`, by name), until all are read, ahead."""
-        groups = [(index, leaves, records) for index, leaves, records in _groups(self._states)
-                  if not leaves.isdisjoint(names)]
+        wanted = set(names)
+        groups = [(index, leaves, [record for record in records if any(part.leaf in wanted for part in record.parts)])
+                  for index, leaves, records in _groups(self._states) if not leaves.isdisjoint(wanted)]
         return self._layers(groups, {name: self._part(name) for name in names})
 
     def layer(self, name: str, shards: Sequence[np.ndarray]) -> jax.Array:
