@@ -78,7 +78,8 @@ class PiecesToRead:
     def expect(self, together: Sequence[set[str]]) -> None:
         """Makes room for what will be read more than once: parts of other shapes than layers, read layer by layer."""
         sizes = [sum(self._spanning_bytes(name) for name in names) for names in together]
-        self._reader = PieceReader(self._path / storage.ARRAYS, max(sizes, default=0))
+        # The cache counts more than the elements: with no room beside them a part was decoded again for each layer.
+        self._reader = PieceReader(self._path / storage.ARRAYS, max(sizes, default=0) * 5 // 4)
 
     def _spanning_bytes(self, name: str) -> int:
         """Of the parts of the file with more than a layer of a leaf, what this process reads."""
