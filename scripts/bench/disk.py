@@ -15,7 +15,8 @@ written before: a file system takes longer for the first write of a block that i
 states (plain SGD, from `gradients` and `apply_gradients`), with the states in memory, and with them in files. Peak
 resident memory is that of the steps after the first, and that of `init` is below the table; the time of a step's walk
 over the files is that of the step less that of the one without states. `--stacked`: of one `nn.scan` over the layers,
-at stage 3 and in bf16, and one way more: with parameters and gradients in files.
+at stage 3 and in bf16, and one way more: with parameters and gradients in files. Below that are peak resident memory
+and time of a checkpoint that is saved and restored after the steps.
 """
 
 import argparse
@@ -173,6 +174,29 @@ def stacked(layers):
     return Stack()
 
 
+def checkpointed(step, state, batch, folder):
+    """Peak memory and time of saving `state` and of restoring it."""
+    import jax
+
+    import zero_jax
+
+    result = {}
+    try:
+        with zero_jax.Checkpoints(folder) as checkpoints:
+            for what in ("save", "restore"):
+                start = time.perf_counter()
+                with Peak() as peak:
+                    if what == "save":
+                        checkpoints.save(step, state, wait=True)
+                        jax.tree.map(lambda leaf: leaf.delete(), state)
+                    else:
+                        jax.block_until_ready(checkpoints.restore(step, batch).state)
+                result |= {f"{what}_mib": peak.bytes / 2**20, f"{what}_seconds": time.perf_counter() - start}
+    finally:
+        shutil.rmtree(folder)
+    return result
+
+
 def train(way, folder, million, steps, buffer_mib, in_stack):
     """Prints, as JSON, peak memory and times of the steps after the first of one way."""
     import flax.linen as nn
@@ -212,9 +236,10 @@ def train(way, folder, million, steps, buffer_mib, in_stack):
             losses.append(float(metrics["loss"]))
             jax.block_until_ready(state)
             times.append(time.perf_counter() - start)
+    checkpoint = {} if way == "none" else checkpointed(step, state, batch, Path(folder).parent / f"{way}-checkpoints")
     result = {"way": way, "parameters": step.layout().num_params, "peak_mib": peak.bytes / 2**20,
               "seconds": statistics.median(times[1:]), "losses": losses, "init_mib": first.bytes / 2**20,
-              "init_seconds": init_seconds}
+              "init_seconds": init_seconds, **checkpoint}
     if way in ("files", "parameters"):
         records = step._states.records.layout.records
         read = sum(record.num_bytes for piece in step._states.pieces for record in piece.reads)
@@ -249,6 +274,10 @@ def trains(folder, million, steps, buffer_mib, ways, in_stack):
               f"{row.get('ring_mib', 0):,.0f} | {' | '.join(moved)} |")
     for way, row in rows.items():
         print(f"init, {way}: peak resident {row['init_mib']:,.0f} MiB, {row['init_seconds']:.1f} s with compiling")
+    for way, row in rows.items():
+        if "save_mib" in row:
+            print(f"checkpoint, {way}: saved with {row['save_mib']:,.0f} MiB in {row['save_seconds']:.1f} s, restored "
+                  f"with {row['restore_mib']:,.0f} MiB in {row['restore_seconds']:.1f} s")
     if {"none", "files"} <= rows.keys():
         none, files = rows["none"], rows["files"]
         extra = files["peak_mib"] - none["peak_mib"]

@@ -7,7 +7,9 @@
 Models of 10T and more have the axis `tensor` of 8 and 50,304 tokens, as in the table of their steps. `at once` is the
 program that makes all fp32 parameters, sharded, as `init` does without parameters in files (of the optimizer's states
 that are in memory none is counted). `largest piece` is the program that takes the most of those that `init` runs one
-after another, with what it makes; `stays` is what of the state stays in device memory beside them.
+after another, with what it makes; `stays` is what of the state stays in device memory beside them. `save` and `restore`
+are the programs that take the most of those by which a checkpoint of it is saved and restored, leaf by leaf and layer
+by layer, with what they are given and return.
 """
 
 import argparse
@@ -20,18 +22,39 @@ import jax.numpy as jnp
 
 import zero_jax
 from models import gpt2
+from zero_jax.checkpoint.logical_pieces import LogicalPieces
+from zero_jax.checkpoint.logical_state import logical_state_of
+from zero_jax.sharding.memory.disk_leaves import in_arrays
 from zero_jax.xla.devices import target_devices
 from zero_jax.xla.targets import target_of
 
 MIB, GIB = 2**20, 2**30
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "offload_scale.md"
-COLUMNS = ("model", "target", "parameters", "at once GiB", "largest piece MiB", "which", "stays MiB", "pieces")
+COLUMNS = ("model", "target", "parameters", "at once GiB", "largest piece MiB", "which", "stays MiB", "pieces",
+           "save MiB", "restore MiB")
 
 
 def device_bytes(lowered):
     """Bytes that a program takes on each device: of what it makes and on the way; it reads keys."""
     memory = lowered.compile().memory_analysis()
     return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+
+def checkpoint_bytes(layout, layers):
+    """Bytes that the largest programs of saving and of restoring what is in files take on each device.
+
+    layers: names of the stacked parameters. Their moments have their shape and dtype, and so their programs.
+    """
+    pieces, sizes = LogicalPieces(logical_state_of(in_arrays(layout))), [0, 0]
+    moments = [each.removeprefix("params") for each in layers]
+    others = [each for each in layout.disk if not each.startswith("weights/") and each not in layers and not (
+        each.startswith("opt_state/") and each.endswith(tuple(moments)))]
+    for each, layer in [*((each, True) for each in sorted(layers)), *((each, False) for each in sorted(others))]:
+        for at, lowered in enumerate(pieces.lower(each, layer=layer)):
+            memory = lowered.compile().memory_analysis()
+            sizes[at] = max(sizes[at], memory.argument_size_in_bytes + memory.temp_size_in_bytes
+                            + memory.output_size_in_bytes)
+    return sizes
 
 
 def row(name, target):
@@ -54,7 +77,8 @@ def row(name, target):
     largest = max(sizes, key=sizes.__getitem__)
     whole = device_bytes(initial.lower(initial.names))
     return (f"gpt2:{name}", target, f"{config.num_params / 1e12:.3g}T", f"{whole / GIB:,.2f}",
-            f"{sizes[largest] / MIB:,.1f}", largest, f"{layout.device_bytes / MIB:,.1f}", len(sizes))
+            f"{sizes[largest] / MIB:,.1f}", largest, f"{layout.device_bytes / MIB:,.1f}", len(sizes),
+            *(f"{each / MIB:,.1f}" for each in checkpoint_bytes(layout, stacks)))
 
 
 def table_of(text):

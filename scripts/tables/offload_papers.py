@@ -294,15 +294,18 @@ for each GPU). Either way the time is that of the disks, and of the network betw
 That is the step. `init` makes what goes to files leaf by leaf, and stacks layer by layer, in programs of their own that
 run one after another and give the bits of the one that makes all. `python scripts/tables/init_memory.py --docs`
 compiled them; beside them is the program that makes all fp32 parameters at once, sharded, and what of the state stays
-in device memory:
+in device memory. The last two columns are the largest programs by which `Checkpoints.save` and `restore` have what is
+in files, leaf by leaf and layer by layer, too, with what they are given and return:
 
 {init_memory.table_of(PAGE.read_text()).rstrip()}
 
-`Checkpoints.save` and `restore` have the whole state in device memory, sharded: 14 bytes of a parameter are
-{14 * TRILLION / 512 / GB:.0f} GB on each of 512 for 1T, which fits, {14 * 10.31e12 / 512 / GB:.0f} for 10T and
-{14 * 32.04e12 / 512 / GB:.0f} for 32T, which do not (derived): such a run goes on from the generations in its files
-(`step.stored_state`, `train --resume`), which are the only copy of its state. `step.params` reads 4 bytes of a
-parameter, and an evaluator 2, which are {2 * 10.31e12 / 512 / GB:.0f} GB on each for 10T and
+A device has two such pieces at a time when it saves; when it restores beside one the layers of that number of the
+parameters whose copies are still to be made. All at once, sharded, the state's 14 bytes of a parameter would be
+{14 * TRILLION / 512 / GB:.0f} GB on each of 512 for 1T, {14 * 10.31e12 / 512 / GB:.0f} for 10T and
+{14 * 32.04e12 / 512 / GB:.0f} for 32T (derived). A host has, for each of its devices, a layer of the leaves that lie
+together in the files, a parameter and its moments, and two pieces that are written. A checkpoint has 12 bytes of a
+parameter: {12 * TRILLION / 1e12:.0f} TB for 1T and {12 * 32.04e12 / 1e12:.0f} for 32T. `step.params` reads 4 bytes of
+a parameter into memory, and an evaluator 2, which are {2 * 10.31e12 / 512 / GB:.0f} GB on each for 10T and
 {2 * 32.04e12 / 512 / GB:.0f} for 32T.
 
 ## Width of a layer (derived)

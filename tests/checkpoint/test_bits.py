@@ -53,7 +53,7 @@ def test_odd_bits_in_stacks_by_owner(tmp_path, stage, count, other, others):
 
 def test_moved_as_floats_they_would_change(tmp_path, monkeypatch):
     """The control."""
-    monkeypatch.setattr(logical_state, "_on_bits", lambda move, leaf: move(leaf))
+    monkeypatch.setattr(logical_state, "on_bits", lambda move, leaf: move(leaf))
     step = muon_step(1, 8)
     state = with_odd_bits(step)
     before = dump(step, state)

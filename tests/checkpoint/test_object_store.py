@@ -174,3 +174,18 @@ def test_train_saves_there_and_goes_on(root, tmp_path):
     refused = command_line.run(*args)
     assert refused.returncode == 2 and "has checkpoints of an earlier run, up to step 4" in refused.stderr
     assert "Resumed after step 4 of 4" in command_line.run(*args, "--resume").stdout
+
+
+@pytest.mark.slow
+def test_states_in_files_are_saved_in_pieces_there(root, tmp_path):
+    from step.test_disk import differing
+    from step.test_disk_params import made, run
+    from step.test_offload import BATCH as batch
+
+    step, other = (made(tmp_path / name, precision="bf16", remat="full") for name in "ab")
+    state, _ = run(step, steps=1)
+    with Checkpoints(root) as checkpoints:
+        checkpoints.save(step, state, wait=True)
+        found = checkpoints.restore(other, batch).state
+    assert differing(step.in_memory(state)[0], other.in_memory(found)[0]) == []
+    assert differing(step.in_memory(run(step, state, 1)[0])[0], other.in_memory(found)[0])  # the control

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import jax
-
 from zero_jax.arguments import check_path
 from zero_jax.checkpoint import orbax_store as storage
+from zero_jax.checkpoint.by_piece import PiecesToRead, PiecesToSave
 from zero_jax.checkpoint.integrity import read_arrays, read_manifest, verify
 from zero_jax.checkpoint.logical_state import logical_state_of
 from zero_jax.checkpoint.manifest import (
@@ -21,8 +20,8 @@ from zero_jax.checkpoint.manifest import (
     check_fit,
     check_json,
     check_names,
-    package_versions,
 )
+from zero_jax.checkpoint.new_manifest import NewManifest, run_of
 from zero_jax.checkpoint.outer_params import read_outer, slices_in
 from zero_jax.checkpoint.retention import LOG, Folder
 from zero_jax.distributed.agreement import all_or_none
@@ -32,7 +31,7 @@ from zero_jax.sharding.memory.disk_leaves import in_arrays
 from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import check_state, check_step
 from zero_jax.step.step import ZeroTrainStep
-from zero_jax.tree import merge
+from zero_jax.tree import merge, named_leaves
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -107,6 +106,7 @@ class Checkpoints:
              config: Any = None, only_params: bool = False, wait: bool = False) -> int:
         """Saves `state`, which may be donated as soon as this returns: the files are written asynchronously.
 
+        What of it is in files (`Offload(disk=...)`) is written before this returns, leaf by leaf and layer by layer.
         A checkpoint appears when it is complete. Only then are older ones removed, by the next call of `save`, `wait`
         or `close`, which also raises an error of the writing.
 
@@ -127,8 +127,7 @@ class Checkpoints:
         check_step(step, state)
         check_state(state, step.layout())
         all_or_none(self.wait)
-        state, layout = step.in_memory(state)
-        logical = logical_state_of(layout)
+        logical = logical_state_of(in_arrays(step.layout()))
         kind = "params" if only_params else "state"
         names = [name for name in logical.names if not only_params or name.split("/")[0] in PARAMS]
         check_names(names, "This state")
@@ -136,17 +135,22 @@ class Checkpoints:
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**53:
             raise UsageError(f"at={at!r} is not a checkpoint number: give an integer from 0 on.")
         check_json(data=data, config=config)
-        arrays, digests = logical.from_step(state, names)
-        leaves = {name: dataclasses.replace(leaf, digest=digests[name])
-                  for name, leaf in logical.leaves(names).items()}
-        manifest = Manifest(number, kind, leaves, _run(step), data, config, package_versions())
+        manifest = NewManifest(
+            logical.leaves(names), step=number, kind=kind, run=run_of(step), data=data, config=config)
+        in_files, leaves = step.in_pieces(state), dict(named_leaves(state))
+        pieces = None if in_files is None else PiecesToSave(logical, in_files, names, manifest)
+        arrays, digests = logical.from_leaves({name: leaves[name] for name in names if name in leaves})
+        manifest.digests |= digests
         try:
             if message := self._folder.lock():
                 LOG.warning(message)
             place = self._folder.prepare(number)
-            self._saving = number, storage.write(self._folder.at(number), arrays, manifest.to_json(), place)
         except CheckpointError:
             raise
+        except Exception as error:
+            raise self._folder.unwritten(number, error) from error
+        try:  # with the leaves that are in files, of which there may be CheckpointErrors, too
+            self._saving = number, storage.write(self._folder.at(number), arrays, manifest.json(), place, pieces)
         except Exception as error:
             raise self._folder.unwritten(number, error) from error
         if wait:
@@ -182,6 +186,8 @@ class Checkpoints:
             wanted = logical.leaves(logical.names)
             check_fit(manifest, wanted, str(path), cast=cast)
             saved = {name: manifest.leaves[name] for name in wanted}
+            if step.layout().disk:
+                return step.from_pieces(PiecesToRead(logical, path, saved))
             state, digests = logical.to_step(read_arrays(path, logical.abstract(saved)), saved)
             verify(path, saved, digests)
             return state
@@ -189,7 +195,7 @@ class Checkpoints:
         number, manifest, state, damaged = self._first_good(at, fallback, attempt)
         if not self._read_only:
             self._folder.note_restored(number)
-        return Restored(step.from_memory(state), number, manifest.data, manifest.config, manifest.run, damaged)
+        return Restored(state, number, manifest.data, manifest.config, manifest.run, damaged)
 
     @_one_at_a_time
     def load_params(self, step: ZeroTrainStep, batch: Any, *, at: int | None = None, fallback: bool = False,
@@ -291,8 +297,3 @@ class Checkpoints:
                     LOG.warning("Checkpoint %d of %s is restored instead of %d.", number, folder.path, candidates[0])
                 return number, manifest, result, tuple(messages)
         raise DamagedCheckpointError(f"No checkpoint of {folder.path} is intact: {' '.join(messages)}")
-
-
-def _run(step: ZeroTrainStep) -> dict[str, Any]:
-    return {"stage": step.stage.number, "mesh": step.axes.sizes, "devices": step.mesh.size,
-            "platform": step.axes.platform, "processes": jax.process_count()}

@@ -11,6 +11,7 @@ import jax
 from zero_jax.checkpoint import orbax_store as storage
 from zero_jax.checkpoint.array_files import files_of
 from zero_jax.checkpoint.manifest import Leaf, Manifest, parse
+from zero_jax.checkpoint.orbax_noise import quiet
 from zero_jax.errors import CheckpointError, DamagedCheckpointError
 from zero_jax.files import read_file
 
@@ -36,21 +37,26 @@ def read_manifest(path: Any) -> Manifest:
 
 def read_arrays(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """The arrays. An error of Orbax becomes a DamagedCheckpointError that names a leaf which cannot be read."""
-    with storage.quiet():
+    with quiet():
         return _read_arrays(path, abstract)
 
 
 def _read_arrays(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     try:
         return storage.read(path, abstract)
-    except PermissionError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): allow it, or name another folder.") from error
     except Exception as error:
-        index, changed = storage.broken_index(path), changed_files(path)
-        leaf = "" if index else _named(error, abstract) or _unreadable(path, abstract)
-        raise DamagedCheckpointError(
-            f"{path} is damaged: {f'leaf {leaf} in ' if leaf else ''}{index or _file(error) or _files_of(path, leaf)} "
-            f"cannot be read{f'; {changed}' if changed else ''} ({_cause(error)}). {FALLBACK}") from error
+        raise unreadable(path, abstract, error) from error
+
+
+def unreadable(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct], error: Exception) -> CheckpointError:
+    """What to raise where arrays of a checkpoint cannot be read; `error`: of Orbax or TensorStore."""
+    if isinstance(error, PermissionError):
+        return CheckpointError(f"{path} cannot be read ({error}): allow it, or name another folder.")
+    index, changed = storage.broken_index(path), changed_files(path)
+    leaf = "" if index else _named(error, abstract) or _unreadable(path, abstract)
+    return DamagedCheckpointError(
+        f"{path} is damaged: {f'leaf {leaf} in ' if leaf else ''}{index or _file(error) or _files_of(path, leaf)} "
+        f"cannot be read{f'; {changed}' if changed else ''} ({_cause(error)}). {FALLBACK}")
 
 
 def _chain(error: BaseException | None) -> Iterator[str]:

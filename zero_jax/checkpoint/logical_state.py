@@ -25,7 +25,7 @@ from zero_jax.tree import key_impl, map_named, named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
-class _Row:
+class Row:
     """A leaf of the state: as the step stores it, the mapping to its logical shape, and the sharding of the latter."""
 
     stored: jax.ShapeDtypeStruct
@@ -34,6 +34,7 @@ class _Row:
 
     @property
     def is_key(self) -> bool:
+        """Whether it is a typed PRNG key."""
         return jnp.issubdtype(self.stored.dtype, jax.dtypes.prng_key)
 
     @property
@@ -63,25 +64,24 @@ class LogicalState:
         self._rows = {}
         for name, leaf, shape in parts:
             shape = owned_stack(name, leaf.shape) or shape
-            self._rows[name] = _Row(leaf, shape, self._logical_sharding(leaf, shape))
+            self._rows[name] = Row(leaf, shape, self.logical_sharding(leaf, shape))
         self._treedef = jax.tree.structure(dataclasses.replace(layout.state, weights=None))
-        self._from_step_compiled: dict[tuple[str, ...], Any] = {}
+        self._from_leaves_compiled: dict[tuple[str, ...], Any] = {}
         self._to_step_compiled: dict[Any, Any] = {}
 
     def leaves(self, names: Iterable[str]) -> dict[str, Leaf]:
         """The named leaves' logical shapes and dtypes."""
         return {name: Leaf(self._rows[name].shape.shape, dtype_name(self._rows[name].stored.dtype)) for name in names}
 
-    def from_step(self, state: ZeroState, names: Iterable[str]) -> tuple[dict[str, jax.Array], dict[str, str]]:
-        """(the named leaves of `state` in logical shapes, PRNG keys as data; their digests). Blocks on the devices.
+    def from_leaves(self, flat: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, str]]:
+        """(leaves of a state by name in logical shapes, PRNG keys as data; their digests). Blocks on the devices.
 
         A leaf without elements has a digest and no array.
         """
-        chosen = tuple(names)
-        flat = dict(zip(self.names, jax.tree.leaves(dataclasses.replace(state, weights=None)), strict=True))
-        if chosen not in self._from_step_compiled:
-            self._from_step_compiled[chosen] = jax.jit(lambda leaves: self._convert_from_step(chosen, leaves))
-        changed, words = self._from_step_compiled[chosen]({name: flat[name] for name in chosen})
+        chosen = tuple(flat)
+        if chosen not in self._from_leaves_compiled:
+            self._from_leaves_compiled[chosen] = jax.jit(lambda leaves: self._convert_from_leaves(chosen, leaves))
+        changed, words = self._from_leaves_compiled[chosen](dict(flat))
         arrays = {name: changed.get(name, flat[name]) for name in chosen if math.prod(self._rows[name].shape.shape)}
         return arrays, dict(zip(chosen, digest_texts(words), strict=True))
 
@@ -91,11 +91,18 @@ class LogicalState:
 
     def to_step(self, arrays: Mapping[str, jax.Array], saved: Mapping[str, Leaf]) -> tuple[ZeroState, dict[str, str]]:
         """(the state from the arrays of all its leaves, the digests of what was read). Blocks on the devices."""
-        stored, words = self._run(arrays, saved, store=True)
+        stored, words = self._run(arrays, saved, store=True, weights=self._layout.state.weights is not None)
         weights = stored.pop("weights", None)
         leaves = [stored.get(name, arrays.get(name)) for name in self.names]
         state = jax.tree.unflatten(self._treedef, leaves)
         return dataclasses.replace(state, weights=weights), dict(zip(saved, digest_texts(words), strict=True))
+
+    def to_leaves(self, arrays: Mapping[str, jax.Array], saved: Mapping[str, Leaf]
+                  ) -> tuple[dict[str, jax.Array], dict[str, str]]:
+        """As `to_step`, of some leaves by name; without the gathered parameters."""
+        stored, words = self._run(arrays, saved, store=True)
+        return {name: stored.get(name, arrays.get(name)) for name in saved}, dict(
+            zip(saved, digest_texts(words), strict=True))
 
     def to_arrays(self, arrays: Mapping[str, jax.Array], saved: Mapping[str, Leaf]
                   ) -> tuple[dict[str, jax.Array], dict[str, str]]:
@@ -103,6 +110,17 @@ class LogicalState:
         changed, words = self._run(arrays, saved, store=False)
         return {name: changed.get(name, arrays.get(name)) for name in saved}, dict(
             zip(saved, digest_texts(words), strict=True))
+
+    def row(self, name: str) -> Row:
+        """How the leaf `name` is stored, and in which logical shape and sharding it is saved."""
+        return self._rows[name]
+
+    def logical_sharding(self, leaf: Any, shape: Any) -> NamedSharding:
+        """The sharding in its logical shape of what is stored as `leaf`, in the stored shape `shape`."""
+        if shape.is_identity:
+            return leaf.sharding
+        sharding = self._layout.true_sharding(shape, leaf)
+        return on_host(sharding) if leaf.sharding.memory_kind == HOST else sharding
 
     def tree(self, arrays: Mapping[str, jax.Array], kind: str) -> Any:
         """The part of the state that is called `kind`, as "params", from `arrays` by name."""
@@ -117,13 +135,7 @@ class LogicalState:
             return jax.eval_shape(jax.random.key_data, row.stored).update(sharding=row.sharding)
         return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=row.sharding)
 
-    def _logical_sharding(self, leaf: Any, shape: Any) -> NamedSharding:
-        if shape.is_identity:
-            return leaf.sharding
-        sharding = self._layout.true_sharding(shape, leaf)
-        return on_host(sharding) if leaf.sharding.memory_kind == HOST else sharding
-
-    def _convert_from_step(self, names: tuple[str, ...], leaves: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    def _convert_from_leaves(self, names: tuple[str, ...], leaves: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         logical = {name: self._logical(name, fetch(leaf)) for name, leaf in leaves.items()}
         words = digests([logical[name] for name in names], [self._rows[name].sharding for name in names])
         saved = {name: jax.random.key_data(leaf) if self._rows[name].is_key else leaf for name, leaf in logical.items()}
@@ -135,16 +147,17 @@ class LogicalState:
 
     def _logical(self, name: str, leaf: Any) -> Any:
         row = self._rows[name]
-        return leaf if row.shape.is_identity else _on_bits(
+        return leaf if row.shape.is_identity else on_bits(
             lambda bits: constrain(row.shape.load(bits), on_device(row.sharding)), leaf)
 
-    def _run(self, arrays: Mapping[str, jax.Array], saved: Mapping[str, Leaf], *, store: bool) -> Any:
-        key = (store, tuple((name, leaf.shape, leaf.dtype) for name, leaf in saved.items()))
+    def _run(self, arrays: Mapping[str, jax.Array], saved: Mapping[str, Leaf], *, store: bool, weights: bool = False
+             ) -> Any:
+        key = (store, weights, tuple((name, leaf.shape, leaf.dtype) for name, leaf in saved.items()))
         if key not in self._to_step_compiled:
-            self._to_step_compiled[key] = jax.jit(lambda arrays: self._convert_to_step(arrays, saved, store))
+            self._to_step_compiled[key] = jax.jit(lambda arrays: self._convert_to_step(arrays, saved, store, weights))
         return self._to_step_compiled[key](dict(arrays))
 
-    def _convert_to_step(self, arrays: dict[str, Any], saved: Mapping[str, Leaf], store: bool
+    def _convert_to_step(self, arrays: dict[str, Any], saved: Mapping[str, Leaf], store: bool, weights: bool
                          ) -> tuple[dict[str, Any], Any]:
         """(the arrays that differ from what was read, the digests). Digests are computed before any cast."""
         logical, changed = {}, {}
@@ -158,21 +171,21 @@ class LogicalState:
             row = self._rows[name]
             leaf = leaf if row.is_key else leaf.astype(row.stored.dtype)
             if store and not row.shape.is_identity:
-                leaf = _on_bits(
+                leaf = on_bits(
                     lambda bits, row=row: constrain(row.shape.store(bits), on_device(row.stored.sharding)), leaf)
             if not row.plain or name not in arrays or saved[name].dtype != dtype_name(row.stored.dtype):
                 changed[name] = self._placed(
                     name, constrain(leaf, on_device(row.stored.sharding if store else row.sharding)))
             logical[name] = leaf
-        if store and self._layout.state.weights is not None:
+        if weights:
             state = jax.tree.unflatten(self._treedef, [logical[name] for name in self.names])
-            weights = gather_compute_params(jax.tree.map(constrain, state.params, self._layout.gradients), self._layout)
+            copy = gather_compute_params(jax.tree.map(constrain, state.params, self._layout.gradients), self._layout)
             changed["weights"] = map_named(lambda name, leaf, sharding: self._placed(
-                f"weights/{name}", constrain(leaf, on_device(sharding))), weights, self._layout.shardings.weights)
+                f"weights/{name}", constrain(leaf, on_device(sharding))), copy, self._layout.shardings.weights)
         return changed, words
 
 
-def _on_bits(move: Callable[[jax.Array], jax.Array], leaf: jax.Array) -> jax.Array:
+def on_bits(move: Callable[[jax.Array], jax.Array], leaf: jax.Array) -> jax.Array:
     """`move(leaf)`, which only moves elements, on integers of the same bits.
 
     The partitioner moves elements between devices by sums with zeros, too: of floats -0.0 would become 0.0, subnormal

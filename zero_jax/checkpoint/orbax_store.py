@@ -6,19 +6,14 @@ cannot rename: there Orbax writes a commit file at the end, and until then an ob
 unfinished folder is.
 """
 
-import contextlib
-import gc
 import json
 import logging
+import math
 import os
 import re
 import shutil
-import sys
 import threading
-import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -28,12 +23,17 @@ from orbax.checkpoint.experimental import v1 as ocp
 from zero_jax.checkpoint.history import EARLIEST, PLACE, Place, parse_place
 from zero_jax.checkpoint.manifest import FORMAT
 from zero_jax.checkpoint.object_store import check_scheme, is_remote
+from zero_jax.checkpoint.orbax_noise import is_not_raised_too, quiet
+from zero_jax.checkpoint.orbax_pieces import INDEX, ArraysAndPieces, Pieces, WithPieces
 from zero_jax.disk.durable_files import new_file, rename, sync_tree
 from zero_jax.errors import UsageError
 from zero_jax.files import read_file
 
 ARRAYS, MANIFEST, SIZES = "state", "manifest", "sizes.json"
-_COMMITTED, _TEMPORARY, _REMOVED, _INDEX = "commit_success.txt", ".zero_jax-tmp", ".zero_jax-tmp-removed", "_METADATA"
+MIN_LAYER_BYTES = 2**20
+"""Bytes of a device's part of a layer that is written by itself, at least."""
+
+_COMMITTED, _TEMPORARY, _REMOVED = "commit_success.txt", ".zero_jax-tmp", ".zero_jax-tmp-removed"
 
 
 def folder(path: Any) -> epath.Path:
@@ -115,22 +115,27 @@ def remove(path: epath.Path) -> None:
     path.rmtree()
 
 
-def write(path: epath.Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any], place: Any) -> Any:
+def write(path: epath.Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any], place: Any,
+          pieces: Pieces | None = None) -> Any:
     """Starts to save; `.result()` of the return value waits for the end. The arrays may be donated meanwhile.
 
     place: the contents of the checkpoint's file `PLACE`, which the manifest gets, too. A checkpoint that is at `path`
-    is replaced.
+    is replaced. pieces: of arrays that are not in memory, which are written when this returns; the manifest is then
+    what writing them returns.
     """
+    body = manifest | {"order": place}
+    saved: Any = dict(arrays) if pieces is None else WithPieces(
+        arrays, pieces.names, lambda folder: body.update(pieces.write(folder)))
     for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_not_raised_too)
+        logging.getLogger(name).addFilter(is_not_raised_too)
     staged = path if is_remote(path) else _temporary(path)
     if is_remote(path) and jax.process_index() == 0:
         (_temporary(path) / "saving").write_text(json.dumps(place))
-    with _context():
-        response = ocp.save_checkpointables_async(staged, {ARRAYS: dict(arrays), MANIFEST: manifest | {"order": place}})
+    with _context(pieces=pieces is not None), quiet():
+        response = ocp.save_checkpointables_async(staged, {ARRAYS: saved, MANIFEST: body})
     if jax.process_index() != 0:
         return response
-    return _Save(response, lambda: _publish(staged, path, place))
+    return _Save(response, lambda: _publish(staged, path, place, body))
 
 
 def _temporary(path: epath.Path) -> epath.Path:
@@ -160,8 +165,10 @@ class _Save:
             raise self._error
 
 
-def _publish(staged: epath.Path, path: epath.Path, place: Any) -> None:
+def _publish(staged: epath.Path, path: epath.Path, place: Any, manifest: dict[str, Any]) -> None:
     """Makes the folder `staged` the checkpoint at `path`, when all of its files are on the disk."""
+    # Orbax gets the manifest before the pieces are written, and writes it afterwards.
+    assert _json(manifest_path(staged)) == json.loads(json.dumps(manifest))
     if is_remote(path):
         (path / PLACE).write_text(json.dumps(place))
         (path / SIZES).write_text(json.dumps(sizes(path)))
@@ -214,14 +221,14 @@ def read(path: epath.Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict
     for name, leaf in abstract.items():  # for what its metadata lack, Orbax returns the abstract array
         array = arrays.get(name)
         if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
-            raise UsageError(f'"{name}/" is not there as {leaf.dtype} {leaf.shape} by file "{path / ARRAYS / _INDEX}"')
+            raise UsageError(f'"{name}/" is not there as {leaf.dtype} {leaf.shape} by file "{path / ARRAYS / INDEX}"')
     return {name: arrays[name] for name in abstract}
 
 
 def broken_index(path: epath.Path) -> epath.Path | None:
     """A metadata file of a checkpoint's arrays that is not JSON; None where all are, or are missing."""
     per_process = path / ARRAYS / "array_metadatas"
-    files = [path / "_CHECKPOINT_METADATA", path / ARRAYS / _INDEX, path / ARRAYS / "_sharding"]
+    files = [path / "_CHECKPOINT_METADATA", path / ARRAYS / INDEX, path / ARRAYS / "_sharding"]
     for file in files + (sorted(per_process.iterdir()) if per_process.is_dir() else []):
         try:
             json.loads(file.read_bytes())
@@ -232,43 +239,13 @@ def broken_index(path: epath.Path) -> epath.Path | None:
     return None
 
 
-def _is_not_raised_too(record: logging.LogRecord) -> bool:
-    """False for the tracebacks that are logged of errors in Orbax's threads and tasks: `.result()` raises the first."""
-    if "never retrieved" in record.getMessage() and record.exc_info:
-        return not any("orbax" in frame.filename for frame in traceback.extract_tb(record.exc_info[2]))
-    return "_SignalingThread.run() raised an exception" not in record.getMessage()
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Suppresses what Orbax's other concurrent reads print when one of them fails and its error is raised."""
-    before = sys.unraisablehook
-    log = logging.getLogger("asyncio")
-
-    def hook(unraisable: Any) -> None:
-        if not re.search("Event loop is closed|was never awaited", str(unraisable.exc_value)):
-            before(unraisable)
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "never retrieved" not in record.getMessage()
-
-    sys.unraisablehook = hook
-    log.addFilter(keep)
-    try:
-        yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None:  # the coroutines of the reads live as long as the frames of the error
-            traceback.clear_frames(cause.__traceback__)
-            cause = cause.__cause__ or cause.__context__
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*was never awaited", RuntimeWarning)
-            time.sleep(0.1)  # the other reads end in threads of their own
-            gc.collect()
-        raise
-    finally:
-        log.removeFilter(keep)
-        sys.unraisablehook = before
+def _stored_by_layer(keypath: Any, value: Any) -> Any:
+    """Of large stacks each layer is a part of its own in the files: what steps with states in files restore at once."""
+    if value.ndim < 3 or not value.size:
+        return None
+    shard = value.sharding.shard_shape(value.shape)
+    is_large = math.prod(shard[1:]) * value.dtype.itemsize >= MIN_LAYER_BYTES
+    return ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=(0,)) if is_large else None
 
 
 def sizes(path: epath.Path) -> dict[str, int]:
@@ -283,12 +260,16 @@ def sizes(path: epath.Path) -> dict[str, int]:
     return dict(sorted(bytes_by_file.items()))
 
 
-def _context() -> ocp.Context:
+def _context(*, pieces: bool = False) -> ocp.Context:
     context = ocp.Context()
     # What cannot be written then raises at once, not after a timeout of threads that wait for a folder.
     context.asynchronous.create_directories_asynchronously = False
     context.pytree.loading.partial_load = True  # `check_fit` has compared the trees
-    registry = ocp.handlers.local_registry()
+    saving: Any = context.array.saving
+    saving.scoped_storage_options_creator = _stored_by_layer
+    registry = ocp.handlers.local_registry(include_global_registry=not pieces)  # which has a handler of arrays
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=MANIFEST)
+    if pieces:
+        registry.add(ArraysAndPieces, checkpointable_name=ARRAYS)
     context.checkpointables.registry = registry
     return context

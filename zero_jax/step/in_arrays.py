@@ -1,5 +1,7 @@
 """What `Checkpoints` ask of a step of any kind: its state in arrays, whose layout is that of the step."""
 
+from typing import Any
+
 from zero_jax.sharding.layout import Layout
 from zero_jax.state import ZeroState
 from zero_jax.typing import Batch
@@ -16,6 +18,10 @@ class StateInArrays:
         """`state` with every leaf in an array, and the layout of that; without files it is what is given."""
         return state, self.layout()
 
-    def from_memory(self, state: ZeroState) -> ZeroState:
-        """`state`, as `in_memory` returns it, as this step takes it; with files it is written there."""
-        return state
+    def in_pieces(self, state: ZeroState) -> Any:
+        """What of `state` is in files, to be read in pieces (`CommittedState`); None where nothing is."""
+        return None
+
+    def from_pieces(self, source: Any) -> ZeroState:
+        """The state that `source` reads in pieces (`PiecesToRead`); only of a step with files."""
+        raise NotImplementedError

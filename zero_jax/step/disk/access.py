@@ -19,9 +19,11 @@ from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import in_arrays, resident
 from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import check_is_state, check_state
+from zero_jax.step.disk.committed_state import CommittedState
 from zero_jax.step.disk.layer_files import LayerFiles
 from zero_jax.step.disk.layer_gradients import LayerGradients
 from zero_jax.step.disk.plan import UpdatePlan, without
+from zero_jax.step.disk.restored_state import PiecesToRead, RestoredState
 from zero_jax.step.disk.states import DiskStates
 from zero_jax.step.pieces.program import PiecewiseProgram
 from zero_jax.step.step import ZeroTrainStep
@@ -87,24 +89,33 @@ class StepWithFiles(ZeroTrainStep):
     def in_memory(self, state: ZeroState) -> tuple[ZeroState, Layout]:
         """(`state` with the leaves that are in files read into arrays, the layout of that).
 
-        It takes as much memory as the whole state: `Checkpoints` save it so, for any placement to restore.
+        It takes as much memory as the whole state; `in_pieces` does not.
         """
         states, layout = self._current(state), self.layout()
         arrays = {**dict(named_leaves(state)), **states.read_leaves(layout.disk)}
         memory = in_arrays(layout)
         return map_named(lambda name, _: arrays[name], memory.state), memory
 
-    def from_memory(self, state: ZeroState) -> ZeroState:
-        """`state`, whose leaves are all in arrays, with those in files that belong there; they are deleted.
+    def in_pieces(self, state: ZeroState) -> CommittedState:
+        """What of `state` is in files, to be read leaf by leaf, and of stacks layer by layer."""
+        return CommittedState(self._current(state))
 
-        What the files had before, of this model, is replaced by the next commits.
+    def from_pieces(self, source: PiecesToRead) -> ZeroState:
+        """The state that `source` reads, each leaf or layer where it is written.
+
+        What the files had before, of this model, is replaced by the next commits, of which this is the first.
         """
+        was_open = self._states is not None and self._states.is_open
         states, layout = self._opened(None, DiskStates.replace), self.layout()
-        values = dict(named_leaves(state))
-        commit = states.write_all(values.__getitem__, int(state.step), self._note)
-        for name in layout.disk:
-            values[name].delete()
-        return self._kept(layout, values, commit.token)
+        try:
+            restored = RestoredState(states, source, lambda params: self._weights(params, layout))
+            commit = states.write_all(restored.whole, int(restored.resident["step"]), self._note, restored.layer,
+                                      source.check)
+        except BaseException:
+            if not was_open:
+                self._close_files()
+            raise
+        return self._kept(layout, restored.resident, commit.token)
 
     def close(self) -> None:
         """Gives the folder back, for another step or run; the state in it stays."""

@@ -1,6 +1,6 @@
 """The first state of a run whose parameters are in files: what stays in memory, and what is made to be written."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -10,8 +10,8 @@ from zero_jax.errors import UsageError, few
 from zero_jax.jaxpr.one_layer import NotByLayer
 from zero_jax.sharding.layout import Layout
 from zero_jax.step.disk.init import InitialOptimizerState
-from zero_jax.step.disk.leaf import layer_of
-from zero_jax.tree import leaf_bytes, map_named, named_leaves, split_named
+from zero_jax.step.disk.leaf import chunks, layer_of, shard_bytes
+from zero_jax.tree import map_named, named_leaves, split_named
 from zero_jax.typing import Params
 
 
@@ -58,9 +58,9 @@ class InitialState:
         self._check_fits(memory_bytes)
         self.resident: dict[str, Any] = dict(others)
         here = [name for name in self._likes if name not in layout.disk]
-        for names in self._chunks(name for name in here if name in values.names):
+        for names in chunks((name for name in here if name in values.names), self._likes):
             self.resident |= values(names)
-        for names in self._chunks(name for name in here if name.startswith("weights/")):
+        for names in chunks((name for name in here if name.startswith("weights/")), self._likes):
             params = [f"params/{name.partition('/')[2]}" for name in names]
             absent = [name for name in params if name not in self.resident]
             made = {**self.resident, **(values(absent) if absent else {})}
@@ -147,19 +147,5 @@ class InitialState:
         tree = split_named(self._layout.state.params, lambda name, _: f"params/{name}" in leaves)[0]
         return map_named(lambda name, _: leaves[f"params/{name}"], tree)
 
-    def _chunks(self, names: Iterable[str]) -> Iterator[list[str]]:
-        """`names` in order, some at a time, which take no more than the largest of them."""
-        names = list(names)
-        limit, chunk, size = max(map(self._bytes, names), default=0), [], 0
-        for name in names:
-            if chunk and size + self._bytes(name) > limit:
-                yield chunk
-                chunk, size = [], 0
-            chunk.append(name)
-            size += self._bytes(name)
-        if chunk:
-            yield chunk
-
     def _bytes(self, name: str) -> int:
-        like: Any = self._likes[name]
-        return leaf_bytes(like.sharding.shard_shape(like.shape), like.dtype)
+        return shard_bytes(self._likes[name])

@@ -1,6 +1,6 @@
 """One leaf of the state in files: which shards a process stores, and how they become arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.tree import key_impl
+from zero_jax.tree import key_impl, leaf_bytes
 
 
 class StoredLeaf:
@@ -61,3 +61,22 @@ def resharded(value: Any, sharding: Any) -> Any:
     if value.sharding.is_equivalent_to(sharding, value.ndim):
         return value
     return jax.jit(lambda leaf: leaf, out_shardings=sharding)(value)
+
+
+def shard_bytes(like: Any) -> int:
+    """Bytes of a leaf, abstract or not, on each device."""
+    return leaf_bytes(like.sharding.shard_shape(like.shape), like.dtype)
+
+
+def chunks(names: Iterable[str], likes: Mapping[str, Any]) -> Iterator[list[str]]:
+    """`names` in order, some at a time, which take no more of a device than the largest of them."""
+    names = list(names)
+    limit, chunk, size = max((shard_bytes(likes[name]) for name in names), default=0), [], 0
+    for name in names:
+        if chunk and size + shard_bytes(likes[name]) > limit:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(name)
+        size += shard_bytes(likes[name])
+    if chunk:
+        yield chunk

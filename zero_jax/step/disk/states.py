@@ -125,10 +125,12 @@ class DiskStates:
         raise DamagedCheckpointError(f"disk: no generation is whole: {' '.join(messages)} Restore a checkpoint.")
 
     def write_all(self, value_of: Callable[[str], Any], step: int, note: Any,
-                  layer_value: Callable[[str, int], Any] = lambda name, index: None) -> Commit:
+                  layer_value: Callable[[str, int], Any] = lambda name, index: None,
+                  check: Callable[[], None] = lambda: None) -> Commit:
         """Commits a generation of `value_of(name)` for each leaf, asked for once, and dropped after its records.
 
         layer_value: layer `index` of the leaf `name`, to be written without the others; None: taken of the whole.
+        check: called before the commit, when all leaves in files were asked for; it raises where one was not right.
         """
         whole: dict[str, list[np.ndarray]] = {}
         one: dict[str, list[np.ndarray]] = {}
@@ -178,6 +180,8 @@ class DiskStates:
                         whole.clear()
                     now = leaf, record.parts[0].start[0]
                 write(record, now[1])
+            self.streaming.finish()
+            check()
             return self._finish(value_of, step, note)
 
     def _layer_leaf(self, name: str) -> StoredLeaf:
