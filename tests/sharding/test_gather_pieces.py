@@ -11,7 +11,7 @@ import zero_jax
 from models import gpt2
 from zero_jax.sharding import gather_pieces
 from zero_jax.sharding.gather_pieces import Piece, cut
-from zero_jax.step import functions
+from zero_jax.step import overlap
 from zero_jax.tree import named_leaves
 
 EVEN = gpt2.Config(4, 32, 2, vocab_size=512, max_length=16)
@@ -27,7 +27,7 @@ def trained(case, pieces, monkeypatch, *, wrong=False):
     """The leaves of the state after three steps, and the traced program of one."""
     stage, config, sizes, options = CASES[case]
     if pieces:
-        monkeypatch.setattr(functions, "gathers_in_pieces", lambda *_: True)
+        monkeypatch.setattr(overlap, "gathers_in_pieces", lambda *_: True)
         monkeypatch.setattr(gather_pieces, "MIN_BYTES", 1)
         monkeypatch.setattr(gather_pieces, "PIECE_BYTES", 2**12)
     if wrong:

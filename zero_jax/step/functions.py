@@ -40,7 +40,7 @@ from zero_jax.step.losses import checked, takes_key, with_key
 from zero_jax.step.metrics import values
 from zero_jax.step.microbatches import Microbatches
 from zero_jax.step.options import StepOptions
-from zero_jax.step.overlap import gathers_in_pieces, overlap_note
+from zero_jax.step.overlap import with_overlap
 from zero_jax.step.start import with_values
 from zero_jax.step.trace_layout import trace_layout
 from zero_jax.step.trainable import split_trainable
@@ -133,10 +133,8 @@ class StepFunctions(StateInArrays):
             if self.options.prefetch and not any(access.stacked for access in layout.reads.values()):
                 raise UsageError("prefetch=True, and no loop of this model runs over its parameters: there is no next "
                                  "round to gather for. Put its layers in nn.scan or nnx.scan, or leave prefetch out.")
-            self._layout = dataclasses.replace(
-                layout, replicated_batch=self.batches.replicated(batch),
-                overlap_note=overlap_note(self.options, layout),
-                gathers_in_pieces=gathers_in_pieces(self.options, layout))
+            self._layout = with_overlap(
+                dataclasses.replace(layout, replicated_batch=self.batches.replicated(batch)), self.options)
         return self._layout
 
     def abstract_batch(self, batch: Batch) -> Any:

@@ -1,5 +1,6 @@
 """XLA's options by which a step's communication runs beside its compute, by what its layers are."""
 
+import dataclasses
 from typing import Any
 
 from zero_jax.sharding.layout import Layout
@@ -7,9 +8,10 @@ from zero_jax.step.options import StepOptions
 from zero_jax.xla.overlap import overlap_options, prefetch_options, reduction_options, sends_aside
 
 
-def overlap_note(options: StepOptions, layout: Layout) -> str:
-    """`step_overlap_options` in words, for `Layout.overlap_note`."""
-    return ", ".join(f"{name}={value}" for name, value in step_overlap_options(options, layout).items())
+def with_overlap(layout: Layout, options: StepOptions) -> Layout:
+    """`layout` with what it says of overlap: XLA's options in words, and whether whole weights come in pieces."""
+    told = ", ".join(f"{name}={value}" for name, value in step_overlap_options(options, layout).items())
+    return dataclasses.replace(layout, overlap_note=told, gathers_in_pieces=gathers_in_pieces(options, layout))
 
 
 def gathers_in_pieces(options: StepOptions, layout: Layout) -> bool:
