@@ -76,9 +76,9 @@ class PiecesToRead:
         self._reader = PieceReader(path / storage.ARRAYS)
 
     def expect(self, together: Sequence[set[str]]) -> None:
-        """Makes room for what will be read more than once: parts of other shapes than layers, read layer by layer."""
+        """Sizes the cache for what will be read more than once: parts of the file that have more than one layer."""
         sizes = [sum(self._spanning_bytes(name) for name in names) for names in together]
-        # The cache counts more than the elements: with no room beside them a part was decoded again for each layer.
+        # The cache counts more than the elements: at their exact size a part was decoded again for each layer.
         self._reader = PieceReader(self._path / storage.ARRAYS, max(sizes, default=0) * 5 // 4)
 
     def _spanning_bytes(self, name: str) -> int:

@@ -26,7 +26,7 @@ from zero_jax.checkpoint.object_store import check_scheme, is_remote
 from zero_jax.checkpoint.orbax_noise import is_not_raised_too, quiet
 from zero_jax.checkpoint.orbax_pieces import INDEX, ArraysAndPieces, Pieces, WithPieces
 from zero_jax.disk.durable_files import new_file, rename, sync_tree
-from zero_jax.errors import UsageError
+from zero_jax.errors import CheckpointError, UsageError
 from zero_jax.files import read_file
 
 ARRAYS, MANIFEST, SIZES = "state", "manifest", "sizes.json"
@@ -168,7 +168,9 @@ class _Save:
 def _publish(staged: epath.Path, path: epath.Path, place: Any, manifest: dict[str, Any]) -> None:
     """Makes the folder `staged` the checkpoint at `path`, when all of its files are on the disk."""
     # Orbax gets the manifest before the pieces are written, and writes it afterwards.
-    assert _json(manifest_path(staged)) == json.loads(json.dumps(manifest))
+    if _json(manifest_path(staged)) != json.loads(json.dumps(manifest)):
+        raise CheckpointError(f"{path} is not saved: Orbax wrote its manifest before its arrays. Install a version of "
+                              "orbax-checkpoint that pyproject.toml allows.")
     if is_remote(path):
         (path / PLACE).write_text(json.dumps(place))
         (path / SIZES).write_text(json.dumps(sizes(path)))

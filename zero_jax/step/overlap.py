@@ -5,7 +5,7 @@ from typing import Any
 
 from zero_jax.sharding.layout import Layout
 from zero_jax.step.options import StepOptions
-from zero_jax.xla.overlap import overlap_options, prefetch_options, reduction_options, sends_aside
+from zero_jax.xla.overlap import overlap_options, prefetch_options, reduction_options, sparse_cores_gather
 
 
 def with_overlap(layout: Layout, options: StepOptions) -> Layout:
@@ -17,7 +17,7 @@ def with_overlap(layout: Layout, options: StepOptions) -> Layout:
 def gathers_in_pieces(options: StepOptions, layout: Layout) -> bool:
     """Whether SparseCores gather whole weights, at stages 1 and 2: see `gather_pieces`."""
     return not options.stage.shards_params and options.stage.shards_optimizer and layout.mesh.size > 1 and (
-        sends_aside(layout.mesh.devices.flat[0], options.overlap))
+        sparse_cores_gather(layout.mesh.devices.flat[0], options.overlap))
 
 
 def step_overlap_options(options: StepOptions, layout: Layout) -> dict[str, Any]:

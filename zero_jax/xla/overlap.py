@@ -145,8 +145,8 @@ def reduction_options(device: jax.Device, num_shards: int) -> dict[str, Any]:
     return {"xla_gpu_reduce_scatter_combine_threshold_bytes": max(2**25 // num_shards, 2**19)}
 
 
-def sends_aside(device: jax.Device, overlap: Overlap) -> bool:
-    """Whether SparseCores gather, with what `overlap` asks for."""
+def sparse_cores_gather(device: jax.Device, overlap: Overlap) -> bool:
+    """Whether SparseCores gather whole weights and those of layers, with what `overlap` asks for."""
     return device.device_kind in ASKED and overlap is not False
 
 
