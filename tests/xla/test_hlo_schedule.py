@@ -352,6 +352,21 @@ def test_a_merged_all_reduce_is_that_of_its_arrays(merging, merged, name):
         assert (found.shapes, found.op_name) == ((("f32", (64,)),), "")
 
 
+@pytest.mark.parametrize("kind, copied, expected", [
+    ("all-reduce", "", "zero_scatter/w"), ("all-reduce", "step/while", "zero_scatter/w"),
+    ("all-gather", "", ""), ("all-gather", "step/while", "step/while")])
+def test_a_reduction_without_a_name_is_that_of_what_it_sends(kind, copied, expected):
+    """XLA:TPU copies what it sends within a product, with the loop's name or none. What is gathered has other names."""
+    (found,) = hlo.collectives(module(
+        computation("%sum", "ROOT %z = f32[] constant(0)"),
+        computation("ENTRY %main", f'{P0}, metadata={{op_name="x"}}',
+                    dot("%g") + ', metadata={op_name="zero_scatter/w"}',
+                    f"%c = {F32} copy(%g)" + bool(copied) * f', metadata={{op_name="{copied}"}}',
+                    f"ROOT %s = {F32} {kind}(%c), replica_groups={{}}" + (
+                        ", to_apply=%sum" if kind == "all-reduce" else ", dimensions={0}"))))
+    assert found.op_name == expected
+
+
 def test_overlap_is_a_field_of_every_collective():
     fields = {field.name for field in dataclasses.fields(hlo.Collective)}
     assert {"serves", "overlapped_flops", "overlapped_bytes"} <= fields

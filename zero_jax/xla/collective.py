@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from zero_jax.xla import replica_groups
 from zero_jax.xla.parser import Computation, Frame, Instruction, Module
@@ -167,22 +167,45 @@ def read_collective(module: Module, frame: Frame, instruction: Instruction, exec
 
 
 def _origin(module: Module, frame: Frame, instruction: Instruction, sent: Sequence[Instruction]) -> tuple[str, str]:
-    """Metadata of the instruction, else of the largest that it sends, else of its caller: passes drop metadata.
+    """Metadata of the first of `_named_alike` that has any: passes drop metadata.
+
+    What XLA:TPU copies for what is sent within a product has the name of the loop around it: that is taken where there
+    is no other.
+    """
+    of_loop = "", ""
+    for candidate in _named_alike(frame, instruction, sent):
+        op_name, source = module.metadata(candidate)
+        if op_name and not op_name.endswith("/while"):
+            return op_name, source
+        of_loop = of_loop if of_loop[0] else (op_name, source)
+    return of_loop
+
+
+def _named_alike(frame: Frame, instruction: Instruction, sent: Sequence[Instruction]) -> Iterator[Instruction]:
+    """The instruction, the largest that it sends, its caller, and of a reduction what makes what it sends.
 
     Of one that is merged the largest comes first (jaxlib 0.12 writes the names of all, as `step/(first:second)`), and
     no other: that a smaller one is a sum says nothing of it.
     """
     reads = sorted(sent, key=lambda each: -sum(shape_bytes(*shape) for shape in each.shapes))
-    is_merged = len(sent) > len(instruction.operands)
+    is_merged, reduces = len(sent) > len(instruction.operands), kind_of(instruction) in ("reduce-scatter", "all-reduce")
     while True:
-        for candidate in (*reads[:1], instruction) if is_merged else (instruction, *reads):
-            op_name, source = module.metadata(candidate)
-            if op_name:
-                return op_name, source
+        yield from (*reads[:1], instruction) if is_merged else (instruction, *reads)
+        if reduces and (frame.caller is None or frame.caller.opcode == "while"):
+            yield from _makers(frame.computation, instruction)
         if frame.caller is None or frame.parent is None:
-            return "", ""
+            return
         instruction, frame = frame.caller, frame.parent
         is_merged, reads = False, [frame.computation.instructions[name] for name in instruction.operands]
+
+
+def _makers(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
+    """What makes the first operand of `instruction`, what makes the first operand of that, and so on."""
+    while instruction.operands:
+        instruction = computation.instructions[instruction.operands[0]]
+        if instruction.opcode in ("parameter", "while"):
+            return
+        yield instruction
 
 
 def _sent(module: Module, computation: Computation, instruction: Instruction) -> list[Instruction]:
