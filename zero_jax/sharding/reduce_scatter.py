@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import optimization_barrier
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -133,4 +134,6 @@ def _scatter_columns(value: jax.Array, axis: str) -> jax.Array:
     padding = -rows % 64 if rows > MAX_UNPADDED_ROWS else 0
     padded = jnp.pad(value, ((0, padding), (0, 0))) if padding else value
     summed = jax.lax.psum_scatter(padded, axis, scatter_dimension=1, tiled=True)
-    return summed[:rows] if padding else summed
+    # Without the barrier XLA for v5e makes one slice of this and of the one by which it scatters within a product, and
+    # fails to compile it ("The shape doesn't match when replacing").
+    return optimization_barrier(summed)[:rows] if padding else summed
