@@ -65,6 +65,14 @@ def in_each_round(step: Any, batch: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def gathered_in_its_round(step: Any, batch: Any) -> Iterator[None]:
+    """No round of a loop gathers what the next one begins with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_jax.step.gradients.gathers_ahead", lambda *_: False)
+        yield
+
+
+@contextlib.contextmanager
 def uncoded(step: Any, batch: Any) -> Iterator[None]:
     """What is to be quantised is sent in its own dtype, and nothing says so."""
     layout = step.layout(batch)

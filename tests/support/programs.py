@@ -26,6 +26,7 @@ from models import gpt2, gpt2_nnx, resnet
 from support.once import one_at_a_time
 from support.program_controls import (
     annotated,
+    gathered_in_its_round,
     in_each_round,
     in_one_piece,
     in_tiles_of_8,
@@ -258,6 +259,9 @@ PROGRAMS: dict[str, Row] = {
     **{f"v5e stage 3, 4 layers{', overlap' * overlap}": gpt2_row(
         V5E, 3, config=dataclasses.replace(WIDE, num_layers=4, width=512, num_heads=4), batch=(1, 256),
         options={"overlap": overlap}) for overlap in (False, True)},
+    **{f"v5e stage 3, 8 layers, overlap{', each in its round' * bool(change)}": gpt2_row(
+        V5E, 3, config=gpt2.Config(8, 512, 4, vocab_size=512, max_length=256, remat=True), batch=(4, 256),
+        options={"overlap": True}, change=change) for change in (None, gathered_in_its_round)},
     "v5e stage 2, reduce fp32": Row(V5E, 2, options=REDUCE_FP32),
     "v5e stage 3, reduce fp32": Row(V5E, 3, options=REDUCE_FP32),
     "v5e stage 2, fp32": Row(V5E, 2, options=FP32),

@@ -159,6 +159,11 @@ class ParamUse:
         return _READ.bind(carrier, gathered, use=self, names=(GATHERED, *(f"{_SPLIT}{dim}" for dim in split)))
 
 
+def is_gather(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` gathers a parameter, or a layer of it, from the shards that are stored."""
+    return primitive_of(eqn) == _GATHER.name
+
+
 def use_of_read(eqn: JaxprEqn) -> ParamUse | None:
     """How `eqn` reads a parameter, if it reads one."""
     return own_use(eqn) if primitive_of(eqn) in (_READ.name, _LAST_READ.name) else None

@@ -16,10 +16,12 @@ from zero_jax.sharding.memory.host_arrays import carrier_of, is_on_host
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.step.losses import loss_and_metrics, with_key
 from zero_jax.step.options import StepOptions
+from zero_jax.step.overlap import gathers_ahead
 from zero_jax.transforms.activation_partitioning import Activations
 from zero_jax.transforms.derived_weights import scatter_derived_gradients
 from zero_jax.transforms.explicit_scatter import scatter_partial_gradients
 from zero_jax.transforms.gather_again import gather_again, value_and_grad
+from zero_jax.transforms.gather_ahead import gather_ahead
 from zero_jax.transforms.gather_remat import (
     duplicate_param_reads,
     isolate_inner_remat,
@@ -143,6 +145,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         (reduced, functools.partial(
             scatter_partial_gradients, batch_size=activations.batch_size, axes=layout.axes, uneven=uneven_only,
             split=activations.sequence, hops=hops)),
+        (gathers_ahead(options, layout), gather_ahead),
     ]
     loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled),
                                 first=remat_blocks, last=with_shared_calls)

@@ -5,7 +5,13 @@ from typing import Any
 
 from zero_jax.sharding.layout import Layout
 from zero_jax.step.options import StepOptions
-from zero_jax.xla.overlap import overlap_options, prefetch_options, reduction_options, sparse_cores_gather
+from zero_jax.xla.overlap import (
+    overlap_options,
+    prefetch_options,
+    reduction_options,
+    sends_within_products,
+    sparse_cores_gather,
+)
 
 
 def with_overlap(layout: Layout, options: StepOptions) -> Layout:
@@ -18,6 +24,12 @@ def gathers_in_pieces(options: StepOptions, layout: Layout) -> bool:
     """Whether SparseCores gather whole weights, at stages 1 and 2: see `gather_pieces`."""
     return not options.stage.shards_params and options.stage.shards_optimizer and layout.mesh.size > 1 and (
         sparse_cores_gather(layout.mesh.devices.flat[0], options.overlap))
+
+
+def gathers_ahead(options: StepOptions, layout: Layout) -> bool:
+    """Whether rounds of loops gather what the next one begins with: see `transforms.gather_ahead`."""
+    device = layout.mesh.devices.flat[0]
+    return layout.gathers_at_use and layout.mesh.size > 1 and options.overlap is True and sends_within_products(device)
 
 
 def step_overlap_options(options: StepOptions, layout: Layout) -> dict[str, Any]:

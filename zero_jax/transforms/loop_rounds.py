@@ -84,6 +84,16 @@ def run_in_rounds(closed: ClosedJaxpr, args: Sequence[Any], parts: jax.Array, wo
     return outs, jnp.concatenate(results)
 
 
+def call_operands(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+    """The operands of a call; of what is recomputed behind the barrier that JAX lowers a checkpoint with."""
+    if primitive_of(eqn) != REMAT or not (checkpoint := Checkpoint.of(eqn)).differentiated:
+        return values
+    behind = checkpoint.prevent_cse
+    kept = [behind] * len(values) if isinstance(behind, bool) else list(behind)
+    chosen = iter(jax.lax.optimization_barrier([value for value, keep in zip(values, kept, strict=True) if keep]))
+    return [next(chosen) if keep else value for value, keep in zip(values, kept, strict=True)]
+
+
 def _run_loop(eqn: JaxprEqn, args: list[Any], parts: jax.Array, work: Callable[[jax.Array], jax.Array]
               ) -> tuple[list[Any], jax.Array]:
     scan, body = Scan.of(eqn), call_jaxpr(eqn)
@@ -134,7 +144,7 @@ class _Round:
             products = sum(_of(eqn))
             if _is_open(eqn) and 2 * products > self.total:
                 with jax.named_scope(scope_of(eqn)):
-                    outs, late_out = self._run(call_jaxpr(eqn), _again(eqn, values), is_late)
+                    outs, late_out = self._run(call_jaxpr(eqn), call_operands(eqn, values), is_late)
             else:
                 if self.result is None and products and any(is_late):
                     number = is_late.index(True)
@@ -152,16 +162,6 @@ def _is_open(eqn: JaxprEqn) -> bool:
     if primitive_of(eqn) == JIT:
         return not any(isinstance(each, jax.sharding.Sharding) for each in out_shardings(eqn))
     return primitive_of(eqn) == REMAT
-
-
-def _again(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """The operands of a call; of what is recomputed behind the barrier that JAX lowers a checkpoint with."""
-    if primitive_of(eqn) != REMAT or not (checkpoint := Checkpoint.of(eqn)).differentiated:
-        return values
-    behind = checkpoint.prevent_cse
-    kept = [behind] * len(values) if isinstance(behind, bool) else list(behind)
-    chosen = iter(jax.lax.optimization_barrier([value for value, keep in zip(values, kept, strict=True) if keep]))
-    return [next(chosen) if keep else value for value, keep in zip(values, kept, strict=True)]
 
 
 def _rounds(eqn: JaxprEqn) -> int:

@@ -3,7 +3,8 @@
 XLA:GPU and the compiler for TPU7x make collectives asynchronous by themselves, those for v5p and v6e when asked: then
 the SparseCores send and receive while the TensorCores compute. That for v5e sends within products: gathers by itself,
 reductions when asked. In a loop over layers a device still waits for what a layer begins with, unless the round before
-has gathered it.
+has gathered it: XLA's pipeliners do that when asked (`prefetch_options`), on v5e a pass of the step with
+`overlap=True` (`transforms.gather_ahead`).
 """
 
 from collections.abc import Mapping
@@ -148,6 +149,11 @@ def reduction_options(device: jax.Device, num_shards: int) -> dict[str, Any]:
 def sparse_cores_gather(device: jax.Device, overlap: Overlap) -> bool:
     """Whether SparseCores gather whole weights and those of layers, with what `overlap` asks for."""
     return device.device_kind in ASKED and overlap is not False
+
+
+def sends_within_products(device: jax.Device) -> bool:
+    """Whether what is asked for is sent within matrix products, on their core: on v5e."""
+    return device.device_kind in WITHIN_PRODUCTS
 
 
 def blocks(device: jax.Device, overlap: Overlap) -> bool:
