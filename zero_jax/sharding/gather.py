@@ -35,7 +35,7 @@ SCATTER_QUANTIZED = "zero_scatter_quantized"
 _SPLIT = "zero_tensor_"
 """With a number, the `checkpoint_name` of a parameter whose dim of that number `tensor` splits."""
 GATHER_SCOPE = "zero_gather"
-"""In the op_name of every collective that gathers parameters."""
+"""In the op_name of every collective that gathers parameters, and the name of the primitive that does."""
 HOST_READ_SCOPE = "zero_host_read"
 """In the op_name of every read of a parameter's shard from host memory."""
 
@@ -157,11 +157,6 @@ class ParamUse:
         """`gathered`, as a function of `carrier`: its transpose reduces and scatters the gradient of this read."""
         split = (dim for dim, entry in enumerate(compute_spec(self.stored, self.axes)) if entry is not None)
         return _READ.bind(carrier, gathered, use=self, names=(GATHERED, *(f"{_SPLIT}{dim}" for dim in split)))
-
-
-def is_gather(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` gathers a parameter, or a layer of it, from the shards that are stored."""
-    return primitive_of(eqn) == _GATHER.name
 
 
 def use_of_read(eqn: JaxprEqn) -> ParamUse | None:
@@ -296,7 +291,7 @@ def _linear(value: jax.Array, use: ParamUse) -> jax.Array:
     return _gathered(value, dataclasses.replace(use, codes=None, secondary=()))
 
 
-_GATHER = named_call("zero_gather", _gathered)
+_GATHER = named_call(GATHER_SCOPE, _gathered)
 _GATHER_SECONDARY = named_call("zero_gather_secondary", _gathered_secondary)
 _READ, _LAST_READ = (named_call(name, lambda carrier, gathered, use: gathered, mapped=_read)
                      for name in ("zero_read", "zero_last_read"))

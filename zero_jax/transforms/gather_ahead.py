@@ -27,7 +27,7 @@ from zero_jax.jaxpr.equations import (
     variables,
 )
 from zero_jax.jaxpr.primitives import DOT, REMAT, SCAN, Scan, call_jaxpr
-from zero_jax.sharding.gather import is_gather
+from zero_jax.sharding.gather import GATHER_SCOPE
 from zero_jax.transforms.loop_rounds import call_operands
 from zero_jax.transforms.scatter_calls import inlined
 
@@ -86,7 +86,7 @@ class _Loop:
         scan, closed = Scan.of(eqn), call_jaxpr(eqn)
         block, body = _block(closed.jaxpr)
         eqns = live_eqns(body.eqns, body.outvars)
-        gathers = [each for each in eqns if is_gather(each) and shape_of(each.outvars[0]).ndim > 1]
+        gathers = [each for each in eqns if primitive_of(each) == GATHER_SCOPE and shape_of(each.outvars[0]).ndim > 1]
         products = _products(eqns, gathers)
         order = list({id(weight): weight for _, weight in products}.values())  # in which weights are first taken
         if len(order) < 2 or len((gather := order[0]).invars) > 1 or (
