@@ -353,17 +353,17 @@ def test_a_merged_all_reduce_is_that_of_its_arrays(merging, merged, name):
 
 
 @pytest.mark.parametrize("kind, copied, expected", [
-    ("all-reduce", "", "zero_scatter/w"), ("all-reduce", "step/while", "zero_scatter/w"),
-    ("all-gather", "", ""), ("all-gather", "step/while", "step/while")])
+    ("reduce-scatter", "", "zero_scatter/w"), ("reduce-scatter", "step/while", "zero_scatter/w"),
+    ("all-reduce", "", ""), ("all-gather", "", ""), ("all-gather", "step/while", "step/while")])
 def test_a_reduction_without_a_name_is_that_of_what_it_sends(kind, copied, expected):
-    """XLA:TPU copies what it sends within a product, with the loop's name or none. What is gathered has other names."""
+    """XLA:TPU copies what it sends within a product, with the loop's name or none. Others have their own, or none."""
     (found,) = hlo.collectives(module(
         computation("%sum", "ROOT %z = f32[] constant(0)"),
         computation("ENTRY %main", f'{P0}, metadata={{op_name="x"}}',
                     dot("%g") + ', metadata={op_name="zero_scatter/w"}',
                     f"%c = {F32} copy(%g)" + bool(copied) * f', metadata={{op_name="{copied}"}}',
                     f"ROOT %s = {F32} {kind}(%c), replica_groups={{}}" + (
-                        ", to_apply=%sum" if kind == "all-reduce" else ", dimensions={0}"))))
+                        ", to_apply=%sum" * ("reduce" in kind) + ", dimensions={0}" * (kind != "all-reduce")))))
     assert found.op_name == expected
 
 

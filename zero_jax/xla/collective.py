@@ -149,7 +149,7 @@ def read_collective(module: Module, frame: Frame, instruction: Instruction, exec
     in_fusion = frame.caller is not None and frame.caller.opcode == "fusion"
     if kind == "all-reduce" and in_fusion and _only_sliced(frame.computation, instruction):
         kind = "reduce-scatter"
-    op_name, source = _origin(module, frame, instruction, sent)
+    op_name, source = _origin(module, frame, instruction, sent, scatters=kind == "reduce-scatter")
     return Collective(
         kind=kind,
         shapes=tuple(shapes),
@@ -166,32 +166,34 @@ def read_collective(module: Module, frame: Frame, instruction: Instruction, exec
     )
 
 
-def _origin(module: Module, frame: Frame, instruction: Instruction, sent: Sequence[Instruction]) -> tuple[str, str]:
+def _origin(module: Module, frame: Frame, instruction: Instruction, sent: Sequence[Instruction], *, scatters: bool
+            ) -> tuple[str, str]:
     """Metadata of the first of `_named_alike` that has any: passes drop metadata.
 
-    What XLA:TPU copies for what is sent within a product has the name of the loop around it: that is taken where there
-    is no other.
+    What XLA:TPU copies for a reduce-scatter within a product has the name of the loop around it, or none: that of the
+    loop is taken where there is no other. An all-reduce merges gradients and other sums: what makes one says little.
     """
     of_loop = "", ""
-    for candidate in _named_alike(frame, instruction, sent):
+    for candidate in _named_alike(frame, instruction, sent, scatters):
         op_name, source = module.metadata(candidate)
-        if op_name and not op_name.endswith("/while"):
+        if op_name and not (scatters and op_name.endswith("/while")):
             return op_name, source
         of_loop = of_loop if of_loop[0] else (op_name, source)
     return of_loop
 
 
-def _named_alike(frame: Frame, instruction: Instruction, sent: Sequence[Instruction]) -> Iterator[Instruction]:
-    """The instruction, the largest that it sends, its caller, and of a reduction what makes what it sends.
+def _named_alike(frame: Frame, instruction: Instruction, sent: Sequence[Instruction], scatters: bool
+                 ) -> Iterator[Instruction]:
+    """The instruction, the largest that it sends, its caller, and of a reduce-scatter what makes what it sends.
 
     Of one that is merged the largest comes first (jaxlib 0.12 writes the names of all, as `step/(first:second)`), and
     no other: that a smaller one is a sum says nothing of it.
     """
     reads = sorted(sent, key=lambda each: -sum(shape_bytes(*shape) for shape in each.shapes))
-    is_merged, reduces = len(sent) > len(instruction.operands), kind_of(instruction) in ("reduce-scatter", "all-reduce")
+    is_merged = len(sent) > len(instruction.operands)
     while True:
         yield from (*reads[:1], instruction) if is_merged else (instruction, *reads)
-        if reduces and (frame.caller is None or frame.caller.opcode == "while"):
+        if scatters and (frame.caller is None or frame.caller.opcode == "while"):
             yield from _makers(frame.computation, instruction)
         if frame.caller is None or frame.parent is None:
             return
