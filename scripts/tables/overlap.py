@@ -4,17 +4,20 @@
     python scripts/tables/overlap.py h100:8 3 1.5b '{}' '{"prefetch": true}'       # 3 minutes
 
 Each argument behind target, stage and model is a set of arguments of `make_zero_train_step`, as JSON; what it has under
-"xla" are options of XLA, under "communication" the arguments of `Communication`, and under "clip" the norm of all
-gradients that AdamW clips by, so that no update begins before the last of them. Of each it prints the shares of the
+"xla" are options of XLA, under "communication" the arguments of `Communication`, under "clip" the norm of all
+gradients that AdamW clips by, so that no update begins before the last of them; with "ahead": false the pass
+`gather_ahead` is left out. Of each it prints the shares of the
 bytes of gathers and reductions that are sent asynchronously and, of these, beside a matrix product; temporaries, and as
 predicted from the schedule the seconds in which nothing but communication runs, those of a step, and MFU. Blocks are
 rematerialised; the batch is `MODELS`', or that behind "@": `1.5b@1` has one sequence on each device.
 """
 
+import contextlib
 import dataclasses
 import json
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -24,6 +27,7 @@ import optax
 from models import gpt2
 from zero_jax import Communication, make_mesh, make_zero_train_step
 from zero_jax.planning.plan import examine
+from zero_jax.step import gradients
 from zero_jax.xla.devices import target_devices
 from zero_jax.xla.targets import target_of
 
@@ -42,13 +46,23 @@ HEADER = """| target, stage, model | arguments | asynchronous | beside a product
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Each weight is gathered in its own round of a loop."""
+    own, gradients.gathers_ahead = gradients.gathers_ahead, lambda *_: False
+    try:
+        yield
+    finally:
+        gradients.gathers_ahead = own
+
+
 def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> str:
     """A row of the table."""
     name, _, sequences = model.partition("@")
     config, batch = MODELS[name]
     batch = int(sequences or batch)
     mesh = make_mesh(devices=target_devices(target))
-    options = {name: value for name, value in arguments.items() if name not in ("xla", "clip")}
+    options = {name: value for name, value in arguments.items() if name not in ("xla", "clip", "ahead")}
     if "clip" in arguments:
         options["optimizer"] = optax.chain(optax.clip_by_global_norm(arguments["clip"]), optax.adamw(1e-3))
     if "communication" in options:
@@ -59,7 +73,8 @@ def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> s
     step.layout({"inputs": tokens, "targets": tokens})  # by which XLA's options are known
     step._compiler_options |= arguments.get("xla", {})
     began = time.perf_counter()
-    plan = examine(step, {"inputs": tokens, "targets": tokens}, target_of(target), compare=False)
+    with left_out() if arguments.get("ahead") is False else contextlib.nullcontext():
+        plan = examine(step, {"inputs": tokens, "targets": tokens}, target_of(target), compare=False)
     seconds = time.perf_counter() - began
     if plan.communication is None or plan.timing is None or plan.communication.violations:
         return f"| {target}, {stage}, {model} | {arguments} | {plan.refused or 'breaks its contract'} |"
