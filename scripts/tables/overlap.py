@@ -6,10 +6,10 @@
 Each argument behind target, stage and model is a set of arguments of `make_zero_train_step`, as JSON; what it has under
 "xla" are options of XLA, under "communication" the arguments of `Communication`, under "clip" the norm of all
 gradients that AdamW clips by, so that no update begins before the last of them; with "ahead": false the pass
-`gather_ahead` is left out. Of each it prints the shares of the
-bytes of gathers and reductions that are sent asynchronously and, of these, beside a matrix product; temporaries, and as
-predicted from the schedule the seconds in which nothing but communication runs, those of a step, and MFU. Blocks are
-rematerialised; the batch is `MODELS`', or that behind "@": `1.5b@1` has one sequence on each device.
+`gather_ahead` is left out. Of each it prints the shares of the bytes of gathers and reductions that are sent
+asynchronously and, of these, beside a matrix product; temporaries, and as predicted from the schedule the seconds in
+which nothing but communication runs, those of a step, and MFU. Blocks are rematerialised; the batch is `MODELS`', or
+that behind "@": `1.5b@1` has one sequence on each device.
 """
 
 import contextlib

@@ -15,7 +15,7 @@ from zero_jax.sharding.mesh import fills_tiles, is_tpu, tile_block
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.sharding.quantized.reduce import reduce_quantized
-from zero_jax.xla.overlap import WITHIN_PRODUCTS
+from zero_jax.xla.overlap import sends_within_products
 
 MAX_UNPADDED_ROWS = 2**14
 """With more rows than this, a TPU all-reduces instead of scattering columns unless the rows are a multiple of four
@@ -82,7 +82,7 @@ def _tile_rows(mesh: Mesh) -> int:
     they send twice the bytes. Where a product is to send them, XLA views them as 8 x 128, and fails to compile them
     unless they are.
     """
-    return 8 if mesh.devices.flat[0].device_kind in WITHIN_PRODUCTS else 16
+    return 8 if sends_within_products(mesh.devices.flat[0]) else 16
 
 
 def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block: int, rows: int) -> jax.Array:
