@@ -54,7 +54,7 @@ def run(folder, *actions):
         outputs = [process.communicate(timeout=240) for process in processes]
     if any(process.returncode for process in processes):
         return [errors for _, errors in outputs]
-    first, second = ([line.split() for line in output.splitlines() if line.split()[0] in WORDS]  # others are Gloo's
+    first, second = ([line.split() for line in output.splitlines() if line.split(" ")[0] in WORDS]  # others are Gloo's
                      for output, _ in outputs)
     assert first == second
     return first
