@@ -50,6 +50,14 @@ def in_one_piece(step: Any, batch: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def transposed(step: Any, batch: Any) -> Iterator[None]:
+    """Rows of gradients that fill tiles are sent as columns, where each device holds the parameter whole."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_jax.transforms.explicit_scatter.is_of_whole", lambda scatter: False)
+        yield
+
+
+@contextlib.contextmanager
 def with_queue(step: Any, batch: Any) -> Iterator[None]:
     """Gathers on the SparseCores may start while others are sent, also where no loop runs over the layers."""
     step._compiler_options |= {"xla_tpu_enable_sparse_core_offload_queuing_in_lhs": True}

@@ -32,6 +32,7 @@ from support.program_controls import (
     in_tiles_of_8,
     kept,
     partitioned,
+    transposed,
     uncoded,
     with_queue,
 )
@@ -289,6 +290,9 @@ PROGRAMS: dict[str, Row] = {
         change=change) for chip, target, name, change in (
             ("v5p", V5P, ", tiles of 8", in_tiles_of_8), ("v5e", V5E, ", whole", in_one_piece))
        for change in (None, change)},
+    **{f"v5e stage 2, width 2048{', transposed' * bool(change)}": gpt2_row(
+        V5E, 2, config=gpt2.Config(2, 2048, 16, vocab_size=512, max_length=256, remat=True), batch=(8, 256),
+        change=change) for change in (None, transposed)},
     "v6e stage 3": Row("v6e:2x4", 3),
     **{f"{name} stage 3, gathered in forward": gpt2_row(target, 3, config=REMAT, options={"gather": "forward"})
        for name, target in (("h100", H100), ("v5p", V5P), ("v6e", "v6e:2x4"))},

@@ -30,8 +30,8 @@ REDUCED = "zero_reduced"
 """The `checkpoint_name` of gradients that are to be reduced."""
 SCATTER = "zero_scatter"
 """The name of the jitted call that reduces and scatters a gradient."""
-SCATTER_QUANTIZED = "zero_scatter_quantized"
-"""The same of a gradient that is to be sent as codes (`quantized.reduce`)."""
+SCATTER_QUANTIZED, SCATTER_WHOLE = "zero_scatter_quantized", "zero_scatter_whole"
+"""Of gradients that are sent as codes (`quantized.reduce`), or of parameters that each device holds (stages 1, 2)."""
 _SPLIT = "zero_tensor_"
 """With a number, the `checkpoint_name` of a parameter whose dim of that number `tensor` splits."""
 GATHER_SCOPE = "zero_gather"
@@ -277,8 +277,8 @@ def _scatter(use: ParamUse) -> Callable[[jax.Array], jax.Array]:
             value = constrain(value, use.mesh, step)
         return value
 
-    if use.quantize_gradient:
-        zero_scatter.__name__ = SCATTER_QUANTIZED
+    whole = {*names_of(use.stored)} <= {use.axes.tensor}
+    zero_scatter.__name__ = SCATTER_QUANTIZED if use.quantize_gradient else SCATTER_WHOLE if whole else SCATTER
     return jax.jit(zero_scatter, out_shardings=NamedSharding(use.mesh, spec))
 
 

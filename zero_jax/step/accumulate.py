@@ -147,7 +147,8 @@ def _reduce_once(
         hops = layout.quantized.hops if layout.quantized and name in layout.quantized.gradients else ()
         reduce_scatter = jax.shard_map(
             on_one_slice(lambda part, weight: reduce_parts(
-                (part[0] / weight).astype(dtype), layout.axes, sharding.spec, hops), layout.axes),
+                (part[0] / weight).astype(dtype), layout.axes, sharding.spec, hops,
+                in_tiles=not layout.gathers_at_use), layout.axes),
             mesh=mesh, in_specs=(P(axes, *compute_spec(sharding.spec, layout.axes)), P()), out_specs=sharding.spec,
             check_vma=False)
         return reduce_scatter(total, weight).astype(total.dtype)

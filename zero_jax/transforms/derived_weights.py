@@ -34,7 +34,7 @@ from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.sharding.reduce_scatter import reduce_parts
 from zero_jax.sharding.slices import on_one_slice
 from zero_jax.transforms.explicit_scatter import PartialGradient, as_stored
-from zero_jax.transforms.scatter_calls import MOVES, SUMS, inlined, is_plain_call, is_quantized, is_scatter
+from zero_jax.transforms.scatter_calls import MOVES, SUMS, inlined, is_of_whole, is_plain_call, is_quantized, is_scatter
 
 _SUMS = (*SUMS, "sub", "select_n")
 """Primitives that are linear in their operands together; the first of a `select_n` says which."""
@@ -220,7 +220,7 @@ class _Derivative:
             run_eqns(self.eqns, env, self._bind)
             scattered = [
                 reduce_parts(as_stored(eqn, env[eqn.invars[0]]), self.axes, spec,
-                             self.hops if is_quantized(eqn) else ())
+                             self.hops if is_quantized(eqn) else (), in_tiles=is_of_whole(eqn))
                 for eqn, spec in zip(self.scatters, specs, strict=True)]
             return *scattered, *(_all_reduced(env[atom], self.axes) for atom in self.sums)
 

@@ -46,7 +46,7 @@ from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.sharding.reduce_scatter import reduce_parts
 from zero_jax.sharding.slices import on_one_slice
-from zero_jax.transforms.scatter_calls import MOVES, SUMS, is_quantized, is_scatter, is_uneven
+from zero_jax.transforms.scatter_calls import MOVES, SUMS, is_of_whole, is_quantized, is_scatter, is_uneven
 
 WHOLE = P()
 _KEEPS_DIMS = ("copy", NAME, CONVERT)
@@ -229,7 +229,8 @@ class PartialGradient:
         scope = scope_of(self.eqns[0])
 
         def part(*values: jax.Array) -> jax.Array:
-            return reduce_parts(as_stored(scatter, self._own(values)), self.mesh_axes, self.spec, self.hops)
+            return reduce_parts(as_stored(scatter, self._own(values)), self.mesh_axes, self.spec, self.hops,
+                                in_tiles=is_of_whole(scatter))
 
         summed = jax.shard_map(
             on_one_slice(part, self.mesh_axes), mesh=self.mesh, out_specs=self.spec, check_vma=False,
@@ -251,9 +252,8 @@ class PartialGradient:
     def reduced(self, scatter: JaxprEqn, parts: jax.Array) -> jax.Array:
         """What `scatter` makes of the sum of what `each` returned, or of sums of such."""
         reduce = jax.shard_map(
-            on_one_slice(lambda own: reduce_parts(as_stored(scatter, own[0]), self.mesh_axes, self.spec,
-                                              self.hops),
-                         self.mesh_axes),
+            on_one_slice(lambda own: reduce_parts(as_stored(scatter, own[0]), self.mesh_axes, self.spec, self.hops,
+                                                  in_tiles=is_of_whole(scatter)), self.mesh_axes),
             mesh=self.mesh, in_specs=P(self.axes), out_specs=self.spec, check_vma=False)
         return reduce(parts)
 

@@ -19,7 +19,7 @@ from zero_jax.jaxpr.equations import (
     variables,
 )
 from zero_jax.jaxpr.primitives import CONVERT, JIT, NAME, SCATTER_ADD, call_jaxpr, jit_name, out_shardings
-from zero_jax.sharding.gather import SCATTER, SCATTER_QUANTIZED
+from zero_jax.sharding.gather import SCATTER, SCATTER_QUANTIZED, SCATTER_WHOLE
 from zero_jax.transforms.reduce_dtype import is_reduced_mark
 
 MOVES = ("transpose", "reshape", "squeeze", "rev", "copy", NAME, CONVERT)
@@ -89,13 +89,18 @@ def is_scatter(eqn: JaxprEqn) -> bool:
 
     Its derivatives have its name where a loss differentiates by parameters, and not its sharding.
     """
-    return jit_name(eqn) in (SCATTER, SCATTER_QUANTIZED) and len(eqn.outvars) == 1 and isinstance(
+    return jit_name(eqn) in (SCATTER, SCATTER_QUANTIZED, SCATTER_WHOLE) and len(eqn.outvars) == 1 and isinstance(
         out_shardings(eqn)[0], NamedSharding)
 
 
 def is_quantized(scatter: JaxprEqn) -> bool:
     """Whether the gradient is to be sent as codes."""
     return jit_name(scatter) == SCATTER_QUANTIZED
+
+
+def is_of_whole(scatter: JaxprEqn) -> bool:
+    """Whether the gradient is of a parameter that each device holds whole."""
+    return jit_name(scatter) == SCATTER_WHOLE
 
 
 def is_uneven(scatter: JaxprEqn) -> bool:
