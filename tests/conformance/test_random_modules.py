@@ -45,9 +45,9 @@ def test_a_gradient_that_one_device_does_not_send_is_caught(monkeypatch):
                 and drawn.hidden % 8 and drawn.pieces[0] == "dense")
     right, sent = explicit_scatter.reduce_parts, []
 
-    def forgetful(value, axes, spec, hops=()):
+    def forgetful(value, axes, spec, hops=(), **how):
         sent.append(spec)
-        return right(jnp.where(jax.lax.axis_index("data") == 7, 0, value), axes, spec, hops)
+        return right(jnp.where(jax.lax.axis_index("data") == 7, 0, value), axes, spec, hops, **how)
 
     monkeypatch.setattr(explicit_scatter, "reduce_parts", forgetful)
     with pytest.raises(AssertionError):

@@ -39,9 +39,9 @@ def test_a_gradient_that_one_device_does_not_send_is_caught(monkeypatch):
     drawn = Drawn(0, "linen", True, 60, 3, "fp32", "flat", "momentum", True, (("accumulate", 2), ("remat", "full")))
     right, sent = explicit_scatter.reduce_parts, []
 
-    def forgetful(value, axes, spec, hops=()):
+    def forgetful(value, axes, spec, hops=(), **how):
         sent.append(spec)
-        return right(jnp.where(jax.lax.axis_index("data") == 7, 0, value), axes, spec, hops)
+        return right(jnp.where(jax.lax.axis_index("data") == 7, 0, value), axes, spec, hops, **how)
 
     monkeypatch.setattr(explicit_scatter, "reduce_parts", forgetful)
     with pytest.raises(AssertionError):
