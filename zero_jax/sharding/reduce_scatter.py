@@ -30,12 +30,12 @@ def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P, hops: Sequence[
                  in_tiles: bool = False) -> jax.Array:
     """The sum of the devices' `value`s, sharded by `spec`: each device returns its shard. For `jax.shard_map`.
 
-    hops: in which formats they are sent; none: as they are. in_tiles: the last axis of TPU v5e
-    is to get rows that fill tiles as tiles, in memory order, not transposed. Where no weight is gathered beside them
-    XLA (jax 0.10) undoes the transposition and pads what it then sends, by up to an eighth: 1.09 instead of 1.01 times
-    the bytes of gradients (GPT-2 of 12 layers of width 2048 at stage 2 on `v5e:2x4`). At stage 3 it sends them
-    transposed, and steps are up to 2 % faster so; with the first of two axes in tiles steps take 1.05 times as long
-    (6.7B at stage 2 on `v5e:16x16`).
+    hops: in which formats they are sent; none: as they are.
+    in_tiles: on TPU v5e rows that fill tiles are sent as tiles over the last axis, in memory order, and not transposed.
+    For stages 1 and 2, where no weight is gathered beside them: XLA (jax 0.10) undoes the transposition, and pads rows
+    by up to an eighth, so that 1.09 instead of 1.01 times the bytes of gradients are sent (GPT-2 of 12 layers of width
+    2048 at stage 2 on `v5e:2x4`). At stage 3 it does not, and steps with tiles are up to 2 % slower. Over the first of
+    two axes they are 5 % slower (6.7B at stage 2 on `v5e:16x16`).
     """
     if hops:
         return reduce_quantized(value, mesh_axes, spec, hops)
@@ -45,11 +45,11 @@ def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P, hops: Sequence[
     rest = tuple(axis for axis in mesh_axes.step_names
                  if axis != tensor and all(axis not in axes for _, axes in splits))
     if is_tpu(mesh):
-        rows = _tile_rows(mesh)
         order = _scatter_order(value.size, mesh, splits)
+        in_tiles = in_tiles and sends_within_products(mesh.devices.flat[0])
         for number, (dim, axis) in enumerate(order, 1):
-            value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis), rows,
-                                   in_tiles and rows == 8 and number == len(order))
+            value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis), _tile_rows(mesh),
+                                   in_tiles and number == len(order))
     else:
         for dim, axes in splits:
             for together in _mesh_ordered_runs(axes, mesh):
