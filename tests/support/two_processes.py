@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from support.pages import ROOT
+from zero_jax.sharding.mesh import with_ordered_collectives
 
 
 @contextlib.contextmanager
@@ -17,7 +18,7 @@ def two_processes(program: str, *args: str, xla_flags: str = "") -> Iterator[lis
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
-                        "XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {xla_flags}"}
+                        "XLA_FLAGS": with_ordered_collectives(f"--xla_force_host_platform_device_count=2 {xla_flags}")}
     processes = [subprocess.Popen([sys.executable, "-c", program, address, str(number), *args], env=env,
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for number in range(2)]
     try:

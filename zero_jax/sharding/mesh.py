@@ -20,6 +20,19 @@ TENSOR = "tensor"
 CONTEXT = "context"
 
 
+def with_ordered_collectives(flags: str) -> str:
+    """`flags` for XLA with one by which simulated devices do not wait for each other for ever, unless it is given.
+
+    A program that JAX loads from its persistent cache has lost, on CPUs, the order of loops and the collectives outside
+    of them (jaxlib 0.10.2 and 0.12). Where one device begins with the gather of an untied head and another with the
+    loop over layers, each waits for the rest, and XLA ends the process after 40 seconds. With this flag a gather stands
+    where its value is needed, in memory that the loop has left, which orders them.
+    """
+    name = "--xla_cpu_enable_concurrency_optimized_scheduler"
+    known = jax.__version_info__ < (0, 13)  # XLA ends the process on a flag that it does not know
+    return f"{flags} {name}=false".strip() if known and name not in flags else flags
+
+
 def simulate_local(num_devices: int) -> None:
     """As `simulate_devices`, without a look at what JAX has started with: before `jax.distributed` no look is allowed.
 
@@ -27,6 +40,7 @@ def simulate_local(num_devices: int) -> None:
     (jaxlib 0.10.2: each waits in `ParallelBatchMap` for parts that no thread is left to take).
     """
     os.environ.setdefault("NPROC", str(2 * num_devices))  # which XLA reads for the size of a CPU client's pool
+    os.environ["XLA_FLAGS"] = with_ordered_collectives(os.environ.get("XLA_FLAGS", ""))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
 
