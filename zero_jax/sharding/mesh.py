@@ -21,7 +21,7 @@ CONTEXT = "context"
 
 
 def with_ordered_collectives(flags: str) -> str:
-    """`flags` for XLA with one by which simulated devices hardly ever wait for each other for ever, unless it is given.
+    """`flags` for XLA with the one that keeps the collectives of simulated devices in one order, unless it is given.
 
     A program that JAX loads from its persistent cache has lost, on CPUs, the order of loops and the collectives outside
     of them (jaxlib 0.10.2 and 0.12). Where one device begins with the gather of an untied head and another with the
