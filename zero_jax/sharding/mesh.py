@@ -26,7 +26,7 @@ def with_ordered_collectives(flags: str) -> str:
     A program that JAX loads from its persistent cache has lost, on CPUs, the order of loops and the collectives outside
     of them (jaxlib 0.10.2 and 0.12). Where one device begins with the gather of an untied head and another with the
     loop over layers, each waits for the rest, and XLA ends the process after 40 seconds. With this flag a gather stands
-    where its value is needed, in memory that the loop has left, which orders all but few (with `remat="full"` one).
+    where its value is needed, mostly in memory that the loop has left and must have finished with.
     """
     name = "--xla_cpu_enable_concurrency_optimized_scheduler"
     known = jax.__version_info__ < (0, 13)  # XLA ends the process on a flag that it does not know
