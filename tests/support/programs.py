@@ -26,6 +26,7 @@ from models import gpt2, gpt2_nnx, resnet
 from support.once import one_at_a_time
 from support.program_controls import (
     annotated,
+    flat,
     gathered_in_its_round,
     in_each_round,
     in_one_piece,
@@ -290,6 +291,12 @@ PROGRAMS: dict[str, Row] = {
         change=change) for chip, target, name, change in (
             ("v5p", V5P, ", tiles of 8", in_tiles_of_8), ("v5e", V5E, ", whole", in_one_piece))
        for change in (None, change)},
+    **{f"v5e stage 3, 4 layers of width 1600, overlap{', flat' * bool(change)}": gpt2_row(
+        V5E, 3, config=gpt2.Config(4, 1600, 25, vocab_size=512, max_length=256, remat=True), batch=(8, 256),
+        options={"overlap": True}, change=change) for change in (None, flat)},
+    **{f"v5e stage 2, 4 layers{', overlap' * overlap}": gpt2_row(
+        V5E, 2, config=gpt2.Config(4, 1024, 8, vocab_size=512, max_length=256, remat=True), batch=(8, 256),
+        options={"overlap": overlap}) for overlap in (False, True)},
     **{f"v5e stage 2, width 2048{', transposed' * bool(change)}": gpt2_row(
         V5E, 2, config=gpt2.Config(2, 2048, 16, vocab_size=512, max_length=256, remat=True), batch=(8, 256),
         change=change) for change in (None, transposed)},

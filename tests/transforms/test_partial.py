@@ -196,6 +196,21 @@ def test_what_a_tpu_scatters_is_the_sum(name, torus):
     np.testing.assert_array_equal(*reduced(*KERNELS[name]))
 
 
+@pytest.mark.parametrize(("columns", "rows", "sent"), [(250, 8, {256}), (250, 16, set()), (240, 8, set())])
+def test_columns_that_nearly_fill_tiles_are_padded_on_v5e(columns, rows, sent, torus, monkeypatch):
+    """Up to a 20th is added. The controls are sent flat: tiles of other chips, and more columns to add."""
+    found, in_tiles = set[int](), scatter._scatter_rows
+
+    def counted(value, axis):
+        found.add(value.shape[1])
+        return in_tiles(value, axis)
+
+    monkeypatch.setattr(scatter, "_tile_rows", lambda mesh: rows)
+    monkeypatch.setattr(scatter, "_scatter_rows", counted)
+    np.testing.assert_array_equal(*reduced((800, columns), P("x", None)))
+    assert found == sent
+
+
 def test_small_arrays_are_scattered_first_over_the_axis_whose_tiles_they_fill(torus):
     mesh, splits = jax.sharding.AbstractMesh((2, 4), ("x", "y")), [(1, ("y",)), (2, ("x",))]
     assert scatter._scatter_order(2**24, mesh, splits) == ((2, "x"), (1, "y"))  # as the mesh has them

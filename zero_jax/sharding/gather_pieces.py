@@ -2,7 +2,8 @@
 
 What a SparseCore of a TPU writes is never a result of the program that replaces an argument: XLA copies the old weights
 before the model reads them, and the new ones into their place, which takes memory (4.5 GB instead of 3.2 of temporaries
-for 1.5B at stage 2 on eight v5p: docs/results.md). A piece is small, and is copied into the old weights.
+for 1.5B at stage 2 on eight v5p: docs/results.md). A piece is small, and is copied into the old weights. A v5e sends
+each piece within the update of others: of whole stacks of weights the last would have none beside it.
 """
 
 import math

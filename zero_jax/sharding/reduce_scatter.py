@@ -25,6 +25,9 @@ MAX_FLAT_BYTES = 2**24
 """Larger flat arrays are scattered in several pieces: XLA for v5e all-reduces them whole, together with others (those
 of 20 MB of GPT-2 1.5B's, and not of 15)."""
 
+MAX_PADDING = 1 / 20
+"""How much of a matrix may be added so that its rows are sent as tiles: of 1600 x 1600 over eight chips a 23rd."""
+
 
 def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P, hops: Sequence[Hop] = (), *,
                  in_tiles: bool = False) -> jax.Array:
@@ -99,8 +102,9 @@ def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block
     """The sum of `value` over `axis`, of which each of `num_shards` chips keeps its part of `dim`.
 
     Shards that do not fill tiles are sent as blocks of `block` values, in tiles of `rows`, which do: in memory order
-    where they consist of full tiles, else flat and padded. Where half of the bytes or more would be padding, the array
-    is all-reduced and sliced: that sends no more, and XLA (jax 0.10) fails to compile some such scatters.
+    where they consist of full tiles, or on v5e nearly do, else flat and padded. Where half of the bytes or more would
+    be padding, the array is all-reduced and sliced: that sends no more, and XLA (jax 0.10) fails to compile some such
+    scatters.
     in_tiles: also shards that fill tiles, where they are rows.
     """
     shape = (*value.shape[:dim], value.shape[dim] // num_shards, *value.shape[dim + 1:])
@@ -116,11 +120,12 @@ def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block
             return (columns if at else columns.T).reshape(shape)
         return jax.lax.psum_scatter(flat, axis, scatter_dimension=at, tiled=True).reshape(shape)
     if keeps_order:
-        # tiled=True: XLA (libtpu 0.0.42 to 0.0.52) fails to compile a scatter that drops its dim if it is to run within
-        # a product ("shard_count == subgroup_size").
-        tiles = value.reshape(-1, 8, shape[1] // 128, 128).swapaxes(1, 2).reshape(-1, 8, 128)
-        summed = jax.lax.psum_scatter(tiles, axis, scatter_dimension=0, tiled=True)
-        return summed.reshape(-1, shape[1] // 128, 8, 128).swapaxes(1, 2).reshape(shape)
+        return _scatter_rows(value, axis).reshape(shape)
+    wide = shape[-1] + -shape[-1] % 128
+    if rows == 8 and value.ndim == 2 and dim == 0 and shape[0] % 8 == 0 and (
+            math.ceil(shape[0] * wide / block) * block <= (1 + MAX_PADDING) * part):
+        # As wide as a product makes it in memory: within its like a v5e sends it, and nothing that is flat.
+        return _scatter_rows(jnp.pad(value, ((0, 0), (0, wide - shape[1]))), axis)[:, :shape[1]]
     parts = jnp.moveaxis(value.reshape(*shape[:dim], num_shards, *shape[dim:]), dim, 0).reshape(num_shards, -1)
     if part + -part % block >= 2 * part:
         return jax.lax.psum(parts, axis)[jax.lax.axis_index(axis)].reshape(shape)
@@ -128,6 +133,16 @@ def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block
     summed = [jax.lax.psum_scatter(piece.reshape(-1, rows, 128), axis, scatter_dimension=0, tiled=True).reshape(-1)
               for piece in _pieces(padded, block)]
     return jnp.concatenate(summed)[:part].reshape(shape)
+
+
+def _scatter_rows(value: jax.Array, axis: str) -> jax.Array:
+    """The sum of `value`, a matrix of full tiles, of which each chip keeps some rows: sent as tiles, as they lie."""
+    columns = value.shape[1] // 128
+    tiles = value.reshape(-1, 8, columns, 128).swapaxes(1, 2).reshape(-1, 8, 128)
+    # tiled=True: XLA (libtpu 0.0.42 to 0.0.52) fails to compile a scatter that drops its dim if it is to run within a
+    # product ("shard_count == subgroup_size").
+    summed = jax.lax.psum_scatter(tiles, axis, scatter_dimension=0, tiled=True)
+    return summed.reshape(-1, columns, 8, 128).swapaxes(1, 2).reshape(-1, columns * 128)
 
 
 def _pieces(parts: jax.Array, block: int) -> list[jax.Array]:

@@ -21,15 +21,20 @@ def with_overlap(layout: Layout, options: StepOptions) -> Layout:
 
 
 def gathers_in_pieces(options: StepOptions, layout: Layout) -> bool:
-    """Whether SparseCores gather whole weights, at stages 1 and 2: see `gather_pieces`."""
+    """Whether whole weights, at stages 1 and 2, are gathered beside their update: see `gather_pieces`."""
+    device = layout.mesh.devices.flat[0]
     return not options.stage.shards_params and options.stage.shards_optimizer and layout.mesh.size > 1 and (
-        sparse_cores_gather(layout.mesh.devices.flat[0], options.overlap))
+        sparse_cores_gather(device, options.overlap) or _sends_within_work(options, layout))
 
 
 def gathers_ahead(options: StepOptions, layout: Layout) -> bool:
     """Whether rounds of loops gather what the next one begins with: see `transforms.gather_ahead`."""
-    device = layout.mesh.devices.flat[0]
-    return layout.gathers_at_use and layout.mesh.size > 1 and options.overlap is True and sends_within_products(device)
+    return layout.gathers_at_use and layout.mesh.size > 1 and _sends_within_work(options, layout)
+
+
+def _sends_within_work(options: StepOptions, layout: Layout) -> bool:
+    """Whether v5e is asked to send within products and elementwise work."""
+    return options.overlap is True and sends_within_products(layout.mesh.devices.flat[0])
 
 
 def step_overlap_options(options: StepOptions, layout: Layout) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 XLA:GPU and the compiler for TPU7x make collectives asynchronous by themselves, those for v5p and v6e when asked: then
 the SparseCores send and receive while the TensorCores compute. That for v5e sends within products: gathers by itself,
-reductions when asked. In a loop over layers a device still waits for what a layer begins with, unless the round before
-has gathered it: XLA's pipeliners do that when asked (`prefetch_options`), on v5e a pass of the step with
-`overlap=True` (`transforms.gather_ahead`).
+when asked reductions, and within elementwise work what finds no product. In a loop over layers a device still waits for
+what a layer begins with, unless the round before has gathered it: XLA's pipeliners do that when asked
+(`prefetch_options`), on v5e a pass of the step with `overlap=True` (`transforms.gather_ahead`).
 """
 
 from collections.abc import Mapping
@@ -57,14 +57,16 @@ _GATHERS: dict[str, Any] = {
 }
 
 
-_REDUCTIONS_WITHIN_PRODUCTS: dict[str, Any] = {
+_WITHIN_OTHER_WORK: dict[str, Any] = {
     "xla_enable_async_reduce_scatter_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": True,
     "xla_tpu_decompose_every_reduce_scatters_hlos": True,  # only such are sent within a product
     "xla_tpu_ars_combiner_threshold_in_bytes": 0,  # else those of a layer are one, which waits for its last gradient
     "xla_tpu_scoped_vmem_limit_kib": 24576,  # of 16384 a product and what is sent within it take more
+    "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": True,  # what finds no product, in elementwise work
 }
-"""Each is needed: without any one of them no reduction is asynchronous, or XLA finds too little VMEM."""
+"""Without any one of the first five no reduction is asynchronous, or XLA finds too little VMEM. Without the last what
+finds no product blocks: some of what a round begins and ends with, and all that stages 1 and 2 gather."""
 
 
 def overlap_options(device: jax.Device, overlap: Overlap, *, at_once: bool = False, codes: bool = False
@@ -72,15 +74,15 @@ def overlap_options(device: jax.Device, overlap: Overlap, *, at_once: bool = Fal
     """XLA's options for `overlap`.
 
     "auto": those for the SparseCores of the chip, if its compiler waits to be asked; True: the same, on v5e those that
-    send reductions within products, or an error where there are none; False: none; a mapping, on any TPU: these besides
-    those of "auto", or in place of them.
+    send within products and elementwise work, or an error where there are none; False: none; a mapping, on any TPU:
+    these besides those of "auto", or in place of them.
 
     With libtpu 0.0.42 at least 98 % of the bytes of a small GPT-2 are sent asynchronously, none without
     (tests/xla/test_overlap.py). It costs memory, since what is sent must not be overwritten: `plan --overlap yes` says
     how much. at_once: whether layers gather their parameters with no loop over them; codes: whether gradients are sent
     as codes. Raises UsageError where it would change nothing.
 
-    On v5e "auto" gives none: a model that is small or has few tokens becomes slower, and compiling takes up to 2.5
+    On v5e "auto" gives none: a model that is small or has few tokens becomes slower, and compiling takes up to 3
     times as long (docs/results.md).
     """
     if overlap is False or overlap == "auto" and device.device_kind not in ASKED:
@@ -90,7 +92,7 @@ def overlap_options(device: jax.Device, overlap: Overlap, *, at_once: bool = Fal
         raise UsageError(f"overlap={shown(overlap)}: give \"auto\", True, False, or a mapping of XLA's options for "
                          "TPUs, as {\"xla_tpu_enable_async_collective_fusion\": True}.")
     if overlap is True and device.device_kind in WITHIN_PRODUCTS:
-        return dict(_REDUCTIONS_WITHIN_PRODUCTS)
+        return dict(_WITHIN_OTHER_WORK)
     if device.platform == "tpu" and changes and device.device_kind not in ASKED:
         return dict(changes)
     if device.device_kind not in ASKED:
