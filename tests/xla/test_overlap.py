@@ -123,7 +123,8 @@ def test_v5e_reduces_within_products_when_asked():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v5e stage 3, 4 layers", "v5e stage 2, 4 layers"])
+@pytest.mark.parametrize("name", [
+    "v5e stage 3, 4 layers", pytest.param("v5e stage 2, 4 layers", marks=pytest.mark.grid)])
 def test_v5e_sends_beside_other_work_when_asked(name):
     """Nine tenths of the bytes, within products or elementwise work. The control is the step without."""
     found, plain = program(f"{name}, overlap"), program(name)
