@@ -132,7 +132,7 @@ def test_v5e_sends_beside_other_work_when_asked(name):
     assert asynchronous(f"{name}, overlap") > 0.9 and asynchronous(name) < 0.5
     beside = [c.communication_bytes * c.count for c in found.collectives if c.overlapped_flops or c.overlapped_bytes]
     assert sum(beside) > 0.7 * found.sent()  # in so small a layer some work reads VMEM alone
-    assert found.memory.peak_memory_in_bytes < 1.15 * plain.memory.peak_memory_in_bytes
+    assert found.memory.peak_memory_in_bytes < plain.memory.peak_memory_in_bytes + 2**25  # small models
 
 
 @pytest.mark.grid
