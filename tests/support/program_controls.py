@@ -44,8 +44,7 @@ def in_tiles_of_8(step: Any, batch: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def in_one_piece(step: Any, batch: Any) -> Iterator[None]:
     """Parts of gradients that fill no tiles are sent flat, and at once, whatever their size."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.sharding.reduce_scatter.MAX_PADDING", -1)
+    with flat(step, batch), pytest.MonkeyPatch.context() as patch:
         patch.setattr("zero_jax.sharding.reduce_scatter.MAX_FLAT_BYTES", 2**40)
         yield
 

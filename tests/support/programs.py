@@ -358,3 +358,10 @@ def asynchronous(name):
     """Share of the bytes that are sent asynchronously."""
     found = program(name)
     return sum(c.communication_bytes * c.count for c in found.collectives if c.asynchronous) / found.sent()
+
+
+def beside_products(name, kind="all-gather"):
+    """Share of the bytes of gathers, or of another kind, in loops between whose start and end a product runs."""
+    found = [c for c in program(name).collectives if c.kind == kind and c.in_loop]
+    sent = [c.communication_bytes * c.count for c in found]
+    return sum(size for c, size in zip(found, sent, strict=True) if c.overlapped_flops) / sum(sent)

@@ -196,16 +196,16 @@ def test_what_a_tpu_scatters_is_the_sum(name, torus):
     np.testing.assert_array_equal(*reduced(*KERNELS[name]))
 
 
-@pytest.mark.parametrize(("columns", "rows", "sent"), [(250, 8, {256}), (250, 16, set()), (240, 8, set())])
-def test_columns_that_nearly_fill_tiles_are_padded_on_v5e(columns, rows, sent, torus, monkeypatch):
-    """Up to a 20th is added. The controls are sent flat: tiles of other chips, and more columns to add."""
+@pytest.mark.parametrize(("columns", "v5e", "sent"), [(250, True, {256}), (250, False, set()), (240, True, set())])
+def test_columns_that_nearly_fill_tiles_are_padded_on_v5e(columns, v5e, sent, torus, monkeypatch):
+    """Up to a 20th is added. The controls are sent flat: those of other chips, and where more is to be added."""
     found, in_tiles = set[int](), scatter._scatter_rows
 
     def counted(value, axis):
         found.add(value.shape[1])
         return in_tiles(value, axis)
 
-    monkeypatch.setattr(scatter, "_tile_rows", lambda mesh: rows)
+    monkeypatch.setattr(scatter, "sends_within_products", lambda device: v5e)
     monkeypatch.setattr(scatter, "_scatter_rows", counted)
     np.testing.assert_array_equal(*reduced((800, columns), P("x", None)))
     assert found == sent

@@ -49,10 +49,11 @@ def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P, hops: Sequence[
                  if axis != tensor and all(axis not in axes for _, axes in splits))
     if is_tpu(mesh):
         order = _scatter_order(value.size, mesh, splits)
-        in_tiles, rows = in_tiles and sends_within_products(mesh.devices.flat[0]), _tile_rows(mesh)
+        within_products = sends_within_products(mesh.devices.flat[0])
         for number, (dim, axis) in enumerate(order, 1):
-            value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis), rows,
-                                   in_tiles and number == len(order), rows == 8 and len(order) == 1)
+            value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis), _tile_rows(mesh),
+                                   in_tiles and within_products and number == len(order),
+                                   within_products and len(order) == 1)
     else:
         for dim, axes in splits:
             for together in _mesh_ordered_runs(axes, mesh):
