@@ -156,6 +156,7 @@ LINEN, NNX = gpt2.build(SMALL), gpt2_nnx.build(SMALL)
 REDUCE_FP32 = {"precision": zero_jax.Precision(params="float32", compute="bfloat16", reduce="float32")}
 FP32 = {"precision": "fp32"}
 H100, V5E, V5P = "h100:8", "v5e:2x4", "v5p:2x2x2"
+OVERLAP_OR_NOT: tuple[tuple[str, dict[str, Any]], ...] = ("", {}), (", no overlap", {"overlap": False})
 
 
 def gpt2_row(target, stage, flavour="linen", config=SMALL, **changes) -> Row:
@@ -258,12 +259,12 @@ PROGRAMS: dict[str, Row] = {
     "h100 stage 2, quantised, uncoded": quantized(H100, 2, change=uncoded),
     # TPUs.
     **{f"v5e stage {stage}": Row(V5E, stage) for stage in (1, 2, 3)},
-    **{f"v5e stage 3, 4 layers{', overlap' * overlap}": gpt2_row(
+    **{f"v5e stage 3, 4 layers{name}": gpt2_row(
         V5E, 3, config=dataclasses.replace(WIDE, num_layers=4, width=512, num_heads=4), batch=(1, 256),
-        options={"overlap": overlap}) for overlap in (False, True)},
-    **{f"v5e stage 3, 8 layers, overlap{', each in its round' * bool(change)}": gpt2_row(
+        options=options) for name, options in OVERLAP_OR_NOT},
+    **{f"v5e stage 3, 8 layers{', each in its round' * bool(change)}": gpt2_row(
         V5E, 3, config=gpt2.Config(8, 512, 4, vocab_size=512, max_length=256, remat=True), batch=(4, 256),
-        options={"overlap": True}, change=change) for change in (None, gathered_in_its_round)},
+        change=change) for change in (None, gathered_in_its_round)},
     "v5e stage 2, reduce fp32": Row(V5E, 2, options=REDUCE_FP32),
     "v5e stage 3, reduce fp32": Row(V5E, 3, options=REDUCE_FP32),
     "v5e stage 2, fp32": Row(V5E, 2, options=FP32),
@@ -277,7 +278,7 @@ PROGRAMS: dict[str, Row] = {
     **{f"v5p stage {stage}": gpt2_row(V5P, stage, config=REMAT) for stage in (2, 3)},
     **{f"{chip} stage 2, large{name}": gpt2_row(target, 2, config=LARGE_LEAVES, options=options)
        for chip, target in (("v5p", V5P), ("v6e", "v6e:2x4"))
-       for name, options in (("", {}), (", no overlap", {"overlap": False}), (", fp32", FP32))},
+       for name, options in (*OVERLAP_OR_NOT, (", fp32", FP32))},
     "v5p stage 3, no overlap": gpt2_row(V5P, 3, config=REMAT, options={"overlap": False}),
     **{f"v5p stage 3, 4 layers{', prefetch' * prefetch}": gpt2_row(
         V5P, 3, config=WIDE_ON_V5P, batch=(16, 512),
@@ -291,12 +292,12 @@ PROGRAMS: dict[str, Row] = {
         change=change) for chip, target, name, change in (
             ("v5p", V5P, ", tiles of 8", in_tiles_of_8), ("v5e", V5E, ", whole", in_one_piece))
        for change in (None, change)},
-    **{f"v5e stage 3, 4 layers of width 1600, overlap{', flat' * bool(change)}": gpt2_row(
+    **{f"v5e stage 3, 4 layers of width 1600{', flat' * bool(change)}": gpt2_row(
         V5E, 3, config=gpt2.Config(4, 1600, 25, vocab_size=512, max_length=256, remat=True), batch=(8, 256),
-        options={"overlap": True}, change=change) for change in (None, flat)},
-    **{f"v5e stage 2, 4 layers{', overlap' * overlap}": gpt2_row(
+        change=change) for change in (None, flat)},
+    **{f"v5e stage 2, 4 layers{name}": gpt2_row(
         V5E, 2, config=gpt2.Config(4, 1024, 8, vocab_size=512, max_length=256, remat=True), batch=(8, 256),
-        options={"overlap": overlap}) for overlap in (False, True)},
+        options=options) for name, options in OVERLAP_OR_NOT},
     **{f"v5e stage 2, width 2048{', transposed' * bool(change)}": gpt2_row(
         V5E, 2, config=gpt2.Config(2, 2048, 16, vocab_size=512, max_length=256, remat=True), batch=(8, 256),
         change=change) for change in (None, transposed)},

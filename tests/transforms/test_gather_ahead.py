@@ -69,8 +69,8 @@ def test_few_rounds_do_not(ahead, monkeypatch):
 
 
 @pytest.mark.parametrize(("stage", "target", "overlap", "expected"), [
-    (3, "v5e:2x4", True, True), (3, "v5e:2x4", "auto", False), (3, "v5e:2x4", {"xla_tpu_x": 1}, False),
-    (2, "v5e:2x4", True, False), (3, "v5p:2x2x2", True, False)])
-def test_it_is_for_v5e_when_asked(stage, target, overlap, expected):
+    (3, "v5e:2x4", True, True), (3, "v5e:2x4", "auto", True), (3, "v5e:2x4", {"xla_tpu_x": 1}, True),
+    (3, "v5e:2x4", False, False), (2, "v5e:2x4", "auto", False), (3, "v5p:2x2x2", "auto", False)])
+def test_it_is_for_v5e(stage, target, overlap, expected):
     step = zero_jax.make_zero_train_step(gpt2.build(GPT2), stage, mesh=mesh_of(target), overlap=overlap)
     assert gathers_ahead(step.options, step.layout(BATCHES[0])) == expected

@@ -203,14 +203,15 @@ def test_where_it_changes_nothing_it_is_refused(target, reason):
         overlap_options(mesh_of(target).devices.flat[0], True)
 
 
-@pytest.mark.parametrize("target", ["h100:8", "v5e:2x4", "tpu7x:2x2x2", ""])
+@pytest.mark.parametrize("target", ["h100:8", "v4:2x2x2", "tpu7x:2x2x2", ""])
 def test_elsewhere_the_default_changes_nothing(target):
-    """What the next tests find on v5p and v6e is the control."""
+    """What the next tests find on v5e, v5p and v6e is the control."""
     mesh = mesh_of(target) if target else zero_jax.make_mesh(8)
     assert overlap_options(mesh.devices.flat[0], "auto") == {}
 
 
-@pytest.mark.parametrize("names", [("TPU v5", "TPU v5p"), ("TPU v6 lite", "TPU v6e")])
+@pytest.mark.parametrize("names", [
+    ("TPU v5", "TPU v5p"), ("TPU v6 lite", "TPU v6e"), ("TPU v5 lite", "TPU v5e")])
 def test_live_and_described_chips_get_the_same_options(names):
     """Whichever of its names a chip reports; other kinds have none to begin with."""
     chips = [types.SimpleNamespace(device_kind=name, platform="tpu") for name in names]
@@ -254,13 +255,14 @@ def test_a_plan_tells_what_it_changes():
 
 
 def test_gathers_that_come_last_go_to_the_sparse_cores():
-    """At stages 1 and 2 in pieces of the old weights, which is for TPUs whose SparseCores send."""
+    """At stages 1 and 2 in pieces of the old weights, which is for TPUs that are asked to overlap."""
     layouts = [layout("v5p:2x2x2", stage) for stage in (1, 2, 3)]
     assert all("offload_all_gather=True" in each.overlap_note for each in layouts)
     assert [each.gathers_in_pieces for each in layouts] == [True, True, False]
-    assert [layout("v5e:2x4", stage, overlap=True).gathers_in_pieces for stage in (1, 2, 3)] == [True, True, False]
-    for target, stage, options in (("v5p:2x2x2", 0, {}), ("v5p:2x2x2", 2, {"overlap": False}), ("v5e:2x4", 2, {}),
-                                   ("v5e:2x4", 0, {"overlap": True}), ("h100:8", 2, {})):
+    assert [layout("v5e:2x4", stage).gathers_in_pieces for stage in (1, 2, 3)] == [True, True, False]
+    for target, stage, options in (
+            ("v5p:2x2x2", 0, {}), ("v5p:2x2x2", 2, {"overlap": False}), ("v5e:2x4", 2, {"overlap": False}),
+            ("v5e:2x4", 0, {}), ("h100:8", 2, {})):
         assert not layout(target, stage, **options).gathers_in_pieces
 
 
@@ -293,8 +295,8 @@ def test_a_mapping_changes_the_options():
 
 def test_other_tpus_take_a_mapping_and_other_devices_do_not():
     asked = {"xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": True}
-    assert overlap_options(mesh_of("v5e:2x4").devices.flat[0], asked) == asked
+    assert overlap_options(mesh_of("v4:2x2x2").devices.flat[0], asked) == asked
     with pytest.raises(zero_jax.UsageError, match="changes nothing on 'cpu'"):
         overlap_options(jax.devices()[0], asked)
-    with pytest.raises(zero_jax.UsageError, match="this one is empty: overlap=True asks for"):
-        overlap_options(mesh_of("v5e:2x4").devices.flat[0], {})
+    with pytest.raises(zero_jax.UsageError, match="changes nothing on 'TPU v4'"):
+        overlap_options(mesh_of("v4:2x2x2").devices.flat[0], {})

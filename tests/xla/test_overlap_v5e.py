@@ -1,4 +1,4 @@
-"""Communication within the compute of a TPU v5e, when asked: products, and elementwise work."""
+"""Communication within the compute of a TPU v5e: products, and elementwise work."""
 
 import contextlib
 import types
@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from support.programs import asynchronous, beside_products, program
 from support.targets import mesh_of
 
+import zero_jax
 from zero_jax.sharding import reduce_scatter
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.xla.devices import compiled_for
@@ -20,25 +21,25 @@ from zero_jax.xla.schedule import schedule
 
 
 @pytest.mark.slow
-def test_v5e_reduces_within_products_when_asked():
+def test_v5e_reduces_within_products():
     """Most of the bytes of a loop's reductions have a product beside them, and none are added.
 
     The control is the step without: all of them block.
     """
-    asked, plain = program("v5e stage 3, 4 layers, overlap"), program("v5e stage 3, 4 layers")
-    assert not asked.report.violations and asked.sent() == pytest.approx(plain.sent(), rel=1e-3)
-    assert beside_products("v5e stage 3, 4 layers, overlap", "reduce-scatter") > 0.5
-    assert beside_products("v5e stage 3, 4 layers", "reduce-scatter") == 0
+    found, plain = program("v5e stage 3, 4 layers"), program("v5e stage 3, 4 layers, no overlap")
+    assert not found.report.violations and found.sent() == pytest.approx(plain.sent(), rel=1e-3)
+    assert beside_products("v5e stage 3, 4 layers", "reduce-scatter") > 0.5
+    assert beside_products("v5e stage 3, 4 layers, no overlap", "reduce-scatter") == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [
     "v5e stage 3, 4 layers", pytest.param("v5e stage 2, 4 layers", marks=pytest.mark.grid)])
-def test_v5e_sends_beside_other_work_when_asked(name):
+def test_v5e_sends_beside_other_work(name):
     """Nine tenths of the bytes, within products or elementwise work. The control is the step without."""
-    found, plain = program(f"{name}, overlap"), program(name)
+    found, plain = program(name), program(f"{name}, no overlap")
     assert not found.report.violations and found.sent() == pytest.approx(plain.sent(), rel=0.01)
-    assert asynchronous(f"{name}, overlap") > 0.9 and asynchronous(name) < 0.5
+    assert asynchronous(name) > 0.9 and asynchronous(f"{name}, no overlap") < 0.5
     beside = [c.communication_bytes * c.count for c in found.collectives if c.overlapped_flops or c.overlapped_bytes]
     assert sum(beside) > 0.7 * found.sent()  # in so small a layer some work reads VMEM alone
     assert found.memory.peak_memory_in_bytes < plain.memory.peak_memory_in_bytes + 2**25
@@ -48,7 +49,7 @@ def test_v5e_sends_beside_other_work_when_asked(name):
 @pytest.mark.slow
 def test_v5e_reduces_rows_that_nearly_fill_tiles_within_products():
     """As of GPT-2 1.5B's width. The control sends them flat, and a product makes nothing that is flat."""
-    name = "v5e stage 3, 4 layers of width 1600, overlap"
+    name = "v5e stage 3, 4 layers of width 1600"
     assert not program(name).report.violations
     assert beside_products(name, "reduce-scatter") > beside_products(f"{name}, flat", "reduce-scatter") + 0.2
 
@@ -59,7 +60,7 @@ def test_v5e_gathers_within_a_product_for_the_next_round():
 
     The control gathers each weight in its own round: the first of a layer has no product beside it.
     """
-    ahead, plain = (program(f"v5e stage 3, 8 layers, overlap{name}") for name in ("", ", each in its round"))
+    ahead, plain = (program(f"v5e stage 3, 8 layers{name}") for name in ("", ", each in its round"))
     assert not ahead.report.violations and ahead.sent() == pytest.approx(plain.sent(), rel=0.025)
     for found, expected in ((ahead, [True, True]), (plain, [False, False])):
         assert [c.overlapped_flops > 0 for c in found.collectives if c.kind == "all-gather" and c.in_loop
@@ -112,7 +113,11 @@ def test_a_reduction_within_a_product_keeps_the_rank_of_its_operand(tiled):
 
 @pytest.mark.parametrize("name", ["TPU v5 lite", "TPU v5e"])
 def test_v5e_is_asked_for_reductions_within_products(name):
-    """By `overlap=True` alone: `plan --overlap yes` says whether it pays."""
+    """Where gradients are scattered: all-reduces of stage 0 block, whatever is asked."""
     chip = types.SimpleNamespace(device_kind=name, platform="tpu")
-    assert overlap_options(chip, True)["xla_tpu_decompose_every_reduce_scatters_hlos"] is True
-    assert overlap_options(chip, "auto") == overlap_options(chip, False) == {}
+    own = overlap_options(chip, "auto")
+    assert own["xla_tpu_decompose_every_reduce_scatters_hlos"] is True and own == overlap_options(chip, True)
+    assert overlap_options(chip, False) == overlap_options(chip, "auto", scatters=False) == {}
+    assert overlap_options(chip, {"xla_x": 1}) == own | {"xla_x": 1}
+    with pytest.raises(zero_jax.UsageError, match="changes nothing on .*hides no all-reduce, and stage 0"):
+        overlap_options(chip, True, scatters=False)

@@ -18,8 +18,8 @@ from zero_jax.state import ZeroState
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.losses import takes_key
 from zero_jax.step.options import StepOptions
+from zero_jax.step.program import Program
 from zero_jax.typing import Batch, Loss, Metrics
-from zero_jax.xla.devices import compiled_for
 from zero_jax.xla.overlap import concurrent_options
 
 
@@ -94,8 +94,7 @@ class InspectableDiLoCo(DiLoCoFunctions):
 
     def compile(self, batch: Batch, fragment: int | None = None) -> jax.stages.Compiled:
         """`lower`, compiled for the mesh's devices, live or of a target topology; calls of the step do not use it."""
-        return compiled_for(self.lower(batch, fragment), self.mesh.devices.flat[0],
-                            self._compiler_options(fragment))
+        return self._inner._compiled(lambda: self.lower(batch, fragment), lambda: self._compiler_options(fragment))
 
     def compiled_step(self, batch: Batch, fragment: int | None = None) -> CompiledStep:
         """`compile`, as data. fragment: as `contract`."""
@@ -140,13 +139,12 @@ class InspectableDiLoCo(DiLoCoFunctions):
             return self._program(fragment, state, batch)
 
         return self._jit(fragment, program, (layout.shardings, self.step.batches.shardings(batch)),
-                         (layout.shardings, metrics), self._compiler_options(fragment), donate_argnums=0)
+                         (layout.shardings, metrics), fragment, donate_argnums=0)
 
-    def _jit(self, key: Any, function: Any, in_shardings: Any, out_shardings: Any,
-             compiler_options: dict[str, Any] | None = None, **options: Any) -> Any:
+    def _jit(self, key: Any, function: Any, in_shardings: Any, out_shardings: Any, fragment: int | None = None,
+             **options: Any) -> Any:
         if key not in self._jitted:
-            compiler_options = self._compiler_options(None) if compiler_options is None else compiler_options
-            self._jitted[key] = jax.jit(
-                function, out_shardings=out_shardings, compiler_options=compiler_options or None,
-                **({"in_shardings": in_shardings} if in_shardings else {}), **options)
+            self._jitted[key] = Program(
+                function, lambda: self._compiler_options(fragment), self._inner._does_without_overlap,
+                out_shardings=out_shardings, **({"in_shardings": in_shardings} if in_shardings else {}), **options)
         return self._jitted[key]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -18,7 +19,8 @@ from zero_jax.step.call_checks import check_values, loss_errors_explained
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.functions import StepFunctions
 from zero_jax.step.losses import takes_key
-from zero_jax.step.overlap import step_overlap_options
+from zero_jax.step.overlap import overlaps_by_default, step_overlap_options, with_overlap
+from zero_jax.step.program import may_be_of_overlap, warn_without_overlap
 from zero_jax.tree import named_leaves
 from zero_jax.typing import Batch, Loss, PRNGKey
 from zero_jax.xla.devices import compiled_for
@@ -51,14 +53,33 @@ class InspectableStep(StepFunctions):
         """
         other = type(self)(self._model, self._optimizer, self._loss, self.axes,
                            dataclasses.replace(self.options, overlap=False, prefetch=False), self._given_params)
-        other._layout = self._layout and dataclasses.replace(
-            self._layout, overlap_note="", gathers_in_pieces=False)
+        other._layout = self._layout and with_overlap(self._layout, other.options)
         return other
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """`lower`, compiled for the mesh's devices, live or of a target topology; calls of the step do not use it."""
-        lowered = self.lower(batch)
-        return compiled_for(lowered, self.mesh.devices.flat[0], self._compiler_options)
+        return self._compiled(lambda: self.lower(batch), lambda: self._compiler_options)
+
+    def _compiled(self, lower: Callable[[], jax.stages.Lowered], options: Callable[[], dict[str, Any]]
+                 ) -> jax.stages.Compiled:
+        """`lower()` compiled with `options()`, and once more where the step `_does_without_overlap`."""
+        device = self.mesh.devices.flat[0]
+        try:
+            return compiled_for(lower(), device, options())
+        except jax.errors.JaxRuntimeError as error:
+            if not self._does_without_overlap(error):
+                raise
+            return compiled_for(lower(), device, options())
+
+    def _does_without_overlap(self, error: Exception) -> bool:
+        """Whether from here on it has none of XLA's options of `overlap="auto"`, since this error may be of them."""
+        if not (overlaps_by_default(self.options, self.layout()) and may_be_of_overlap(error)):
+            return False
+        warn_without_overlap(error)
+        self.options = dataclasses.replace(self.options, overlap=False)
+        self._layout = with_overlap(self.layout(), self.options)
+        del self.__dict__["_compiler_options"]
+        return True
 
     def compiled_step(self, batch: Batch) -> CompiledStep:
         """`compile`, as data: text, memory, layout and contract, for `verify`, the plan and the memory report."""

@@ -112,7 +112,7 @@ class StepOptions:
         self.activations(axes, 1)
         # Whatever the layout will be.
         self.compiler_options(axes)
-        overlap_options(axes.mesh.devices.flat[0], self.overlap)
+        overlap_options(axes.mesh.devices.flat[0], self.overlap, scatters=self.stage.shards_optimizer)
         prefetch_options(axes.mesh.devices.flat[0], self.prefetch, self.overlap)
 
     def _whole_weights(self) -> tuple[tuple[bool, str, str], ...]:

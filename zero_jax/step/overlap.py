@@ -34,7 +34,13 @@ def gathers_ahead(options: StepOptions, layout: Layout) -> bool:
 
 def _sends_within_work(options: StepOptions, layout: Layout) -> bool:
     """Whether v5e is asked to send within products and elementwise work."""
-    return options.overlap is True and sends_within_products(layout.mesh.devices.flat[0])
+    return options.overlap is not False and sends_within_products(layout.mesh.devices.flat[0])
+
+
+def overlaps_by_default(options: StepOptions, layout: Layout) -> bool:
+    """Whether XLA's options are those that `overlap="auto"` gives, and nothing else that was asked for needs them."""
+    return options.overlap == "auto" and not options.prefetch and bool(
+        overlap_options(layout.mesh.devices.flat[0], "auto", scatters=options.stage.shards_optimizer))
 
 
 def step_overlap_options(options: StepOptions, layout: Layout) -> dict[str, Any]:
@@ -48,5 +54,6 @@ def step_overlap_options(options: StepOptions, layout: Layout) -> dict[str, Any]
     scatters = options.stage.shards_optimizer and not codes  # codes are sent by all-to-alls, which nothing combines
     in_parts = scatters and not in_loops and options.combine_bytes is None and overlap is not False
     return ((reduction_options(device, layout.num_shards) if in_parts else {})
-            | overlap_options(device, overlap, at_once=options.stage.shards_params and not in_loops, codes=codes)
+            | overlap_options(device, overlap, at_once=options.stage.shards_params and not in_loops, codes=codes,
+                              scatters=options.stage.shards_optimizer)
             | prefetch_options(device, options.prefetch, options.overlap))

@@ -4,7 +4,7 @@ XLA:GPU and the compiler for TPU7x make collectives asynchronous by themselves, 
 the SparseCores send and receive while the TensorCores compute. That for v5e sends within products: gathers by itself,
 when asked reductions, and within elementwise work what finds no product. In a loop over layers a device still waits for
 what a layer begins with, unless the round before has gathered it: XLA's pipeliners do that when asked
-(`prefetch_options`), on v5e a pass of the step with `overlap=True` (`transforms.gather_ahead`).
+(`prefetch_options`), on v5e a pass of the step (`transforms.gather_ahead`).
 """
 
 from collections.abc import Mapping
@@ -33,8 +33,7 @@ _BY_ITSELF = "its compiler overlaps communication with compute by itself"
 _REASONS = {
     "cpu": "its collectives block", "gpu": _BY_ITSELF, "cuda": _BY_ITSELF, "rocm": _BY_ITSELF, "TPU7x": _BY_ITSELF,
     "TPU v4": "its compiler makes no collective asynchronous, whatever it is asked",
-    **dict.fromkeys(WITHIN_PRODUCTS, "a mapping gives what it names alone, and this one is empty: overlap=True asks "
-                                     "for reductions within products")}
+    **dict.fromkeys(WITHIN_PRODUCTS, "its compiler hides no all-reduce, and stage 0 sends nothing else")}
 
 _SPARSE_CORES: dict[str, Any] = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
@@ -69,38 +68,37 @@ _WITHIN_OTHER_WORK: dict[str, Any] = {
 finds no product blocks: some of what a round begins and ends with, and all that stages 1 and 2 gather."""
 
 
-def overlap_options(device: jax.Device, overlap: Overlap, *, at_once: bool = False, codes: bool = False
-                    ) -> dict[str, Any]:
+def overlap_options(device: jax.Device, overlap: Overlap, *, at_once: bool = False, codes: bool = False,
+                    scatters: bool = True) -> dict[str, Any]:
     """XLA's options for `overlap`.
 
-    "auto": those for the SparseCores of the chip, if its compiler waits to be asked; True: the same, on v5e those that
-    send within products and elementwise work, or an error where there are none; False: none; a mapping, on any TPU:
-    these besides those of "auto", or in place of them.
+    "auto": those of the chip, if its compiler waits to be asked; True: the same, or an error where there are none;
+    False: none; a mapping, on any TPU: these besides those of "auto", or in place of them.
 
-    With libtpu 0.0.42 at least 98 % of the bytes of a small GPT-2 are sent asynchronously, none without
-    (tests/xla/test_overlap.py). It costs memory, since what is sent must not be overwritten: `plan --overlap yes` says
-    how much. at_once: whether layers gather their parameters with no loop over them; codes: whether gradients are sent
-    as codes. Raises UsageError where it would change nothing.
+    With libtpu 0.0.42 at least 98 % of the bytes of a small GPT-2 are sent asynchronously, on v5p none without
+    (tests/xla/test_overlap.py, test_overlap_v5e.py). It costs memory, since what is sent must not be overwritten, and
+    on v5e time to compile: `plan --overlap yes` says how much.
 
-    On v5e "auto" gives none: a model that is small or has few tokens becomes slower, and compiling takes up to 3
-    times as long (docs/results.md).
+    at_once: whether layers gather their parameters with no loop over them; codes: whether gradients are sent as codes;
+    scatters: whether gradients are scattered, as at all stages but 0. Raises UsageError where it would change nothing.
     """
-    if overlap is False or overlap == "auto" and device.device_kind not in ASKED:
-        return {}
-    changes = {} if overlap is True or overlap == "auto" else overlap
+    changes = {} if overlap is True or overlap is False or overlap == "auto" else overlap
     if not isinstance(changes, Mapping) or not all(isinstance(name, str) for name in changes):
         raise UsageError(f"overlap={shown(overlap)}: give \"auto\", True, False, or a mapping of XLA's options for "
                          "TPUs, as {\"xla_tpu_enable_async_collective_fusion\": True}.")
-    if overlap is True and device.device_kind in WITHIN_PRODUCTS:
-        return dict(_WITHIN_OTHER_WORK)
-    if device.platform == "tpu" and changes and device.device_kind not in ASKED:
-        return dict(changes)
-    if device.device_kind not in ASKED:
+    if overlap is False:
+        return {}
+    own: dict[str, Any] = {}
+    if device.device_kind in ASKED:
+        own = _SPARSE_CORES | _GATHERS | ({} if at_once else _QUEUE) | (_ALL_TO_ALLS if codes else {})
+    elif device.device_kind in WITHIN_PRODUCTS and scatters:
+        own = _WITHIN_OTHER_WORK
+    if overlap != "auto" and not own and not (changes and device.platform == "tpu"):
         reason = _REASONS.get(device.device_kind) or _REASONS.get(
             device.platform, "nothing is known of its compiler's options")
         raise UsageError(f"overlap={shown(overlap)} changes nothing on {device.device_kind!r}: {reason}. Leave it out; "
                          f"it is for TPU v5e, {_ASKED_NAMES}.")
-    return _SPARSE_CORES | _GATHERS | ({} if at_once else _QUEUE) | (_ALL_TO_ALLS if codes else {}) | dict(changes)
+    return own | dict(changes)
 
 
 _PIPELINED: dict[str, Any] = {

@@ -1,0 +1,62 @@
+"""A compiled program of a step, which does without `overlap` where XLA fails to compile with it."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+class Program:
+    """What `jax.jit` makes of a function of a step; made anew where the step's options of XLA have changed since."""
+
+    def __init__(self, function: Callable[..., Any], options: Callable[[], dict[str, Any]],
+                 does_without: Callable[[Exception], bool], **arguments: Any):
+        """As `jax.jit(function, **arguments)`.
+
+        options: the step's options of XLA. does_without: whether they were changed for an error of XLA's.
+        """
+        self._function, self._options, self._does_without, self._arguments = function, options, does_without, arguments
+        self._made_with: dict[str, Any] | None = None
+        self._jitted: Any = None
+        self._has_run = False
+
+    def __call__(self, *args: Any) -> Any:
+        """The function's result."""
+        try:
+            result = self._current()(*args)
+        except jax.errors.JaxRuntimeError as error:
+            if self._has_run or not self._does_without(error):
+                raise
+            result = self._current()(*args)
+        self._has_run = True
+        return result
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """As `jax.jit`'s."""
+        return self._current().lower(*args)
+
+    def _current(self) -> Any:
+        if self._made_with != (options := self._options()):
+            # A function of its own: JAX keeps what it has traced of one, whatever the options.
+            @functools.wraps(self._function)
+            def traced(*args: Any) -> Any:
+                return self._function(*args)
+
+            self._jitted = jax.jit(traced, compiler_options=options or None, **self._arguments)
+            self._made_with = options
+        return self._jitted
+
+
+def may_be_of_overlap(error: Exception) -> bool:
+    """Whether options by which XLA:TPU overlaps may be why it failed: not where a program does not fit in memory."""
+    text = str(error)
+    return any(each in text for each in ("INTERNAL", "UNIMPLEMENTED", "INVALID_ARGUMENT", "ScopedVmem"))
+
+
+def warn_without_overlap(error: Exception) -> None:
+    """Tells that a step goes on without overlap, and why."""
+    warnings.warn("XLA failed to compile this step with the options by which it overlaps communication with compute: "
+                  "it goes on without them, more slowly. overlap=False leaves them out from the start, and a mapping "
+                  f"changes them. XLA says: {str(error).splitlines()[0][:300]}", RuntimeWarning, stacklevel=2)
