@@ -120,11 +120,13 @@ def make_zero_train_step(
         weights sharded over these alone, from which backward gathers without leaving the node (hpZ of ZeRO++, arXiv
         2306.10209).
       combine_bytes: the largest buffer into which XLA may combine collectives (C_B); None: as it does by itself.
-      overlap: on TPU v5p and v6e the SparseCores gather and reduce while the TensorCores compute, by options of XLA
-        that `step.layout(batch).describe()` names, at a cost in memory; at stages 1 and 2 they gather in pieces.
-        "auto": where there is more than one such device; False: nowhere; a mapping, on any TPU: these options of XLA
-        besides, or in place of its own. True: on v5e, too, where gradients are then reduced within matrix products, and
-        loops over many layers gather what a layer begins with in the round before; refused where nothing would change.
+      overlap: on TPU v5p and v6e the SparseCores gather and reduce while the TensorCores compute; on v5e gradients are
+        reduced within matrix products and elementwise work, and loops over many layers gather what a layer begins with
+        in the round before. By options of XLA that `step.layout(batch).describe()` names, at a cost in memory and time
+        to compile; at stages 1 and 2 weights are gathered in pieces. "auto": where there is more than one such device,
+        and where XLA fails to compile the step with them it warns and does without; True: the same, but refused where
+        nothing would change, and failing where XLA does; False: nowhere; a mapping, on any TPU: these options of XLA
+        besides, or in place of its own.
       prefetch: on GPUs and on TPU v5p and v6e at stage 3, each round of a loop over layers gathers the parameters of
         the next one while it computes, forward and backward; on TPUs gradients are reduced while the next round
         computes, too. It costs memory (some layers' weights) and time to compile. A model without a loop is refused.

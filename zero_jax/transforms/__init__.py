@@ -20,7 +20,7 @@ On the differentiated loss, which `gather_again.value_and_grad` makes:
 12. `loop_communication.communicate_once_per_loop`
 13. `derived_weights.scatter_derived_gradients`
 14. `explicit_scatter.scatter_partial_gradients`
-15. `gather_ahead.gather_ahead`, on TPU v5e with `overlap=True`
+15. `gather_ahead.gather_ahead`, on TPU v5e unless `overlap=False`
 16. `update_order.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
 
 On a whole step, by `diloco` with `overlap`: `loop_rounds.run_in_rounds`.
