@@ -9,8 +9,9 @@ from support.workloads import token_batches
 
 import zero_jax
 from models import gpt2
-from zero_jax.sharding import gather_pieces
+from zero_jax.sharding import compute_params, gather_pieces
 from zero_jax.sharding.gather_pieces import Piece, cut
+from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.step import overlap
 from zero_jax.tree import named_leaves
 
@@ -20,16 +21,26 @@ CASES = {
     "bf16": (2, EVEN, {}, {}), "fp32": (1, EVEN, {}, {"precision": "fp32"}), "odd": (2, ODD, {"data": (2, 4)}, {}),
     "odd, fp32": (1, ODD, {"data": (2, 4)}, {"precision": "fp32"}),
     "hybrid": (2, EVEN, {"data": (2, 2), "replica": 2}, {}), "tensor": (1, EVEN, {"data": 4, "tensor": 2}, {}),
-    "int8": (2, EVEN, {}, {"communication": zero_jax.Communication(weights="int8")})}  # fmt: skip
+    "int8": (2, EVEN, {}, {"communication": zero_jax.Communication(weights="int8")}),
+    "long axis": (2, EVEN, {"data": (2, 4)}, {}), "long axis, odd": (1, ODD, {"data": (4, 2)}, {"precision": "fp32"}),
+}  # fmt: skip
 
 
 def trained(case, pieces, monkeypatch, *, wrong=False):
     """The leaves of the state after three steps, and the traced program of one."""
     stage, config, sizes, options = CASES[case]
+    if "long axis" in case:
+        monkeypatch.setattr(MeshAxes, "is_tpu", True)  # which gathers over one axis after another
     if pieces:
         monkeypatch.setattr(overlap, "gathers_in_pieces", lambda *_: True)
         monkeypatch.setattr(gather_pieces, "MIN_BYTES", 1)
         monkeypatch.setattr(gather_pieces, "PIECE_BYTES", 2**12)
+        if "long axis" in case:  # as on v5e: whole leaves over all axes but the last
+            monkeypatch.setattr(compute_params, "sends_within_products", lambda device: True)
+            monkeypatch.setattr(compute_params, "LONG_AXIS", 2)
+            begun, own = [], compute_params._gathered_but_last
+            monkeypatch.setattr(compute_params, "_gathered_but_last", lambda param, spec, layout: begun.append(
+                (spec, (found := own(param, spec, layout))[1])) or found)
     if wrong:
         right = gather_pieces.dynamic_update_slice_in_dim
         monkeypatch.setattr(gather_pieces, "dynamic_update_slice_in_dim", lambda into, value, start, dim: right(
@@ -41,11 +52,12 @@ def trained(case, pieces, monkeypatch, *, wrong=False):
     text = str(step._jit(batches[0]).trace(step.abstract_state(batches[0]), step.abstract_batch(batches[0])).jaxpr)
     for batch in batches:
         state, _ = step(state, batch)
+    assert not pieces or "long axis" not in case or any(spec != left for spec, left in begun)
     return {name: np.asarray(leaf) for name, leaf in named_leaves(state) if not name.startswith("rng")}, text
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param(case, marks=[] if case in ("bf16", "odd, fp32") else pytest.mark.slow) for case in CASES])
+    pytest.param(case, marks=[] if case in ("bf16", "odd, fp32", "long axis") else pytest.mark.slow) for case in CASES])
 def test_pieces_are_the_leaves_gathered_whole(case, monkeypatch):
     """Bit for bit. And negative control: pieces in the place of the one before."""
     with monkeypatch.context() as in_pieces:

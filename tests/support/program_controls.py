@@ -37,7 +37,7 @@ def partitioned(step: Any, batch: Any) -> Iterator[None]:
 def in_tiles_of_8(step: Any, batch: Any) -> Iterator[None]:
     """Parts of gradients that fill no tiles are sent in tiles of 8 x 128 values."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.sharding.reduce_scatter._tile_rows", lambda mesh: 8)
+        patch.setattr("zero_jax.sharding.reduce_scatter._tile_rows", lambda within_products: 8)
         yield
 
 

@@ -24,7 +24,7 @@ def purpose_of(collective: Collective, contract: Contract) -> str:
     activations = contract.budget("activations")
     if activations and GATHER_SCOPE not in collective.op_name and (
             len(axes) == 1 and axes[0] in activations.axes and (
-                axes[0] != contract.context or SCATTER not in collective.op_name)):
+                axes[0] != contract.context or not _is_gradient(collective))):
         return "activations"
     if GATHER_SCOPE in collective.op_name:
         return "gather"
@@ -95,6 +95,11 @@ def _part(collective: Collective, shapes: Sequence[tuple[str, tuple[int, ...]]],
     return dataclasses.replace(
         collective, shapes=tuple(shapes), payload_bytes=sum(shape_bytes(*shape) for shape in shapes),
         op_name=":".join(names), serves=collective.serves if scope else ())
+
+
+def _is_gradient(collective: Collective) -> bool:
+    """Whether it scatters gradients, by its name, or by its result where a product that it runs within named it."""
+    return SCATTER in collective.op_name or collective.kind == "reduce-scatter" and bool(collective.serves)
 
 
 def _is_piece(collective: Collective, contract: Contract) -> bool:

@@ -16,9 +16,13 @@ from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.gather import GatherCodes
 from zero_jax.tree import leaf_bytes, map_named, named_leaves
+from zero_jax.xla.overlap import sends_within_products
 
 MAX_GATHER_BYTES = 2**30
 """Bytes of a leaf that are gathered at a time: what XLA gathers along a minor dim is in a transposed buffer first."""
+
+LONG_AXIS = 16
+"""Chips of a mesh axis from which on what is gathered over all others is small: a 16th of the weights at most."""
 
 
 def gather_compute_params(params: Any, layout: Layout, donated: Any = None) -> Any:
@@ -89,14 +93,32 @@ def _gathered_pieces(params: Any, shards: Any, likes: Any, layout: Layout, donat
              for name, (_, _, like, _) in leaves.items()}
     pieces = [piece for name, (_, spec, like, _) in leaves.items() for piece in cut(
         name, like.shape, (spec, like.sharding.spec), sizes[name], piece_bytes(sum(sizes.values())))]
+    names = {piece.name for piece in pieces}
+    begun = {name: _gathered_but_last(leaves[name][0], leaves[name][1], layout) for name in names}
 
     def gather_piece(name: str, part: jax.Array) -> jax.Array:
-        _, spec, like, _ = leaves[name]
-        return gather(part, layout.axes, spec, like.sharding.spec)
+        return gather(part, layout.axes, begun[name][1], leaves[name][2].sharding.spec)
 
-    names = {piece.name for piece in pieces}
-    return gather_pieces(pieces, {name: leaves[name][0] for name in names}, {
+    return gather_pieces(pieces, {name: begun[name][0] for name in names}, {
         name: leaves[name][3] for name in names}, gather_piece)
+
+
+def _gathered_but_last(param: jax.Array, spec: P, layout: Layout) -> tuple[jax.Array, P]:
+    """`param` with the spec of what is left of it to gather in pieces: on v5e a long last axis alone.
+
+    Within an update XLA for v5e sends one gather, whichever comes first: the few bytes of the first axis kept those of
+    the second from being sent so (47.9 instead of 62.8 % asynchronous, 4 layers of width 2048 at stage 2 on
+    `v5e:16x16`, 1 x 1024 tokens; 25.6 instead of 25.2 ms).
+    """
+    *first, last = gather_sequence(spec, layout.axes)
+    left = names_of(first[-1]) if first else []
+    if len(first) < 2 or not sends_within_products(layout.mesh.devices.flat[0]) or any(
+            layout.mesh.shape[axis] < LONG_AXIS for axis in set(left) - set(names_of(last))):
+        return param, spec
+    with jax.named_scope(GATHER_SCOPE):
+        for each in first[1:]:
+            param = constrain(param, layout.mesh, each)
+    return param, first[-1]
 
 
 def cast_compute_params(params: Any, layout: Layout) -> Any:

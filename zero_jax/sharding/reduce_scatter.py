@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.sharding.mesh import fills_tiles, is_tpu, tile_block
@@ -51,9 +50,8 @@ def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P, hops: Sequence[
         order = _scatter_order(value.size, mesh, splits)
         within_products = sends_within_products(mesh.devices.flat[0])
         for number, (dim, axis) in enumerate(order, 1):
-            value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis), _tile_rows(mesh),
-                                   in_tiles and within_products and number == len(order),
-                                   within_products and len(order) == 1)
+            value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis), within_products,
+                                   in_tiles and number == len(order), len(order) == 1)
     else:
         for dim, axes in splits:
             for together in _mesh_ordered_runs(axes, mesh):
@@ -88,32 +86,32 @@ def _scatter_order(size: int, mesh: Any, splits: Sequence[tuple[int, Sequence[st
     return tuple(steps) if len(steps) > len(splits) else min(itertools.permutations(steps), key=sent)
 
 
-def _tile_rows(mesh: Mesh) -> int:
+def _tile_rows(within_products: bool) -> int:
     """The rows of the tiles in which flat parts are sent.
 
     Of bfloat16 16 x 128 values: of 8 x 128 XLA all-reduces some on v5p (of a width of 1600, over two chips), so that
     they send twice the bytes. Where a product is to send them, XLA views them as 8 x 128, and fails to compile them
     unless they are.
     """
-    return 8 if sends_within_products(mesh.devices.flat[0]) else 16
+    return 8 if within_products else 16
 
 
-def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block: int, rows: int,
+def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block: int, within_products: bool,
                    in_tiles: bool, widened: bool) -> jax.Array:
     """The sum of `value` over `axis`, of which each of `num_shards` chips keeps its part of `dim`.
 
-    Shards that do not fill tiles are sent as blocks of `block` values, in tiles of `rows`, which do: in memory order
-    where they consist of full tiles, or `widened` nearly do, else flat and padded. Where half of the bytes or more
-    would be padding, the array is all-reduced and sliced: that sends no more, and XLA (jax 0.10) fails to compile some
-    such scatters.
-    in_tiles: also shards that fill tiles, where they are rows. widened: whether columns may be added, as wide as memory
-    has them: a v5e sends within products what products make, and nothing that is flat. Not over two axes, where steps
-    with them are 5 % slower (1.5B at stage 3 on `v5e:16x16`).
+    Shards that do not fill tiles are sent as blocks of `block` values, which do: in memory order where they consist of
+    full tiles, or `widened` nearly do, else flat and padded. Where half of the bytes or more would be padding, the
+    array is all-reduced and sliced: that sends no more, and XLA (jax 0.10) fails to compile some such scatters.
+    within_products: whether a v5e is to send them so; on it, in_tiles: also shards that fill tiles, where they are
+    rows; widened: whether columns may be added, as wide as memory has them: a v5e sends within products what products
+    make, and nothing that is flat. Not over two axes, where steps with them are 5 % slower (1.5B at stage 3 on
+    `v5e:16x16`).
     """
     shape = (*value.shape[:dim], value.shape[dim] // num_shards, *value.shape[dim + 1:])
     part = math.prod(shape)
     keeps_order = value.ndim == 2 and dim == 0 and shape[0] % 8 == shape[1] % 128 == part % block == 0
-    if fills_tiles(shape[dim]) and not (in_tiles and keeps_order):
+    if fills_tiles(shape[dim]) and not (within_products and in_tiles and keeps_order):
         # At most one dim before and one after: dims of size 1, as in the kernel of a 1 x 1 convolution, change the
         # memory layout of the array, and XLA all-reduces it.
         merged = [math.prod(shape[:dim]), value.shape[dim], math.prod(shape[dim + 1:])]
@@ -125,16 +123,21 @@ def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block
     if keeps_order:
         return _scatter_rows(value, axis).reshape(shape)
     wide = shape[-1] + -shape[-1] % 128
-    if widened and value.ndim == 2 and dim == 0 and shape[0] % 8 == 0 and (
+    if within_products and widened and value.ndim == 2 and dim == 0 and shape[0] % 8 == 0 and (
             math.ceil(shape[0] * wide / block) * block <= (1 + MAX_PADDING) * part):
         return _scatter_rows(jnp.pad(value, ((0, 0), (0, wide - shape[1]))), axis)[:, :shape[1]]
     parts = jnp.moveaxis(value.reshape(*shape[:dim], num_shards, *shape[dim:]), dim, 0).reshape(num_shards, -1)
     if part + -part % block >= 2 * part:
         return jax.lax.psum(parts, axis)[jax.lax.axis_index(axis)].reshape(shape)
     padded = jnp.pad(parts, ((0, 0), (0, -part % block)))
+    rows = _tile_rows(within_products)
     summed = [jax.lax.psum_scatter(piece.reshape(-1, rows, 128), axis, scatter_dimension=0, tiled=True).reshape(-1)
               for piece in _pieces(padded, block)]
-    return jnp.concatenate(summed)[:part].reshape(shape)
+    whole = jnp.concatenate(summed)
+    # Without the barrier XLA for v5e makes one slice of this and of the one by which it scatters, which it then does by
+    # an all-reduce (a kernel of 64 x 768 on a mesh of 2 x 4).
+    whole = optimization_barrier(whole) if within_products and part % block else whole
+    return whole[:part].reshape(shape)
 
 
 def _scatter_rows(value: jax.Array, axis: str) -> jax.Array:

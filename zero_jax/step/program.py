@@ -37,6 +37,10 @@ class Program:
         """As `jax.jit`'s."""
         return self._current().lower(*args)
 
+    def trace(self, *args: Any) -> Any:
+        """As `jax.jit`'s."""
+        return self._current().trace(*args)
+
     def _current(self) -> Any:
         if self._made_with != (options := self._options()):
             # A function of its own: JAX keeps what it has traced of one, whatever the options.

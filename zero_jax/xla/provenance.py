@@ -177,6 +177,10 @@ class Flow:
                 yield from self._parameter_of(user.callees[position - 1], user, frame, 0, path)
             elif opcode == "optimization-barrier" or opcode.endswith(("-done", "-update")):
                 yield frame, user.name, path
+            elif "AsyncCollectiveStart" in user.tail:  # TPU: its result is the second of what is carried along
+                yield frame, user.name, (1,)
+            elif "AsyncCollectiveDone" in user.tail:
+                yield frame, user.name, ()
             elif kind in _COLLECTIVES:
                 yield frame, user.name, (position,) if len(user.operands) > 1 else ()
             elif (opcode in UPDATE_SLICES and position < 2) or (opcode == "scatter" and position == 0):
