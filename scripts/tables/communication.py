@@ -12,7 +12,7 @@ bytes that are asynchronous, and that all-reduces send; and, predicted from the 
 the milliseconds in which nothing but communication runs, and those of the step. Rows are written as they come, to --out
 and as JSON beside it; rows that the JSON has from earlier runs stay, so that a table can be made in parts. Of a step
 that does not fit, the compiler reports the temporaries alone. --no-overlap: steps with overlap=False, which is another
-program on v5p and v6e.
+program on v5e, v5p and v6e.
 """
 
 import argparse
