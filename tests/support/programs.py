@@ -289,7 +289,7 @@ PROGRAMS: dict[str, Row] = {
         change=with_queue if queued else None) for queued in (False, True)},
     **{f"{chip} stage 3, width 1600{name * bool(change)}": gpt2_row(
         target, 3, config=gpt2.Config(2, 1600, 25, vocab_size=512, max_length=64, remat=True), batch=(1, 64),
-        change=change) for chip, target, name, change in (
+        options={"overlap": "auto" if chip == "v5p" else False}, change=change) for chip, target, name, change in (
             ("v5p", V5P, ", tiles of 8", in_tiles_of_8), ("v5e", V5E, ", whole", in_one_piece))
        for change in (None, change)},
     **{f"v5e stage 3, 4 layers of width 1600{', flat' * bool(change)}": gpt2_row(
