@@ -71,7 +71,7 @@ def test_the_check_tells_other_programs(control):
 def test_gradients_of_1600_columns_are_scattered(chip, control):
     """GPT-2 1.5B's width, whose shards fill no tiles. XLA all-reduces the controls: tiles of 8 x 128, large parts.
 
-    Large parts on v5e without overlap alone, for which XLA decomposes reductions.
+    Large parts on v5e without overlap alone, for which XLA decomposes reductions, and with no barrier behind them.
     """
     assert not program(f"{chip} stage 3, width 1600").report.violations
     (broken,) = program(f"{chip} stage 3, width 1600, {control}").report.violations

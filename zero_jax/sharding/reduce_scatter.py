@@ -22,7 +22,7 @@ tiles: XLA finds no size for the pieces. With more rows XLA (jax 0.10) also fail
 
 MAX_FLAT_BYTES = 2**24
 """Larger flat arrays are scattered in several pieces: XLA for v5e all-reduces them whole, together with others (those
-of 20 MB of GPT-2 1.5B's, and not of 15)."""
+of 20 MB of GPT-2 1.5B's, and not of 15), where no barrier is behind them."""
 
 MAX_PADDING = 1 / 20
 """How much of a matrix may be added so that its rows are sent as tiles: of 1600 x 1600 over eight chips a 23rd."""
