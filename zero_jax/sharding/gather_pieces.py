@@ -58,12 +58,14 @@ def cut(name: str, shape: Sequence[int], specs: Sequence[P], size: int, piece: i
 
 
 def gather_pieces(pieces: Sequence[Piece], shards: Mapping[str, jax.Array], into: Mapping[str, jax.Array],
-                  gather: Callable[[str, jax.Array], jax.Array]) -> dict[str, jax.Array]:
+                  gather: Callable[[str, jax.Array], jax.Array], begin: Callable[[str, jax.Array], jax.Array]
+                  ) -> dict[str, jax.Array]:
     """`into`, whose leaves are whole, with `pieces` of `shards`, which `gather` gathers; traceable.
 
     One begins when the piece `IN_FLIGHT` before it is in its place, whichever leaves they are of.
+    begin: what is done with a leaf's shards before its first piece, such as to gather them over some of the axes.
     """
-    results, sent = dict(into), list[tuple[Piece, jax.Array]]()
+    results, sent, begun = dict(into), list[tuple[Piece, jax.Array]](), dict[str, jax.Array]()
 
     def write() -> str:
         piece, value = sent.pop(0)
@@ -71,10 +73,16 @@ def gather_pieces(pieces: Sequence[Piece], shards: Mapping[str, jax.Array], into
         return piece.name
 
     for piece in pieces:
-        part = slice_in_dim(shards[piece.name], piece.start, piece.stop, axis=piece.dim)
-        if len(sent) == IN_FLIGHT:
-            name = write()
-            part, results[name] = barrier((part, results[name]))
+        written = write() if len(sent) == IN_FLIGHT else None
+
+        def behind(value: jax.Array, written: str | None = written) -> jax.Array:
+            if written is not None:
+                value, results[written] = barrier((value, results[written]))
+            return value
+
+        if piece.name not in begun:
+            begun[piece.name] = begin(piece.name, behind(shards[piece.name]))
+        part = behind(slice_in_dim(begun[piece.name], piece.start, piece.stop, axis=piece.dim))
         sent.append((piece, gather(piece.name, part)))
     while sent:
         write()
