@@ -9,7 +9,7 @@ import jax
 
 
 class Program:
-    """What `jax.jit` makes of a function of a step; made anew where the step's options of XLA have changed since."""
+    """What `jax.jit` makes of a function of a step; made anew where the options of the step change before it ran."""
 
     def __init__(self, function: Callable[..., Any], options: Callable[[], dict[str, Any]],
                  does_without: Callable[[Exception], bool], **arguments: Any):
@@ -24,10 +24,12 @@ class Program:
 
     def __call__(self, *args: Any) -> Any:
         """The function's result."""
+        if self._has_run:
+            return self._jitted(*args)
         try:
             result = self._current()(*args)
         except jax.errors.JaxRuntimeError as error:
-            if self._has_run or not self._does_without(error):
+            if not self._does_without(error):
                 raise
             result = self._current()(*args)
         self._has_run = True
