@@ -20,7 +20,7 @@ from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.functions import StepFunctions
 from zero_jax.step.losses import takes_key
 from zero_jax.step.overlap import overlaps_by_default, step_overlap_options, with_overlap
-from zero_jax.step.program import may_be_of_overlap, warn_without_overlap
+from zero_jax.step.program import Program, may_be_of_overlap, warn_without_overlap
 from zero_jax.tree import named_leaves
 from zero_jax.typing import Batch, Loss, PRNGKey
 from zero_jax.xla.devices import compiled_for
@@ -29,6 +29,8 @@ from zero_jax.xla.host_memory import lists_memories, set_memory_kinds
 
 class InspectableStep(StepFunctions):
     """What one can ask of a step without a state. Every `batch` may be abstract: `jax.ShapeDtypeStruct`s."""
+
+    _programs: dict[Any, Any]
 
     @functools.cached_property
     def _compiler_options(self) -> dict[str, Any]:
@@ -151,6 +153,13 @@ class InspectableStep(StepFunctions):
 
     def _jit(self, batch: Batch) -> Any:
         raise NotImplementedError
+
+    def _jit_once(self, key: Any, function: Any, in_shardings: Any, out_shardings: Any, **options: Any) -> Any:
+        if key not in self._programs:
+            self._programs[key] = Program(
+                function, lambda: self._compiler_options, self._does_without_overlap,
+                in_shardings=in_shardings, out_shardings=out_shardings, **options | self._offload_options)
+        return self._programs[key]
 
     def _initializer(self, batch: Batch, *, params: bool = True) -> Any:
         """The compiled `init`; params: False leaves out the parameters and what follows from them, drawing none."""

@@ -25,7 +25,6 @@ from zero_jax.step.guard import BadStepMonitor
 from zero_jax.step.inspection import InspectableStep
 from zero_jax.step.losses import takes_key
 from zero_jax.step.options import StepOptions
-from zero_jax.step.program import Program
 from zero_jax.step.replicas import Replicas, compare, copies_digests, replicas_of
 from zero_jax.step.start import as_train_state, check_train_state, with_optimizer_state
 from zero_jax.tree import merge
@@ -291,11 +290,3 @@ class ZeroTrainStep(InspectableStep):
         self._jitted = self._jit_once(("step", hashable(of_batch)), self._step, (layout.shardings, of_batch),
                                       (layout.shardings, self._replicated), donate_argnums=0)
         return self._jitted
-
-    def _jit_once(self, key: Any, function: Any, in_shardings: Any, out_shardings: Any, **options: Any) -> Any:
-        if key not in self._programs:
-            self._programs[key] = Program(
-                function, lambda: self._compiler_options, self._does_without_overlap,
-                in_shardings=in_shardings, out_shardings=out_shardings, **options | self._offload_options)
-        return self._programs[key]
-
