@@ -80,7 +80,10 @@ def test_gradients_of_1600_columns_are_scattered(chip, control):
 
 @pytest.mark.slow
 def test_gradients_of_2048_columns_are_scattered_without_padding():
-    """At stage 2, whose gradients are rows. XLA for v5e pads those of the control: it undoes the transposition."""
+    """At stage 2, whose gradients are rows. XLA for v5e pads those of the control: it undoes the transposition.
+
+    Without overlap alone, for which it decomposes reductions.
+    """
     assert not program("v5e stage 2, width 2048").report.violations
     (broken,) = program("v5e stage 2, width 2048, transposed").report.violations
     assert "reduce-scatter of bf16[8512, 2048]" in broken
