@@ -50,8 +50,9 @@ class RunOptions:
     a dry run; simulated devices say nothing."""
 
     overlap: OnOffAuto = "auto"
-    """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute, at a cost in memory.
-    auto: on those; yes: also on v5e, which reduces within matrix products, or an error on others; no: never."""
+    """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute; on v5e, at stages 1 to 3,
+    within matrix products and elementwise work. It costs memory and time to compile. auto: on those; yes: an error on
+    others; no: never."""
 
     prefetch_weights: bool = False
     """On GPUs, TPU v5p and v6e at stage 3: each layer of a loop gathers the parameters of the next one while it
