@@ -6,10 +6,10 @@
 Each argument behind target, stage and model is a set of arguments of `make_zero_train_step`, as JSON; what it has under
 "xla" are options of XLA, under "communication" the arguments of `Communication`, under "clip" the norm of all
 gradients that AdamW clips by, so that no update begins before the last of them; with "ahead": false the pass
-`gather_ahead` is left out. Of each it prints the shares of the bytes of gathers and reductions that are sent
-asynchronously and, of these, beside a matrix product; temporaries, and as predicted from the schedule the seconds in
-which nothing but communication runs, those of a step, and MFU. Blocks are rematerialised; the batch is `MODELS`', or
-that behind "@": `1.5b@1` has one sequence on each device.
+`gather_ahead` is left out, with "beside": false `scatter_beside_products`. Of each it prints the shares of the bytes of
+gathers and reductions that are sent asynchronously and, of these, beside a matrix product; temporaries, and as
+predicted from the schedule the seconds in which nothing but communication runs, those of a step, and MFU. Blocks are
+rematerialised; the batch is `MODELS`', or that behind "@": `1.5b@1` has one sequence on each device.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -46,14 +46,21 @@ HEADER = """| target, stage, model | arguments | asynchronous | beside a product
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
+PASSES = {"ahead": "gathers_ahead", "beside": "scatters_beside_products"}
+"""By argument, what says whether a pass is applied: `gather_ahead`, and `scatter_beside_products`."""
+
+
 @contextlib.contextmanager
-def left_out() -> Iterator[None]:
-    """Each weight is gathered in its own round of a loop."""
-    own, gradients.gathers_ahead = gradients.gathers_ahead, lambda *_: False
+def left_out(names: Iterable[str]) -> Iterator[None]:
+    """Passes are not applied: those of `PASSES`."""
+    own = {PASSES[name]: getattr(gradients, PASSES[name]) for name in names}
+    for attribute in own:
+        setattr(gradients, attribute, lambda *_: False)
     try:
         yield
     finally:
-        gradients.gathers_ahead = own
+        for attribute, value in own.items():
+            setattr(gradients, attribute, value)
 
 
 def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> str:
@@ -62,7 +69,7 @@ def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> s
     config, batch = MODELS[name]
     batch = int(sequences or batch)
     mesh = make_mesh(devices=target_devices(target))
-    options = {name: value for name, value in arguments.items() if name not in ("xla", "clip", "ahead")}
+    options = {name: value for name, value in arguments.items() if name not in ("xla", "clip", *PASSES)}
     if "clip" in arguments:
         options["optimizer"] = optax.chain(optax.clip_by_global_norm(arguments["clip"]), optax.adamw(1e-3))
     if "communication" in options:
@@ -73,7 +80,7 @@ def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> s
     step.layout({"inputs": tokens, "targets": tokens})  # by which XLA's options are known
     step._compiler_options |= arguments.get("xla", {})
     began = time.perf_counter()
-    with left_out() if arguments.get("ahead") is False else contextlib.nullcontext():
+    with left_out(name for name in PASSES if arguments.get(name) is False):
         plan = examine(step, {"inputs": tokens, "targets": tokens}, target_of(target), compare=False)
     seconds = time.perf_counter() - began
     if plan.communication is None or plan.timing is None or plan.communication.violations:

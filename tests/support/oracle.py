@@ -47,14 +47,15 @@ def oracle(model, *, batches, optimizer=None, seed=0, loss=None, precision=None,
                    by_name(run.variables), by_name(run.start))
 
 
-def train(model, stage, num_devices, *, batches, optimizer=None, seed=0, **options) -> Trained:
-    """Trains for one step on each of `batches`.
+def train(model, stage, devices, *, batches, optimizer=None, seed=0, **options) -> Trained:
+    """Trains for one step on each of `batches`. devices: a mesh, or the number of devices or sizes of its `data`.
 
     Adam divides a gradient by its own size: with its default eps of 1e-8, single elements whose gradient
     passes through zero amplify rounding. 1e-6 keeps the comparison one of gradients.
     """
+    mesh = devices if isinstance(devices, jax.sharding.Mesh) else zero_jax.make_mesh(devices)
     step = zero_jax.make_zero_train_step(
-        model, stage, mesh=zero_jax.make_mesh(num_devices), optimizer=optimizer or ADAMW, **options)
+        model, stage, mesh=mesh, optimizer=optimizer or ADAMW, **options)
     state = step.init(jax.random.key(seed), batches[0])
     losses, norms = [], []
     for batch in batches:

@@ -90,6 +90,14 @@ def gathered_in_its_round(step: Any, batch: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def gradients_last(step: Any, batch: Any) -> Iterator[None]:
+    """No gradient is made before the product that follows it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_jax.step.gradients.scatters_beside_products", lambda *_: False)
+        yield
+
+
+@contextlib.contextmanager
 def uncoded(step: Any, batch: Any) -> Iterator[None]:
     """What is to be quantised is sent in its own dtype, and nothing says so."""
     layout = step.layout(batch)

@@ -28,6 +28,7 @@ from support.program_controls import (
     annotated,
     flat,
     gathered_in_its_round,
+    gradients_last,
     in_each_round,
     in_one_piece,
     in_tiles_of_8,
@@ -265,6 +266,9 @@ PROGRAMS: dict[str, Row] = {
     **{f"v5e stage 3, 8 layers{', each in its round' * bool(change)}": gpt2_row(
         V5E, 3, config=gpt2.Config(8, 512, 4, vocab_size=512, max_length=256, remat=True), batch=(4, 256),
         change=change) for change in (None, gathered_in_its_round)},
+    **{f"v5e:4x4 stage 2, 4 layers{', gradients last' * bool(change)}": gpt2_row(
+        "v5e:4x4", 2, config=gpt2.Config(4, 1024, 8, vocab_size=512, max_length=256, remat=True), batch=(8, 256),
+        change=change) for change in (None, gradients_last)},
     "v5e stage 2, reduce fp32": Row(V5E, 2, options=REDUCE_FP32),
     "v5e stage 3, reduce fp32": Row(V5E, 3, options=REDUCE_FP32),
     "v5e stage 2, fp32": Row(V5E, 2, options=FP32),

@@ -16,7 +16,7 @@ from zero_jax.sharding.memory.host_arrays import carrier_of, is_on_host
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.step.losses import loss_and_metrics, with_key
 from zero_jax.step.options import StepOptions
-from zero_jax.step.overlap import gathers_ahead
+from zero_jax.step.overlap import gathers_ahead, scatters_beside_products
 from zero_jax.transforms.activation_partitioning import Activations
 from zero_jax.transforms.derived_weights import scatter_derived_gradients
 from zero_jax.transforms.explicit_scatter import scatter_partial_gradients
@@ -33,6 +33,7 @@ from zero_jax.transforms.loop_communication import communicate_once_per_loop
 from zero_jax.transforms.padded_products import multiply_padded
 from zero_jax.transforms.reduce_dtype import compute_grads_in_reduce_dtype
 from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints
+from zero_jax.transforms.scatter_beside import scatter_beside_products
 from zero_jax.transforms.scatter_calls import inline_calls, merge_scatters
 from zero_jax.transforms.tiled_products import tile_products
 from zero_jax.transforms.update_order import wait_for_reads
@@ -142,6 +143,8 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
          functools.partial(order_stacked_gradients, tiled=layout.axes.is_tpu)),
         (reduced, functools.partial(
             scatter_derived_gradients, batch_size=activations.batch_size, axes=layout.axes, hops=hops)),
+        (reduced and scatters_beside_products(options, layout), functools.partial(
+            scatter_beside_products, batch_size=activations.batch_size, axes=layout.axes)),
         (reduced, functools.partial(
             scatter_partial_gradients, batch_size=activations.batch_size, axes=layout.axes, uneven=uneven_only,
             split=activations.sequence, hops=hops)),

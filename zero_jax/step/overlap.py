@@ -32,6 +32,11 @@ def gathers_ahead(options: StepOptions, layout: Layout) -> bool:
     return layout.gathers_at_use and layout.mesh.size > 1 and _sends_within_work(options, layout)
 
 
+def scatters_beside_products(options: StepOptions, layout: Layout) -> bool:
+    """Whether gradients, at stages 1 and 2, are sent beside the next product: see `transforms.scatter_beside`."""
+    return not options.stage.shards_params and not layout.axes.tensor_enabled and _sends_within_work(options, layout)
+
+
 def _sends_within_work(options: StepOptions, layout: Layout) -> bool:
     """Whether v5e is asked to send within products and elementwise work."""
     return options.overlap is not False and sends_within_products(layout.mesh.devices.flat[0])

@@ -6,7 +6,7 @@ Here the product that makes a gradient is put into a `jax.shard_map` with the sc
 another on a TPU; everything else stays the partitioner's, so that nothing that is global becomes local.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,6 +51,7 @@ from zero_jax.transforms.scatter_calls import MOVES, SUMS, is_of_whole, is_quant
 WHOLE = P()
 _KEEPS_DIMS = ("copy", NAME, CONVERT)
 
+Bind = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 Split = dict[int, tuple[str, ...]]
 """Dim of an array -> the mesh axes that split it."""
 
@@ -229,7 +230,7 @@ class PartialGradient:
         scope = scope_of(self.eqns[0])
 
         def part(*values: jax.Array) -> jax.Array:
-            return reduce_parts(as_stored(scatter, self._own(values)), self.mesh_axes, self.spec, self.hops,
+            return reduce_parts(as_stored(scatter, self.own(values)), self.mesh_axes, self.spec, self.hops,
                                 in_tiles=is_of_whole(scatter))
 
         summed = jax.shard_map(
@@ -245,7 +246,7 @@ class PartialGradient:
     def each(self, env: dict[Any, Any]) -> jax.Array:
         """Every device's part, along a leading dim that counts the devices, from values of the inputs."""
         parts = jax.shard_map(
-            on_one_slice(lambda *values: self._own(values)[None], self.mesh_axes), mesh=self.mesh,
+            on_one_slice(lambda *values: self.own(values)[None], self.mesh_axes), mesh=self.mesh,
             in_specs=self._in_specs, out_specs=P(self.axes), check_vma=False)
         return parts(*(env[atom] for atom in self.splits))
 
@@ -266,10 +267,10 @@ class PartialGradient:
         split = self.splits.get(atom, {})
         return P(*map(split.get, range(max(split, default=-1) + 1)))
 
-    def _own(self, values: Sequence[jax.Array]) -> jax.Array:
-        """One device's part, from its parts of the inputs."""
+    def own(self, values: Sequence[jax.Array], bind: Bind | None = None) -> jax.Array:
+        """One device's part, from its parts of the inputs. bind: in place of the method of that name."""
         env: dict[Any, Any] = dict(zip(self.splits, values, strict=True))
-        run_eqns(self.eqns, env, self.bind)
+        run_eqns(self.eqns, env, bind or self.bind)
         return env[self.eqns[-1].outvars[0]]
 
     def bind(self, eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
