@@ -148,7 +148,7 @@ class _Beside:
         shared, results = inputs[[*self.part.splits].index(self.shared)], []
 
         def bind(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
-            nonlocal shared, waited
+            nonlocal shared
             outs = self.part.bind(eqn, args)
             if primitive_of(eqn) == DOT:
                 *outs, shared = optimization_barrier((*outs, shared))
