@@ -46,6 +46,7 @@ def combinations():
                 yield row if row in DIAGONAL else slow(*row)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage, other, count, others", [*combinations()])
 def test_every_stage_and_device_count_to_every_other(folder, stage, other, count, others):
     path, before, losses = source(folder, stage, count)

@@ -123,6 +123,7 @@ MESHES = {"factored": {"data": (2, 4)}, "hybrid": {"data": 4, "replica": 2},
           "factored hybrid": {"data": (2, 2), "replica": 2}}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage", [slow(1), 3])
 @pytest.mark.parametrize("mesh", [slow("factored"), slow("hybrid"), "factored hybrid"])
 def test_meshes_are_one_device(mesh, stage):

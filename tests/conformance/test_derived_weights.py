@@ -85,6 +85,7 @@ MODELS = {"normed": lambda width, hidden: Normed(hidden), "written": lambda widt
           "nnx": lambda *sizes: factory(NnxNormed, sizes), "layers": lambda width, hidden: Layers(hidden)}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("model, stage, sizes", [
     slow("normed", 3, "uneven"), slow("normed", 1, "even"), slow("written", 3, "uneven"), slow("written", 2, "even"),
     slow("nnx", 3, "uneven"), slow("layers", 3, "uneven")])
@@ -110,6 +111,7 @@ def verified(model, stage, sizes, target):
     return zero_jax.make_zero_train_step(MODELS[model](width, hidden), stage, mesh=mesh, loss=squares).verify(batch)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("model, stage, sizes, target", [
     ("normed", 3, "even", "h100:8"), slow("normed", 2, "uneven", "h100:8"), slow("normed", 3, "even", "v5e:2x4"),
     slow("written", 3, "uneven", "h100:8"), slow("nnx", 3, "even", "h100:8"), slow("nnx", 2, "uneven", "h100:8")])

@@ -52,6 +52,7 @@ class Bypassing(nnx.Module):
         return self.out(nnx.relu(x @ self.kernel.T + x.mean(0) @ self.table[:3].sum(0))) + penalty
 
 
+@pytest.mark.grid
 @STAGES
 @pytest.mark.parametrize("module", [Clipped, Spectral, Bypassing])
 def test_parameters_that_are_overwritten_or_used_past_their_reads(module, stage, sizes):
@@ -153,6 +154,7 @@ class WeightNormed(nnx.Module):
         return self.out(nnx.relu(self.normed(x)))
 
 
+@pytest.mark.grid
 @STAGES
 @pytest.mark.parametrize("module", [Buffers, WeightNormed])
 def test_factories_of_modules_with_plain_arrays(module, stage, sizes):
@@ -317,6 +319,7 @@ class Complex(nn.Module):
         return nn.Dense(1)(jnp.abs(x.astype(jnp.complex64) @ kernel))
 
 
+@pytest.mark.grid
 @STAGES
 @pytest.mark.parametrize("precision", [slow(None), "bf16"])
 def test_complex_parameters_stay_complex(precision, stage, sizes):

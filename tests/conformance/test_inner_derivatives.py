@@ -74,6 +74,7 @@ CASES = {"penalty": (Linear, penalised), "examples": (Linear, penalised_examples
          "vjp in a loop": (Descents(), squares)}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage, name", [
     row if row == (3, "penalty") else slow(*row) for row in [
         (stage, name) for name in CASES for stage in (2, 3)]])

@@ -31,6 +31,7 @@ class Typed(nn.Module):
 OWN_DTYPES = {"bf16 of fp32": (jnp.bfloat16, None), "fp32 of bf16": (jnp.float32, "bf16")}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", OWN_DTYPES)
 @pytest.mark.parametrize("stage, sizes", [
     (3, "even"), slow(3, "uneven"), slow(2, "even"), slow(2, "uneven"), slow(1, "even")])
@@ -52,6 +53,7 @@ def test_a_modules_own_dtype_keeps_the_reduce_scatter(case, stage, sizes):
         line for line in text.splitlines() if " reduce-scatter" in line and "= " in line)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", OWN_DTYPES)
 @pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
 def test_a_modules_own_dtype_has_the_numbers_of_one_device(case, stage):

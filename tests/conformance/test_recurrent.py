@@ -54,6 +54,7 @@ RECURRENT = {
     "shared": lambda width, hidden: Shared(hidden)}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour", RECURRENT)
 @STAGES
 def test_recurrent_loops(flavour, stage, sizes):
@@ -61,6 +62,7 @@ def test_recurrent_loops(flavour, stage, sizes):
     compare(RECURRENT[flavour](width, hidden), stage, vectors(width))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("target", ["h100:8", slow("v5e:2x4")])
 @pytest.mark.parametrize("flavour, stage, sizes", [
     ("linen", 3, "even"), slow("linen", 3, "uneven"), slow("linen", 2, "even"), slow("nnx", 3, "even"),

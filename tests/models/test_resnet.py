@@ -45,6 +45,7 @@ def run(precision, stage):
                  optimizer=SGD)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("precision", "stage"), [
     slow("fp32", 0), slow("fp32", 1), slow("fp32", 2), slow("fp32", 3), slow("bf16", 3)])
 def test_tiny_is_one_device(precision, stage):

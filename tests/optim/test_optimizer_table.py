@@ -127,6 +127,7 @@ def test_every_optimizer_of_optax_is_in_the_table():
     assert PARTS | NO_TRANSFORMS <= found
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("name", "stage"), [
     *((name, 3) for name in OPTIMIZERS), *(slow(name, 1) for name in [*OPTIMIZERS][::3])])
 def test_updates_are_those_of_one_device(name, stage):

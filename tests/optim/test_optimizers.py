@@ -26,6 +26,7 @@ def run(name, stage):
     return train(Model(), stage, 8, batches=BATCHES, loss=classify, optimizer=WRAPPERS[name])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("name", "stage"), [*((name, 3) for name in WRAPPERS), *(slow(name, 1) for name in WRAPPERS)])
 def test_updates_are_those_of_one_device(name, stage):
     sharded = on_shards(WRAPPERS[name], stage)
@@ -38,6 +39,7 @@ def test_updates_are_those_of_one_device(name, stage):
     assert sum(row.device_bytes < row.bytes for row in rows) >= 2  # at least one moment or factor of each kernel
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [
     name if name in ("multi_transform", "every second step", "flattened") else slow(name) for name in WRAPPERS])
 def test_trajectory_is_one_device(name):

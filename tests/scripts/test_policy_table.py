@@ -50,6 +50,7 @@ def stacked(text, rounds):
     return sum(each.bytes for each in alive)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name, flavour", [
     row if row in {("dots", "linen"), ("both", "linen"), ("every 4", "nnx")} else slow(*row)
     for row in itertools.product(SAVED, FLAVOURS)])

@@ -56,8 +56,9 @@ def trained(case, pieces, monkeypatch, *, wrong=False):
     return {name: np.asarray(leaf) for name, leaf in named_leaves(state) if not name.startswith("rng")}, text
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", [
-    pytest.param(case, marks=[] if case in ("bf16", "odd, fp32", "long axis") else pytest.mark.slow) for case in CASES])
+    pytest.param(case, marks=[] if case in ("odd, fp32", "long axis") else pytest.mark.slow) for case in CASES])
 def test_pieces_are_the_leaves_gathered_whole(case, monkeypatch):
     """Bit for bit. And negative control: pieces in the place of the one before."""
     with monkeypatch.context() as in_pieces:

@@ -213,6 +213,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, monkeypa
         small(tmp_path / "e").init(jax.random.key(0), BATCH)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("stage, options", [
     (1, {"accumulate": 2}), (3, {"precision": "fp16"}), (2, {"optimizer": optax.lamb(1e-2)}),

@@ -32,8 +32,9 @@ def test_state_bytes_are_the_formula(stage, precision, num_devices):
     assert layout.device_bytes - scalars == formula
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage, precision", [
-    row if row in {(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16")} else slow(*row)
+    row if row in {(1, "fp32"), (3, "bf16")} else slow(*row)
     for row in ((stage, precision) for stage in range(4) for precision in ("fp32", "bf16"))])
 def test_the_compiled_steps_arguments_are_that_state_and_updated_in_place(stage, precision):
     step = zero_jax.make_zero_train_step(gpt2.build(EVEN), stage, mesh=zero_jax.make_mesh(8), precision=precision)

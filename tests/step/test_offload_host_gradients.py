@@ -84,9 +84,10 @@ def assert_same(left, right, *, exact=True):
                                    atol=0 if exact else 1e-5, err_msg=name)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("exact, offload, setup", [
     (True, GRADIENTS, {"guard": zero_jax.Guard(skip=2)}),
-    (True, GRADIENTS, {"accumulate": 2, "precision": "bf16"}),
+    pytest.param(True, GRADIENTS, {"accumulate": 2, "precision": "bf16"}, marks=pytest.mark.slow),
     pytest.param(True, ALL, {"precision": "bf16", "ema": 0.9}, marks=pytest.mark.slow),
     pytest.param(True, ALL, {"accumulate": 2, "guard": zero_jax.Guard(skip=2), "ema": 0.9}, marks=pytest.mark.slow),
     pytest.param(True, GRADIENTS, {"accumulate": 2, "precision": "fp16"}, marks=pytest.mark.slow),

@@ -117,6 +117,7 @@ STACKED = jax.tree.map(lambda *leaves: np.stack(leaves), *BATCHES)
 OPTIONS = [{}, {"precision": "fp16", **GUARD}, {"stage": 2, "accumulate": 2}]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("way, options", [
     row if row[0] == "multi" or row == ("scan", OPTIONS[1]) else slow(*row)
     for row in itertools.product(("multi", "jit", "scan"), OPTIONS)], ids=str)

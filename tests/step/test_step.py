@@ -26,6 +26,7 @@ P = jax.sharding.PartitionSpec
 CONFIG = gpt2.Config(2, 32, 2, vocab_size=64, max_length=16)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage, precision", [
     (0, "fp32"), slow(1, "fp32"), slow(2, "fp32"), (3, "fp32"), slow(0, "bf16"), slow(1, "bf16"), (2, "bf16"),
     slow(3, "bf16")])

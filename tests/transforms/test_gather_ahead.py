@@ -41,7 +41,8 @@ def ahead(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("case", [case if case in ("linen", "llama, no checkpoints") else slow(case) for case in CASES])
+@pytest.mark.grid
+@pytest.mark.parametrize("case", [case if case == "linen" else slow(case) for case in CASES])
 def test_the_numbers_are_those_of_a_plain_loop(case, ahead):
     """Every loop over layers does it, forward and backward."""
     model, options = CASES[case]

@@ -24,6 +24,7 @@ def odd_oracle(flavour):
     return losses(flavour, 0, zero_jax.make_mesh(1), ODD)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour, stage, sizes, sequence", [
     *(slow(flavour, stage, {"context": 2, "tensor": 2} if context else {"tensor": 2}, sequence)
       for flavour, stage, context, sequence in covering(FLAVOURS, (3, 1), (False, True), (False, True))),

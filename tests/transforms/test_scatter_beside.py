@@ -55,7 +55,8 @@ def run(case):
     return train(model, options.pop("stage"), mesh, batches=BATCHES, **options)
 
 
-@pytest.mark.parametrize("case", [case if case in ("linen", "llama") else slow(case) for case in CASES])
+@pytest.mark.grid
+@pytest.mark.parametrize("case", [case if case == "linen" else slow(case) for case in CASES])
 def test_the_numbers_are_those_of_a_plain_loop(case, beside):
     model, expected_number, options = CASES[case]
     found, expected = run(case), oracle(model, batches=BATCHES, precision=options.get("precision"))
