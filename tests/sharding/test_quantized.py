@@ -225,6 +225,9 @@ def test_a_policy_that_is_none_is_refused(arguments, message):
     (3, (8,), Communication(gradients=("int4", "int8")), {}, "there is one hop"),
     (2, (8,), Communication("int8"), {}, "master weights themselves"),
     (3, (2, 4), Communication("int8"), {"hpz_axes": "data_1", "gather": "step", "accumulate": 2}, "leave one of them"),
+    (3, (8,), Communication("int8", exclude=("wpe", "blokcs")), {}, "exclude: 'blokcs' matches no parameter"),
+    (3, (8,), Communication("int8", block=2**16), {}, r"weights='int8' would change nothing: .*down/kernel \(fewer"),
+    (2, (8,), Communication(gradients="fp4", exclude=""), {}, "gradients='fp4' would change nothing: .*excluded"),
     (3, (8,), "int8", {}, "is a str")])
 def test_what_cannot_take_effect_is_refused(stage, data, communication, options, message):
     with pytest.raises(zero_jax.UsageError, match=message):

@@ -1,11 +1,13 @@
 """Which parameters of a layout are sent as codes, how, and why the others are not."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.errors import UsageError
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.partition import parts_of
@@ -64,7 +66,12 @@ class Leaf:
 
 def quantized_leaves(policy: Communication, leaves: Mapping[str, Leaf], axes: MeshAxes, hpz_axes: AxisNames
                      ) -> QuantizedLeaves:
-    """The choice for each of `leaves`, by name. hpz_axes: the last over which messages are gathered."""
+    """The choice for each of `leaves`, by name. hpz_axes: the last over which messages are gathered.
+
+    Raises ValueError where nothing would be sent in a format that is asked for, or where a parameter is excluded that
+    there is not.
+    """
+    policy.check_names(leaves)
     hops = policy.hops(axes, hpz_axes)
     leaves = {name: leaf for name, leaf in leaves.items()
               if leaf.gathered and policy.weights is not None or leaf.trained and hops}
@@ -72,7 +79,7 @@ def quantized_leaves(policy: Communication, leaves: Mapping[str, Leaf], axes: Me
     reasons = {name: why for name, leaf in leaves.items() if (why := policy.reason(
         name, leaf.stored_shape.shape, leaf.dtype, num_loops=len(leaf.access.stacked),
         local_size=codes[name].num_values, num_parts=parts_of(leaf.spec, axes.zero_sizes), all_parts=axes.zero_size))}
-    return QuantizedLeaves(
+    found = QuantizedLeaves(
         policy, hops,
         gathers={name: codes[name] for name, leaf in leaves.items()
                  if name not in reasons and leaf.gathered and policy.weights is not None},
@@ -80,6 +87,18 @@ def quantized_leaves(policy: Communication, leaves: Mapping[str, Leaf], axes: Me
         reasons=reasons, sizes={name: math.prod(leaf.stored_shape.shape) for name, leaf in leaves.items()},
         layers={name: math.prod(leaf.stored_shape.stored[dim] for dim in leaf.access.stacked)
                 for name, leaf in leaves.items()})
+    for what, chosen in (("weights", found.gathers), ("gradients", found.gradients)):
+        if getattr(policy, what) is not None and not chosen:
+            raise UsageError(f"communication: {what}={getattr(policy, what)!r} would change nothing: the {what} of all "
+                             f"parameters are sent as they are, {_listed(reasons)}. Leave it out, or give smaller "
+                             f"blocks than of {policy.block} values, where those are too large.")
+    return found
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    """The first few of `reasons`, for a message."""
+    few = [f"{name} ({why})" for name, why in itertools.islice(reasons.items(), 4)]
+    return ", ".join(few) + (f" and {len(reasons) - len(few)} more" if len(reasons) > len(few) else "")
 
 
 def _codes(policy: Communication, leaf: Leaf, axes: MeshAxes, hpz_axes: AxisNames) -> GatherCodes:

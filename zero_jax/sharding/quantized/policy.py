@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Collection
 from typing import Any
 
 import jax.numpy as jnp
@@ -111,6 +112,13 @@ class Communication:
                 f"communication: weights={self.weights!r} at stage {stage} without a precision as \"bf16\": there the "
                 "gathered weights are the master weights themselves, in which rounding would add up. Give "
                 "precision=\"bf16\", or stage 3, or quantise gradients alone.")
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raises ValueError for a pattern of `exclude` that is in none of `names`, those of the parameters."""
+        for pattern in self.exclude:
+            if not any(re.search(pattern, name) for name in names):
+                raise UsageError(f"Communication: exclude: {pattern!r} matches no parameter. There are: "
+                                 f"{', '.join(names)}.")
 
     def reason(self, name: str, shape: Shape, dtype: DType, *, num_loops: int, local_size: int, num_parts: int,
                all_parts: int) -> str:
