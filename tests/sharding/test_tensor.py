@@ -88,7 +88,7 @@ def test_other_meshes(name, flavour):
     assert difference(losses(flavour, 3, zero_jax.make_mesh(**sizes), **options), flavour) <= 1e-6
 
 
-REMAT = {"full": "full", "dots": "dots", "names": ("none of these",), "sqrt": zero_jax.Remat(every="sqrt"),
+REMAT = {"full": "full", "dots": "dots", "names": ("attention",), "sqrt": zero_jax.Remat(every="sqrt"),
          "both": zero_jax.Remat(every=2), "policy": jax.checkpoint_policies.everything_saveable}
 KEEPING = [("linen", 3, True, "full"), ("nnx", 0, True, "sqrt")]
 
@@ -236,11 +236,41 @@ def test_settings_that_are_refused(sizes, options, message):
 
 @pytest.mark.parametrize("options, config, message", [
     ({"remat": zero_jax.Remat(every=3)}, config_of(remat=False), "has 2 blocks, which do not divide by it"),
+    ({"remat": ("attention", "typo")}, config_of(remat=False), "has the name 'typo'.* there are: 'attention'. Give"),
+    ({"remat": ("attention_owt",)}, config_of(scan=False), "in the model's blocks has the name 'attention_owt'"),
     ({"partition_activations": "cpu"}, config_of(remat=False), "nothing is checkpointed"),
 ])
 def test_blocks_that_do_not_fit(options, config, message):
     with pytest.raises(ValueError, match=message):
         zero_jax.make_zero_train_step(gpt2.build(config), 3, **options).lower(batches()[0])
+
+
+def test_a_name_that_a_rule_for_forward_alone_gives_is_found():
+    @jax.custom_vjp
+    def squash(x):
+        return jnp.tanh(x)
+
+    def forward(x):
+        out = jax.ad_checkpoint.checkpoint_name(jnp.tanh(x), "squashed")
+        return out, out
+
+    squash.defvjp(forward, lambda out, by_out: (by_out * (1 - out**2),))
+
+    class Blocks(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for number in range(2):
+                x = squash(nn.Dense(8, name=f"blocks_{number}")(x))
+            return x
+
+    def lower(name):
+        step = zero_jax.make_zero_train_step(Blocks(), 3, loss=lambda model, batch: jnp.mean(model(batch["x"]) ** 2),
+                                             remat=(name,))
+        step.lower({"x": np.zeros((8, 8), np.float32)})
+
+    lower("squashed")
+    with pytest.raises(zero_jax.UsageError, match="Names that there are: 'squashed'"):  # negative control
+        lower("squash")
 
 
 def test_a_model_without_blocks_is_told():

@@ -25,14 +25,20 @@ from zero_jax.jaxpr.equations import (
     primitive_of,
     replace_eqn,
     run_eqns,
+    trace,
+    type_of,
     variables,
 )
 from zero_jax.jaxpr.primitives import (
+    CUSTOM_VJP,
     JIT,
+    NAME,
+    OWN,
     REMAT,
     SCAN,
     Scan,
     call_jaxpr,
+    checkpoint_names,
     is_attention_kernel,
     with_call_jaxpr,
     with_policy,
@@ -117,7 +123,7 @@ def checkpoint_blocks(closed: ClosedJaxpr, names: Sequence[str], remat: Remat) -
     Order: before all other passes, on the outermost jaxpr, whose inputs are the parameters by name; to the others its
     checkpoints are the model's own.
 
-    Raises ValueError where it has no blocks.
+    Raises ValueError where it has no blocks, or where they give no value a name that `remat` saves.
     """
     jaxpr, params = closed.jaxpr, set(closed.jaxpr.invars[:len(names)])
     attempts = (lambda: _with_policy(jaxpr, remat), lambda: _checkpoint_loops(jaxpr, remat, params),
@@ -125,10 +131,39 @@ def checkpoint_blocks(closed: ClosedJaxpr, names: Sequence[str], remat: Remat) -
     for attempt in attempts:
         edited, num_blocks = attempt()
         if num_blocks:
+            _check_names(edited, remat)
             return closed.replace(jaxpr=edited)
     raise UsageError(f"remat={remat.policy!r}: no blocks were found in the model: neither a loop that reads parameters "
                      "nor parameters of numbered blocks (blocks_0/..., blocks_1/...). Checkpoint them in the model "
                      "with zero_jax.remat(Block), or leave remat out.")
+
+
+def _check_names(jaxpr: Jaxpr, remat: Remat) -> None:
+    """Raises ValueError for a name to save that no value in the checkpoints of `jaxpr` has."""
+    if not isinstance(remat.policy, tuple):
+        return
+    blocks = [call_jaxpr(eqn) for eqn in all_eqns(jaxpr) if primitive_of(eqn) == REMAT]
+    known = {name for block in blocks for name in _names(block.jaxpr)}
+    for block in blocks:
+        if not known.issuperset(remat.policy) and any(primitive_of(eqn) == CUSTOM_VJP for eqn in all_eqns(block.jaxpr)):
+            known |= _names(trace(_forward(jaxpr_to_fun(block)), *map(type_of, block.jaxpr.invars)).jaxpr)
+    if missing := [name for name in remat.policy if name not in known]:
+        raise UsageError(
+            f"remat={remat.policy!r}: nothing in the model's blocks has the name {missing[0]!r}, and nothing would be "
+            f"saved by it. Names that there are: {', '.join(map(repr, sorted(known))) or 'none'}. Give one of those, "
+            "\"full\" or \"dots\", or name a value in the model: jax.ad_checkpoint.checkpoint_name(x, "
+            f"{missing[0]!r}).")
+
+
+def _names(jaxpr: Jaxpr) -> set[str]:
+    """The names of values in `jaxpr`, without those that the library gives."""
+    return {name for eqn in all_eqns(jaxpr) if primitive_of(eqn) == NAME for name in checkpoint_names(eqn)
+            if not name.startswith(OWN)}
+
+
+def _forward(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun` as a gradient evaluates it: by the rules of each custom_vjp for the forward pass, which may name values."""
+    return lambda *args: jax.vjp(fun, *args)[0]
 
 
 def _with_policy(jaxpr: Jaxpr, remat: Remat) -> tuple[Jaxpr, int]:
