@@ -100,6 +100,20 @@ class TestFrozen:
         with pytest.raises(ValueError, match=told):
             step.layout(TOKENS[0])
 
+    def test_a_mask_of_all_parameters_is_told(self):
+        """Controls: a function in its place, and the same mask where nothing is frozen."""
+        params = gpt2.build(GPT2).init(jax.random.key(0), TOKENS[0]["inputs"])["params"]
+        tree = jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+        def layout(mask, frozen):
+            zero_jax.make_zero_train_step(gpt2.build(GPT2), 3, mesh=zero_jax.make_mesh(8), frozen=frozen,
+                                          optimizer=optax.adamw(1e-2, mask=mask)).layout(TOKENS[0])
+
+        with pytest.raises(zero_jax.UsageError, match="without wte/embedding, which frozen names. Give a function"):
+            layout(tree, ("wte",))
+        layout(tree, ())
+        layout(lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params), ("wte",))
+
 
 class TestAverage:
     @pytest.mark.parametrize("stage, precision", [(0, None), (1, None), (2, "bf16"), (3, None)])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.errors import UsageError
-from zero_jax.tree import named_leaves
+from zero_jax.tree import merge, named_leaves
 
 _ADVICE = (
     (("value_fn", "grad_fn", "obj_fn"),
@@ -46,24 +46,18 @@ def traced_once(optimizer: optax.GradientTransformationExtraArgs) -> optax.Gradi
 
 
 def check_optimizer(optimizer: optax.GradientTransformationExtraArgs, params: Any,
-                    sharding: jax.sharding.Sharding | None = None) -> None:
+                    sharding: jax.sharding.Sharding | None = None, frozen: Any = None) -> None:
     """Raises ValueError unless `optimizer` runs on what a step has, and its updates and state keep their shapes.
 
-    params: a pytree of `jax.ShapeDtypeStruct`s, as stored. sharding: any over the mesh of the step, which is part of
-    the types in its trace.
+    params: a pytree of `jax.ShapeDtypeStruct`s, as stored; frozen: that of the parameters that are not trained, which
+    the optimizer does not see. sharding: any over the mesh of the step, which is part of the types in its trace.
     """
-    def placed(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.update(sharding=sharding), tree)
-
-    value = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
     try:
-        before = jax.eval_shape(optimizer.init, params)
-        updates, after = jax.eval_shape(
-            lambda grads, state, params, value: optimizer.update(grads, state, params, value=value),
-            *placed((params, before, params)), value)
+        before, updates, after = _run(optimizer, params, sharding)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         if not (advice := _advice(message)):
+            _check_run_without(optimizer, params, frozen, sharding, error)
             raise  # an error of the optimizer's own
         raise UsageError(
             "The optimizer cannot run on what a train step gives its update, which is the gradients, its state, the "
@@ -74,6 +68,35 @@ def check_optimizer(optimizer: optax.GradientTransformationExtraArgs, params: An
         raise UsageError(
             f"The optimizer's state changes in its first step: {difference}. Each step would be compiled again, with "
             "other shardings: let its init make what its update returns.")
+
+
+def _run(optimizer: optax.GradientTransformationExtraArgs, params: Any, sharding: jax.sharding.Sharding | None
+         ) -> tuple[Any, Any, Any]:
+    """The state of `optimizer`, its first updates and the state after them, abstract."""
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.update(sharding=sharding), tree)
+
+    value = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
+    before = jax.eval_shape(optimizer.init, params)
+    updates, after = jax.eval_shape(
+        lambda grads, state, params, value: optimizer.update(grads, state, params, value=value),
+        *placed((params, before, params)), value)
+    return before, updates, after
+
+
+def _check_run_without(optimizer: optax.GradientTransformationExtraArgs, params: Any, frozen: Any,
+                       sharding: jax.sharding.Sharding | None, error: Exception) -> None:
+    """Raises UsageError where `optimizer`, which fails with `error` on `params` alone, runs on `frozen` besides."""
+    names = [name for name, _ in named_leaves(frozen)]
+    try:
+        _run(optimizer, merge(params, frozen or {}), sharding)
+    except Exception:
+        return
+    raise UsageError(
+        "The optimizer holds a tree of all parameters, as a mask or labels, and is given those alone that are trained, "
+        f"without {', '.join(names[:3])}{' and so on' * (len(names) > 3)}, which frozen names. Give a function in "
+        "place of the tree, as mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params), or leave the "
+        f"frozen ones out of it. It says: {type(error).__name__}: {error}") from error
 
 
 def _advice(message: str) -> str:

@@ -49,7 +49,7 @@ def trace_layout(model: ModelFunctions, init: Callable[..., Any], loss: Loss,
     check_trainable(values, frozen=options.frozen, keep=precision.keep)
     params, frozen = split_trainable(values, options.frozen)
     params = jax.eval_shape(lambda tree: cast_floating(tree, precision.params), params)
-    check_optimizer(optimizer, params, replicated)
+    check_optimizer(optimizer, params, replicated, frozen)
 
     # Second, how the loss reads them.
     as_read = map_named(lambda name, leaf: leaf.update(dtype=precision.read_dtype(name, leaf.dtype)),
