@@ -81,7 +81,7 @@ def test_what_cannot_be_exported(tmp_path, tmp_path_factory, monkeypatch, saved,
 
 
 def test_a_folder_for_transformers(tmp_path, saved):
-    """It has the config of the model; what lies there stays, and a folder of another model is refused."""
+    """It has the config of the model; what lies there stays, and weights or a model that are others are refused."""
     expected = gpt2.huggingface_config(gpt2.PRESETS["tiny"])
     (tmp_path / "out").mkdir()
     (tmp_path / "out/tokenizer.json").write_text("theirs")
@@ -92,12 +92,15 @@ def test_a_folder_for_transformers(tmp_path, saved):
     assert (tmp_path / "out/tokenizer.json").read_text() == "theirs"
     mine = json.dumps(expected | {"n_ctx": 64})
     files[1].write_text(mine)
+    with pytest.raises(ValueError, match="model.safetensors exists, and is not replaced: remove it"):
+        export_command(config, devices=jax.devices()[:2])
+    files[0].unlink()
     assert export_command(config, devices=jax.devices()[:2]) == files[:1] and files[1].read_text() == mine
     files[1].write_text(json.dumps(expected | {"n_head": 2}))
-    before = files[0].stat().st_mtime_ns
+    files[0].unlink()
     with pytest.raises(ValueError, match="says n_head=2, and gpt2:tiny has 4"):
         export_command(config, devices=jax.devices()[:2])
-    assert files[0].stat().st_mtime_ns == before
+    assert not files[0].exists()
 
 
 @pytest.mark.slow

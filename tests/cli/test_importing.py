@@ -77,6 +77,16 @@ def test_a_checkpoint_of_another_model(tmp_path, changes, told):
         TrainConfig(model="gpt2:tiny", seq_len=16, init_from=folder, out=tmp_path / "out").check()
 
 
+def test_a_file_that_there_is_stays(tmp_path):
+    """As the one that is read: it would be replaced by one in our names, and the original lost."""
+    folder = folder_of(tmp_path / "theirs")
+    for out, there in (("a.safetensors", "a.safetensors"), ("model.safetensors", "model.safetensors.index.json")):
+        before = (folder / there).read_bytes()
+        done = run("import", "--model", "gpt2:tiny", "--weights", str(folder), "--out", str(folder / out))
+        assert done.returncode == 2 and f"{there} exists, and is not replaced" in message(done)
+        assert (folder / there).read_bytes() == before
+
+
 def test_tensors_of_another_model(tmp_path):
     tensors = {name: value for name, value in TENSORS.items() if "ln_f" not in name}
     with pytest.raises(ValueError, match=r"lacks 2 \(ln_f.bias, ln_f.weight\) of the 28 tensors"):

@@ -225,8 +225,11 @@ def write_tensors(path: Path, pieces: Sequence[Piece], *, max_file_bytes: int, m
     return [*written, index]
 
 
-def check_target(path: Path, *, many: bool | None = None) -> None:
-    """Raises ValueError for a `path` that tensors cannot be written to, as `many` files or one (None: either)."""
+def check_target(path: Path, *, many: bool | None = None, new: bool = False) -> None:
+    """Raises ValueError for a `path` that tensors cannot be written to, as `many` files or one (None: either).
+
+    new: also where there is a file or an index, which would be replaced.
+    """
     index = path.with_name(path.stem + INDEX_SUFFIX)
     if path.suffix != SUFFIX:
         raise UsageError(f"out={path} does not end in {SUFFIX}.")
@@ -234,6 +237,9 @@ def check_target(path: Path, *, many: bool | None = None) -> None:
         if wrong and other.exists():
             raise UsageError(f"{other} exists, and {index if many else path} is to be written, which would make it "
                              "ambiguous which to read: remove it, or choose another name.")
+    for other in (path, index) if new else ():
+        if other.is_file():
+            raise UsageError(f"{other} exists, and is not replaced: remove it, or give another --out.")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
         raise UsageError(f"out={path} cannot be written: {path.parent} must be a writable folder, and {path} "
                          "must not be a folder.")

@@ -97,6 +97,8 @@ class ExportConfig:
             if getattr(self, name) != getattr(ExportConfig, name):
                 raise UsageError(f"{name}={getattr(self, name)}: adapters are one file of float32: leave it out, or "
                                  "give --merge to write the whole model.")
+        if self.out.is_dir():
+            check_target(self.out / "adapter_model.safetensors", new=True)
 
     def check_whole(self, lora_rank: int | None) -> None:
         """Raises UsageError for what cannot take effect where a whole model is written. lora_rank: of the run."""
@@ -128,7 +130,7 @@ class ExportConfig:
         elif self.to_folder and not self.out.is_dir():
             check_folder("out", self.out)
         else:
-            check_target(self.file)
+            check_target(self.file, new=True)
 
     @property
     def may_be_adapter(self) -> bool:

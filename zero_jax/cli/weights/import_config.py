@@ -38,7 +38,7 @@ class ImportConfig:
     def check(self) -> ModelChoice:
         """The model; raises ValueError for what is wrong and can be known before JAX is imported."""
         find_tensors(self.weights)
-        check_target(self.out)
+        check_target(self.out, new=True)
         choice = find_model(self.model)
         if choice.names is None:
             raise UsageError(f"model={self.model}: its module has no function huggingface(config), which defines the "
