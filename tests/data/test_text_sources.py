@@ -44,8 +44,8 @@ def test_each_format_gives_its_documents(tmp_path):
     assert [*read_documents(bodies, field="body")] == ["x", "y"]
     assert [*read_documents(parquet(tmp_path / "a.parquet", text=TEXTS, n=[1, 2, 3, 4]))] == whole
     assert [*read_documents(array_record(tmp_path / "a.array_record", [text.encode() for text in TEXTS]))] == whole
-    (tmp_path / "a.txt").write_bytes("caf\xe9\n".encode("latin-1"))
-    assert [*read_documents(str(tmp_path / "a.txt"))] == ["caf�\n"]
+    (tmp_path / "a.txt").write_text("caf\xe9\n")
+    assert [*read_documents(str(tmp_path / "a.txt"))] == ["caf\xe9\n"]
     assert next(read_documents("python"))  # of the library
 
 
@@ -99,6 +99,13 @@ def test_text_in_other_codes_than_utf8(tmp_path):
     path.write_text("text", encoding="utf-16")
     with pytest.raises(ValueError, match="no text in UTF-8, since it has zero bytes: convert it"):
         check_file(path)
+    for before in ("", "a" * 10_000):  # within what is looked at before a run, and behind it
+        path.write_text(f"{before}caf\xe9", encoding="latin-1")
+        with pytest.raises(ValueError, match=rf"no text in UTF-8: its byte {len(before) + 3:,} is 0xe9. Convert it"):
+            check_file(path)
+            [*read_documents(str(path))]
+    path.write_text("a" * 8191 + "\xe9")  # its two bytes are on either side of where the look ends
+    check_file(path)
     path.write_text("text", encoding="utf-8-sig")
     check_file(path)
 

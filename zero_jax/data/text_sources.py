@@ -1,11 +1,12 @@
 """Documents from files: plain text, JSON lines, Parquet and array_record. Only the last imports JAX, by grain."""
 
+import codecs
 import glob
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".array
            ".arrayrecord": "array_record"}
 """By the end of a file's name; any other file is plain text, which is one document."""
 
-HEAD_LINES, MAX_LINE_BYTES = 100, 1 << 28
+HEAD_LINES, HEAD_BYTES, MAX_LINE_BYTES = 100, 8192, 1 << 28
 
 
 _COMPRESSED = re.compile(rb"\x1f\x8b\x08|BZh[1-9]1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd|PK\x03\x04|\x04\x22M\x18")
@@ -54,27 +55,34 @@ def read_documents(name: str, *, field: str = "text") -> Iterator[str]:
     Files come in the order of a hash of their names, so that what is held out at the end is not alphabetical.
 
     A text file is one document; so is the text in `field` of each line of JSON lines and each row of Parquet, and each
-    record of an array_record (UTF-8). Empty ones are left out. Bytes that are no UTF-8 are U+FFFD in text files.
+    record of an array_record (UTF-8). Empty ones are left out. Bytes of Python's library that are no UTF-8 are U+FFFD.
 
-    Raises ValueError, with the line or row, for what is no JSON, lacks the field, or has no text in it.
+    Raises ValueError, with the byte, line or row, for what is no UTF-8 or JSON, lacks the field or has no text in it.
     """
-    files = corpus.python_files() if name == "python" else files_of(name)
-    for path in sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest()):
+    if name == "python":
+        files = _shuffled(corpus.python_files())
+        yield from filter(None, (path.read_bytes().decode("utf-8", errors="replace") for path in files))
+        return
+    for path in _shuffled(files_of(name)):
         readers = {"jsonl": _jsonl, "parquet": _parquet, "array_record": _array_record, "text": _text}
         yield from filter(None, readers[format_of(path)](path, field))
 
 
-def check_file(path: Path, *, field: str = "text") -> None:
-    """Raises ValueError for what the start of a file shows: the first lines, or what a Parquet file says of itself.
+def _shuffled(files: Iterable[Path]) -> list[Path]:
+    return sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
 
-    What has zero bytes is no text in UTF-8: all of it would be U+FFFD.
-    """
+
+def check_file(path: Path, *, field: str = "text") -> None:
+    """Raises ValueError for what the start of a file shows: the first lines, or what a Parquet file says of itself."""
     kind = format_of(path)
     check_not_compressed(path)
     if kind == "text" and _is_binary(path):
         raise UsageError(f"{path} is no text in UTF-8, since it has zero bytes: convert it (iconv -f utf-16 -t utf-8), "
                          "or name other files.")
-    if kind == "jsonl":
+    if kind == "text":
+        with open_regular(path) as file:
+            _decoded(file.read(HEAD_BYTES), path, final=False)
+    elif kind == "jsonl":
         for _ in itertools.islice(_jsonl(path, field), HEAD_LINES):
             pass
     elif kind == "parquet":
@@ -96,12 +104,23 @@ def check_not_compressed(path: Path) -> None:
 
 def _is_binary(path: Path) -> bool:
     with open_regular(path) as file:
-        return b"\0" in file.read(8192)
+        return b"\0" in file.read(HEAD_BYTES)
 
 
 def _text(path: Path, field: str) -> Iterator[str]:
     with open_regular(path) as file:
-        yield file.read().decode("utf-8", errors="replace")
+        yield _decoded(file.read(), path)
+
+
+def _decoded(content: bytes, path: Path, *, final: bool = True) -> str:
+    """The text of a file, or without `final` of its beginning, which may end within a character."""
+    try:
+        return codecs.utf_8_decode(content, "strict", final)[0]
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{path} is no text in UTF-8: its byte {error.start:,} is 0x{content[error.start]:02x}. Convert it (iconv "
+            "-f latin1 -t utf-8, if that is its encoding; iconv -f utf-8 -t utf-8 -c leaves such bytes out), or name "
+            "other files.") from error
 
 
 def json_rows(path: Path, example: str = "prompt") -> Iterator[tuple[str, dict[str, Any]]]:
