@@ -18,6 +18,7 @@ import zero_jax
 from models import gpt2, gpt2_nnx
 from zero_jax.cli.planning import plan_report
 from zero_jax.cli.reports import report
+from zero_jax.planning.memory import Transformer
 from zero_jax.planning.plan import examine, plan, refused_bytes
 from zero_jax.planning.search import deepest, largest, search
 from zero_jax.stages import STAGES
@@ -207,9 +208,21 @@ def test_search_takes_the_smallest_stage_the_largest_batch_and_the_least_remat(m
     assert (tight.plan.stage, tight.size, tight.model) == (1, 20, "blocks")  # "none" fits with 2 examples alone
     loose = search({"none": 0.5001, "blocks": 0.5}, None, lambda size: size, largest_batch=19)
     assert (loose.plan.stage, loose.size, loose.model) == (1, 19, "none")
+    assert loose.size == loose.limit != tight.limit  # and a report says so
     assert search({"none": 1000.0}, None, lambda size: size).plan is None
     deep = deepest(lambda layers: layers * 0.25, 2, None, 8)
     assert (deep.size, deep.plan.needed_bytes) == (20, 100)
+
+
+def test_palms_formula_is_not_given_where_parameters_are_frozen():
+    """It counts the products that make the gradients of all parameters. Control: nothing is frozen."""
+    target = target_of("h100:8")
+
+    def palm_mfu(**options):
+        sizes = Transformer(layers=2, hidden=256, heads=4, batch=1, length=64)
+        return plan(gpt2.build(SMALL), 3, target, tokens(8), transformer=sizes, **options).timing.palm_mfu
+
+    assert palm_mfu() > 0 and palm_mfu(frozen=("blocks",)) is None
 
 
 def test_tables_json_and_figure(tmp_path, capsys):

@@ -177,8 +177,7 @@ def memory_report(
                             buffer_limit=buffer_limit)
     placed = _placed(layout)
     measured, program = _compiled(layout, compiled) if compiled is not None else ({}, None)
-    order = (*STATE, *placed, BATCH, PADDING, ACTIVATIONS, GATHERED, OTHER, FRAGMENTATION,
-             METRICS, CODE, HOST)
+    order = (*STATE, *placed, BATCH, PADDING, ACTIVATIONS, GATHERED, OTHER, FRAGMENTATION, METRICS, CODE, HOST)
     rows = [
         Row(name, formula.get(name), sum(row.device_bytes for row in placed[name]) if name in placed else None,
             measured.get(name))
@@ -187,8 +186,9 @@ def memory_report(
         dataclasses.replace(row, note=_note(layout, row, placed.get(row.name, ()), activations, program))
         for row in rows)
     return MemoryReport(
-        f"Where the memory goes: stage {layout.stage.number} ({layout.stage.name}), {num_params:,} parameters, "
-        f"{layout.num_shards} shards" + f", model parallelism {layout.tensor_size}" * (layout.tensor_size > 1)
+        f"Where the memory goes: stage {layout.stage.number} ({layout.stage.name}), {num_params:,} "
+        f"{'trained ' * bool(layout.state.frozen)}parameters, {layout.num_shards} shards"
+        + f", model parallelism {layout.tensor_size}" * (layout.tensor_size > 1)
         + "; bytes per device", rows, tuple(program.live) if program else ())
 
 

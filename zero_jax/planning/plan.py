@@ -227,7 +227,7 @@ def examine(step: Any, batch: Any, target: Target | None = None, transformer: Tr
         flops = model_flops(step, batch)
         timing_of = functools.partial(
             predict, target=target, coords=coords, tokens=tokens, model_flops=flops,
-            palm_flops=transformer and tokens * palm_flops(
+            palm_flops=None if transformer is None or layout.state.frozen else tokens * palm_flops(
                 layout.num_params, transformer.layers, transformer.hidden, transformer.length))
         timing = timing_of(compiled.schedule)
         if compare and fragment is None and step.options.asks_for_overlap:

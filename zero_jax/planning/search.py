@@ -14,18 +14,20 @@ from zero_jax.xla.targets import Target
 class SearchResult:
     """The best plan that fits, and every plan that was compiled for the search.
 
-    model: key of the model in what was searched; size: what was searched for, such as examples per device or layers.
+    model: key of the model in what was searched; size: what was searched for, such as examples per device or layers;
+    limit: the largest size that the search would have tried.
     """
 
     model: str
     size: int
     plan: Plan | None
     tried: tuple[Plan, ...]
+    limit: int
 
 
 def search(
     models: Mapping[str, Any], target: Target, batch: Callable[[int], Any], *,
-    stages: Sequence[int] = range(len(STAGES)), largest_batch: int = 1024,
+    stages: Sequence[int] = range(len(STAGES)), largest_batch: int = 1 << 16,
     on_plan: Callable[[str, Plan], None] = lambda name, plan: None, **options: Any
 ) -> SearchResult:
     """The smallest stage that fits, with it the largest batch per device, and for that the least rematerialisation.
@@ -62,9 +64,9 @@ def search(
             continue
         for name in list(models)[:-1]:
             if (less := measure(name, stage, size)).fits:
-                return SearchResult(name, size, less, tuple(tried))
-        return SearchResult(most, size, best[size], tuple(tried))
-    return SearchResult(most, 0, None, tuple(tried))
+                return SearchResult(name, size, less, tuple(tried), largest_batch)
+        return SearchResult(most, size, best[size], tuple(tried), largest_batch)
+    return SearchResult(most, 0, None, tuple(tried), largest_batch)
 
 
 def deepest(
@@ -80,7 +82,7 @@ def deepest(
         return _share(plans[layers])
 
     layers = largest(share, most_layers)
-    return SearchResult(f"{layers} layers", layers, plans.get(layers), tuple(plans.values()))
+    return SearchResult(f"{layers} layers", layers, plans.get(layers), tuple(plans.values()), most_layers)
 
 
 def largest(share: Callable[[int], float], limit: int) -> int:

@@ -54,7 +54,8 @@ class Timing:
         tokens_per_second: of all devices.
         mfu: model FLOPs utilisation: the model's FLOPs over the peak's.
         hfu: hardware FLOPs utilisation: those of the program, with recomputation, over the peak's.
-        palm_mfu: MFU with PaLM's formula for the model's FLOPs; None where the model is not known as a transformer.
+        palm_mfu: MFU with PaLM's formula for the model's FLOPs; None where the model is not known as a transformer, or
+            parts of it are frozen, whose gradients that formula counts.
         uncounted: custom calls whose FLOPs are in none of these, as "target (op_name)".
     """
 

@@ -142,8 +142,9 @@ def communication_table(report: Report) -> Table:
 
 def search_table(result: SearchResult) -> Table:
     """All plans that a search compiled, the chosen one in bold."""
-    table = _table(f"Search: {result.model}, size {result.size}" if result.plan else "Search: nothing fits", "stage",
-                   "batch", "needed", "of", "", "compiled in")
+    ended = ", where the search ends: more may fit" * (result.size == result.limit)
+    title = f"Search: {result.model}, size {result.size:,}{ended}" if result.plan else "Search: nothing fits"
+    table = _table(title, "stage", "batch", "needed", "of", "", "compiled in")
     for plan in result.tried:
         table.add_row(str(plan.stage), str(plan.batch_size), size_text(plan.needed_bytes),
                       size_text(plan.memory_bytes or 0), "fits" if plan.fits else "does not fit",

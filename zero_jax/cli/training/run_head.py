@@ -24,7 +24,8 @@ def head_lines(objective: Objective, compiled: CompiledStep, flops: StepFlops, d
                else f"{flops.program / 1e9:,.1f} G of the compiled program ({flops.program / (flops.model or 1):.2f} "
                "of them, with what it recomputes)")
     return [
-        f"Model: {config.model}, {layout.num_params:,} parameters, computing in {config.precision}.",
+        f"Model: {config.model}, {layout.num_params:,} {'trained ' * bool(layout.state.frozen)}parameters, computing "
+        f"in {config.precision}.",
         f"Mesh: {mesh}, {layout.mesh.size} {platform} devices{kind}; stage {config.stage} "
         f"({STAGES[config.stage].name}), {layout.num_shards} shards.",
         f"Objective: {objective.name} ({objective.describe()}){default}.",
