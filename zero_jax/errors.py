@@ -26,6 +26,10 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint is not as it was saved. `restore(..., fallback=True)` restores the last intact one."""
 
 
+class UnwrittenCheckpointError(CheckpointError):
+    """A checkpoint cannot be written, as to a full disk; those before it are unchanged. Commands end with status 1."""
+
+
 class ReplicaError(RuntimeError):
     """Copies of a state that must be the same bits on several devices are not: the message names the devices."""
 

@@ -16,6 +16,7 @@ from support.oracle import slow
 from support.saved import BATCH, WORDS, difference, dump, make_step, step_for, trained
 
 import zero_jax
+from zero_jax.errors import UnwrittenCheckpointError
 from zero_jax.tree import named_leaves
 
 ROOT = Path(__file__).parents[2]
@@ -242,7 +243,7 @@ def test_an_error_of_the_writing_is_raised_by_the_next_call(tmp_path, monkeypatc
                  lambda: checkpoints.restore(step, BATCH)):
         checkpoints.save(step, state, at=2)
         message = r"2 could not be written to .*No space left.*unchanged: 1\."
-        with pytest.raises(zero_jax.CheckpointError, match=message):
+        with pytest.raises(UnwrittenCheckpointError, match=message):
             call()
     assert checkpoints.steps() == [1]
     assert dict(named_leaves(checkpoints.restore(step, BATCH).state))["step"] == 3

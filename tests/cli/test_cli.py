@@ -19,6 +19,7 @@ from zero_jax.cli.main import main, version_text
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.renamed import current_args, current_options
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.errors import CheckpointError, ReplicaError, UnwrittenCheckpointError
 
 BAD_INPUT = {
     "no command": ([], "Missing subcommand"),
@@ -257,6 +258,15 @@ def test_output_that_nobody_reads_ends_quietly(monkeypatch):
     monkeypatch.setattr("zero_jax.cli.main._status", fails)
     with pytest.raises(BrokenPipeError, match="other"):  # negative control: not that of the output
         main([])
+
+
+@pytest.mark.parametrize("error, status", [(UnwrittenCheckpointError, 1), (ReplicaError, 1), (CheckpointError, 2)])
+def test_a_run_that_fails_ends_with_1_and_bad_input_with_2(monkeypatch, capsys, error, status):
+    def fails(args):
+        raise error("what it says")
+
+    monkeypatch.setattr("zero_jax.cli.main._parse", fails)
+    assert main(["train"]) == status and capsys.readouterr().err == "error: what it says\n"
 
 
 @pytest.mark.parametrize("redirect, status, expected", [

@@ -16,8 +16,8 @@ from zero_jax.cli.training.run_folder import folder_text
 NAME = "h100 stage 3"
 EVALUATION = {"validation_loss": 2.625, "validation_perplexity": 13.805, "validation_accuracy": 0.3125}
 SUMMARY = {"steps": 30, "loss": 2.5, "evaluation": EVALUATION, "baselines": {"bigram model": 2.417},
-           "items_per_second": 54321.0, "seconds": 12.0, "peak_bytes": 3 << 30, "interrupted": False,
-           "preempted": False}
+           "items_per_second": 54321.0, "seconds": 12.0, "peak_bytes": 3 << 30, "simulated": False,
+           "interrupted": False, "preempted": False}
 
 
 class Checked(html.parser.HTMLParser):

@@ -15,7 +15,8 @@ from zero_jax.checkpoint.orbax_noise import quiet
 from zero_jax.errors import CheckpointError, DamagedCheckpointError
 from zero_jax.files import read_file
 
-FALLBACK = "restore(..., fallback=True) restores the last intact checkpoint."
+FALLBACK = ("restore(..., fallback=True) restores the last intact checkpoint; generate and export take the number of "
+            "one as --at.")
 
 
 def read_manifest(path: Any) -> Manifest:

@@ -15,7 +15,7 @@ from zero_jax.checkpoint.object_store import is_remote
 from zero_jax.disk.durable_files import make_folder, replace_json
 from zero_jax.disk.run_lock import RunLock
 from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, is_first
-from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
+from zero_jax.errors import CheckpointError, DamagedCheckpointError, UnwrittenCheckpointError, UsageError
 
 LOG = logging.getLogger("zero_jax")
 
@@ -193,7 +193,7 @@ class Folder:
                 self.clear_unfinished()
             left = ", ".join(map(str, storage.committed(self.path)))
         message = " ".join(str(error).split())[:500] or type(error).__name__
-        return CheckpointError(
+        return UnwrittenCheckpointError(
             f"Checkpoint {number} could not be written to {self.path} ({message}): free space, allow writing, or "
             f"choose another folder. Checkpoints before it are unchanged: {left or 'none'}.")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from zero_jax.arguments import shown
 from zero_jax.cli.model_lookup import nearest
 from zero_jax.cli.renamed import NEW_NAMES
 from zero_jax.errors import UsageError, named, printable
@@ -70,7 +71,7 @@ def read_options(path: str | Path, config: type) -> dict[str, Any]:
         if name in options:
             raise UsageError(f"config={path}: {name} stands there twice, once with dashes.")
         if not fits(value, hints[name]):
-            raise UsageError(f"config={path}: {name} = {printable(str(value))} is not {words(hints[name])}.")
+            raise UsageError(f"config={path}: {name} = {shown(value)} is not {words(hints[name])}.")
         options[name] = value
     return options
 

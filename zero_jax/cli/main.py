@@ -24,7 +24,7 @@ from zero_jax.cli.weights.export_config import ExportConfig
 from zero_jax.cli.weights.generate_config import GenerateConfig
 from zero_jax.cli.weights.import_config import ImportConfig
 from zero_jax.distributed.launch import PREEMPTED, LaunchConfig, end_with_launcher, launch
-from zero_jax.errors import ReplicaError, UsageError
+from zero_jax.errors import ReplicaError, UnwrittenCheckpointError, UsageError
 
 INTERRUPTED, HUNG_UP = 130, 129
 """Exit status after Ctrl-C and SIGHUP, as shells have it."""
@@ -122,10 +122,10 @@ def _status(args: Sequence[str]) -> int:
         if args[:1] == ["launch"]:
             return _launch(args)
         return _run(_parse(args))
+    except (FloatingPointError, ReplicaError, UnwrittenCheckpointError) as error:
+        return _failed(error, 1)
     except UsageError as error:  # and no other ValueError, which may be one of JAX or of ours
         return _failed(error, 2)
-    except (FloatingPointError, ReplicaError) as error:
-        return _failed(error, 1)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED

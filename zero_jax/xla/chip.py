@@ -128,6 +128,8 @@ def _read(text: str, file: str) -> Chip:
         chip = _record(Chip, tomllib.loads(text), f"target file {file}")
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"target file {file} is not TOML: {error}") from error
+    except UsageError:
+        raise
     except ValueError as error:  # an integer of thousands of digits, a date that there is not
         raise UsageError(f"target file {file} has a value that is none: {error}") from error
     if (chip.gpu is None) == (chip.tpu is None):

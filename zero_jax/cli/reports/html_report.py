@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_jax.cli.reports.measures import TEXT, Measures
-from zero_jax.cli.reports.report import size_text
+from zero_jax.cli.reports.report import size_text, whose_memory
 from zero_jax.cli.reports.report_figures import bars, curves
 from zero_jax.cli.training.metrics_log import read_rows
 from zero_jax.step.compiled import CompiledStep
@@ -102,7 +102,7 @@ def tiles(summary: Mapping[str, Any], measures: Measures) -> str:
         **measures.shown(evaluation, "validation_"),
         **{f"loss of a {name}": f"{value:.3f}" for name, value in summary["baselines"].items()},
         f"{measures.items} per second": f"{summary['items_per_second']:,.0f}",
-        "peak memory": size_text(summary["peak_bytes"]),
+        f"peak memory{whose_memory(summary)}": size_text(summary["peak_bytes"]),
         f"seconds for {summary['steps']:,} steps{ended}": f"{summary['seconds']:,.0f}",
     }
     return '<div class="tiles">' + "".join(

@@ -158,12 +158,17 @@ def summary_table(summary: Mapping[str, Any], measures: Measures) -> Table:
         table.add_row(label, value)
     table.add_row("training loss", loss(summary["loss"]))
     table.add_row("speed", f"{summary['items_per_second']:,.0f} {measures.items}/s")
-    table.add_row("peak memory", size_text(summary["peak_bytes"]))
+    table.add_row(f"peak memory{whose_memory(summary)}", size_text(summary["peak_bytes"]))
     table.add_row("time", f"{summary['seconds']:.0f} s for {summary['steps']} steps"
                   + (", interrupted" if summary["interrupted"] else ", preempted" if summary["preempted"] else ""))
     files = (summary["log"], summary["curve"], summary["report"])
     table.add_row("written", ", ".join(path for path in files if path))
     return table
+
+
+def whose_memory(summary: Mapping[str, Any]) -> str:
+    """Whose peak memory that of a run is: a device's, or the process's where devices are simulated."""
+    return " of the process" if summary["simulated"] else " of a device"
 
 
 def process_bytes() -> int:

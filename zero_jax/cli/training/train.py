@@ -21,6 +21,7 @@ from zero_jax.cli.objectives.choose import objective_of
 from zero_jax.cli.objectives.objective import Objective
 from zero_jax.cli.reports.html_report import Run, write_report
 from zero_jax.cli.reports.report import (
+    device_bytes,
     make_console,
     memory_text,
     optimizer_text,
@@ -59,7 +60,7 @@ class Summary:
 
     evaluation: the last one, by names as `validation_loss`. baselines: losses to compare with, by the name of what has
     them. items_per_second: tokens or images in training, without compilation and validation. peak_bytes: the largest of
-    any accelerator, or of this process where devices are simulated. interrupted: Ctrl-C ended it early, preempted:
+    any accelerator, or of this process where devices are `simulated`. interrupted: Ctrl-C ended it early, preempted:
     SIGTERM or SIGHUP did; nothing is generated then. signal: the number of the signal that did, if this process has
     received it.
     """
@@ -71,6 +72,7 @@ class Summary:
     items_per_second: float
     seconds: float
     peak_bytes: int
+    simulated: bool
     log: Path
     curve: Path | None
     report: Path | None
@@ -212,7 +214,8 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         summary = Summary(
             steps=log.last_step, loss=log.train[-1][1] if log.train else None,
             evaluation=log.evaluation, baselines=dict(data.baselines), items_per_second=loop.items_per_second,
-            seconds=time.perf_counter() - started, peak_bytes=peak_bytes(local(devices)), log=log.path, curve=curve,
+            seconds=time.perf_counter() - started, peak_bytes=peak_bytes(local(devices)),
+            simulated=not device_bytes(local(devices)), log=log.path, curve=curve,
             report=config.out / "report.html" if config.html and is_first() else None, samples=samples,
             interrupted=interrupted, preempted=loop.preempted and not interrupted, signal=asked)
         log.write(summary=_plain(summary))
