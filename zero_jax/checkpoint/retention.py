@@ -80,9 +80,11 @@ class Folder:
             steps = self.steps()
             known = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
             broken = f"; damaged: {', '.join(map(str, self.damaged))}" if self.damaged else ""
-            raise CheckpointError(
-                f"{self.path} has no checkpoint{'' if at is None else f' {at}'}: {known}{broken}. Give the folder that "
-                "Checkpoints.save wrote to, and a number of those.")
+            advice = "Give the folder that Checkpoints.save wrote to, and a number of those."
+            if not steps and self.path.name.isdecimal() and storage.is_committed(self.path):
+                advice = f"It is a checkpoint itself: give {self.path.parent}, and {self.path.name} as the number."
+            raise CheckpointError(f"{self.path} has no checkpoint{'' if at is None else f' {at}'}: {known}{broken}. "
+                                  f"{advice}")
         return candidates
 
     def emptied(self, number: int) -> list[str]:

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from zero_jax.cli.environment import check_folder
+from zero_jax.cli.options.data import check_has_fields
 from zero_jax.data import extras
 from zero_jax.data.documents import cut_text
 from zero_jax.data.text_sources import check_file, files_of, read_documents
@@ -61,6 +62,8 @@ class TokenizeConfig:
         for name in self.data:
             for path in files_of(name) if name != "python" else ():
                 check_file(path, field=self.text_field)
+        if self.text_field != "text":
+            check_has_fields(self.text_field, self.data)
 
 
 def tokenize_command(config: TokenizeConfig) -> list[str]:

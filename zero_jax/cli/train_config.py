@@ -98,6 +98,11 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
             raise UsageError("hang_exit without hang_after: say after how many seconds.")
         if (self.local_checkpoints is None) != (self.local_every is None):
             raise UsageError("local_checkpoints and local_every belong together: give both, or neither.")
+        if not self.save_every and self.max_to_keep != TrainConfig.max_to_keep:
+            raise UsageError(f"max_to_keep={self.max_to_keep} with save_every=0: nothing is saved: leave it out.")
+        if not self.save_every and self.save_to is not None and not self.resume:
+            raise UsageError(f"save_to={self.save_to} with save_every=0 and without resume: nothing is saved or read: "
+                             "leave it out.")
         check_path("out", self.out)
         self.check_data_options()
         if re.match(r"[a-z][a-z0-9]{1,9}:/", str(self.out)):

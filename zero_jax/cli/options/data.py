@@ -75,6 +75,8 @@ class DataOptions:
             return check_data_files("data", self.data)  # the objective looks into them
         names = tuple(name for name in self.data if name != "python") if self.reads_documents else self.data
         check_data_files("data", names)
+        if self.text_field != "text":
+            check_has_fields(self.text_field, (*self.data, *getattr(self, "eval_data", ())))
         if self.reads_documents:
             extras.check_installed("grain", "data of documents")
             self.run_tokenizer()
@@ -163,6 +165,14 @@ class DataOptions:
 def is_token_file(data: tuple[str, ...]) -> bool:
     """Whether these are ids of some tokenizer, and not text."""
     return Path(data[0]).suffix in (".bin", ".npy")
+
+
+def check_has_fields(text_field: str, names: tuple[str, ...]) -> None:
+    """Raises ValueError where no file of `names` has fields, so that `text_field` would change nothing."""
+    files = (file for name in names if name != "python" and not is_tokenized(name) for file in files_of(name))
+    if not any(format_of(file) in ("jsonl", "parquet") for file in files):
+        raise UsageError(f"text_field={text_field}: no file of {', '.join(names)} has fields, as JSON lines and "
+                         "Parquet have: leave it out.")
 
 
 def check_data_files(option: str, data: tuple[str, ...]) -> None:
