@@ -92,6 +92,7 @@ def test_an_instruction_over_several_lines_keeps_its_metadata():
     (CUDNN.replace("intermediate_tensor_shape", "unknown_shape"), ["__cudnn$fmhaSoftmax"]),
     (PALLAS.replace("%splash_mha_dkv_no_residuals", "%my_kernel"), ["tpu_custom_call"]),
     (CUDNN.replace("__cudnn$fmhaSoftmax", "__cub$DeviceRadixSort"), []),  # moves bytes, which are counted
+    (CUDNN.replace("__cudnn$fmhaSoftmax", "PrepareAsyncCallStart"), []),  # of a collective on v5p's SparseCores
 ])
 def test_calls_that_nobody_knows_are_named(line, named):
     assert [call.opaque for call in opaque_calls(events(line))] == named

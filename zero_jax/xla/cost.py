@@ -23,6 +23,7 @@ _FREE = {
 }  # fmt: skip
 _FREE_CALLS = (
     "AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "AsyncCollectiveStart", "AsyncCollectiveDone",
+    "PrepareAsyncCallStart", "PrepareAsyncCallDone",
 )  # fmt: skip
 _SLICES = ("dynamic-slice", "slice", "gather")
 _RESHAPES = ("bitcast", "copy", "convert", "reshape", "transpose")

@@ -24,8 +24,8 @@ _PALLAS_PRODUCTS = (  # products of (queries x keys) by (head dim), of the kerne
 )
 _NO_PRODUCTS = re.compile(
     r"__cub\$|cu_threefry|TopK$|Sharding$|SPMD\w+Shape$|\w*[Bb]itcast|AllocateBuffer$|AssumeGatherIndicesInBound$"
-    r"|AsyncCollective(Start|Done)$|MoveTo(Host|Device)$|annotate_device_placement$|PadToStatic$|SliceToDynamic$"
-    r"|__gpu\$TopK$|SparseCore\w*$|\w*Barrier\w*$|\w*[Rr]ng\w*$")
+    r"|(AsyncCollective|PrepareAsyncCall)(Start|Done)$|GatherScatterIndicesBitpacked$|MoveTo(Host|Device)$"
+    r"|annotate_device_placement$|PadToStatic$|SliceToDynamic$|__gpu\$TopK$|SparseCore\w*$|\w*Barrier\w*$|\w*[Rr]ng\w*$")
 """Targets of custom calls that compute no products: their bytes are all of their cost."""
 
 Convolution = Callable[[Instruction, tuple, tuple, tuple], float]
