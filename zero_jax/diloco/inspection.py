@@ -10,6 +10,7 @@ from zero_jax.contract.report import Contract, Report
 from zero_jax.diloco.contract import changed_contract, fragment_bytes
 from zero_jax.diloco.fragments import Fragment, due
 from zero_jax.diloco.functions import DiLoCoFunctions
+from zero_jax.distributed.agreement import spans_processes
 from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import trace
 from zero_jax.sharding.auto_axes import in_any_context
@@ -146,5 +147,6 @@ class InspectableDiLoCo(DiLoCoFunctions):
         if key not in self._jitted:
             self._jitted[key] = Program(
                 function, lambda: self._compiler_options(fragment), self._inner._does_without_overlap,
-                out_shardings=out_shardings, **({"in_shardings": in_shardings} if in_shardings else {}), **options)
+                shared=spans_processes(self.mesh), out_shardings=out_shardings,
+                **({"in_shardings": in_shardings} if in_shardings else {}), **options)
         return self._jitted[key]

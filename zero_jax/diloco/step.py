@@ -122,7 +122,7 @@ class DiLoCoStep(InspectableDiLoCo):
         if is_traced(state, batch):
             raise UsageError("A DiLoCo step inside of jit: which fragment is due depends on the step's number, and "
                              "each is a program of its own: call the step outside.")
-        check_values(batch, self.step.loss)
+        check_values(batch, self.step.loss, self.step.batches)
         self.step.batches.check(batch, self.step.accumulation.microbatches)
         number = self._last[1] if self._last[0] is state.step else int(state.step)
         try:

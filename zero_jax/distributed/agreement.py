@@ -11,6 +11,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from zero_jax.errors import UsageError
+
 T = TypeVar("T")
 
 
@@ -35,6 +37,24 @@ def broadcast_from_first(numbers: Sequence[int]) -> list[int]:
 def gather(array: np.ndarray) -> np.ndarray:
     """The `array` of every process, stacked by process; of one process a view of its own."""
     return array[None] if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(array))
+
+
+def spans_processes(mesh: Mesh) -> bool:
+    """Whether the mesh has devices of every process, of several."""
+    return jax.process_count() > 1 and {device.process_index for device in mesh.devices.flat} == {
+        *range(jax.process_count())}
+
+
+def check_same(what: str, value: str | bytes, advice: str) -> None:
+    """Raises UsageError on every process where `value` is not the same on all of them; what: its name, in a message.
+
+    All processes call this.
+    """
+    content = value.encode() if isinstance(value, str) else value
+    digests = gather(np.frombuffer(hashlib.sha256(content).digest(), np.uint8))
+    others = np.flatnonzero((digests != digests[0]).any(axis=1))
+    if others.size:
+        raise UsageError(f"{what} of process {others[0]} is another than that of process 0: {advice}.")
 
 
 def devices_on_host(mesh: Mesh) -> int:

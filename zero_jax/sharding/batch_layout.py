@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -99,6 +100,21 @@ class BatchLayout:
                  if {*self.axes.batch} <= {*names_of(P(*self.spec(name, leaf)[:1]))}]
         return math.gcd(*split) or self.axes.batch_shards
 
+    def check_global(self, batch: Batch, *, steps: bool = False) -> None:
+        """Raises ValueError where a leaf that devices split is of this process alone, and there are several.
+
+        JAX would take each device's part of it from another process's array. steps: of several batches.
+        """
+        if jax.process_count() == 1 or not any(map(_is_local, jax.tree.leaves(batch))):
+            return
+        for name, leaf in named_leaves(batch):
+            if _is_local(leaf) and any(self.spec(name, jax.ShapeDtypeStruct(leaf.shape[int(steps):], leaf.dtype))):
+                kind = "a NumPy array" if isinstance(leaf, np.ndarray) else "an array on this process's devices"
+                raise UsageError(f"batch[{name!r}] is {kind}, and there are {jax.process_count()} processes, of which "
+                                 "each has examples of its own: make a global array of them with "
+                                 "jax.make_array_from_process_local_data, or take zero_jax.data.batches.Batches, which "
+                                 "does.")
+
     def check(self, batch: Batch, num_microbatches: int = 1) -> None:
         """Raises ValueError unless every leaf divides as it is sharded, and all examples are equally many.
 
@@ -114,11 +130,8 @@ class BatchLayout:
                                  f"{', '.join(name for name, _ in leaves)}.")
         for name, leaf in leaves:
             check_dtype(name, leaf)
-            if isinstance(leaf, np.ndarray) and any(self.spec(name, leaf)) and jax.process_count() > 1:
-                raise UsageError(f"batch[{name!r}] is a NumPy array, and there are {jax.process_count()} processes, of "
-                                 "which each has examples of its own: make a global array of them with "
-                                 "jax.make_array_from_process_local_data, or take zero_jax.data.batches.Batches, which "
-                                 "does.")
+        self.check_global(batch)
+        for name, leaf in leaves:
             if not self.is_example(name, leaf):
                 self._check_own(name, leaf, num_microbatches)
         examples = [(name, leaf) for name, leaf in leaves if self.is_example(name, leaf)]
@@ -194,3 +207,9 @@ class BatchLayout:
 def hashable(shardings: Pytree) -> Any:
     """What is equal for batches that one compiled program can take."""
     return jax.tree.structure(shardings), *jax.tree.leaves(shardings)
+
+
+def _is_local(leaf: Any) -> bool:
+    """Whether a leaf is an array that other processes do not have a part of."""
+    return isinstance(leaf, np.ndarray) or (
+        isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_addressable)

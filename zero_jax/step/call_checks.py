@@ -14,9 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from zero_jax.arguments import shown
+from zero_jax.distributed.agreement import check_same, spans_processes
 from zero_jax.errors import UsageError
+from zero_jax.sharding.batch_layout import BatchLayout
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import expanded
 from zero_jax.state import ZeroState
@@ -181,11 +184,12 @@ def check_same_batch(batch: Batch, first: Batch | None) -> None:
                              "batch of this step: convert it, or make another step of the same model.")
 
 
-def check_values(batch: Batch, loss: Loss) -> None:
+def check_values(batch: Batch, loss: Loss, batches: BatchLayout, *, steps: bool = False, whole: bool = False) -> None:
     """Raises ValueError for integers of Python's or NumPy's that JAX would change, or the default loss misread.
 
     JAX cuts 64-bit integers to their last 32 bits without a word. Arrays that are on devices are not looked at: that
-    would wait for them.
+    would wait for them. Raises for what is of one process alone, too: steps: of several batches; whole: of one that is
+    on every device, as it is.
     """
     def is_checked(leaf: Any) -> bool:
         if isinstance(leaf, (np.ndarray, np.generic)):
@@ -195,6 +199,10 @@ def check_values(batch: Batch, loss: Loss) -> None:
     leaves = jax.tree.leaves(batch)
     if not leaves:
         raise UsageError("The batch is empty: give a pytree of arrays whose leading dim is the global batch.")
+    if whole:
+        _check_same_values(batch, batches.axes.mesh)
+    else:
+        batches.check_global(batch, steps=steps)
     if not any(map(is_checked, leaves)):
         return
     for name, leaf in named_leaves(batch):
@@ -212,6 +220,16 @@ def check_values(batch: Batch, loss: Loss) -> None:
         if loss is next_token_loss and name in ("inputs", "targets") and values.min() < 0:
             raise UsageError(f"batch[{name!r}] holds {values.min()}, and a negative id counts from the end of the "
                              "vocabulary: give 0 and a 0 in batch[\"weights\"] for what is no token.")
+
+
+def _check_same_values(batch: Batch, mesh: Mesh) -> None:
+    """Raises ValueError where processes give other values for a batch that all devices have; all of them call it."""
+    if spans_processes(mesh):
+        own = [np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+               for leaf in map(jnp.asarray, jax.tree.leaves(batch)) if leaf.is_fully_addressable]
+        check_same("The batch, which does not divide over the devices and is computed whole on each of them,",
+                   b"".join(f"{leaf.shape}".encode() + leaf.tobytes() for leaf in own),
+                   "give all processes the same rows")
 
 
 def check_gradients(gradients: Pytree, layout: Layout) -> None:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
 from zero_jax.contract.verify import Contract, Report, contract_of
-from zero_jax.distributed.agreement import devices_on_host
+from zero_jax.distributed.agreement import check_same, devices_on_host, spans_processes
 from zero_jax.jaxpr.equations import trace
 from zero_jax.sharding.memory.disk_leaves import expanded
 from zero_jax.sharding.memory.host_arrays import HOST
@@ -136,6 +138,15 @@ class InspectableStep(StepFunctions):
         """What `jax.jit` needs so that a program's arguments are the leaves of the state and the batch."""
         return {"keep_unused": True} if self._writes_memory_kinds else {}
 
+    def _check_same(self, rng: PRNGKey, batch: Batch) -> None:
+        """Raises ValueError where processes would start from different keys or states; all of several call it."""
+        if not spans_processes(self.mesh) or isinstance(rng, Tracer) or not rng.is_fully_addressable:
+            return
+        check_same("The key of init", np.asarray(jax.random.key_data(rng)).tobytes(),
+                   "give all processes the same, as jax.random.key(0)")
+        check_same("The layout of the state", self.layout(batch).describe(),
+                   "give all processes the same model, stage and options")
+
     def _check_capacity(self, batch: Batch) -> None:
         """Raises ValueError for a batch that does not fit the mesh, and where this host cannot hold what it should."""
         self.batches.check(batch)
@@ -157,7 +168,7 @@ class InspectableStep(StepFunctions):
     def _jit_once(self, key: Any, function: Any, in_shardings: Any, out_shardings: Any, **options: Any) -> Any:
         if key not in self._programs:
             self._programs[key] = Program(
-                function, lambda: self._compiler_options, self._does_without_overlap,
+                function, lambda: self._compiler_options, self._does_without_overlap, shared=spans_processes(self.mesh),
                 in_shardings=in_shardings, out_shardings=out_shardings, **options | self._offload_options)
         return self._programs[key]
 
@@ -169,7 +180,7 @@ class InspectableStep(StepFunctions):
 
     def _run_init(self, batch: Batch, *, params: bool) -> Any:
         """`_initializer` for running: what goes to host memory is made by several programs, one group after another."""
-        check_values(batch, self._loss)
+        check_values(batch, self._loss, self.batches)
         if self.options.host_offload is None:
             return self._initializer(batch, params=params)
         return in_groups(*self._init_of(batch, params=params),

@@ -1,29 +1,43 @@
 """A compiled program of a step, which does without `overlap` where XLA fails to compile with it."""
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
+
+from zero_jax.distributed.agreement import check_same
+
+_ADDRESSES = re.compile(r"\d{10,}")
+"""Numbers in the text of a program that may be addresses of a process, as those of callbacks."""
 
 
 class Program:
     """What `jax.jit` makes of a function of a step; made anew where the options of the step change before it ran."""
 
     def __init__(self, function: Callable[..., Any], options: Callable[[], dict[str, Any]],
-                 does_without: Callable[[Exception], bool], **arguments: Any):
+                 does_without: Callable[[Exception], bool], *, shared: bool, **arguments: Any):
         """As `jax.jit(function, **arguments)`.
 
-        options: the step's options of XLA. does_without: whether they were changed for an error of XLA's.
+        options: the step's options of XLA. does_without: whether they were changed for an error of XLA's. shared:
+        whether several processes run it together, of which each then compares what it compiles with the others.
         """
+        self._compared: set[Any] | None = set() if shared else None
         self._function, self._options, self._does_without, self._arguments = function, options, does_without, arguments
         self._made_with: dict[str, Any] | None = None
         self._jitted: Any = None
         self._has_run = False
 
     def __call__(self, *args: Any) -> Any:
-        """The function's result."""
+        """The function's result. Raises UsageError where processes that run it together would compile others."""
+        if self._compared is not None and (types := _types(args[1:])) not in self._compared:
+            check_same("The program of a step", _ADDRESSES.sub("", self.lower(*args).as_text()),
+                       "give all processes the same options, optimizer (with all of its numbers), model and loss, "
+                       "and batches of one global shape, to which all of them give the same number of rows")
+            self._compared.add(types)
         if self._has_run:
             return self._jitted(*args)
         try:
@@ -53,6 +67,11 @@ class Program:
             self._jitted = jax.jit(traced, compiler_options=options or None, **self._arguments)
             self._made_with = options
         return self._jitted
+
+
+def _types(args: Any) -> Any:
+    leaves, tree = jax.tree.flatten(args)
+    return tree, tuple((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
 
 
 def may_be_of_overlap(error: Exception) -> bool:

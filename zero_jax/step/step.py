@@ -67,6 +67,7 @@ class ZeroTrainStep(InspectableStep):
         """
         rng = state_key(rng)
         self._check_capacity(batch)
+        self._check_same(rng, batch)
         given = self._given_params if params is None else named_values(params)
         make = self._run_init(batch, params=given is None)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
@@ -127,7 +128,7 @@ class ZeroTrainStep(InspectableStep):
         if is_traced(state, batch):
             self.batches.check(batch, self.accumulation.microbatches)
             return self._constrained_step(state, batch)
-        check_values(batch, self._loss)
+        check_values(batch, self._loss, self.batches)
         return self._run(self._jitted or self._jit(batch), state, batch)
 
     def multi(self, state: ZeroState, batches: Batch) -> tuple[ZeroState, Metrics]:
@@ -137,7 +138,7 @@ class ZeroTrainStep(InspectableStep):
         compiles once more. The guard works in every step; BadStepError is raised as by single steps.
         """
         check_is_state(state)
-        check_values(batches, self._loss)
+        check_values(batches, self._loss, self.batches, steps=True)
         first = split_steps(batches)
         self.batches.check(first, self.accumulation.microbatches)
         layout = self.layout(first)
@@ -167,7 +168,7 @@ class ZeroTrainStep(InspectableStep):
 
         if is_traced(state, batch):
             return run(state, batch, params)
-        check_values(batch, fun)
+        check_values(batch, fun, self.batches)
         of_batch = self._batch_shardings(batch)
         return self._jit_once(
             ("gradients", fun, params is None, hashable(of_batch)), run,
@@ -259,9 +260,9 @@ class ZeroTrainStep(InspectableStep):
             check_is_state(state)
             if rng is None and takes_key(fun or self._loss):
                 raise UsageError("This function takes rng: give the evaluator a key, evaluate(state, batch, key).")
-            check_values(batch, fun or self._loss)
-            state, shardings = self._readable(state, ema=ema)
             whole = self.batches.is_ragged(batch)
+            check_values(batch, fun or self._loss, self.batches, whole=whole)
+            state, shardings = self._readable(state, ema=ema)
             of_batch = self._replicated if whole else self._batch_shardings(batch)
             if (kind := (whole, jax.tree.structure(batch), hashable(of_batch))) not in compiled:
                 layout = self.layout(self.batches.rounded_up(batch) if whole else batch)

@@ -58,7 +58,7 @@ class DiskTrainStep(StepThatBegins):
         check_is_state(state)
         if is_traced(state, batch):
             raise UsageError(_ONE_PROGRAM.format("call it outside of jit and scan"))
-        check_values(batch, self._loss)
+        check_values(batch, self._loss, self.batches)
         return self._walk(self._jit(batch), state, batch)
 
     def gradients(self, state: ZeroState, batch: Batch, **options: Any) -> tuple[Gradients, Metrics, Variables]:
