@@ -258,6 +258,19 @@ class TestValues:
                                    rtol=1e-6)
 
 
+    def test_a_checkpoint_has_its_alpha(self, tmp_path):
+        """Control: of the same alpha it is restored."""
+        batch, mesh = token_batches(1)[0], zero_jax.make_mesh(2)
+        saved, same, other = (zero_jax.make_zero_train_step(
+            zero_jax.lora(gpt2.build(CONFIG), RANK, QKV_UP, alpha=alpha), 3, mesh=mesh) for alpha in (6, 6.0, 4.0))
+        with zero_jax.Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(saved, saved.init(jax.random.key(0), batch), wait=True)
+            checkpoints.restore(same, batch)
+            for read in (checkpoints.restore, checkpoints.load_params):
+                with pytest.raises(zero_jax.CheckpointError, match=r"adapters of alpha=6.0, .* alpha=4.0, .* give"):
+                    read(other, batch)
+
+
 class TestCompiled:
     """Of the compiled programs of targets: the contract, what is held, and what is sent for the base."""
 

@@ -18,10 +18,9 @@ from zero_jax.checkpoint.manifest import (
     DamagedCheckpointError,
     Manifest,
     check_fit,
-    check_json,
     check_names,
 )
-from zero_jax.checkpoint.new_manifest import NewManifest, run_of
+from zero_jax.checkpoint.new_manifest import NewManifest, check_adapters, check_given, run_of
 from zero_jax.checkpoint.outer_params import read_outer, slices_in
 from zero_jax.checkpoint.retention import LOG, Folder
 from zero_jax.distributed.agreement import all_or_none
@@ -128,15 +127,15 @@ class Checkpoints:
         check_state(state, step.layout())
         all_or_none(self.wait)
         logical = logical_state_of(in_arrays(step.layout()))
-        kind = "params" if only_params else "state"
         names = [name for name in logical.names if not only_params or name.split("/")[0] in PARAMS]
         check_names(names, "This state")
         number = int(state.step) if at is None else at
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**53:
             raise UsageError(f"at={at!r} is not a checkpoint number: give an integer from 0 on.")
-        check_json(data=data, config=config)
+        check_given(step, data, config)
         manifest = NewManifest(
-            logical.leaves(names), step=number, kind=kind, run=run_of(step), data=data, config=config)
+            logical.leaves(names), step=number, kind="params" if only_params else "state", run=run_of(step), data=data,
+            config=config)
         in_files, leaves = step.in_pieces(state), dict(named_leaves(state))
         pieces = None if in_files is None else PiecesToSave(logical, in_files, names, manifest)
         arrays, digests = logical.from_leaves({name: leaves[name] for name in names if name in leaves})
@@ -183,6 +182,7 @@ class Checkpoints:
         def attempt(path: Any, manifest: Manifest) -> ZeroState:
             if accept is not None:
                 accept(manifest)
+            check_adapters(step, manifest, str(path))
             wanted = logical.leaves(logical.names)
             check_fit(manifest, wanted, str(path), cast=cast)
             saved = {name: manifest.leaves[name] for name in wanted}
@@ -214,6 +214,7 @@ class Checkpoints:
         def attempt(path: Any, manifest: Manifest) -> dict[str, Any]:
             if (num_slices := slices_in(manifest)) is not None:
                 return read_outer(path, manifest, layout.one_slice or layout, num_slices, cast=cast)
+            check_adapters(step, manifest, str(path))
             wanted = logical.leaves(names)
             known = {name: leaf for name, leaf in manifest.leaves.items() if name.split("/")[0] in PARAMS}
             check_fit(dataclasses.replace(manifest, leaves=known), wanted, str(path), cast=cast)
