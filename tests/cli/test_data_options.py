@@ -70,6 +70,33 @@ def test_a_folder_of_tokens_gives_the_batches_of_its_text(files):
     assert data.text(ids) == LINES[0]["text"] and data.baselines.keys() == {"bigram model"}
 
 
+def test_a_folder_and_a_glob_are_read_as_the_files_that_they_stand_for(files, tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below/a.jsonl").write_bytes((files / "a.jsonl").read_bytes())
+    expected = batches_of(dataclasses.replace(SMALL, data=(str(files / "a.jsonl"),)))
+    for name in ("", "/*", "/a.j*"):
+        config = dataclasses.replace(SMALL, data=(f"{tmp_path}/below{name}",))
+        found = batches_of(config)
+        assert all((found[part][k]["inputs"] == expected[part][k]["inputs"]).all() for part in (0, 1) for k in (0, 1))
+        assert config.data_vocab_size() == 256
+    (tmp_path / "below/a.jsonl").write_text('{"body": "no text"}\n')
+    with pytest.raises(ValueError, match="a.jsonl, line 1: it has no field 'text'"):
+        dataclasses.replace(SMALL, data=(f"{tmp_path}/below",)).check_data()
+
+
+def test_a_parquet_in_a_folder_is_not_left_out(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": [line["text"] for line in LINES]}), tmp_path / "a.parquet")
+    (tmp_path / "b.txt").write_text("another text, over the lazy dog. " * 300)
+    both = dataclasses.replace(SMALL, data=(str(tmp_path),))
+    text = dataclasses.replace(SMALL, data=(str(tmp_path / "b.txt"),))
+    sizes = [sum(int(number.replace(",", "")) for number in objective_of(config).load_data().summary.split()
+                 if number[0].isdigit()) for config in (both, text)]
+    assert abs(sizes[0] - sizes[1] - sum(len(line["text"]) for line in LINES)) < 32
+
+
 def test_weights_are_the_shares_of_the_sources(files):
     config = dataclasses.replace(SMALL, data=(str(files / "a.jsonl"), str(files / "b.txt")), data_weights=(0.25, 0.75))
     train, _ = objective_of(config).load_data().batches(None)

@@ -10,7 +10,7 @@ import pytest
 
 from zero_jax.data import extras
 from zero_jax.data.documents import cut_text
-from zero_jax.data.text_sources import check_file, check_not_compressed, files_of, read_documents
+from zero_jax.data.text_sources import check_file, check_not_compressed, files_of, has_documents, read_documents
 
 TEXTS = ["one", "two\nlines", "", "täta \U0001f600"]
 
@@ -60,6 +60,18 @@ def test_folders_and_globs(tmp_path):
     assert [*read_documents(f"{tmp_path}/*.jsonl")] == ["two"]
     with pytest.raises(ValueError, match="no file with text"):
         files_of(str(tmp_path / "*.json"))
+
+
+def test_the_formats_of_folders_and_globs_are_those_of_their_files(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / ".hidden.jsonl").write_text("{}")
+    assert not any(has_documents(f"{tmp_path}{name}") for name in ("", "/*.txt", "/none", "/none*"))
+    (tmp_path / "below").mkdir()
+    jsonl(tmp_path / "below/b.jsonl", [{"text": "two"}])
+    for name in ("", "/**/*", "/below/*", "/below/b.jsonl", "/none.parquet"):
+        assert has_documents(f"{tmp_path}{name}"), name
+    assert not has_documents(f"{tmp_path}/b*")  # a folder that a glob matches is no file
 
 
 @pytest.mark.parametrize("rows, message", [

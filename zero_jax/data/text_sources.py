@@ -37,8 +37,7 @@ def files_of(name: str) -> list[Path]:
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        below = [file for file in sorted(path.rglob("*")) if file.is_file() and file.stat().st_size]
-        files = [file for file in below if not any(part[0] == "." for part in file.relative_to(path).parts)
+        files = [file for file in sorted(path.rglob("*")) if _counts(file, path)
                  and (format_of(file) != "text" or not _is_binary(file))]
     else:
         files = [path] if path.is_file() else [
@@ -47,6 +46,26 @@ def files_of(name: str) -> list[Path]:
         raise UsageError(f"data: {name}: no file with text: give files, folders or globs of text, .jsonl, .parquet or "
                          ".array_record.")
     return files
+
+
+def has_documents(name: str) -> bool:
+    """Whether a file, or any that a folder or a glob stands for, is of a format with documents: no plain text.
+
+    Names alone are looked at, and no file is read. Of a name that stands for nothing, what its end says.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return any(format_of(file) != "text" and _counts(file, path) for file in path.rglob("*"))
+    if path.is_file():
+        return format_of(path) != "text"
+    matches = map(Path, glob.iglob(str(path), recursive=True))
+    return format_of(path) != "text" or any(format_of(file) != "text" and file.is_file() for file in matches)
+
+
+def _counts(file: Path, folder: Path) -> bool:
+    """Whether `file` is one of those that `folder` stands for: neither hidden nor empty."""
+    return (file.is_file() and file.stat().st_size > 0
+            and not any(part[0] == "." for part in file.relative_to(folder).parts))
 
 
 def read_documents(name: str, *, field: str = "text") -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The options of the data of a run. Nothing here imports JAX."""
 
 import dataclasses
+import functools
 import glob
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from zero_jax.cli.options.objective import WITH_RESPONSES
 from zero_jax.data import extras
 from zero_jax.data.images import DIGITS, is_images
 from zero_jax.data.mixture import check_weights
-from zero_jax.data.text_sources import check_file, check_not_compressed, files_of, format_of
+from zero_jax.data.text_sources import check_file, check_not_compressed, files_of, format_of, has_documents
 from zero_jax.data.tokenized import Tokenized, is_tokenized, open_tokenized
 from zero_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from zero_jax.errors import UsageError, few
@@ -135,12 +136,16 @@ class DataOptions:
         """Whether data are images with labels."""
         return any(map(is_images, self.data))
 
-    @property
+    @functools.cached_property
     def reads_documents(self) -> bool:
-        """Whether data are read as documents, and not as one text of bytes or one file of tokens."""
+        """Whether data are read as documents, and not as one text of bytes or one file of tokens.
+
+        Files have documents, also those of a folder or a glob, which is walked once.
+        """
         names = (*self.data, *getattr(self, "eval_data", ()))
         return (self.tokenizer is not None or self.data_weights is not None or self.documents != "concatenate"
-                or any(is_tokenized(name) or format_of(name) != "text" for name in names))
+                or any(is_tokenized(name) or has_documents(name) for name in names
+                       if name != "python" and not is_images(name)))
 
     @property
     def batch_arrays(self) -> dict[str, str]:
