@@ -84,6 +84,16 @@ def test_a_folder_and_a_glob_are_read_as_the_files_that_they_stand_for(files, tm
         dataclasses.replace(SMALL, data=(f"{tmp_path}/below",)).check_data()
 
 
+@pytest.mark.parametrize("documents", ["concatenate", "pad"])
+def test_data_that_are_named_twice_are_read_once(files, tmp_path, documents):
+    (tmp_path / "ids.bin").write_bytes(np.arange(200, dtype=np.uint16).tobytes() * 20)
+    for names in ((f"{files}/a.jsonl", f"{files}/*.jsonl"), (f"{files}/tokens", f"{files}/../{files.name}/tokens"),
+                  ("ids.bin", f"{tmp_path}/ids.bin")):
+        config = dataclasses.replace(SMALL, tokenizer=files / "tokenizer.json", documents=documents)
+        once, twice = (dataclasses.replace(config, data=data) for data in (names[:1], names))
+        assert objective_of(twice).load_data().summary == objective_of(once).load_data().summary, names
+
+
 def test_a_parquet_in_a_folder_is_not_left_out(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -157,6 +167,8 @@ BAD_INPUT = {
     "negative weight": (["--data", "{}/a.jsonl", "{}/b.txt", "--data-weights", "1.5", "-0.5"],
                         "each is positive"),
     "one weight": (["--data", "{}/a.jsonl", "{}/b.txt", "--data-weights", "1"], "1 weights for 2 sources"),
+    "a file of two weights": (["--data", "{}/a.jsonl", "{}/*.jsonl", "--data-weights", "0.5", "0.5"],
+                              "a.jsonl is in two of the names"),
     "field": (["--data", "{}/a.jsonl", "--text-field", "body"], "a.jsonl, line 1: it has no field 'body', but text"),
     "line": (["--data", "{}/bad.jsonl"], "bad.jsonl, line 2: it is no JSON"),
     "parquet": (["--data", "{}/bad.parquet"], "bad.parquet is no whole Parquet file"),

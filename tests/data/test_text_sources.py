@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from zero_jax.data import extras
+from zero_jax.data.conversations import read_rows
 from zero_jax.data.documents import cut_text
 from zero_jax.data.text_sources import check_file, check_not_compressed, files_of, has_documents, read_documents
 
@@ -72,6 +73,15 @@ def test_the_formats_of_folders_and_globs_are_those_of_their_files(tmp_path):
     for name in ("", "/**/*", "/below/*", "/below/b.jsonl", "/none.parquet"):
         assert has_documents(f"{tmp_path}{name}"), name
     assert not has_documents(f"{tmp_path}/b*")  # a folder that a glob matches is no file
+
+
+def test_a_file_of_several_names_is_read_once(tmp_path):
+    one, two = jsonl(tmp_path / "a.jsonl", [{"text": "one"}]), jsonl(tmp_path / "b.jsonl", [{"text": "two"}])
+    (tmp_path / "link.jsonl").symlink_to(two)
+    names = [one, f"{tmp_path}/*.jsonl", str(tmp_path), f"{tmp_path}/../{tmp_path.name}/a.jsonl"]
+    assert [*read_documents(names)] == ["one", "two"]
+    assert [row["text"] for _, row in read_rows(names)] == ["one", "two"]
+    assert len([*read_documents(["python", "python"])]) == len([*read_documents("python")])
 
 
 @pytest.mark.parametrize("rows, message", [

@@ -55,7 +55,7 @@ def check_responses(objective: Objective, parse: Callable[..., Any]) -> tuple[To
 
 def read_examples(names: Sequence[str], parse: Callable[[Any, str], T]) -> Iterator[list[T]]:
     """What `parse(row, where)` makes of all rows of `names`, some hundred at a time. Raises ValueError for no rows."""
-    examples = (parse(row, where) for name in names for where, row in read_rows(name))
+    examples = (parse(row, where) for where, row in read_rows(names))
     some = False
     while part := list(itertools.islice(examples, BATCH)):
         some = True

@@ -29,8 +29,9 @@ class DataOptions:
 
     data: tuple[str, ...] = ("python",)
     """Files, folders and globs of text, .jsonl, .parquet or .array_record; folders that `tokenize` has written; or one
-    file of tokens (.bin, .npy); or "python", its own library. Text is read as bytes where no tokenizer is given. For
-    models of images: one .npz or folder with the arrays images and labels, or "digits", those of scikit-learn."""
+    file of tokens (.bin, .npy); or "python", its own library. What several names stand for is read once. Text is read
+    as bytes where no tokenizer is given. For models of images: one .npz or folder with the arrays images and labels, or
+    "digits", those of scikit-learn."""
 
     data_weights: tuple[float, ...] | None = None
     """Fractions of the sequences, one for each name in data, whose sum is 1. None: by their sizes."""
@@ -76,6 +77,8 @@ class DataOptions:
             return check_data_files("data", self.data)  # the objective looks into them
         names = tuple(name for name in self.data if name != "python") if self.reads_documents else self.data
         check_data_files("data", names)
+        if self.data_weights is not None:
+            check_distinct(self.data)
         if self.text_field != "text":
             check_has_fields(self.text_field, (*self.data, *getattr(self, "eval_data", ())))
         if self.reads_documents:
@@ -170,6 +173,22 @@ class DataOptions:
 def is_token_file(data: tuple[str, ...]) -> bool:
     """Whether these are ids of some tokenizer, and not text."""
     return Path(data[0]).suffix in (".bin", ".npy")
+
+
+def is_tokens(name: str) -> bool:
+    """Whether data of that name are tokens already: a file or a folder of them."""
+    return is_tokenized(name) or is_token_file((name,))
+
+
+def check_distinct(data: tuple[str, ...]) -> None:
+    """Raises ValueError where two names of `data`, each of which has a weight, stand for one file."""
+    seen: set[str] = set()
+    for name in data:
+        paths = {*_paths((name,))}
+        if paths & seen:
+            raise UsageError(f"data: {few(sorted(paths & seen))} is in two of the names, and each of them has a weight "
+                             "of its own in data_weights: leave it out of one.")
+        seen |= paths
 
 
 def check_has_fields(text_field: str, names: tuple[str, ...]) -> None:
