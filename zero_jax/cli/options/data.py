@@ -47,7 +47,8 @@ class DataOptions:
     one to another; pad: each has a row."""
 
     max_bytes: int | None = None
-    """Read no more text than this, in bytes, of each name in data where there are data_weights. None: all."""
+    """Read no more text than this, in bytes, of each name in data where there are data_weights. None: all. Not for
+    tokens."""
 
     prefetch: int = 2
     """Batches that a thread reads and puts on the devices ahead of the step. 0: none."""
@@ -77,6 +78,8 @@ class DataOptions:
             return check_data_files("data", self.data)  # the objective looks into them
         names = tuple(name for name in self.data if name != "python") if self.reads_documents else self.data
         check_data_files("data", names)
+        if self.max_bytes is not None:
+            self._check_no_tokens()
         if self.data_weights is not None:
             check_distinct(self.data)
         if self.text_field != "text":
@@ -117,6 +120,12 @@ class DataOptions:
                 raise UsageError(f"{folder.folder} was tokenized with another tokenizer than {source}: ids would mean "
                                  "other texts: tokenize it again, or give its own.")
         return chosen or (folders[0] if folders else ByteTokenizer())
+
+    def _check_no_tokens(self) -> None:
+        for option, names in (("data", self.data), ("eval_data", getattr(self, "eval_data", ()))):
+            for name in filter(is_tokens, names):
+                raise UsageError(f"max_bytes={self.max_bytes}: {option}: {name} has tokens, all of which are read, and "
+                                 "no text: leave it out, or give fewer tokens (tokenize --max-bytes).")
 
     def _check_images(self) -> None:
         for option in ("tokenizer", "data_weights", "max_bytes"):
