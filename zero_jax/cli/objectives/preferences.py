@@ -78,7 +78,7 @@ class Preferences(Objective):
         return dict(means)
 
     def load_data(self) -> RunData:
-        """Of JSON lines or Parquet; pairs that are too long are cut, and left out where no response is left."""
+        """Of JSON lines or Parquet; pairs that are too long are cut, and left out where no two responses are."""
         config = self.config
 
         def pairs(names: tuple[str, ...]) -> tuple[list[tuple[Example, Example]], int, int]:
@@ -97,7 +97,8 @@ class Preferences(Objective):
             return (ExampleBatches([self._rows[0]], seed=config.seed, **shape),
                     ExampleBatches([self._rows[1]], **shape))
 
-        return RunData(batches, counted(train, held_out, cut=cut, left_out=left_out),
+        why = "no response began within a row, or both are the same in it"
+        return RunData(batches, counted(train, held_out, cut=cut, left_out=left_out, why=why),
                        [chosen for chosen, _ in held_out], self.tokenizer.decode)
 
     def prepare(self, step: ZeroTrainStep, state: Any, *, resumed: bool) -> str:
