@@ -8,7 +8,7 @@ import lzma
 import numpy as np
 import pytest
 
-from zero_jax.data import extras
+from zero_jax.data import corpus, extras
 from zero_jax.data.conversations import read_rows
 from zero_jax.data.documents import cut_text
 from zero_jax.data.text_sources import check_file, check_not_compressed, files_of, has_documents, read_documents
@@ -73,6 +73,14 @@ def test_the_formats_of_folders_and_globs_are_those_of_their_files(tmp_path):
     for name in ("", "/**/*", "/below/*", "/below/b.jsonl", "/none.parquet"):
         assert has_documents(f"{tmp_path}{name}"), name
     assert not has_documents(f"{tmp_path}/b*")  # a folder that a glob matches is no file
+
+
+def test_names_below_a_folder_need_not_be_utf8(tmp_path):
+    try:
+        (tmp_path / "caf\udce9.txt").write_text("one")
+    except OSError:
+        pytest.skip("the file system has names in UTF-8 alone")
+    assert [*read_documents(str(tmp_path))] == ["one"] and corpus.read_text(tmp_path).tobytes() == b"one"
 
 
 def test_a_file_of_several_names_is_read_once(tmp_path):

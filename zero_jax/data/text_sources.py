@@ -5,6 +5,7 @@ import glob
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -101,7 +102,7 @@ def unseen(files: Iterable[Path], seen: set[Path]) -> Iterator[Path]:
 
 
 def _shuffled(files: Iterable[Path]) -> list[Path]:
-    return sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
+    return sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
 
 
 def check_file(path: Path, *, field: str = "text") -> None:
