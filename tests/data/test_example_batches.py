@@ -158,6 +158,7 @@ def test_images_in_batches(tmp_path):
 def test_images_that_are_none(tmp_path):
     for images, labels, message in (
             (np.zeros((3, 4)), np.arange(3), "images: float64 .3, 4. is no"),
+            (np.zeros((3, 4, 4), np.int8), np.arange(3), "int8 has no pixels above 127: give uint8"),
             (np.zeros((3, 4, 4)), np.arange(4), "labels: int64 .4,. is not a class"),
             (np.zeros((3, 4, 4)), np.zeros(3), "labels: float64"),
             (np.full((3, 4, 4), np.nan), np.arange(3), "not finite")):
