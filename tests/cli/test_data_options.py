@@ -70,6 +70,43 @@ def test_a_folder_of_tokens_gives_the_batches_of_its_text(files):
     assert data.text(ids) == LINES[0]["text"] and data.baselines.keys() == {"bigram model"}
 
 
+def test_a_folder_and_a_glob_are_read_as_the_files_that_they_stand_for(files, tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below/a.jsonl").write_bytes((files / "a.jsonl").read_bytes())
+    expected = batches_of(dataclasses.replace(SMALL, data=(str(files / "a.jsonl"),)))
+    for name in ("", "/*", "/a.j*"):
+        config = dataclasses.replace(SMALL, data=(f"{tmp_path}/below{name}",))
+        found = batches_of(config)
+        assert all((found[part][k]["inputs"] == expected[part][k]["inputs"]).all() for part in (0, 1) for k in (0, 1))
+        assert config.data_vocab_size() == 256
+    (tmp_path / "below/a.jsonl").write_text('{"body": "no text"}\n')
+    with pytest.raises(ValueError, match="a.jsonl, line 1: it has no field 'text'"):
+        dataclasses.replace(SMALL, data=(f"{tmp_path}/below",)).check_data()
+
+
+@pytest.mark.parametrize("documents", ["concatenate", "pad"])
+def test_data_that_are_named_twice_are_read_once(files, tmp_path, documents):
+    (tmp_path / "ids.bin").write_bytes(np.arange(200, dtype=np.uint16).tobytes() * 20)
+    for names in ((f"{files}/a.jsonl", f"{files}/*.jsonl"), (f"{files}/tokens", f"{files}/../{files.name}/tokens"),
+                  ("ids.bin", f"{tmp_path}/ids.bin")):
+        config = dataclasses.replace(SMALL, tokenizer=files / "tokenizer.json", documents=documents)
+        once, twice = (dataclasses.replace(config, data=data) for data in (names[:1], names))
+        assert objective_of(twice).load_data().summary == objective_of(once).load_data().summary, names
+
+
+def test_a_parquet_in_a_folder_is_not_left_out(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": [line["text"] for line in LINES]}), tmp_path / "a.parquet")
+    (tmp_path / "b.txt").write_text("another text, over the lazy dog. " * 300)
+    both = dataclasses.replace(SMALL, data=(str(tmp_path),))
+    text = dataclasses.replace(SMALL, data=(str(tmp_path / "b.txt"),))
+    sizes = [sum(int(number.replace(",", "")) for number in objective_of(config).load_data().summary.split()
+                 if number[0].isdigit()) for config in (both, text)]
+    assert abs(sizes[0] - sizes[1] - sum(len(line["text"]) for line in LINES)) < 32
+
+
 def test_weights_are_the_shares_of_the_sources(files):
     config = dataclasses.replace(SMALL, data=(str(files / "a.jsonl"), str(files / "b.txt")), data_weights=(0.25, 0.75))
     train, _ = objective_of(config).load_data().batches(None)
@@ -130,6 +167,14 @@ BAD_INPUT = {
     "negative weight": (["--data", "{}/a.jsonl", "{}/b.txt", "--data-weights", "1.5", "-0.5"],
                         "each is positive"),
     "one weight": (["--data", "{}/a.jsonl", "{}/b.txt", "--data-weights", "1"], "1 weights for 2 sources"),
+    "a file of two weights": (["--data", "{}/a.jsonl", "{}/*.jsonl", "--data-weights", "0.5", "0.5"],
+                              "a.jsonl is in two of the names"),
+    "bytes of a token file": (["--data", "{}/ids.bin", "--max-bytes", "100"],
+                              "ids.bin has tokens, all of which are read, and no text: leave it out"),
+    "bytes of a folder of tokens": (["--data", "{}/b.txt", "{}/tokens", "--max-bytes", "100"],
+                                    "max_bytes=100: data: "),
+    "bytes of tokens to evaluate on": (["--data", "{}/a.jsonl", "--eval-data", "{}/tokens", "--max-bytes", "100"],
+                                       "max_bytes=100: eval_data: "),
     "field": (["--data", "{}/a.jsonl", "--text-field", "body"], "a.jsonl, line 1: it has no field 'body', but text"),
     "line": (["--data", "{}/bad.jsonl"], "bad.jsonl, line 2: it is no JSON"),
     "parquet": (["--data", "{}/bad.parquet"], "bad.parquet is no whole Parquet file"),

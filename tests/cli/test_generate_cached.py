@@ -18,7 +18,9 @@ from zero_jax.cli.terminal_text import shown_text
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.resume import fixed
 from zero_jax.cli.weights.generate import sample_with_cache
+from zero_jax.cli.weights.generate_command import check_prompt
 from zero_jax.data.tokenizer import ByteTokenizer
+from zero_jax.errors import UsageError
 
 PROMPT, NEW = 5, 7
 
@@ -90,6 +92,14 @@ def test_a_cache_without_positions_goes_on_with_other_tokens():
 
     np.testing.assert_allclose(last(params, 1), whole[:, -1], rtol=1e-4, atol=1e-4)
     assert np.abs(last(params, 0) - whole[:, -1]).max() > 0.1
+
+
+@pytest.mark.parametrize(("ids", "wrong"), [([-5, 3], "-5"), ([3, 256, 2], "256")])
+def test_the_id_that_is_wrong_is_told(ids, wrong):
+    sizes = gpt2.PRESETS["tiny"]
+    check_prompt("a prompt", [0, 255], 1, sizes)
+    with pytest.raises(UsageError, match=f"has the id {wrong}, and the model's vocab_size is 256"):
+        check_prompt("a prompt", ids, 1, sizes)
 
 
 @pytest.mark.slow

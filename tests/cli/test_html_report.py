@@ -2,22 +2,26 @@
 
 import dataclasses
 import html.parser
+import io
 import json
 import re
 
 import pytest
+from rich.console import Console
 from support.programs import PROGRAMS, program
 
 from zero_jax.cli.reports.html_report import Run, memory_parts, report_html
+from zero_jax.cli.reports.measures import TEXT
+from zero_jax.cli.reports.report import summary_table
 from zero_jax.cli.reports.report_figures import MAX_POINTS, curves, thinned
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.run_folder import folder_text
 
 NAME = "h100 stage 3"
 EVALUATION = {"validation_loss": 2.625, "validation_perplexity": 13.805, "validation_accuracy": 0.3125}
-SUMMARY = {"steps": 30, "loss": 2.5, "evaluation": EVALUATION, "baselines": {"bigram model": 2.417},
+SUMMARY = {"steps": 30, "steps_taken": 30, "loss": 2.5, "evaluation": EVALUATION, "baselines": {"bigram model": 2.417},
            "items_per_second": 54321.0, "seconds": 12.0, "peak_bytes": 3 << 30, "simulated": False,
-           "interrupted": False, "preempted": False}
+           "interrupted": False, "preempted": False, "log": "train.jsonl", "curve": None, "report": None}
 
 
 class Checked(html.parser.HTMLParser):
@@ -74,6 +78,18 @@ def test_it_has_the_numbers_of_the_run_and_needs_no_other_file(tmp_path, compile
     # The control: another run has another page.
     other = page(tmp_path, compiled, summary=SUMMARY | {"evaluation": {"validation_loss": 1.5}})
     assert other.count("1.500") > text.count("1.500")
+
+
+@pytest.mark.parametrize(("taken", "steps", "rate"), [(30, "30 steps", True), (10, "10 of 30 steps", True),
+                                                      (0, "0 of 30 steps", False)])
+def test_time_and_speed_are_of_the_steps_that_this_process_took(tmp_path, compiled, taken, steps, rate):
+    summary = SUMMARY | {"steps_taken": taken} | ({} if rate else {"items_per_second": 0.0})
+    console = Console(width=120, file=io.StringIO())
+    console.print(summary_table(summary, TEXT))
+    printed = " ".join(console.file.getvalue().split())
+    assert f"time 12 s for {steps}" in printed and ("speed 54,321 tokens/s" in printed) == ("speed" in printed) == rate
+    words = " ".join(Checked(page(tmp_path, compiled, summary=summary)).text)
+    assert f"seconds for {steps}" in words and ("54,321 tokens per second" in words) == rate
 
 
 def test_memory_is_of_the_whole_step(compiled):

@@ -13,6 +13,7 @@ from rich.console import Console
 from support.command_line import message, run
 
 from models import llama
+from zero_jax.cli.objectives.choose import objective_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.train import train
 from zero_jax.errors import UsageError
@@ -87,6 +88,21 @@ def test_preferences_start_at_the_reference_and_are_learned(base, tmp_path):
     train(again, console=quiet)
     second = losses(again.out)
     np.testing.assert_allclose([second[step] for step in (5, 6)], [first[step] for step in (5, 6)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["instruct", "preferences"])
+def test_what_is_cut_or_left_out_is_counted_in_both_sets(tmp_path, objective):
+    def rows(short, long, prompts):
+        each = [("a", "b")] * short + [("a", "b" * 40)] * long + [("a" * 40, "b")] * prompts
+        return [{"prompt": prompt, "completion": answer, "chosen": answer, "rejected": "c"} for prompt, answer in each]
+
+    data, held_out = write(tmp_path / "a.jsonl", rows(10, 2, 1)), write(tmp_path / "b.jsonl", rows(9, 3, 4))
+    config = dataclasses.replace(RUN, objective=objective, data=(data,), eval_data=(held_out,),
+                                 documents="pad" if objective == "instruct" else "concatenate")
+    for eval_data, cut, left_out in (((held_out,), 5, 5), ((), 2, 1)):
+        chosen = objective_of(dataclasses.replace(config, eval_data=eval_data, batch_size=2, devices=1))
+        summary = chosen.load_data().summary
+        assert f" {cut} are longer than a row" in summary and f" {left_out} are left out: " in summary
 
 
 @pytest.mark.parametrize(("args", "expected"), [

@@ -176,7 +176,8 @@ def test_a_new_run_does_not_touch_the_checkpoints_of_another(whole):
 
 def test_there_may_be_nothing_to_go_on_from(tmp_path):
     config = dataclasses.replace(TINY, out=tmp_path, resume=True, steps=2, save_every=0)
-    assert train(config, console=Console(quiet=True)).steps == 2
+    summary = train(config, console=Console(quiet=True))
+    assert (summary.steps, summary.steps_taken) == (2, 2)
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -184,7 +185,12 @@ def test_there_may_be_nothing_to_go_on_from(tmp_path):
 def test_a_finished_run_has_nothing_left_to_do(whole, tmp_path):
     before = losses(whole)
     summary = train(dataclasses.replace(TINY, out=whole, resume=True), console=Console(quiet=True))
-    assert summary.steps == 12 and losses(whole) == before
+    assert (summary.steps, summary.steps_taken) == (12, 0) and losses(whole) == before
+    again = tmp_path / "again"
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints/12")
+    summary = train(dataclasses.replace(TINY, out=again, resume=True), console=Console(quiet=True))
+    assert (summary.steps, summary.steps_taken) == (12, 4) and summary.items_per_second > 0
 
 
 def test_the_log_goes_on(tmp_path):

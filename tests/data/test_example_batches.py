@@ -59,6 +59,24 @@ def test_the_shares_and_epochs_of_a_mixture():
     assert {one[i] for i in range(40)} == {(0, i) for i in range(40)}
 
 
+@pytest.mark.parametrize("weights", [
+    (0.501, 0.499), (0.6667, 0.3333), (0.004, 0.004, 0.992), (0.3339, 0.3338, 0.3323), (0.1, 0.2, 0.3, 0.25, 0.15)])
+def test_the_shares_of_a_mixture_are_exact(weights):
+    mixture = Mixture([20_000] * len(weights), weights=weights, seed=0)
+    taken = np.array([mixture[i][0] for i in range(20_000)])
+    counts = np.cumsum(taken[:, None] == np.arange(len(weights)), axis=0)
+    over = counts - np.arange(1, 20_001)[:, None] * weights
+    assert over.max() < 1 and over.min() > 1 - len(weights) - 1e-6, (over.max(), over.min())
+
+
+@pytest.mark.parametrize("sizes, weights", [
+    ((307, 1011), None), ((1000, 1004), None), ((200, 333, 70), None), ((1000, 1000, 1000), (0.333, 0.333, 0.333))])
+def test_an_epoch_of_a_mixture_has_no_example_twice(sizes, weights):
+    mixture = Mixture(sizes, weights=weights, seed=0)
+    assert len({mixture[i] for i in range(mixture.places)}) == mixture.places == sum(sizes)
+    assert len({mixture[i] for i in range(mixture.places + 1)}) == mixture.places  # the control
+
+
 @pytest.mark.parametrize("weights, message", [
     ((0.5, -0.5), "each is positive"), ((0.5, 0.0), "each is positive"), ((0.5, float("nan")), "each is positive"),
     ((0.5, 0.4), "their sum is 0.9 and not 1"), ((1.0,), "1 weights for 2 sources")])
@@ -158,6 +176,7 @@ def test_images_in_batches(tmp_path):
 def test_images_that_are_none(tmp_path):
     for images, labels, message in (
             (np.zeros((3, 4)), np.arange(3), "images: float64 .3, 4. is no"),
+            (np.zeros((3, 4, 4), np.int8), np.arange(3), "int8 has no pixels above 127: give uint8"),
             (np.zeros((3, 4, 4)), np.arange(4), "labels: int64 .4,. is not a class"),
             (np.zeros((3, 4, 4)), np.zeros(3), "labels: float64"),
             (np.full((3, 4, 4), np.nan), np.arange(3), "not finite")):

@@ -7,7 +7,7 @@ import pytest
 
 from zero_jax.data.chat_template import ChatTemplate, SimpleTemplate, load_template
 from zero_jax.data.conversations import instruction, preference, read_rows
-from zero_jax.data.response_rows import PairRows, ResponseRows, encode, fitting, split_examples
+from zero_jax.data.response_rows import PairRows, ResponseRows, encode, fitting, fitting_pairs, split_examples
 from zero_jax.data.tokenizer import ByteTokenizer, SpecialByteTokenizer
 from zero_jax.errors import UsageError
 
@@ -77,6 +77,17 @@ def test_long_examples_are_cut_or_left_out():
     assert split_examples([1, 2, 3, 4], 0.1, 2) == ([1, 2], [3, 4])
     with pytest.raises(UsageError, match="too few to hold 3 of them out"):
         split_examples([1, 2, 3, 4], 0.1, 3)
+
+
+def test_pairs_that_are_the_same_once_they_are_cut_are_left_out():
+    rows = [("aaa", "same, and A", "same, and B"), ("a", "A", "B"), ("a", "A" * 9, "A" * 10)]
+    pairs = [tuple(encode([*preference({"prompt": prompt, "chosen": chosen, "rejected": rejected}, SimpleTemplate(),
+                                       "")], ByteTokenizer())) for prompt, chosen, rejected in rows]
+    for length, expected in ((8, ([2], 0, 2)), (10, ([2, 10], 0, 1)), (32, ([14, 2, 10], 0, 0))):
+        kept, cut, left_out = fitting_pairs(pairs, length)
+        assert ([len(chosen.tokens) for chosen, _ in kept], cut, left_out) == expected
+    with pytest.raises(UsageError, match="or none that differs from its other: give a longer seq_len"):
+        fitting_pairs(pairs[:1], 8)
 
 
 def test_pairs():

@@ -8,9 +8,10 @@ import lzma
 import numpy as np
 import pytest
 
-from zero_jax.data import extras
+from zero_jax.data import corpus, extras
+from zero_jax.data.conversations import read_rows
 from zero_jax.data.documents import cut_text
-from zero_jax.data.text_sources import check_file, check_not_compressed, files_of, read_documents
+from zero_jax.data.text_sources import check_file, check_not_compressed, files_of, has_documents, read_documents
 
 TEXTS = ["one", "two\nlines", "", "täta \U0001f600"]
 
@@ -60,6 +61,35 @@ def test_folders_and_globs(tmp_path):
     assert [*read_documents(f"{tmp_path}/*.jsonl")] == ["two"]
     with pytest.raises(ValueError, match="no file with text"):
         files_of(str(tmp_path / "*.json"))
+
+
+def test_the_formats_of_folders_and_globs_are_those_of_their_files(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / ".hidden.jsonl").write_text("{}")
+    assert not any(has_documents(f"{tmp_path}{name}") for name in ("", "/*.txt", "/none", "/none*"))
+    (tmp_path / "below").mkdir()
+    jsonl(tmp_path / "below/b.jsonl", [{"text": "two"}])
+    for name in ("", "/**/*", "/below/*", "/below/b.jsonl", "/none.parquet"):
+        assert has_documents(f"{tmp_path}{name}"), name
+    assert not has_documents(f"{tmp_path}/b*")  # a folder that a glob matches is no file
+
+
+def test_names_below_a_folder_need_not_be_utf8(tmp_path):
+    try:
+        (tmp_path / "caf\udce9.txt").write_text("one")
+    except OSError:
+        pytest.skip("the file system has names in UTF-8 alone")
+    assert [*read_documents(str(tmp_path))] == ["one"] and corpus.read_text(tmp_path).tobytes() == b"one"
+
+
+def test_a_file_of_several_names_is_read_once(tmp_path):
+    one, two = jsonl(tmp_path / "a.jsonl", [{"text": "one"}]), jsonl(tmp_path / "b.jsonl", [{"text": "two"}])
+    (tmp_path / "link.jsonl").symlink_to(two)
+    names = [one, f"{tmp_path}/*.jsonl", str(tmp_path), f"{tmp_path}/../{tmp_path.name}/a.jsonl"]
+    assert [*read_documents(names)] == ["one", "two"]
+    assert [row["text"] for _, row in read_rows(names)] == ["one", "two"]
+    assert len([*read_documents(["python", "python"])]) == len([*read_documents("python")])
 
 
 @pytest.mark.parametrize("rows, message", [

@@ -116,6 +116,7 @@ def _status(args: Sequence[str]) -> int:
     for line in renamed:
         _warn(line)
     try:
+        _check_utf8(args)
         if args == ["--version"]:
             print(version_text())
             return 0
@@ -133,6 +134,17 @@ def _status(args: Sequence[str]) -> int:
         if where := users_line(error):
             return _failed(UsageError(told(error, where)), 2)
         raise
+
+
+def _check_utf8(args: Sequence[str]) -> None:
+    """Raises ValueError for an argument with bytes that are no UTF-8: it could not be printed, logged or encoded."""
+    for arg in args:
+        try:
+            arg.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"the argument {arg} is no UTF-8 (at its character {error.start + 1}): write a text in "
+                             "UTF-8, rename a file or folder (convmv -f latin1 -t utf-8 --notest, if that is its "
+                             "encoding).") from error
 
 
 def version_text() -> str:

@@ -15,7 +15,7 @@ from zero_jax.cli.training.samples import continued
 from zero_jax.data import extras
 from zero_jax.data.chat_template import Template, load_template
 from zero_jax.data.conversations import read_rows
-from zero_jax.data.response_rows import Example
+from zero_jax.data.response_rows import Example, split_examples
 from zero_jax.data.tokenized import Tokenized
 from zero_jax.data.tokenizer import Tokenizer
 from zero_jax.errors import UsageError
@@ -55,7 +55,7 @@ def check_responses(objective: Objective, parse: Callable[..., Any]) -> tuple[To
 
 def read_examples(names: Sequence[str], parse: Callable[[Any, str], T]) -> Iterator[list[T]]:
     """What `parse(row, where)` makes of all rows of `names`, some hundred at a time. Raises ValueError for no rows."""
-    examples = (parse(row, where) for name in names for where, row in read_rows(name))
+    examples = (parse(row, where) for where, row in read_rows(names))
     some = False
     while part := list(itertools.islice(examples, BATCH)):
         some = True
@@ -64,11 +64,25 @@ def read_examples(names: Sequence[str], parse: Callable[[Any, str], T]) -> Itera
         raise UsageError(f"data: {', '.join(names)}: no line has an example.")
 
 
-def counted(train: Sequence[Any], held_out: Sequence[Any], *, cut: int, left_out: int) -> str:
+def example_parts(config: TrainConfig, read: Callable[[tuple[str, ...]], tuple[list[T], int, int]]
+                  ) -> tuple[list[T], list[T], int, int]:
+    """(Examples to train on, those held out, how many of both were cut, how many were left out).
+
+    read: of names of data: the examples, how many were cut, how many were left out.
+    """
+    kept, cut, left_out = read(config.data)
+    if not config.eval_data:
+        return *split_examples(kept, config.eval_fraction, config.batch_size), cut, left_out
+    held_out, eval_cut, eval_left_out = read(config.eval_data)
+    return kept, held_out, cut + eval_cut, left_out + eval_left_out
+
+
+def counted(train: Sequence[Any], held_out: Sequence[Any], *, cut: int, left_out: int,
+            why: str = "no response began within a row") -> str:
     """How many examples there are, and what became of those that are too long."""
     text = counts_text(len(train), len(held_out), "examples")
     text += f" {cut:,} are longer than a row, and cut at their end." * bool(cut)
-    return text + f" {left_out:,} are left out: no response began within a row." * bool(left_out)
+    return text + f" {left_out:,} are left out: {why}." * bool(left_out)
 
 
 def answers(config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep, state: Any, examples: Sequence[Example],

@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zero_jax.cli.objectives.objective import RunData
+from zero_jax.cli.options.data import is_tokens
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.data import corpus
 from zero_jax.data.documents import Documents, cut_text, documents_at, tokenize
 from zero_jax.data.example_batches import ExampleBatches
-from zero_jax.data.text_sources import read_documents
+from zero_jax.data.text_sources import read_documents, unseen
 from zero_jax.data.token_file import open_tokens
 from zero_jax.data.tokenized import Tokenized, is_tokenized, open_tokenized
 from zero_jax.data.tokenizer import ByteTokenizer, SpecialByteTokenizer, Tokenizer
@@ -109,26 +111,31 @@ def ids_text(ids: np.ndarray) -> str:
 
 def _read(config: TrainConfig, names: Sequence[str], tokenizer: Tokenizer | Tokenized, *, separate: bool
           ) -> list[Documents]:
-    """The documents of `names`: one source each, or if not `separate` one of all that are text."""
-    read, texts = [], []
-    for name in names:
-        if is_tokenized(name):
-            read.append(open_tokenized(name).documents())
-        elif name.endswith((".bin", ".npy")):
-            tokens, eos = open_tokens(name), tokenizer.specials.eos
-            whole = Documents(tokens, np.array([0, len(tokens)]))
-            read.append(documents_at(tokens, eos) if eos is not None and config.documents != "concatenate" else whole)
-        elif separate:
-            read.append(_tokenized(config, [name], tokenizer))
-        else:
-            texts.append(name)
+    """The documents of `names`: one source each, or if not `separate` one of all that are text.
+
+    What is named twice is read once.
+    """
+    texts = [name for name in names if not is_tokens(name)]
+    if separate:  # no file is in two of them: such options are refused
+        return [_tokenized(config, [name], tokenizer) if name in texts
+                else _opened(config, Path(name).expanduser(), tokenizer) for name in names]
+    tokens = unseen((Path(name).expanduser() for name in names if name not in texts), set())
+    read = [_opened(config, path, tokenizer) for path in tokens]
     return [*read, _tokenized(config, texts, tokenizer)] if texts else read
+
+
+def _opened(config: TrainConfig, path: Path, tokenizer: Tokenizer | Tokenized) -> Documents:
+    """The documents of a folder of tokens, or of a file of them, whose ends of text tell them apart."""
+    if is_tokenized(path):
+        return open_tokenized(path).documents()
+    tokens, eos = open_tokens(path), tokenizer.specials.eos
+    whole = Documents(tokens, np.array([0, len(tokens)]))
+    return documents_at(tokens, eos) if eos is not None and config.documents != "concatenate" else whole
 
 
 def _tokenized(config: TrainConfig, names: Sequence[str], tokenizer: Tokenizer | Tokenized) -> Documents:
     encoder = tokenizer.load_tokenizer() if isinstance(tokenizer, Tokenized) else tokenizer
-    documents = (text for name in names for text in read_documents(name, field=config.text_field))
-    return tokenize(cut_text(documents, config.max_bytes), encoder)
+    return tokenize(cut_text(read_documents(names, field=config.text_field), config.max_bytes), encoder)
 
 
 def _decoder(tokenizer: Tokenizer | Tokenized) -> Callable[[np.ndarray], str]:

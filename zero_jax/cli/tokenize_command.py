@@ -69,8 +69,7 @@ class TokenizeConfig:
 def tokenize_command(config: TokenizeConfig) -> list[str]:
     """Writes the folder and returns what to say of it. The text is read twice where a tokenizer is trained on it."""
     def texts():
-        documents = (text for name in config.data for text in read_documents(name, field=config.text_field))
-        return cut_text(documents, config.max_bytes)
+        return cut_text(read_documents(config.data, field=config.text_field), config.max_bytes)
 
     asked, lines = config.vocab_size or VOCAB_SIZE, []
     if config.tokenizer is None:

@@ -4,20 +4,25 @@ A line, or row, of instructions has `prompt` and `completion`, or `messages` wit
 preferences has `prompt`, `chosen` and `rejected`, each a text, or messages.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from zero_jax.data.chat_template import ROLES, Messages, Piece, Template
-from zero_jax.data.text_sources import files_of, format_of, json_rows, parquet_rows
+from zero_jax.data.text_sources import files_of, format_of, json_rows, parquet_rows, unseen
 from zero_jax.errors import UsageError, few, named
 
 Row = Mapping[str, Any]
 
 
-def read_rows(name: str) -> Iterator[tuple[str, Row]]:
-    """(where it is, the object) of each line of a .jsonl file or row of a .parquet, of those of a folder or a glob."""
-    readers = {"jsonl": json_rows, "parquet": parquet_rows}
-    for path in files_of(name):
+def read_rows(names: str | Iterable[str]) -> Iterator[tuple[str, Row]]:
+    """(where it is, the object) of each line of .jsonl files and row of .parquet, of files, folders and globs.
+
+    A file that several names stand for is read once.
+    """
+    readers, seen = {"jsonl": json_rows, "parquet": parquet_rows}, set[Path]()
+    for path in unseen((path for name in ([names] if isinstance(names, str) else names) for path in files_of(name)),
+                       seen):
         if format_of(path) not in readers:
             raise UsageError(f"data: {path}: examples with responses are lines of JSON or rows of Parquet: name .jsonl "
                              "or .parquet files.")

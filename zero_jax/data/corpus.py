@@ -198,7 +198,7 @@ def _concatenate(files: list[tuple[str, Path]], max_bytes: int | None) -> np.nda
     if max_bytes is not None and max_bytes < 1:
         raise UsageError(f"max_bytes={max_bytes}: at least 1 is needed, or None for no limit")
     parts, size = [], 0
-    for _, path in sorted(files, key=lambda file: hashlib.sha256(file[0].encode()).digest()):
+    for _, path in sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file[0])).digest()):
         parts.append(_read(path, None))
         size += len(parts[-1]) + 1
         if max_bytes is not None and size > max_bytes:

@@ -23,9 +23,9 @@ def is_images(name: str) -> bool:
 class LabeledImages:
     """Examples {"inputs": float32 (height, width, channels), "targets": int32 ()}.
 
-    images: (number, height, width) or (number, height, width, channels); integers of 8 bits are divided by 255, other
-    numbers are taken as they are. labels: integers, (number,). Raises ValueError for other shapes and dtypes, and for
-    values that are not finite.
+    images: (number, height, width) or (number, height, width, channels); uint8 is divided by 255, other numbers
+    are taken as they are, but for int8, which is refused. labels: integers, (number,). Raises ValueError for other
+    shapes and dtypes, and for values that are not finite.
 
     >>> images = LabeledImages(np.zeros((5, 8, 8), np.uint8), np.arange(5))
     >>> images.num_examples, images.row(2)["inputs"].shape, int(images.row(2)["targets"])
@@ -36,6 +36,9 @@ class LabeledImages:
         if images.ndim not in (3, 4) or images.dtype.kind not in "iuf" or not images.size:
             raise UsageError(f"images: {images.dtype} {images.shape} is no (number, height, width) or (number, height, "
                              "width, channels) of numbers.")
+        if images.dtype == np.int8:
+            raise UsageError("images: int8 has no pixels above 127: give uint8, which is divided by 255, or float32, "
+                             "which is taken as it is.")
         if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min() < 0:
             raise UsageError(f"labels: {labels.dtype} {labels.shape} is not a class, an integer from 0 on, for each of "
                              f"{len(images)} images.")

@@ -1,6 +1,6 @@
 """Which example is taken when: several sources by weights, each in an order of its own in every epoch, by `grain`."""
 
-import functools
+import fractions
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -28,13 +28,13 @@ def check_weights(weights: Sequence[float], sources: int) -> None:
 class Mixture:
     """An endless sequence of (source, example): that of place i is a pure function of (sizes, weights, seed, i).
 
-    Of any number of places the sources have as many as their weights say, but for one. Each source goes through its
-    examples in a new order in every epoch of its own: no example twice before all of them once. By grain's `shuffle`
-    (a permutation that is computed and not stored), `repeat` and `mix`: about 15 microseconds for a place, and
-    half a millisecond where a source has only tens of examples.
+    Of the first n places a source has n times its weight, rounded up at most, and fewer than that by less than the
+    number of other sources, whatever n. Each source goes through its examples in a new order in every epoch of its own:
+    no example twice before all of them once. By grain's `shuffle` (a permutation that is computed and not stored) and
+    `repeat`: about 15 microseconds for a place, and half a millisecond where a source has only tens of examples.
 
     weights: fractions, one for each source; None: by the sizes, so that all examples are taken equally often.
-    places: of an epoch: the most in which no source repeats an example.
+    places: of an epoch, in which no source repeats an example.
 
     >>> mixture = Mixture([300, 100], weights=[0.5, 0.5], seed=0)
     >>> [sum(mixture[i][0] == source for i in range(100)) for source in (0, 1)], mixture.places
@@ -43,19 +43,40 @@ class Mixture:
 
     def __init__(self, sizes: Sequence[int], *, weights: Sequence[float] | None = None, seed: int = 0) -> None:
         dataset: Any = extras.load("grain", "mixing and shuffling examples").MapDataset
-        weights = [size / sum(sizes) for size in sizes] if weights is None else weights
-        check_weights(weights, len(sizes))
-        sources = []
+        if weights is not None:
+            check_weights(weights, len(sizes))
+        self._proportions = tuple(map(int, sizes)) if weights is None else _proportions(weights)
+        self._sources = []
         for source, size in enumerate(sizes):
             own = int(np.random.SeedSequence((seed, source)).generate_state(1)[0])
-            examples = dataset.range(size).map(functools.partial(_with_source, source))
-            sources.append(examples.seed(own).shuffle().repeat(None))
-        self._places = dataset.mix(sources, weights) if len(sources) > 1 else sources[0]
-        self.places = int(min(size / weight for size, weight in zip(sizes, weights, strict=True)) + 1e-6)
+            self._sources.append(dataset.range(size).seed(own).shuffle().repeat(None))
+        total = sum(self._proportions)
+        self.places = min(int(size) * total // each for size, each in zip(sizes, self._proportions, strict=True))
 
     def __getitem__(self, place: int) -> tuple[int, int]:
-        return self._places[place]
+        source, number = _taken(place, self._proportions)
+        return source, int(self._sources[source][number])
 
 
-def _with_source(source: int, example: int) -> tuple[int, int]:
-    return source, example
+def _proportions(weights: Sequence[float]) -> tuple[int, ...]:
+    """Integers in the proportions of `weights` as they are written in decimals: grain's own are cut to hundredths."""
+    exact = [fractions.Fraction(repr(float(weight))) for weight in weights]
+    common = math.lcm(*(each.denominator for each in exact))
+    return tuple(int(each * common) for each in exact)
+
+
+def _taken(place: int, proportions: Sequence[int]) -> tuple[int, int]:
+    """(Source, how many places before `place` have it), as grain's `mix`.
+
+    Each source takes its part of the places that those before it leave: it has a place where that number grows.
+
+    >>> [_taken(place, (2, 1)) for place in range(4)]
+    [(0, 0), (0, 1), (1, 0), (0, 2)]
+    """
+    here, after, total = place, place + 1, sum(proportions)
+    for source, each in enumerate(proportions):
+        left, left_after = here * (total - each) // total, after * (total - each) // total
+        if left == left_after:
+            return source, here - left
+        here, after, total = left, left_after, total - each
+    raise AssertionError("the last source takes all that is left")

@@ -3,7 +3,7 @@
 import dataclasses
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -56,24 +56,33 @@ def fitting(examples: Iterable[Example], length: int) -> tuple[list[Example], in
 
     Raises ValueError where nothing is left.
     """
-    kept, cut, left_out = fitting_pairs(((each, each) for each in examples), length)
-    return [each for each, _ in kept], cut, left_out
+    kept, cut, left_out = _fitting(((each,) for each in examples), length)
+    return [each for each, in kept], cut, left_out
 
 
 def fitting_pairs(pairs: Iterable[tuple[Example, Example]], length: int
                   ) -> tuple[list[tuple[Example, Example]], int, int]:
-    """`fitting` of pairs, which are left out if one of them is."""
+    """`fitting` of pairs, which are left out if one of them is, or if what is left of both is the same."""
+    return _fitting(pairs, length)
+
+
+def _fitting(groups: Iterable[tuple[Example, ...]], length: int) -> tuple[list[Any], int, int]:
     kept, cut, number = [], 0, 0
-    for one, other in pairs:
-        short = tuple(Example(each.tokens[:length + 1], each.response[:length + 1]) for each in (one, other))
+    for group in groups:
+        short = tuple(Example(each.tokens[:length + 1], each.response[:length + 1]) for each in group)
         number += 1
-        if all(each.response[1:].any() for each in short):
+        if all(each.response[1:].any() for each in short) and all(map(_differ, short, short[1:])):
             kept.append(short)
-            cut += max(len(one.tokens), len(other.tokens)) > length + 1
+            cut += max(len(each.tokens) for each in group) > length + 1
     if not kept:
-        raise UsageError(f"No response is left of {number:,} examples in rows of seq_len={length} tokens: give a "
-                         "longer seq_len, or shorter prompts.")
+        raise UsageError(f"No response is left of {number:,} examples in rows of seq_len={length} tokens, or none that "
+                         "differs from its other: give a longer seq_len, or shorter prompts.")
     return kept, cut, number - len(kept)
+
+
+def _differ(one: Example, other: Example) -> bool:
+    """Whether the tokens, or which of them are a response, are not the same."""
+    return not (np.array_equal(one.tokens, other.tokens) and np.array_equal(one.response, other.response))
 
 
 def split_examples(examples: list[T], fraction: float, least: int) -> tuple[list[T], list[T]]:

@@ -5,6 +5,7 @@ import glob
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -37,8 +38,7 @@ def files_of(name: str) -> list[Path]:
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        below = [file for file in sorted(path.rglob("*")) if file.is_file() and file.stat().st_size]
-        files = [file for file in below if not any(part[0] == "." for part in file.relative_to(path).parts)
+        files = [file for file in sorted(path.rglob("*")) if _counts(file, path)
                  and (format_of(file) != "text" or not _is_binary(file))]
     else:
         files = [path] if path.is_file() else [
@@ -49,27 +49,60 @@ def files_of(name: str) -> list[Path]:
     return files
 
 
-def read_documents(name: str, *, field: str = "text") -> Iterator[str]:
-    """The documents of a file, folder or glob, or of "python", its own library.
+def has_documents(name: str) -> bool:
+    """Whether a file, or any that a folder or a glob stands for, is of a format with documents: no plain text.
 
-    Files come in the order of a hash of their names, so that what is held out at the end is not alphabetical.
+    Names alone are looked at, and no file is read. Of a name that stands for nothing, what its end says.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return any(format_of(file) != "text" and _counts(file, path) for file in path.rglob("*"))
+    if path.is_file():
+        return format_of(path) != "text"
+    matches = map(Path, glob.iglob(str(path), recursive=True))
+    return format_of(path) != "text" or any(format_of(file) != "text" and file.is_file() for file in matches)
+
+
+def _counts(file: Path, folder: Path) -> bool:
+    """Whether `file` is one of those that `folder` stands for: neither hidden nor empty."""
+    return (file.is_file() and file.stat().st_size > 0
+            and not any(part[0] == "." for part in file.relative_to(folder).parts))
+
+
+def read_documents(names: str | Iterable[str], *, field: str = "text") -> Iterator[str]:
+    """The documents of files, folders and globs, one name or several, or of "python", its own library.
+
+    The files of a name come in the order of a hash of their names, so that what is held out at the end is not
+    alphabetical. A file that several names stand for is read once.
 
     A text file is one document; so is the text in `field` of each line of JSON lines and each row of Parquet, and each
     record of an array_record (UTF-8). Empty ones are left out. Bytes of Python's library that are no UTF-8 are U+FFFD.
 
     Raises ValueError, with the byte, line or row, for what is no UTF-8 or JSON, lacks the field or has no text in it.
     """
-    if name == "python":
-        files = _shuffled(corpus.python_files())
-        yield from filter(None, (path.read_bytes().decode("utf-8", errors="replace") for path in files))
-        return
-    for path in _shuffled(files_of(name)):
-        readers = {"jsonl": _jsonl, "parquet": _parquet, "array_record": _array_record, "text": _text}
-        yield from filter(None, readers[format_of(path)](path, field))
+    readers = {"jsonl": _jsonl, "parquet": _parquet, "array_record": _array_record, "text": _text}
+    seen: set[Path] = set()
+    for name in [names] if isinstance(names, str) else names:
+        python = name == "python"
+        for path in unseen(_shuffled(corpus.python_files() if python else files_of(name)), seen):
+            reader = _replaced_text if python else readers[format_of(path)]
+            yield from filter(None, reader(path, field))
+
+
+def unseen(files: Iterable[Path], seen: set[Path]) -> Iterator[Path]:
+    """Those of `files` whose true paths are not in `seen`, which gets them.
+
+    Read twice, a file could be in the training and in the held-out part.
+    """
+    for path in files:
+        true = path.resolve()
+        if true not in seen:
+            seen.add(true)
+            yield path
 
 
 def _shuffled(files: Iterable[Path]) -> list[Path]:
-    return sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
+    return sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
 
 
 def check_file(path: Path, *, field: str = "text") -> None:
@@ -110,6 +143,10 @@ def _is_binary(path: Path) -> bool:
 def _text(path: Path, field: str) -> Iterator[str]:
     with open_regular(path) as file:
         yield _decoded(file.read(), path)
+
+
+def _replaced_text(path: Path, field: str) -> Iterator[str]:
+    yield path.read_bytes().decode("utf-8", errors="replace")
 
 
 def _decoded(content: bytes, path: Path, *, final: bool = True) -> str:

@@ -6,11 +6,11 @@ import jax
 
 from zero_jax.cli.objectives.objective import Objective, RunData, token_shapes
 from zero_jax.cli.reports.measures import TEXT, Measures
-from zero_jax.cli.response_data import answers, check_responses, counted, read_examples
+from zero_jax.cli.response_data import answers, check_responses, counted, example_parts, read_examples
 from zero_jax.cli.training.evaluation import token_sums
 from zero_jax.data.conversations import instruction
 from zero_jax.data.example_batches import ExampleBatches
-from zero_jax.data.response_rows import Example, ResponseRows, encode, fitting, split_examples
+from zero_jax.data.response_rows import Example, ResponseRows, encode, fitting
 from zero_jax.errors import UsageError
 from zero_jax.step.step import ZeroTrainStep
 
@@ -46,12 +46,10 @@ class Instruct(Objective):
         config = self.config
 
         def examples(names: tuple[str, ...]) -> tuple[list[Example], int, int]:
-            parts = read_examples(names, lambda row, where: instruction(row, self.template, where))
-            return fitting((each for part in parts for each in encode(part, self.tokenizer)), config.seq_len)
+            read = read_examples(names, lambda row, where: instruction(row, self.template, where))
+            return fitting((each for part in read for each in encode(part, self.tokenizer)), config.seq_len)
 
-        kept, cut, left_out = examples(config.data)
-        train, held_out = (kept, examples(config.eval_data)[0]) if config.eval_data else split_examples(
-            kept, config.eval_fraction, config.batch_size)
+        train, held_out, cut, left_out = example_parts(config, examples)
         pad = self.tokenizer.specials.pad or 0
         sets = [ResponseRows(part, config.seq_len, pack=config.documents == "pack", pad=pad)
                 for part in (train, held_out)]

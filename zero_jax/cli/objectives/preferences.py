@@ -11,10 +11,10 @@ import numpy as np
 
 from zero_jax.cli.objectives.objective import Objective, RunData
 from zero_jax.cli.reports.measures import Measure, Measures
-from zero_jax.cli.response_data import answers, check_responses, counted, read_examples
+from zero_jax.cli.response_data import answers, check_responses, counted, example_parts, read_examples
 from zero_jax.data.conversations import preference
 from zero_jax.data.example_batches import ExampleBatches
-from zero_jax.data.response_rows import Example, PairRows, encode, fitting_pairs, split_examples
+from zero_jax.data.response_rows import Example, PairRows, encode, fitting_pairs
 from zero_jax.distributed.agreement import all_or_none, is_first
 from zero_jax.distributed.initialize import on_host, put_global
 from zero_jax.errors import UsageError
@@ -78,18 +78,16 @@ class Preferences(Objective):
         return dict(means)
 
     def load_data(self) -> RunData:
-        """Of JSON lines or Parquet; pairs that are too long are cut, and left out where no response is left."""
+        """Of JSON lines or Parquet; pairs that are too long are cut, and left out where no two responses are."""
         config = self.config
 
         def pairs(names: tuple[str, ...]) -> tuple[list[tuple[Example, Example]], int, int]:
-            parts = read_examples(names, lambda row, where: preference(row, self.template, where))
-            encoded = (encode([one for pair in part for one in pair], self.tokenizer) for part in parts)
+            read = read_examples(names, lambda row, where: preference(row, self.template, where))
+            encoded = (encode([one for pair in part for one in pair], self.tokenizer) for part in read)
             return fitting_pairs(((part[k], part[k + 1]) for part in encoded for k in range(0, len(part), 2)),
                                  config.seq_len)
 
-        kept, cut, left_out = pairs(config.data)
-        train, held_out = (kept, pairs(config.eval_data)[0]) if config.eval_data else split_examples(
-            kept, config.eval_fraction, config.batch_size)
+        train, held_out, cut, left_out = example_parts(config, pairs)
         pad = self.tokenizer.specials.pad or 0
         self._rows = [PairRows(part, config.seq_len, pad=pad) for part in (train, held_out)]
 
@@ -99,7 +97,8 @@ class Preferences(Objective):
             return (ExampleBatches([self._rows[0]], seed=config.seed, **shape),
                     ExampleBatches([self._rows[1]], **shape))
 
-        return RunData(batches, counted(train, held_out, cut=cut, left_out=left_out),
+        why = "no response began within a row, or both are the same in it"
+        return RunData(batches, counted(train, held_out, cut=cut, left_out=left_out, why=why),
                        [chosen for chosen, _ in held_out], self.tokenizer.decode)
 
     def prepare(self, step: ZeroTrainStep, state: Any, *, resumed: bool) -> str:

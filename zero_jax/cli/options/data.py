@@ -1,6 +1,7 @@
 """The options of the data of a run. Nothing here imports JAX."""
 
 import dataclasses
+import functools
 import glob
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from zero_jax.cli.options.objective import WITH_RESPONSES
 from zero_jax.data import extras
 from zero_jax.data.images import DIGITS, is_images
 from zero_jax.data.mixture import check_weights
-from zero_jax.data.text_sources import check_file, check_not_compressed, files_of, format_of
+from zero_jax.data.text_sources import check_file, check_not_compressed, files_of, format_of, has_documents
 from zero_jax.data.tokenized import Tokenized, is_tokenized, open_tokenized
 from zero_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from zero_jax.errors import UsageError, few
@@ -28,8 +29,9 @@ class DataOptions:
 
     data: tuple[str, ...] = ("python",)
     """Files, folders and globs of text, .jsonl, .parquet or .array_record; folders that `tokenize` has written; or one
-    file of tokens (.bin, .npy); or "python", its own library. Text is read as bytes where no tokenizer is given. For
-    models of images: one .npz or folder with the arrays images and labels, or "digits", those of scikit-learn."""
+    file of tokens (.bin, .npy); or "python", its own library. What several names stand for is read once. Text is read
+    as bytes where no tokenizer is given. For models of images: one .npz or folder with the arrays images and labels, or
+    "digits", those of scikit-learn."""
 
     data_weights: tuple[float, ...] | None = None
     """Fractions of the sequences, one for each name in data, whose sum is 1. None: by their sizes."""
@@ -45,7 +47,8 @@ class DataOptions:
     one to another; pad: each has a row."""
 
     max_bytes: int | None = None
-    """Read no more text than this, in bytes, of each name in data where there are data_weights. None: all."""
+    """Read no more text than this, in bytes, of each name in data where there are data_weights. None: all. Not for
+    tokens."""
 
     prefetch: int = 2
     """Batches that a thread reads and puts on the devices ahead of the step. 0: none."""
@@ -75,6 +78,10 @@ class DataOptions:
             return check_data_files("data", self.data)  # the objective looks into them
         names = tuple(name for name in self.data if name != "python") if self.reads_documents else self.data
         check_data_files("data", names)
+        if self.max_bytes is not None:
+            self._check_no_tokens()
+        if self.data_weights is not None:
+            check_distinct(self.data)
         if self.text_field != "text":
             check_has_fields(self.text_field, (*self.data, *getattr(self, "eval_data", ())))
         if self.reads_documents:
@@ -114,6 +121,12 @@ class DataOptions:
                                  "other texts: tokenize it again, or give its own.")
         return chosen or (folders[0] if folders else ByteTokenizer())
 
+    def _check_no_tokens(self) -> None:
+        for option, names in (("data", self.data), ("eval_data", getattr(self, "eval_data", ()))):
+            for name in filter(is_tokens, names):
+                raise UsageError(f"max_bytes={self.max_bytes}: {option}: {name} has tokens, all of which are read, and "
+                                 "no text: leave it out, or give fewer tokens (tokenize --max-bytes).")
+
     def _check_images(self) -> None:
         for option in ("tokenizer", "data_weights", "max_bytes"):
             if getattr(self, option) is not None:
@@ -135,12 +148,16 @@ class DataOptions:
         """Whether data are images with labels."""
         return any(map(is_images, self.data))
 
-    @property
+    @functools.cached_property
     def reads_documents(self) -> bool:
-        """Whether data are read as documents, and not as one text of bytes or one file of tokens."""
+        """Whether data are read as documents, and not as one text of bytes or one file of tokens.
+
+        Files have documents, also those of a folder or a glob, which is walked once.
+        """
         names = (*self.data, *getattr(self, "eval_data", ()))
         return (self.tokenizer is not None or self.data_weights is not None or self.documents != "concatenate"
-                or any(is_tokenized(name) or format_of(name) != "text" for name in names))
+                or any(is_tokenized(name) or has_documents(name) for name in names
+                       if name != "python" and not is_images(name)))
 
     @property
     def batch_arrays(self) -> dict[str, str]:
@@ -165,6 +182,22 @@ class DataOptions:
 def is_token_file(data: tuple[str, ...]) -> bool:
     """Whether these are ids of some tokenizer, and not text."""
     return Path(data[0]).suffix in (".bin", ".npy")
+
+
+def is_tokens(name: str) -> bool:
+    """Whether data of that name are tokens already: a file or a folder of them."""
+    return is_tokenized(name) or is_token_file((name,))
+
+
+def check_distinct(data: tuple[str, ...]) -> None:
+    """Raises ValueError where two names of `data`, each of which has a weight, stand for one file."""
+    seen: set[str] = set()
+    for name in data:
+        paths = {*_paths((name,))}
+        if paths & seen:
+            raise UsageError(f"data: {few(sorted(paths & seen))} is in two of the names, and each of them has a weight "
+                             "of its own in data_weights: leave it out of one.")
+        seen |= paths
 
 
 def check_has_fields(text_field: str, names: tuple[str, ...]) -> None:

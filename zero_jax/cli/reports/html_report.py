@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_jax.cli.reports.measures import TEXT, Measures
-from zero_jax.cli.reports.report import size_text, whose_memory
+from zero_jax.cli.reports.report import size_text, steps_text, whose_memory
 from zero_jax.cli.reports.report_figures import bars, curves
 from zero_jax.cli.training.metrics_log import read_rows
 from zero_jax.step.compiled import CompiledStep
@@ -101,9 +101,9 @@ def tiles(summary: Mapping[str, Any], measures: Measures) -> str:
         **({loss: f"{evaluation['validation_loss']:.3f}"} if "validation_loss" in evaluation else {}),
         **measures.shown(evaluation, "validation_"),
         **{f"loss of a {name}": f"{value:.3f}" for name, value in summary["baselines"].items()},
-        f"{measures.items} per second": f"{summary['items_per_second']:,.0f}",
+        **({f"{measures.items} per second": f"{summary['items_per_second']:,.0f}"} if summary["steps_taken"] else {}),
         f"peak memory{whose_memory(summary)}": size_text(summary["peak_bytes"]),
-        f"seconds for {summary['steps']:,} steps{ended}": f"{summary['seconds']:,.0f}",
+        f"seconds for {steps_text(summary)}{ended}": f"{summary['seconds']:,.0f}",
     }
     return '<div class="tiles">' + "".join(
         f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'

@@ -157,13 +157,20 @@ def summary_table(summary: Mapping[str, Any], measures: Measures) -> Table:
     for label, value in measures.shown(evaluation, "validation_").items():
         table.add_row(label, value)
     table.add_row("training loss", loss(summary["loss"]))
-    table.add_row("speed", f"{summary['items_per_second']:,.0f} {measures.items}/s")
+    if summary["steps_taken"]:
+        table.add_row("speed", f"{summary['items_per_second']:,.0f} {measures.items}/s")
     table.add_row(f"peak memory{whose_memory(summary)}", size_text(summary["peak_bytes"]))
-    table.add_row("time", f"{summary['seconds']:.0f} s for {summary['steps']} steps"
+    table.add_row("time", f"{summary['seconds']:.0f} s for {steps_text(summary)}"
                   + (", interrupted" if summary["interrupted"] else ", preempted" if summary["preempted"] else ""))
     files = (summary["log"], summary["curve"], summary["report"])
     table.add_row("written", ", ".join(path for path in files if path))
     return table
+
+
+def steps_text(summary: Mapping[str, Any]) -> str:
+    """The steps that the process took, of those of the run where it was resumed."""
+    taken, steps = summary["steps_taken"], summary["steps"]
+    return f"{taken:,} steps" if taken >= steps else f"{taken:,} of {steps:,} steps"
 
 
 def whose_memory(summary: Mapping[str, Any]) -> str:

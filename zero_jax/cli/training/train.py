@@ -58,6 +58,7 @@ from zero_jax.xla.live_chip import chip_of_kind
 class Summary:
     """The results of a run. Losses are in the unit of its objective (nats per token); None where nothing was measured.
 
+    steps: all, with those before it was resumed; steps_taken: of this process, whose are items_per_second and seconds.
     evaluation: the last one, by names as `validation_loss`. baselines: losses to compare with, by the name of what has
     them. items_per_second: tokens or images in training, without compilation and validation. peak_bytes: the largest of
     any accelerator, or of this process where devices are `simulated`. interrupted: Ctrl-C ended it early, preempted:
@@ -66,6 +67,7 @@ class Summary:
     """
 
     steps: int
+    steps_taken: int
     loss: float | None
     evaluation: dict[str, float]
     baselines: dict[str, float]
@@ -212,7 +214,7 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         curve = log.draw(f"{config.model}, stage {config.stage}, {len(devices)} devices", data.baselines,
                          objective.measures.unit)
         summary = Summary(
-            steps=log.last_step, loss=log.train[-1][1] if log.train else None,
+            steps=log.last_step, steps_taken=loop.timed_steps, loss=log.train[-1][1] if log.train else None,
             evaluation=log.evaluation, baselines=dict(data.baselines), items_per_second=loop.items_per_second,
             seconds=time.perf_counter() - started, peak_bytes=peak_bytes(local(devices)),
             simulated=not device_bytes(local(devices)), log=log.path, curve=curve,

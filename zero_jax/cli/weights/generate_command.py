@@ -51,7 +51,7 @@ def generate_command(config: GenerateConfig) -> list[str]:
     tokenizer = given or _tokenizer_of(manifest.config)
     prompts = tokenizer.encode(config.prompt)
     for text, ids in zip(config.prompt, prompts, strict=True):
-        _check(text, ids, config.tokens, choice.config)
+        check_prompt(text, ids, config.tokens, choice.config)
     if simulates():
         simulate_devices(1)
     devices = jax.devices()
@@ -77,12 +77,14 @@ def _tokenizer_of(saved: Any) -> Tokenizer | _Ids:
     return _Ids() if any(str(each).endswith((".bin", ".npy")) for each in data) else ByteTokenizer()
 
 
-def _check(text: str, ids: Any, tokens: int, sizes: Any) -> None:
+def check_prompt(text: str, ids: Any, tokens: int, sizes: Any) -> None:
+    """Raises ValueError for a prompt that a model of `sizes`, its config, cannot take with `tokens` more."""
     longest, known = getattr(sizes, "max_length", None), getattr(sizes, "vocab_size", None)
     if not len(ids):
         raise UsageError(f"prompt={text!r} has no token: give a text to continue.")
-    if known is not None and not 0 <= min(ids) <= max(ids) < known:
-        raise UsageError(f"prompt={text!r} has the id {max(ids)}, and the model's vocab_size is {known}: give the "
+    wrong = [each for each in ids if known is not None and not 0 <= each < known]
+    if wrong:
+        raise UsageError(f"prompt={text!r} has the id {wrong[0]}, and the model's vocab_size is {known}: give the "
                          "tokenizer of the run.")
     if longest is not None and len(ids) + tokens > longest:
         raise UsageError(f"prompt={text!r} has {len(ids)} tokens, and with tokens={tokens} that is more than "
