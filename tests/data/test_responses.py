@@ -86,7 +86,7 @@ def test_pairs_that_are_the_same_once_they_are_cut_are_left_out():
     for length, expected in ((8, ([2], 0, 2)), (10, ([2, 10], 0, 1)), (32, ([14, 2, 10], 0, 0))):
         kept, cut, left_out = fitting_pairs(pairs, length)
         assert ([len(chosen.tokens) for chosen, _ in kept], cut, left_out) == expected
-    with pytest.raises(UsageError, match="or none that differs from its other: give a longer seq_len"):
+    with pytest.raises(UsageError, match="No two responses that differ are left of 1 examples in rows"):
         fitting_pairs(pairs[:1], 8)
 
 

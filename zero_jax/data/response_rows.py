@@ -56,17 +56,17 @@ def fitting(examples: Iterable[Example], length: int) -> tuple[list[Example], in
 
     Raises ValueError where nothing is left.
     """
-    kept, cut, left_out = _fitting(((each,) for each in examples), length)
+    kept, cut, left_out = _fitting(((each,) for each in examples), length, "response is")
     return [each for each, in kept], cut, left_out
 
 
 def fitting_pairs(pairs: Iterable[tuple[Example, Example]], length: int
                   ) -> tuple[list[tuple[Example, Example]], int, int]:
     """`fitting` of pairs, which are left out if one of them is, or if what is left of both is the same."""
-    return _fitting(pairs, length)
+    return _fitting(pairs, length, "two responses that differ are")
 
 
-def _fitting(groups: Iterable[tuple[Example, ...]], length: int) -> tuple[list[Any], int, int]:
+def _fitting(groups: Iterable[tuple[Example, ...]], length: int, what: str) -> tuple[list[Any], int, int]:
     kept, cut, number = [], 0, 0
     for group in groups:
         short = tuple(Example(each.tokens[:length + 1], each.response[:length + 1]) for each in group)
@@ -75,8 +75,8 @@ def _fitting(groups: Iterable[tuple[Example, ...]], length: int) -> tuple[list[A
             kept.append(short)
             cut += max(len(each.tokens) for each in group) > length + 1
     if not kept:
-        raise UsageError(f"No response is left of {number:,} examples in rows of seq_len={length} tokens, or none that "
-                         "differs from its other: give a longer seq_len, or shorter prompts.")
+        raise UsageError(f"No {what} left of {number:,} examples in rows of seq_len={length} tokens: give a longer "
+                         "seq_len, or shorter prompts.")
     return kept, cut, number - len(kept)
 
 
