@@ -79,6 +79,15 @@ told("own array to evaluate", lambda: local(lambda step, state, batch: step.eval
 told("own gradients", lambda: local(lambda step, state, batch: step.gradients(state, batch)))
 told("own arrays of steps", lambda: local(lambda step, state, batch: step.multi(
     state, {"x": np.asarray(batch["x"])[None]})))
+
+
+def alone():  # on a mesh of each process's own devices
+    mesh = zero_jax.make_mesh(devices=jax.local_devices())
+    step, batch = step_of(mesh=mesh, rate=0.1 + me), {"x": jnp.ones((8 + 4 * me, 4))}
+    step(step.init(jax.random.key(me), batch), batch)
+
+
+told("alone", alone)
 told("last rows", lambda: evaluated(me))
 told("same last rows", lambda: evaluated(1))
 """
@@ -90,7 +99,7 @@ EXPECTED = {
     "stage": "The layout of the state of process 1 is another than that", "rate": PROGRAM_OF_A_STEP,
     "stage 0": PROGRAM_OF_A_STEP, "microbatches": PROGRAM_OF_A_STEP, "rows": PROGRAM_OF_A_STEP,
     "later rows": PROGRAM_OF_A_STEP, "own array": OWN, "own array to evaluate": OWN, "own gradients": OWN,
-    "own arrays of steps": "is a NumPy array, and there are 2 processes",
+    "alone": "passed", "own arrays of steps": "is a NumPy array, and there are 2 processes",
     "last rows": "computed whole on each of them, of process 1 is another", "same last rows": "passed"}
 
 

@@ -105,15 +105,21 @@ class BatchLayout:
 
         JAX would take each device's part of it from another process's array. steps: of several batches.
         """
-        if jax.process_count() == 1 or not any(map(_is_local, jax.tree.leaves(batch))):
+        if jax.process_count() == 1 or not any(map(self._is_local, jax.tree.leaves(batch))):
             return
         for name, leaf in named_leaves(batch):
-            if _is_local(leaf) and any(self.spec(name, jax.ShapeDtypeStruct(leaf.shape[int(steps):], leaf.dtype))):
+            if self._is_local(leaf) and any(self.spec(name, jax.ShapeDtypeStruct(leaf.shape[int(steps):], leaf.dtype))):
                 kind = "a NumPy array" if isinstance(leaf, np.ndarray) else "an array on this process's devices"
                 raise UsageError(f"batch[{name!r}] is {kind}, and there are {jax.process_count()} processes, of which "
                                  "each has examples of its own: make a global array of them with "
                                  "jax.make_array_from_process_local_data, or take zero_jax.data.batches.Batches, which "
                                  "does.")
+
+    def _is_local(self, leaf: Any) -> bool:
+        """Whether a leaf is of NumPy, which JAX does not split in several processes, or lacks the parts of others."""
+        return isinstance(leaf, np.ndarray) or (
+            isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_addressable
+            and self.axes.mesh.is_multi_process)
 
     def check(self, batch: Batch, num_microbatches: int = 1) -> None:
         """Raises ValueError unless every leaf divides as it is sharded, and all examples are equally many.
@@ -207,9 +213,3 @@ class BatchLayout:
 def hashable(shardings: Pytree) -> Any:
     """What is equal for batches that one compiled program can take."""
     return jax.tree.structure(shardings), *jax.tree.leaves(shardings)
-
-
-def _is_local(leaf: Any) -> bool:
-    """Whether a leaf is an array that other processes do not have a part of."""
-    return isinstance(leaf, np.ndarray) or (
-        isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_addressable)
