@@ -61,7 +61,7 @@ def passed_on(step, state, other, folder):
 
 
 @pytest.mark.parametrize("model, options, stage, devices", [
-    pytest.param(Stacked, {"precision": "bf16", "remat": "full"}, 1, 4, id="linen"),
+    pytest.param(Stacked, {"precision": "bf16", "remat": "full"}, 1, 4, id="linen", marks=pytest.mark.slow),
     pytest.param(NnxStacked, {"precision": "bf16", "remat": "full", "ema": 0.9}, 0, 8, marks=pytest.mark.slow),
     pytest.param(Uneven, {}, 2, 2, marks=pytest.mark.slow),
     pytest.param(Stacked, {"frozen": "blocks/Dense_0", "precision": "fp16"}, 3, 2, marks=pytest.mark.slow)])

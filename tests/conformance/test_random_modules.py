@@ -8,7 +8,7 @@ from support.random_modules import NOT_DRAWN, check, draw
 
 from zero_jax.transforms import explicit_scatter
 
-FAST, NUM_SEEDS, GROUP = 6, 300, 10
+FAST, NUM_SEEDS, GROUP = 3, 300, 10
 NUM_SHORT = 240
 """Seeds whose initial values are drawn from a hash that compiles sooner."""
 GROUPS = [pytest.param(range(first, first + GROUP), marks=[

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx, traverse_util
+from support.oracle import slow
 
 from models import gpt2, gpt2_nnx
 from models.gpt2 import PRESETS, Config
@@ -140,8 +141,8 @@ def test_attention_is_causal(flavour):
     assert (changed[at:] > 1e-4).all(), "a token must reach every later position"
 
 
-@FLAVOURS
-@LOOPS
+@pytest.mark.parametrize(("flavour", "scan_layers"), [
+    ("linen", True), slow("linen", False), slow("nnx", True), ("nnx", False)])
 def test_remat_does_not_change_gradients(flavour, scan_layers):
     config = dataclasses.replace(SMALL, dropout=0.2, scan_layers=scan_layers)
     flat = noise(shapes_of(flavour, config))
