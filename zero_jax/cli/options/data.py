@@ -1,7 +1,6 @@
 """The options of the data of a run. Nothing here imports JAX."""
 
 import dataclasses
-import functools
 import glob
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,7 +75,8 @@ class DataOptions:
             return self._check_images()
         if getattr(self, "objective", None) in WITH_RESPONSES:
             return check_data_files("data", self.data)  # the objective looks into them
-        names = tuple(name for name in self.data if name != "python") if self.reads_documents else self.data
+        reads_documents = self.reads_documents
+        names = tuple(name for name in self.data if name != "python") if reads_documents else self.data
         check_data_files("data", names)
         if self.max_bytes is not None:
             self._check_no_tokens()
@@ -84,7 +84,7 @@ class DataOptions:
             check_distinct(self.data)
         if self.text_field != "text":
             check_has_fields(self.text_field, (*self.data, *getattr(self, "eval_data", ())))
-        if self.reads_documents:
+        if reads_documents:
             extras.check_installed("grain", "data of documents")
             self.run_tokenizer()
             self.check_text("data", self.data)
@@ -148,11 +148,11 @@ class DataOptions:
         """Whether data are images with labels."""
         return any(map(is_images, self.data))
 
-    @functools.cached_property
+    @property
     def reads_documents(self) -> bool:
         """Whether data are read as documents, and not as one text of bytes or one file of tokens.
 
-        Files have documents, also those of a folder or a glob, which is walked once.
+        Files have documents, also those of a folder or a glob.
         """
         names = (*self.data, *getattr(self, "eval_data", ()))
         return (self.tokenizer is not None or self.data_weights is not None or self.documents != "concatenate"
