@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import io
 import json
 import math
 
@@ -10,14 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from rich.console import Console
 from support.oracle import slow
 from support.programs import ADAMW, SMALL, program
 from support.targets import target_devices
 
 import zero_jax
 from models import gpt2, gpt2_nnx
-from zero_jax.cli.planning import plan_report
+from zero_jax.cli.planning import plan_command, plan_report
+from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.reports import report
+from zero_jax.cli.train_config import TrainConfig
+from zero_jax.errors import UsageError
 from zero_jax.planning.memory import Transformer
 from zero_jax.planning.plan import examine, plan, refused_bytes
 from zero_jax.planning.search import deepest, largest, search
@@ -223,6 +228,35 @@ def test_palms_formula_is_not_given_where_parameters_are_frozen():
         return plan(gpt2.build(SMALL), 3, target, tokens(8), transformer=sizes, **options).timing.palm_mfu
 
     assert palm_mfu() > 0 and palm_mfu(frozen=("blocks",)) is None
+
+
+@pytest.mark.parametrize(("options", "wanted"), [
+    ({}, {"batch": 2, "length": 64, "remat": False}),
+    ({"tensor": 2}, {"batch": 4}),  # devices that share sequences
+    ({"context": 2}, {"batch": 4, "length": 32}),
+    ({"accumulate": 2}, {"batch": 1}),
+    ({"remat": "full"}, {"remat": True}),
+    ({"remat": "yes", "tensor": 2, "partition_activations": "yes"}, {"batch": 4, "remat": True, "split": 2}),
+])
+def test_inspect_and_plan_take_the_same_formula_of_activations(options, wanted, monkeypatch):
+    """A dry run of 16 sequences on 8 devices, and `plan` of as many."""
+    taken = []
+
+    def examine_nothing(step, batch, target, transformer):
+        taken.append(transformer)
+        raise UsageError("compiled elsewhere")
+
+    monkeypatch.setattr(plan_command, "examine", examine_nothing)
+    groups = 8 // options.get("tensor", 1) // options.get("context", 1)
+    for command, config in (
+            (plan_command.inspect_command, TrainConfig(
+                model="gpt2:tiny", batch_size=16, seq_len=64, target="h100:8", dry_run=True, **options)),
+            (plan_command.plan_command, PlanConfig(
+                model="gpt2:tiny", batch_per_device=16 // groups, seq_len=64, target="h100:8", **options))):
+        with pytest.raises(UsageError, match="compiled elsewhere"):
+            command(config, console=Console(file=io.StringIO()))
+    assert taken[0] == taken[1]
+    assert {name: getattr(taken[0], name) for name in wanted} == wanted
 
 
 def test_tables_json_and_figure(tmp_path, capsys):

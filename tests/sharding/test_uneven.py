@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import chex
 import flax.linen as nn
@@ -69,6 +70,39 @@ def test_a_loop_reads_slices_of_what_is_stored(view):
 ])
 def test_how_a_leaf_is_stored(shape, stacked, merge, sizes, view, spec):
     assert choose_stored_shape(shape, sizes, ParamAccess(stacked=stacked), merge=merge) == (view, spec)
+
+
+@pytest.mark.parametrize(("shape", "stacked", "sizes", "stored", "spec"), [
+    ((50257, 1600), (), {"x": 2, "y": 4}, (50304, 1600), P(("x", "y"), None)),  # 1600 / 8 fills no tiles
+    ((50257, 4096), (), {"x": 16, "y": 16}, (50432, 4096), P("x", "y")),  # a dim for each axis
+    ((768, 50257), (), {"data": 8}, (768, 50257), P("data", None)),  # 96 rows do
+    ((50257, 4096), (), {"x": 4, "y": 4}, (50257, 4096), P(None, ("x", "y"))),  # 256 columns do
+    ((50257, 1600), (), {"x": 16, "y": 16}, (50272, 1600), P("x", "y")),  # to fill tiles would take 2 %
+    ((4, 50257, 768), (0,), {"data": 8}, (4, 50304, 768), P(None, "data", None)),
+    ((50257,), (), {"data": 29}, (50257,), P("data")),
+])
+def test_shards_fill_tiles_on_tpus(shape, stacked, sizes, stored, spec):
+    view, chosen = choose_stored_shape(shape, sizes, ParamAccess(stacked=stacked), tiled=True)
+    assert (view.stored, chosen) == (stored, spec)
+    assert view.shape == shape and view.padding <= 5e-3 * math.prod(shape)
+    assert choose_stored_shape(shape, {"only": 1}, tiled=True)[0] == identity_shape(shape)
+
+
+@pytest.mark.parametrize("flavour", [slow("linen"), "nnx"])
+def test_rows_padded_as_on_tpus_are_one_device(flavour, monkeypatch):
+    """And negative control: a model that sees the padding is another."""
+    monkeypatch.setattr("zero_jax.sharding.partition_state.choose_stored_shape",
+                        lambda *args, **options: choose_stored_shape(*args, **{**options, "tiled": True}))
+    build, config = FLAVOURS[flavour], gpt2.Config(1, 32, 2, vocab_size=4081, max_length=17)
+    data = token_batches(3, size=8, vocab=4081)
+    one, many = (train(build(config), *run, batches=data) for run in ((0, 1), (3, 8)))
+    assert loss_difference(many, one) < 1e-6
+    assert param_difference(many, one, KEY_BIAS) < 1e-5
+    stored = {leaf.shape for leaf in jax.tree.leaves(many.state.params)}
+    assert (4096, 32) in stored and (4081, 32) not in stored
+    monkeypatch.setattr(StoredShape, "load", lambda view, value: value)  # the model sees what is stored
+    with pytest.raises((ValueError, TypeError, AssertionError)):
+        assert loss_difference(train(build(config), 3, 8, batches=data), one) < 1e-6
 
 
 def batches(num_devices, num=3):

@@ -72,8 +72,7 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
     chosen = result.plan if result else None
     placement: OffloadChoice | None = None
     if result is None:
-        transformer = _transformer(choice.config, None if config.remat in ("model", "yes", "no") else True,
-                                   config.batch_per_device, length, config)
+        transformer = _transformer(choice.config, config, config.batch_per_device, length)
         with progress.status(f"Compiling {config.model} for {config.target} ..."):
             shapes = batch(config.batch_per_device)
 
@@ -122,7 +121,8 @@ def inspect_command(config: TrainConfig, *, console: Console | None = None) -> b
     check_start(config)
     target = None if config.target is None else target_of(config.target)
     devices = devices_of(config) if target is None else target_devices(target)
-    transformer = _transformer(choice.config, None, config.batch_size // len(devices), objective.length)
+    groups = len(devices) // (config.tensor * config.context)
+    transformer = _transformer(choice.config, config, config.batch_size // groups, objective.length)
     config, placement = with_chosen_offload(config, objective, devices, target=target, transformer=transformer)
     step = step_of(config, choice, devices, loss=objective.loss)
     if placement:
@@ -144,19 +144,20 @@ def inspect_command(config: TrainConfig, *, console: Console | None = None) -> b
     return chosen.fits and fits
 
 
-def _transformer(sizes: Any, remat: bool | None, batch: int, length: int | None, config: PlanConfig | None = None
-                 ) -> Transformer | None:
+def _transformer(sizes: Any, config: PlanConfig | TrainConfig, batch: int, length: int | None) -> Transformer | None:
     """The fields of a model's config that the activation formula needs; None if it is not such a transformer's.
 
-    The paper's formula is of a feed-forward of 4 x width; a config with a field `hidden` has another.
+    batch: sequences of one group of devices that share them. The paper's formula is of a feed-forward of 4 x width; a
+    config with a field `hidden` has another.
     """
     if length is None or hasattr(sizes, "hidden") or not all(
             hasattr(sizes, name) for name in ("num_layers", "width", "num_heads")):
         return None
-    recomputed = getattr(sizes, "remat", False) if remat is None else remat
-    return Transformer(sizes.num_layers, sizes.width, sizes.num_heads, batch, length, remat=recomputed,
-                       split=config.tensor if config and config.partition_activations in ("yes", "cpu") else 1,
-                       host=config is not None and config.partition_activations in ("cpu", "disk"))
+    return Transformer(sizes.num_layers, sizes.width, sizes.num_heads, batch // config.accumulate,
+                       length // config.context,
+                       remat=getattr(sizes, "remat", False) or config.remat not in ("model", "yes", "no"),
+                       split=config.tensor if config.partition_activations in ("yes", "cpu") else 1,
+                       host=config.partition_activations in ("cpu", "disk"))
 
 
 def _without_axes(options: dict[str, Any]) -> dict[str, Any]:
