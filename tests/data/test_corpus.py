@@ -108,6 +108,11 @@ def test_text_errors(tmp_path, monkeypatch):
         corpus.read_text(text, max_bytes=0)
     with pytest.raises(ValueError, match="tokens.bin is a token file and comes with 1 other"):
         corpus.load([text, "tokens.bin"])
+    text.write_text("Bonjour", encoding="utf-16")
+    with pytest.raises(ValueError, match=r"text\.txt is text in UTF-16.*iconv"):
+        corpus.read_text([text])
+    text.write_bytes("\ufeffBonjour".encode())  # UTF-8 with its mark
+    assert corpus.read_text([text]).size == 10
     monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "void")})
     with pytest.raises(ValueError, match="no Python source in .*void"):
         corpus.python_source()

@@ -4,6 +4,7 @@ Text is read as bytes, one token per byte, so that the vocabulary is 256 and no 
 NumPy, and the same on every process that reads the same files; `batches` cuts the array into batches.
 """
 
+import codecs
 import glob
 import hashlib
 import os
@@ -200,6 +201,9 @@ def _concatenate(files: list[tuple[str, Path]], max_bytes: int | None) -> np.nda
     parts, size = [], 0
     for _, path in sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file[0])).digest()):
         parts.append(_read(path, None))
+        if parts[-1].startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise UsageError(f"{path} is text in UTF-16, of which a model of bytes learns every second byte as a zero: "
+                             "convert it (iconv -f utf-16 -t utf-8), or name other files.")
         size += len(parts[-1]) + 1
         if max_bytes is not None and size > max_bytes:
             break
