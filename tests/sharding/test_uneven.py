@@ -105,6 +105,30 @@ def test_rows_padded_as_on_tpus_are_one_device(flavour, monkeypatch):
         assert loss_difference(train(build(config), 3, 8, batches=data), one) < 1e-6
 
 
+@pytest.mark.grid
+@pytest.mark.parametrize(("target", "sizes", "stage", "options"), [
+    slow("v5e:2x4", -1, 1, {}),
+    slow("v5e:2x4", -1, 2, {"accumulate": 2}),
+    slow("v5p:2x2x2", -1, 3, {}),
+    slow("v6e:2x4", -1, 3, {}),
+    slow("v5e:2x4", -1, 3, {"accumulate": 2, "gather": "step"}),
+    slow("v5e:2x4", -1, 3, {"gather": "forward"}),
+    slow("v5e:2x4", -1, 3, {"offload": "optimizer"}),
+    slow("v5e:2x4", -1, 3, {"optimizer": optax.adafactor(1e-3)}),
+    slow("v5e:2x4", (2, 4), 3, {"communication": zero_jax.Communication(weights="int8", gradients=("int4", "int8"))}),
+])
+def test_rows_padded_on_tpus_are_sent_as_promised(target, sizes, stage, options):
+    mesh = zero_jax.make_mesh(sizes, devices=target_devices(target))
+    step = zero_jax.make_zero_train_step(
+        gpt2.build(gpt2.Config(2, 192, 2, vocab_size=8185, max_length=128)), stage,
+        **{"mesh": mesh, "precision": "bf16", **options})
+    tokens = jax.ShapeDtypeStruct((2 * mesh.size, 128), jnp.int32)
+    batch = {"inputs": tokens, "targets": tokens}
+    row = next(row for row in step.layout(batch).placements() if row.name.endswith("params/wte/embedding"))
+    assert (row.shape, row.padding) == ((8185, 192), 7 * 192 * 4)
+    assert not step.compiled_step(batch).report.violations
+
+
 def batches(num_devices, num=3):
     return token_batches(num, size=num_devices, vocab=257)
 
