@@ -90,7 +90,7 @@ def test_shards_fill_tiles_on_tpus(shape, stacked, sizes, stored, spec):
 
 @pytest.mark.parametrize("flavour", [slow("linen"), "nnx"])
 def test_rows_padded_as_on_tpus_are_one_device(flavour, monkeypatch):
-    """And negative control: a model that sees the padding is another."""
+    """And negative control: rows that are read from the wrong place have another loss."""
     monkeypatch.setattr("zero_jax.sharding.partition_state.choose_stored_shape",
                         lambda *args, **options: choose_stored_shape(*args, **{**options, "tiled": True}))
     build, config = FLAVOURS[flavour], gpt2.Config(1, 32, 2, vocab_size=4081, max_length=17)
@@ -100,9 +100,10 @@ def test_rows_padded_as_on_tpus_are_one_device(flavour, monkeypatch):
     assert param_difference(many, one, KEY_BIAS) < 1e-5
     stored = {leaf.shape for leaf in jax.tree.leaves(many.state.params)}
     assert (4096, 32) in stored and (4081, 32) not in stored
-    monkeypatch.setattr(StoredShape, "load", lambda view, value: value)  # the model sees what is stored
-    with pytest.raises((ValueError, TypeError, AssertionError)):
-        assert loss_difference(train(build(config), 3, 8, batches=data), one) < 1e-6
+    load = StoredShape.load
+    monkeypatch.setattr(StoredShape, "load", lambda view, value: (
+        jnp.roll(load(view, value), 1, 0) if view.padding else load(view, value)))
+    assert loss_difference(train(build(config), 3, 8, batches=data), one) > 1e-4
 
 
 @pytest.mark.grid

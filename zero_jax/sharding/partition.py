@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from jax.sharding import PartitionSpec as P
 
@@ -30,14 +31,14 @@ ROWS = ((1024, CLOSE), (128, 5 * CLOSE), (1, 1.0))
 Measured on v5e: shards of full rows of 128 values are all-gathered, others all-reduced: twice the bytes.
 """
 
-FILLED = (16, 256)
+TILE_MULTIPLES = (16, 256)
 """For dims that are padded on a TPU so that shards fill tiles: what a shard's rows, and its columns, are multiples of.
 
 Measured: shards of a matrix that do not (96 of the 768 columns of an embedding of 50,257 rows) are sent as flat
 arrays. XLA takes 3 to 10 s to compile each reshape between the two, and makes slow loops of them.
 """
 
-FILLED_SHARE = 5 * CLOSE
+MAX_TILE_PADDING = 5 * CLOSE
 """Share of a leaf that the padding which fills tiles may take."""
 
 
@@ -100,8 +101,8 @@ def choose_stored_shape(shape: tuple[int, ...], sizes: Mapping[str, int], read: 
         return split.all_parts(part), split.spec(spec)
     spec, axes = choose_spec(shape, sizes, read, tiled=tiled), tuple(item for item in sizes.items() if item[1] > 1)
     num_shards, size = math.prod(sizes.values()), math.prod(shape)
-    if tiled and (filled := _filled(shape, axes, stacked)):
-        return filled[0], _spec(filled[1])
+    if tiled and (padded := _padded_to_tiles(shape, axes, stacked)):
+        return padded[0], _spec(padded[1])
     if size <= 1 or parts_of(spec, sizes) == num_shards or len(set(stacked)) == len(shape):
         return identity_shape(shape), spec
     stored_shape, dims = _padded(shape, axes, stacked, tiled)
@@ -155,47 +156,43 @@ def _padded(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], stacked:
     """The stored shape of least padding with every axis on some dim, no dims merged; and the axes of each dim."""
     dims = [dim for dim, size in enumerate(shape) if size and dim not in stacked]
 
-    def padded_shape(choice: tuple[int, ...]) -> StoredShape:
-        num_shards = [_num_shards(choice, dim, sizes) for dim in range(len(shape))]
-        return StoredShape(identity_shape(shape).dims, tuple(
-            -(-size // shards) * shards for size, shards in zip(shape, num_shards, strict=True)))
-
     def rank(choice: tuple[int, ...]) -> tuple[object, ...]:
-        stored, used = padded_shape(choice), sorted(set(choice))
+        stored, used = _padded_shape(shape, choice, sizes), sorted(set(choice))
         ragged = _ragged(stored.stored, {dim: _num_shards(choice, dim, sizes) for dim in used}, tiled)
         return stored.padding, len(used), ragged, choice
 
     best = min(itertools.product(dims, repeat=len(sizes)), key=rank)
-    return padded_shape(best), _by_dim(best, len(shape), sizes)
+    return _padded_shape(shape, best, sizes), _by_dim(best, len(shape), sizes)
 
 
 @functools.cache
-def _filled(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], stacked: tuple[int, ...]
-            ) -> tuple[StoredShape, tuple[tuple[str, ...], ...]] | None:
+def _padded_to_tiles(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], stacked: tuple[int, ...]
+                     ) -> tuple[StoredShape, tuple[tuple[str, ...], ...]] | None:
     """The stored shape of least padding whose shards fill tiles, no dims merged; and the axes of each dim.
 
-    None where that takes more than `FILLED_SHARE`, for vectors, and where the shards of the true shape are as good.
+    None where that takes more than `MAX_TILE_PADDING`, for vectors, and where shards of the true shape fill tiles.
     """
     dims = [dim for dim, size in enumerate(shape) if size and dim not in stacked]
-    blocks = [FILLED[dim == len(shape) - 1] for dim in range(len(shape))]
     if len(dims) < 2 or not sizes:
         return None
 
     def padded_shape(choice: tuple[int, ...]) -> StoredShape:
-        num_shards = [_num_shards(choice, dim, sizes) for dim in range(len(shape))]
-        parts = [shards * block if dim in choice else 1 for dim, (shards, block)
-                 in enumerate(zip(num_shards, blocks, strict=True))]
-        return StoredShape(identity_shape(shape).dims, tuple(
-            -(-size // part) * part for size, part in zip(shape, parts, strict=True)))
+        return _padded_shape(shape, choice, sizes, {
+            dim: TILE_MULTIPLES[dim == len(shape) - 1] for dim in choice})
 
-    def rank(choice: tuple[int, ...]) -> tuple[object, ...]:
-        return padded_shape(choice).padding, -len(set(choice)), choice
-
-    best = min(itertools.product(dims, repeat=len(sizes)), key=rank)
-    stored_shape = padded_shape(best)
-    if not 0 < stored_shape.padding <= FILLED_SHARE * math.prod(shape):
+    best = min(itertools.product(dims, repeat=len(sizes)),
+               key=lambda choice: (padded_shape(choice).padding, -len(set(choice)), choice))
+    if not 0 < padded_shape(best).padding <= MAX_TILE_PADDING * math.prod(shape):
         return None
-    return stored_shape, _by_dim(best, len(shape), sizes)
+    return padded_shape(best), _by_dim(best, len(shape), sizes)
+
+
+def _padded_shape(shape: tuple[int, ...], choice: tuple[int, ...], sizes: tuple[tuple[str, int], ...],
+                  multiples: Mapping[int, int] = MappingProxyType({})) -> StoredShape:
+    """`shape` padded so that it divides over the axes as chosen, into shards whose dims are such multiples."""
+    parts = [_num_shards(choice, dim, sizes) * multiples.get(dim, 1) for dim in range(len(shape))]
+    return StoredShape(identity_shape(shape).dims, tuple(
+        -(-size // part) * part for size, part in zip(shape, parts, strict=True)))
 
 
 def _num_shards(choice: tuple[int | None, ...], dim: int, sizes: tuple[tuple[str, int], ...]) -> int:
