@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,8 @@ def test_large_slices_have_their_wrap_around_links():
 
 def test_compiler_options():
     assert xla_devices.compiler_options(jax.devices()[0]) == {}
+    attached = types.SimpleNamespace(platform="gpu", client=types.SimpleNamespace(runtime_type="pjrt_ifrt"))
+    assert xla_devices.compiler_options(attached) == {}  # what is verified there is the program that runs
     described = xla_devices.compiler_options(devices_or_skip("h100:8")[0])
     assert described.keys() == {"xla_gpu_autotune_level", "xla_gpu_cuda_data_dir"}
     assert described["xla_gpu_autotune_level"] == 0

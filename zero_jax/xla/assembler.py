@@ -38,7 +38,11 @@ def _toolkit() -> str:
     return folder
 
 
+def is_described_gpu(device: jax.Device) -> bool:
+    """Whether `device` is a GPU of a target topology, for which programs are compiled and cannot run."""
+    return device.platform in ("gpu", "cuda") and device.client.runtime_type == "compile_only_runtime"
+
+
 def no_machine_code(device: jax.Device) -> dict[str, Any]:
     """XLA's option to write no machine code for `device`, a GPU of a target topology; nothing for any other device."""
-    described = device.platform in ("gpu", "cuda") and device.client.runtime_type == "compile_only_runtime"
-    return {"xla_gpu_cuda_data_dir": _toolkit()} if described else {}
+    return {"xla_gpu_cuda_data_dir": _toolkit()} if is_described_gpu(device) else {}

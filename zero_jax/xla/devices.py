@@ -18,7 +18,7 @@ import jax
 from jax.experimental import topologies
 
 from zero_jax.errors import UsageError
-from zero_jax.xla.assembler import no_machine_code
+from zero_jax.xla.assembler import is_described_gpu, no_machine_code
 from zero_jax.xla.chip import Chip, Gpu
 from zero_jax.xla.targets import Target, known_targets, target_of
 
@@ -106,12 +106,12 @@ def target_devices(target: str | Target) -> list[jax.Device]:
 
 
 def compiler_options(device: jax.Device) -> dict[str, Any]:
-    """Options for `.compile(compiler_options=...)` on a `device` of a target topology.
+    """Options for `.compile(compiler_options=...)` on a `device` of a target topology; none for an attached one.
 
     GPU autotuning times kernels, so without a GPU it has to be off; nor is machine code written. TPU and CPU need no
     option.
     """
-    return ({"xla_gpu_autotune_level": 0} | no_machine_code(device)) if device.platform in ("gpu", "cuda") else {}
+    return ({"xla_gpu_autotune_level": 0} | no_machine_code(device)) if is_described_gpu(device) else {}
 
 
 def compiled_for(lowered: jax.stages.Lowered, device: jax.Device, options: dict[str, Any]) -> jax.stages.Compiled:
