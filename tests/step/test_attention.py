@@ -12,6 +12,7 @@ from support.oracle import next_token, oracle, slow, train
 from support.targets import mesh_of
 
 import zero_jax
+from models import gpt2
 from zero_jax.errors import UsageError
 from zero_jax.step import attention as module
 from zero_jax.step.attention import attention
@@ -156,6 +157,27 @@ def test_a_given_kernel_that_cannot_is_refused():
     q = shape(length=1000)
     with pytest.raises(UsageError, match="kernel='splash': 1000 queries .*leave kernel out"):
         jax.eval_shape(attention(mesh_of("v5e:2x4"), kernel="splash"), q, q, q)
+
+
+def test_a_given_kernel_is_that_of_training_and_not_of_init(monkeypatch):
+    """Parameters are made in float32, which cuDNN does not take, for a step that computes in bfloat16."""
+    monkeypatch.setattr(module, "cudnn_is_installed", lambda: True)
+    plain, seen = jax.nn.dot_product_attention, []
+
+    def stand_in(q, *rest, implementation, **options):
+        seen.append((q.dtype.name, implementation))
+        return plain(q, *rest, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    mesh = mesh_of("h100:8")
+    config = gpt2.Config(num_layers=1, width=64, num_heads=4, vocab_size=96, max_length=16,
+                         attention=attention(mesh, kernel="cudnn"))
+    batch = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")}
+    step = zero_jax.make_zero_train_step(gpt2.build(config), 3, mesh=mesh, precision="bf16")
+    step.layout(batch)
+    assert ("float32", "xla") in seen and {("bfloat16", "cudnn")} == {each for each in seen if "float32" not in each}
+    with pytest.raises(UsageError, match="kernel='cudnn': float32 queries"):  # the control: of training it is refused
+        zero_jax.make_zero_train_step(gpt2.build(config), 3, mesh=mesh, precision="fp32").layout(batch)
 
 
 @pytest.mark.slow

@@ -5,9 +5,11 @@ would gather its operands, so that it runs inside a `jax.shard_map` over the axe
 `tensor` for heads.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -26,6 +28,18 @@ SegmentIds: TypeAlias = tuple[jax.Array, jax.Array]
 KERNELS = ("xla", "cudnn", "splash")
 _BLOCKS = (512, 256, 128)
 """Rows of queries and keys that a splash kernel holds at once, the first that divides both lengths."""
+
+_initialising = contextvars.ContextVar("initialising", default=False)
+
+
+@contextlib.contextmanager
+def initialising() -> Iterator[None]:
+    """Calls are made to initialise a model, in the dtype of its parameters: a given kernel need not take them."""
+    token = _initialising.set(True)
+    try:
+        yield
+    finally:
+        _initialising.reset(token)
 
 
 def attention(mesh: Mesh, *, kernel: Kernel | None = None, axis: Any = None, axis_roles: AxisRoles | None = None
@@ -78,7 +92,7 @@ class Attention:
         Raises ValueError where the kernel that `attention` was given cannot compute this.
         """
         kernel, reason = self.kernel_for(q, k, bias=bias)
-        if self.kernel not in (None, kernel):
+        if self.kernel not in (None, kernel) and not _initialising.get():
             raise UsageError(f"kernel={self.kernel!r}: {reason}: leave kernel out, or give \"xla\".")
         scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
         if kernel == "splash":

@@ -30,6 +30,7 @@ from zero_jax.sharding.step_weights import gather_step_weights, microbatch_layou
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
 from zero_jax.step.accumulate import accumulate_gradients
+from zero_jax.step.attention import initialising
 from zero_jax.step.call_checks import check_same_batch, check_state, loss_errors_explained
 from zero_jax.step.evaluate import evaluate
 from zero_jax.step.gradients import ForwardInputs, ForwardOutput, gradient_function
@@ -146,7 +147,7 @@ class StepFunctions(StateInArrays):
         return state, None
 
     def _init_model(self, rng: PRNGKey, batch: Batch, given: Any) -> tuple[Any, Any]:
-        with loss_errors_explained(self._loss, batch):
+        with initialising(), loss_errors_explained(self._loss, batch):
             return self._model.init(checked(with_key(self._loss, rng)), rng, batch, given)
 
     def _init(self, rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
