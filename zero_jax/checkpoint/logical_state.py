@@ -19,7 +19,7 @@ from zero_jax.checkpoint.owned_stack import owned_stack
 from zero_jax.sharding.checksum import digest_texts, digests, dtype_name
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory.host_arrays import HOST, fetch, on_device, on_host, put_on_host
+from zero_jax.sharding.memory.host_arrays import HOST, copied_on_host, fetch, on_device, on_host, put_on_host
 from zero_jax.state import ZeroState
 from zero_jax.tree import key_impl, map_named, named_leaves
 
@@ -76,13 +76,15 @@ class LogicalState:
     def from_leaves(self, flat: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, str]]:
         """(leaves of a state by name in logical shapes, PRNG keys as data; their digests). Blocks on the devices.
 
-        A leaf without elements has a digest and no array.
+        A leaf without elements has a digest and no array. The arrays share no host memory with `flat`, which may be
+        donated while they are written.
         """
         chosen = tuple(flat)
         if chosen not in self._from_leaves_compiled:
             self._from_leaves_compiled[chosen] = jax.jit(lambda leaves: self._convert_from_leaves(chosen, leaves))
         changed, words = self._from_leaves_compiled[chosen](dict(flat))
-        arrays = {name: changed.get(name, flat[name]) for name in chosen if math.prod(self._rows[name].shape.shape)}
+        arrays = {name: changed[name] if name in changed else _own(flat[name])
+                  for name in chosen if math.prod(self._rows[name].shape.shape)}
         return arrays, dict(zip(chosen, digest_texts(words), strict=True))
 
     def abstract(self, saved: Mapping[str, Leaf]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -196,3 +198,7 @@ def on_bits(move: Callable[[jax.Array], jax.Array], leaf: jax.Array) -> jax.Arra
             jnp.finfo(leaf.dtype).bits != 8 * leaf.dtype.itemsize):
         return move(leaf)
     return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(leaf, unsigned)), leaf.dtype)
+
+
+def _own(leaf: jax.Array) -> jax.Array:
+    return copied_on_host(leaf) if leaf.sharding.memory_kind == HOST else leaf

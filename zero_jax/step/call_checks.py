@@ -145,8 +145,16 @@ def _first_leaf(tree: Pytree) -> Any:
     return tree
 
 
-def check_state(state: ZeroState, layout: Layout) -> None:
-    """Raises ValueError where `state`, of arrays or tracers, is not stored as `layout` says; names the first leaf."""
+def check_state(state: ZeroState, layout: Layout, error: Exception | None = None) -> None:
+    """Raises ValueError where `state`, of arrays or tracers, is not stored as `layout` says; names the first leaf.
+
+    error: with which a program refused the state: that of XLA:GPU where NumPy looks at host memory is explained.
+    """
+    if "external reference" in str(error):
+        raise UsageError(
+            "A leaf of this state is in host memory and NumPy looks at it in place (np.asarray, or np.array without a "
+            "copy), so that the step cannot update it there: keep a copy instead, as np.array(leaf, copy=True), and "
+            "drop what looks at the leaf before the next step.") from error
     wanted, given = dict(named_leaves(layout.state)), dict(named_leaves(expanded(layout, state)))
     what = f"This state is not of this step (stage {layout.stage.number} on {layout.axes.sizes})"
     todo = ("Give a state of this step.init; step.with_params takes another's parameters, and zero_jax.Checkpoints "
@@ -258,5 +266,3 @@ def _dtype(leaf: Any) -> Any:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)
-
-

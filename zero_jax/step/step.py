@@ -276,8 +276,8 @@ class ZeroTrainStep(InspectableStep):
         self._monitor.raise_if_stopped(waiting=1)
         try:
             state, metrics = compiled(state, *args)
-        except (TypeError, ValueError):  # what does not fit gets its own message
-            check_state(state, self.layout())
+        except (TypeError, ValueError) as error:  # what does not fit gets its own message
+            check_state(state, self.layout(), error)
             if compiled is not self._jitted or (again := self._jit(args[0])) is compiled:
                 raise
             state, metrics = again(state, *args)  # a batch that is sharded otherwise than those before

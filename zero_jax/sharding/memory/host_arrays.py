@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 DEVICE, HOST = "device", "pinned_host"
@@ -39,3 +40,12 @@ def fetch(value: Any) -> Any:
 def put_on_host(value: jax.Array) -> jax.Array:
     """`value` in host memory; traceable."""
     return value if is_on_host(value) else jax.device_put(value, jax.memory.Space.Host)
+
+
+def copied_on_host(value: jax.Array) -> jax.Array:
+    """An array in host memory with the values of `value`, which is there as well, in memory of its own.
+
+    NumPy reads host memory in place, and what NumPy looks at cannot be donated: a GPU's program fails.
+    """
+    parts = [jax.device_put(np.array(shard.data), shard.data.sharding) for shard in value.addressable_shards]
+    return jax.make_array_from_single_device_arrays(value.shape, value.sharding, parts)
