@@ -196,7 +196,10 @@ def _with_gradients_streamed(
     given = {**given, "divisor": weight_divisor(output.weight) if sums else None,
              "output": output._replace(metrics={}, weight=None, written=None), "before": dataclasses.replace(
                  state, params=None, weights=None, frozen=None, opt_state=None, ema=None)}
-    carried, streams = (as_placed(old, layout), given.pop("grads")), _streams(old, layout, offload, gradients=True)
+    # Behind a barrier: XLA would bring the first round's layer up again from a copy of its own in host memory.
+    grads = map_named(lambda name, leaf: jax.lax.optimization_barrier(leaf) if is_on_host(leaf) else leaf,
+                      given.pop("grads"))
+    carried, streams = (as_placed(old, layout), grads), _streams(old, layout, offload, gradients=True)
     (new, _), (cast, judged) = stream(judged_update, carried, given, streams)
     return new._replace(params=_constrained(new.params, layout)), cast, judged
 
