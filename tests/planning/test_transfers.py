@@ -18,26 +18,33 @@ from zero_jax.sharding.memory.disk_leaves import DiskTraffic
 from zero_jax.xla.chip import built_in, chip_files
 from zero_jax.xla.targets import target_of
 
+GPU, TPU = CHIP, dataclasses.replace(CHIP, gpu=None)
 
-@pytest.mark.parametrize("moved, busy", [
-    ((8, 0), 0.8), ((40, 0), 4.0), ((0, 8), 0.8), ((8, 4), 1.2),
-    ((0, 0, 30, 30), 4.0),  # 60 bytes over the memory's 15 a second; 3 s on the link, which carries both ways
-    ((0, 0, 10, 90), 9.0)])
-def test_what_is_ahead_is_hidden_and_the_rest_is_waited_for(moved, busy):
-    transfers = transfers_of(compiled(*moved), CHIP, TIMING)
+
+@pytest.mark.parametrize("chip, moved, busy", [
+    (TPU, (8, 0), 0.8), (TPU, (40, 0), 4.0), (TPU, (0, 8), 0.8), (TPU, (8, 4), 1.2),
+    (TPU, (0, 0, 30, 30), 4.0),  # 60 bytes over the memory's 15 a second; 3 s on the link, which carries both ways
+    (TPU, (0, 0, 10, 90), 9.0), (TPU, (0, 0, 0, 0, 10), 4 / 3), (TPU, (4, 0, 0, 0, 10), 1.6),
+    (GPU, (8, 0), 0.8), (GPU, (40, 0), 4.0), (GPU, (8, 4), 1.2), (GPU, (0, 0, 30, 30), 6.0),
+    (GPU, (0, 0, 10, 90), 10.0), (GPU, (0, 0, 0, 0, 10), 2.0), (GPU, (4, 0, 0, 0, 10), 2.4)])
+def test_what_is_ahead_is_hidden_on_tpus_and_the_rest_is_waited_for(chip, moved, busy):
+    transfers = transfers_of(compiled(*moved), chip, TIMING)
     assert math.isclose(transfers.seconds * REACHED, busy, rel_tol=1e-3)
-    hidden = min(2.0, moved[0] / 10 / REACHED)  # beside the two seconds of the step
+    both = moved[4] if len(moved) > 4 else 0
+    ahead = max(moved[0] + both, (moved[0] + 2 * both) / 1.5) / 10 / REACHED
+    hidden = 0.0 if chip.gpu else min(2.0, ahead)  # beside the two seconds of the step
     assert math.isclose(transfers.exposed_seconds, busy / REACHED - hidden, abs_tol=1e-3)
     timing = with_transfers(TIMING, transfers)
     assert math.isclose(timing.seconds, 2.0 + transfers.exposed_seconds) and math.isclose(
         sum(timing.spent.values()), timing.seconds)
     assert math.isclose(timing.mfu * timing.seconds, TIMING.mfu * 2.0)
     assert with_transfers(TIMING, None) is TIMING
-    assert transfers_of(compiled(*moved), dataclasses.replace(CHIP, host_link_bandwidth=0.0), TIMING) is None
+    assert transfers.checkpoints == both
+    assert transfers_of(compiled(*moved), dataclasses.replace(chip, host_link_bandwidth=0.0), TIMING) is None
 
 
 def test_many_small_copies_take_their_time():
-    fast = dataclasses.replace(CHIP, host_link_bandwidth=1e12, host_memory_bandwidth=1e12)
+    fast = dataclasses.replace(TPU, host_link_bandwidth=1e12, host_memory_bandwidth=1e12)
     transfers = transfers_of(compiled(8, 8, 8, 16), fast, TIMING)
     assert math.isclose(transfers.seconds, (2 + 1 + 2 * 2) * COPY_SECONDS, rel_tol=1e-3)
     assert math.isclose(transfers.exposed_seconds, (1 + 2 * 2) * COPY_SECONDS, rel_tol=1e-3)

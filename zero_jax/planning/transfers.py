@@ -1,9 +1,12 @@
 """Time that a step spends on moving state between host memory or files and the device, from its compiled program.
 
-The link carries both directions at once; what is written and read together is held to the host's memory bandwidth. The
-update moves all that is stored there with next to no compute beside it: its time is exposed whole. Of parameters what
-loops read a round ahead is copied beside the forward and backward pass, the rest is waited for. ZeRO-Infinity (arXiv
-2104.07857, section 4) bounds both by arithmetic intensity over bandwidth; here the bytes are those of the program.
+The update moves all that is stored there with next to no compute beside it: its time is exposed whole. On TPUs the link
+carries both directions at once, held to the host's memory bandwidth, and what loops read a round ahead (of parameters,
+and the checkpoints that they write and read) is copied beside the forward and backward pass; the rest is waited for.
+On GPUs XLA moves layers and blocks by kernels that read and write host memory. On an H100 they ran one after another,
+and beside nothing else, though they are scheduled beside products: steps took longer by the sum of both directions, to
+5 % (docs/results.md, "On one GPU"). ZeRO-Infinity (arXiv 2104.07857, section 4) bounds all of this by arithmetic
+intensity over bandwidth; here the bytes are those of the program.
 
 States in files are read and written between compiled programs: nothing else of the step runs meanwhile.
 """
@@ -20,7 +23,8 @@ from zero_jax.xla.chip import Chip
 from zero_jax.xla.targets import Target
 
 REACHED = 0.8
-"""Share of the link's and the host memory's rates that copies reach; CUDA's bandwidthTest has 0.8 to 0.85 of PCIe."""
+"""Share of the link's and the host memory's rates that copies reach; CUDA's bandwidthTest has 0.8 to 0.85 of PCIe, and
+`scripts/bench/gpu.py` 0.77 to 0.8 on an H100."""
 
 COPY_SECONDS = 10e-6
 """What a copy takes beside its bytes, however few they are (cudaMemcpyAsync of a kilobyte from pinned memory)."""
@@ -39,6 +43,7 @@ class Transfers:
         gradients_down: gradients (of files: and activations) that are written before the update; of host memory they
             are taken to be waited for. update_up has what comes back.
         gradients_up: sums over microbatches that backward reads to add to them, and is taken to wait for, too.
+        checkpoints: activations that forward writes into host memory, and backward reads.
         params_up: parameters (of files: and activations) that forward and backward read.
         params_ahead: those of them that loops read a round ahead.
         update_up, update_down: what the update reads and writes.
@@ -55,6 +60,7 @@ class Transfers:
     place: str = "host"
     gradients_down: int = 0
     gradients_up: int = 0
+    checkpoints: int = 0
 
 
 def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfers | None:
@@ -63,7 +69,7 @@ def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfer
     timing: of the step without its transfers.
     """
     budget, use = compiled.contract.host, compiled.host_use
-    if budget is None or use is None or not chip.host_link_bandwidth or not compiled.layout.host:
+    if budget is None or use is None or not chip.host_link_bandwidth:
         return None
     rows = compiled.layout.placements()
     update_up, update_down = update_bytes_of(rows)
@@ -77,18 +83,22 @@ def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfer
         # Where there is no copy for the model, the update reads the same arrays.
         in_update = 0 if budget.has_copy else budget.param_bytes
         params_up = max(params_ahead, sum(read.bytes * read.runs for read in reads) - in_update)
-    ahead, waited = (
-        _seconds(chip, size, 0, copies=sum(read.runs for read in reads if read.is_ahead == is_ahead))
-        for size, is_ahead in ((params_ahead, True), (params_up - params_ahead, False)))
+    # Each is written once, and read once, the last one outside of the loops.
+    checkpoints, rounds = (max(bytes_of(use.writes), bytes_of(use.stack_reads)), sum(
+        read.runs for read in use.stack_reads)) if budget.activations else (0, 0)
+    ahead = _seconds(chip, params_ahead + checkpoints, checkpoints,
+                     copies=2 * rounds + sum(read.runs for read in reads if read.is_ahead))
+    waited = _seconds(chip, params_up - params_ahead, 0, copies=sum(read.runs for read in reads if not read.is_ahead))
     # A round adds to what it read, and writes it: one after the other.
     sums = (_seconds(chip, 0, gradients_down, copies=sum(write.runs for write in use.writes if budget.gradients))
             + _seconds(chip, gradients_up, 0, copies=sum(read.runs for read in sum_reads)))
     # At least one copy of each leaf up, and one down.
     update = _seconds(chip, update_up, update_down, copies=2 * sum(row.memory == "host" for row in rows)
                       + sum(read.runs for read in gradient_reads))
-    return Transfers(params_up, params_ahead, update_up, update_down, ahead + waited + update + sums,
-                     max(0.0, ahead - timing.seconds) + waited + update + sums,
-                     gradients_down=gradients_down, gradients_up=gradients_up)
+    hidden = 0.0 if chip.gpu else min(ahead, timing.seconds)
+    seconds = ahead + waited + update + sums
+    return Transfers(params_up, params_ahead, update_up, update_down, seconds, seconds - hidden,
+                     gradients_down=gradients_down, gradients_up=gradients_up, checkpoints=checkpoints)
 
 
 def predicted_disk_rate(target: Target) -> float:
@@ -116,7 +126,8 @@ def disk_transfers(traffic: DiskTraffic, target: Target, timing: Timing, rate: f
     def seconds(read: int, written: int) -> float:
         of_process = (read + written) * target.num_devices / target.num_hosts / (rate or ENGINE_BANDWIDTH)
         disk = 0.0 if rate else (read / chip.disk_read_bandwidth + written / chip.disk_write_bandwidth) / REACHED
-        return max(disk, of_process, _seconds(chip, read, written, copies=0))
+        link = max(read, written) / chip.host_link_bandwidth / REACHED  # copied by the driver, both ways at once
+        return max(disk, of_process, link, _memory_seconds(chip, read + written))
 
     update_up, update_down = traffic.read + traffic.gradients, traffic.written
     params_up, params_down = 2 * traffic.layers + traffic.saved, traffic.gradients + traffic.saved
@@ -139,5 +150,10 @@ def with_transfers(timing: Timing, transfers: Transfers | None) -> Timing:
 
 
 def _seconds(chip: Chip, up: int, down: int, *, copies: int) -> float:
-    link, memory = chip.host_link_bandwidth, chip.host_memory_bandwidth or math.inf
-    return max(up / link, down / link, (up + down) / memory) / REACHED + copies * COPY_SECONDS
+    on_link = up + down if chip.gpu else max(up, down)
+    link = on_link / chip.host_link_bandwidth / REACHED
+    return max(link, _memory_seconds(chip, up + down)) + copies * COPY_SECONDS
+
+
+def _memory_seconds(chip: Chip, size: int) -> float:
+    return size / (chip.host_memory_bandwidth or math.inf) / REACHED

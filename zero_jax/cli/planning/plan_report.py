@@ -57,10 +57,11 @@ def verdict(plan: Plan) -> str:
         head += (f"Does not fit: {size_text(plan.needed_bytes)} needed of {size_text(plan.memory_bytes)} on each "
                  f"device, {size_text(-plan.free_bytes)} too much; {size_text(state)} of it is state, the rest the "
                  "batch and temporaries.")
-    if plan.layout.host:
+    if plan.layout.host or plan.transfers is not None and plan.transfers.checkpoints:
+        stored = f": {offloaded_text(plan.layout)}" if plan.layout.host else ""
         head += (f"\nHost memory: {size_text(plan.host_bytes)} for each device"
                  + (f" of {size_text(plan.host_memory_bytes)}" if plan.host_memory_bytes else "")
-                 + f": {offloaded_text(plan.layout)}. {transfers_text(plan)}")
+                 + f"{stored}. {transfers_text(plan)}")
     if plan.layout.disk:
         head += (f"\nOn disk: {size_text(plan.disk_bytes)} for each device"
                  + (f" of {size_text(plan.disk_memory_bytes)}" if plan.disk_memory_bytes else "")
@@ -82,13 +83,19 @@ def transfers_text(plan: Plan) -> str:
         gradients = plan.layout.host_gradient_bytes
         return f"The update reads {size_text(up)} and writes {size_text(down)}." + (
             f" Backward {_gradients_text(gradients, plan.layout.microbatches)}." if gradients else "")
-    text = f"The update reads {size_text(moved.update_up)} and writes {size_text(moved.update_down)}"
+    parts = []
+    if moved.update_up:
+        parts.append(f"the update reads {size_text(moved.update_up)} and writes {size_text(moved.update_down)}")
     if moved.params_up:
-        text += (f"; forward and backward read {size_text(moved.params_up)} of parameters, "
-                 f"{moved.params_ahead / moved.params_up:.0%} of it a layer ahead")
+        parts.append(f"forward and backward read {size_text(moved.params_up)} of parameters, "
+                     f"{moved.params_ahead / moved.params_up:.0%} of it a layer ahead")
     if moved.gradients_down:
-        text += "; backward " + _gradients_text(plan.layout.host_gradient_bytes, plan.layout.microbatches)
-    return f"{text}: {moved.seconds:.3g} s on the link to the host, {moved.exposed_seconds:.3g} s of it exposed."
+        parts.append("backward " + _gradients_text(plan.layout.host_gradient_bytes, plan.layout.microbatches))
+    if moved.checkpoints:
+        parts.append(f"forward writes {size_text(moved.checkpoints)} of activations, which backward reads")
+    text = "; ".join(parts)
+    return (f"{text[0].upper()}{text[1:]}: {moved.seconds:.3g} s on the link to the host, "
+            f"{moved.exposed_seconds:.3g} s of it exposed.")
 
 
 def _gradients_text(size: int, microbatches: int) -> str:
