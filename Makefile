@@ -2,6 +2,7 @@
 #   make train      the main job: trains a small language model at a ZeRO stage (ARGS="--stage 2" and so on)
 #   make test       lint, and the tests that take seconds each
 #   make test-slow  the others
+#   make test-gpu   what one GPU is enough for, on the GPU of this host (with jax[cuda13] in .venv)
 #   make docs       the site, into build/docs; warnings are errors
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; pages = os.sysconf("SC_PHYS_PAGES") 
 BIN := $(VENV)/bin
 PYTEST = MALLOC_ARENA_MAX=2 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations 10 --durations-min 1
 
-.PHONY: train test test-slow lint docs clean
+.PHONY: train test test-slow test-gpu lint docs clean
 
 train: $(VENV)/installed-train
 	$(BIN)/python -m zero_jax train $(ARGS)
@@ -24,6 +25,9 @@ test: lint
 
 test-slow: $(VENV)/installed-test
 	$(PYTEST) -m slow $(ARGS)
+
+test-gpu: $(VENV)/installed-test
+	ZERO_JAX_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTEST) tests/gpu $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """Policy of all tests: eight simulated devices, no accelerator, no silent rank promotion.
 
-Warnings are errors (pyproject.toml). A test that needs another number of devices starts its own process.
+Warnings are errors (pyproject.toml). A test that needs another number of devices starts its own process. What one real
+GPU is enough for runs there with `make test-gpu`, which sets ZERO_JAX_TEST_GPU.
 """
 
 import gc
@@ -10,12 +11,13 @@ import shutil
 import signal
 import tempfile
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, and for processes that tests start
+# Before JAX is imported, and for processes that tests start.
+os.environ["JAX_PLATFORMS"] = "cuda,cpu" if "ZERO_JAX_TEST_GPU" in os.environ else "cpu"
 # Compiling is most of the time of the tests. Of code generation for CPUs LLVM's optimizations are half, and the MLIR
 # emitters two thirds of the rest: 4.1 CPU seconds for a small GPT-2 step become 1.3. One module of LLVM's instead of 32
 # is another tenth of the tests' time. What crosses between devices stays the same; without the emitters scatters become
 # loops, which support/programs.py does not want. XLA aborts on a flag that it does not know: jaxlib 0.12 the third.
-os.environ["XLA_FLAGS"] = " ".join([
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") if "ZERO_JAX_TEST_GPU" in os.environ else " ".join([
     "--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1",
     *["--xla_cpu_use_fusion_emitters=false"] * importlib.metadata.version("jaxlib").startswith("0.10."),
     os.environ.get("XLA_FLAGS", "")])
@@ -25,10 +27,12 @@ from hypothesis.internal.conjecture import providers
 
 from zero_jax.sharding.mesh import simulate_local
 
-simulate_local(8)
+ON_GPU = "ZERO_JAX_TEST_GPU" in os.environ
+if not ON_GPU:
+    simulate_local(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-pytest_plugins = ["support.worker_memory", "support.short_random", "support.grid_part"]
+pytest_plugins = ["support.short_random", "support.grid_part", *["support.worker_memory"] * (not ON_GPU)]
 
 if hasattr(providers, "_get_local_constants"):
     # Hypothesis draws constants out of the source of all local modules that are imported by then: what it draws would
