@@ -40,6 +40,7 @@ def with_odd_bits(step):
     return jax.tree.map(filled, state)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage, count, other, others", [
     (1, 8, 1, 8), (3, 8, 1, 4), slow(1, 4, 1, 8), slow(3, 2, 3, 8), slow(2, 8, 0, 1), slow(0, 1, 2, 8)])
 def test_odd_bits_in_stacks_by_owner(tmp_path, stage, count, other, others):

@@ -86,6 +86,7 @@ MESHES = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage, name", [
     (3, "torus"), (3, "tensor"), slow(3, "hybrid"), slow(3, "reversed"), slow(1, "tensor")])
 def test_other_meshes(folder, tmp_path, stage, name):

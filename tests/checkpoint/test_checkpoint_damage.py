@@ -198,6 +198,7 @@ except zero_jax.CheckpointError as error:
 """
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("trouble, wait", [
     ("full", "wait"), ("read-only", "wait"), slow("full", "async"), slow("none", "async")])
 def test_a_disk_that_is_full_or_read_only(tmp_path, trouble, wait):

@@ -86,6 +86,7 @@ def test_saved_and_restored_on_other_devices(root, bucket):
     assert Checkpoints(root).restore(other, BATCH, at=2).step == Checkpoints(root).latest() == 2  # rolled back
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["array", "manifest", "commit"])
 def test_damage_is_told_and_fallen_back_from(root, bucket, damage):

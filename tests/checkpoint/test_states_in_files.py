@@ -60,6 +60,7 @@ def passed_on(step, state, other, folder):
         return checkpoints.restore(other, BATCH).state
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("model, options, stage, devices", [
     pytest.param(Stacked, {"precision": "bf16", "remat": "full"}, 1, 4, id="linen", marks=pytest.mark.slow),
     pytest.param(NnxStacked, {"precision": "bf16", "remat": "full", "ema": 0.9}, 0, 8, marks=pytest.mark.slow),
@@ -233,6 +234,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["pieces", "publish"])
 def test_a_killed_save_is_no_checkpoint(tmp_path, when):

@@ -50,6 +50,7 @@ def test_no_token_and_a_loss_beyond_exp_are_told_as_such():
     assert found == {"loss": 1000.0, "perplexity": math.inf, "accuracy": 0.0}
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_evaluation_on_shards_is_that_of_one_device(stage):

@@ -46,6 +46,7 @@ def as_linen(params):
 SIZES = {"max_length": 16, "width": 32, "vocab_size": 40}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("name", "stage", "change"), [
     slow("gpt2", 3, {"remat": True, "dropout": 0.3}),
     slow("llama", 1, {"remat": True, "scan_layers": False, "qk_norm": True}),

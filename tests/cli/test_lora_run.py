@@ -41,6 +41,7 @@ def base(tmp_path_factory):
     return folder, params
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("codes, stage", [
     ("nf4", 3), *(pytest.param(codes, stage, marks=pytest.mark.slow) for codes, stage in
                   (("int8", 0), (None, 3)))])

@@ -29,6 +29,7 @@ def trained(name):
 LONG = {"encoder-decoder", "convolutional net"}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [slow(name) if name in LONG else name for name in CASES])
 def test_model_is_one_device(name):
     one, many = alone(name), trained(name)
@@ -37,6 +38,7 @@ def test_model_is_one_device(name):
     chex.assert_trees_all_close(many.variables, one.variables, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [slow(name) if name in LONG else name for name in CASES])
 def test_what_cannot_be_read_through_a_box_is_listed(name):
     case, layout = CASES[name], trained(name).step.layout(CASES[name].batch)

@@ -81,6 +81,7 @@ class LinenInside(nnx.Module):
         return self.inner(self.first(x), mutable=["batch_stats"])
 
 
+@pytest.mark.grid
 @STAGES
 def test_a_linen_module_inside_of_an_nnx_module(stage, sizes):
     step, _ = compare(factory(LinenInside, SIZES[sizes]), stage, vectors(SIZES[sizes][0]))
@@ -120,6 +121,7 @@ class Talkative(nnx.Module):
         return nnx.jit(lambda layer, x: layer(x))(self.out, x)
 
 
+@pytest.mark.grid
 @STAGES
 def test_a_module_that_is_printed_and_transformed_while_it_is_traced(stage, sizes):
     step, _ = compare(factory(Talkative, SIZES[sizes]), stage, vectors(SIZES[sizes][0]))
@@ -188,6 +190,7 @@ def averaged(model, batch):
     return jax.lax.pmean(squares(model, batch), "batch")
 
 
+@pytest.mark.grid
 @STAGES
 def test_axis_names_of_models_written_for_pmap(stage, sizes):
     width, hidden = SIZES[sizes]
@@ -219,6 +222,7 @@ class Tied(nn.Module):
         return (again + 0.1 * (hidden @ kernel)).mean(-1, keepdims=True)
 
 
+@pytest.mark.grid
 @STAGES
 def test_a_tied_embedding_read_from_variables_is_gathered_where_it_is_used(stage, sizes):
     width, hidden = SIZES[sizes]
@@ -237,6 +241,7 @@ class Eight(nn.Module):
         return nn.Dense(1)(nn.relu(nn.Dense(self.hidden, dot_general_cls=self.op)(x)))
 
 
+@pytest.mark.grid
 @STAGES
 def test_scales_of_fp8_products_move_as_in_flax(stage, sizes):
     width, hidden = SIZES[sizes]
@@ -268,6 +273,7 @@ class Looped(nn.Module):
         return nn.Dense(1)(carry)
 
 
+@pytest.mark.grid
 @STAGES
 def test_a_loop_fed_from_a_float_batch_in_bfloat16(stage, sizes):
     width, hidden = SIZES[sizes]
@@ -285,6 +291,7 @@ class Indexed(nn.Module):
         return nn.Dense(1)(jnp.where(mask, x[:, order - 4095], 0))
 
 
+@pytest.mark.grid
 @STAGES
 def test_integer_and_boolean_parameters_keep_their_values(stage, sizes):
     def loss(model, batch):

@@ -83,6 +83,7 @@ def test_a_loss_that_differentiates_by_parameters(stage, name):
     compare(model, stage, vectors(16)[:2], loss=loss)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["penalty", "vjp"])
 def test_so_in_bfloat16(name):

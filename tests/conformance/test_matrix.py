@@ -67,6 +67,7 @@ class NnxMapping(nnx.Module):
         return self.last(over_rows(self.mesh, x, self.w[...]))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour, stage", [("linen", 3), ("nnx", 2), slow("linen", 1), slow("nnx", 3)])
 def test_a_module_with_a_shard_map_of_its_own(flavour, stage):
     def model(mesh):

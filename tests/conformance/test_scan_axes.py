@@ -42,6 +42,7 @@ class NnxLayers(nnx.Module):
         return self.last(layers(self.stack, self.first(x)))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage, width", [(3, 33), slow(3, 24), slow(2, 33)])
 def test_layers_along_the_second_dim_are_gathered_one_after_another(stage, width):
     step, _ = compare(Layers(width), stage, vectors(16)[:2])

@@ -150,6 +150,7 @@ def scattered(collective):
     return collective.kind == "reduce-scatter" and min(shape_bytes(*shape) for shape in collective.shapes) > 2**17
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", ["h100 stage 3", slow("v5e stage 3"), slow("h100 stage 2")])
 def test_one_gradient_of_many_is_all_reduced(name):
     """Few enough for the bytes to pass."""

@@ -26,6 +26,7 @@ def test_a_restored_checkpoint_goes_on_bit_for_bit(tmp_path):
     assert all(np.array_equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_four_slices_go_on_from_a_checkpoint_of_two(stage, tmp_path):

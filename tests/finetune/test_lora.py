@@ -88,6 +88,7 @@ class TestNumbers:
         losses, *_ = plain_lora(applied(model), run.start, token_batches(3), scale=1.0)
         assert np.abs(losses - run.losses).max() > 1e-5
 
+    @pytest.mark.grid
     @pytest.mark.parametrize("stage", [slow(2), slow(3)])
     def test_a_head_that_is_trained_as_a_whole(self, stage):
         model = gpt2.build(CONFIG)
@@ -97,6 +98,7 @@ class TestNumbers:
         assert {name for name in run.params if name.endswith("_lora_a")} == {
             f"blocks/{name}/kernel_lora_a" for name in ("qkv", "proj", "up", "down")}
 
+    @pytest.mark.grid
     @pytest.mark.parametrize("target", [slow("stage 3"), slow("microbatches")])
     def test_tensor_parallelism_and_microbatches(self, target):
         config = dataclasses.replace(CONFIG, width=32)
@@ -227,6 +229,7 @@ class TestDropout:
         with pytest.raises(zero_jax.UsageError, match="blocks/w is used elsewhere than in a product"):
             split(x, w, a, b, jax.random.key_data(jax.random.key(7)).reshape(1, 1, 1, -1))
 
+    @pytest.mark.grid
     @pytest.mark.parametrize("flavour", [slow("linen"), slow("nnx")])
     def test_in_training_and_not_in_evaluation(self, flavour):
         model, batches = FLAVOURS[flavour](CONFIG), token_batches(3)
@@ -274,6 +277,7 @@ class TestValues:
 class TestCompiled:
     """Of the compiled programs of targets: the contract, what is held, and what is sent for the base."""
 
+    @pytest.mark.grid
     @pytest.mark.parametrize("target, stage, flavour, options", [
         slow("h100:8", 3, "linen", {}), slow("v5e:2x4", 3, "nnx", {}), slow("h100:8", 2, "nnx", {}),
         slow("h100:8", 3, "linen", {"tensor": 2})])

@@ -77,6 +77,7 @@ def test_numbers_of_codes_by_hand(flavour, name, stage):
     assert nested(base).keys() == nested(merged).keys()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("target", [slow("h100:8"), slow("v5e:2x4")])
 def test_codes_travel_and_not_what_they_decode_to(target):
     config = gpt2.Config(2, 256, 4, vocab_size=512, max_length=32)

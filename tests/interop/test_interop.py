@@ -63,6 +63,7 @@ def logits(model, batch):
     return model(batch["inputs"]).astype(jnp.float32)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("flavour", "scan", "stage", "devices", "config", "options"), [
     ("linen", True, 3, 3, UNEVEN, {}), ("nnx", False, 3, 8, CONFIG, {}), ("linen", False, 0, 1, CONFIG, {}),
     slow("linen", False, 3, 8, CONFIG, {}), slow("nnx", True, 3, 3, UNEVEN, {"ema": 0.9}),

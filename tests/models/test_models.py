@@ -141,6 +141,7 @@ def test_attention_is_causal(flavour):
     assert (changed[at:] > 1e-4).all(), "a token must reach every later position"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("flavour", "scan_layers"), [
     ("linen", True), slow("linen", False), slow("nnx", True), ("nnx", False)])
 def test_remat_does_not_change_gradients(flavour, scan_layers):

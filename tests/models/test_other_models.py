@@ -129,6 +129,7 @@ def test_tensor_rules_split_all_matrices(name):
         tensor_specs(shapes, wide, module_of(name).tensor_rules(config_of(name)))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", ["llama", slow("llama_nnx"), slow("gpt2"), slow("gpt2_nnx"), slow("bert")])
 def test_packed_documents_do_not_see_each_other(name):
     """Two in a row are what each is alone; without segment ids, or with positions that run on, they are not."""
@@ -235,6 +236,7 @@ def plan_of(name, stage, length=32):
                          precision="bf16")
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "stage"), [("llama", 3), ("t5", 3), ("bert", 2), ("vit", 3)])
 def test_the_contract_is_kept_on_h100s(name, stage):

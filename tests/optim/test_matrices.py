@@ -77,6 +77,7 @@ def run(name, stage, placement):
                  optimizer=optimizer(name, zero_jax.make_mesh(8), placement))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("name", "stage", "placement"), [
     ("muon", 3, "owner"), slow("muon", 1, "owner"), slow("muon", 3, "gather"), slow("whitened", 3, "owner"),
     ("whitened", 3, "gather")])
@@ -150,6 +151,7 @@ def muon_of_kernels(mesh, placement, decay=0.0):
     return optax.partition({"matrix": inner, "rest": optax.adam(1e-3, eps=1e-6)}, kernels)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("scanned", "width"), [slow(True, 32), slow(False, 32), slow(True, 68)],
                          ids=["scanned", "unrolled", "uneven"])
 def test_stacked_and_single_matrices_are_one_device(scanned, width):
@@ -180,6 +182,7 @@ def update_on_gpus(placement, scanned):
     return hlo.communication_bytes(text), flops, psi
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
 def test_owner_sends_and_computes_an_eighth(scanned):
@@ -209,6 +212,7 @@ def whole_step(target, placement, stage, decay=0.0, width=128):
     return step.contract(batch), step.compile(batch).as_text(), psi
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("target", "placement", "stage", "decay", "moved"), [
     ("cpu", "owner", 3, 0.0, 2 / 8 * 8 / 3),
     slow("h100:8", "owner", 3, 0.0, 2 / 8 * 8 / 3), slow("h100:8", "gather", 3, 0.1, 3),

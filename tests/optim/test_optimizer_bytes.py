@@ -63,6 +63,7 @@ def test_the_memory_report_tells_what_is_stored():
     assert "bfloat16" in report["momentum"].note
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [  # the table has the others
     slow("adamw-bf16-momentum"), slow("adafactor"), slow("lion-bf16-momentum")])
 def test_trajectory_is_one_device(name):

@@ -236,6 +236,7 @@ def never_slower(choice, chosen_of):
     return True
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("target, stage, rows, model", [
     ("v5p:2x2x1", 3, 64, MODEL),

@@ -61,6 +61,7 @@ def test_a_plan_is_what_the_compiler_says(target):
 EVEN = gpt2.Config(1, 1024, 4, vocab_size=1024, max_length=64)  # divides by 64
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100:8", "h100:8x8"])
 def test_state_is_the_formula(target):

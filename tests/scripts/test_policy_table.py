@@ -75,6 +75,7 @@ def test_without_checkpoints_groups_of_blocks_save_everything(monkeypatch):
     assert saved_activations(step_of(zero_jax.Remat(every=4)), batch_of()).stacked > 20 * STREAM
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["every 2", "full", "dots"])
 def test_the_compiled_loop_carries_that_once(name):

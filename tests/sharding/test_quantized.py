@@ -108,6 +108,7 @@ def test_a_step_is_a_plain_step_with_the_rounded_weights(kind):
         assert np.abs(np.array(control) / expected - 1).max() > 1e-4
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", [*map(slow, ("linen", "nnx hpZ")), "odd"])
 def test_words_give_what_bytes_do(kind, monkeypatch):
     """The weights of a TPU's messages, bit for bit; and negative control: messages have another dtype and size."""
@@ -130,6 +131,7 @@ def test_words_give_what_bytes_do(kind, monkeypatch):
         assert [each.dtype for each in messages] == [jnp.uint8, jnp.uint32] and not messages[1].size % 128
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "gradients", "least", "most"), [
     (gpt2.build(NET), ("int8", "fp4"), 0.05, 0.3), (gpt2_nnx.build(NET), ("int8", "fp4"), 0.05, 0.3),

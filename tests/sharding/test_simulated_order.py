@@ -48,6 +48,7 @@ def unordered(log):
     return [(first, second) for at, second in enumerate(meet) for first in meet[:at] if first not in before[second]]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flag, is_ordered", [("", True), ("=true", False)], ids=["simulate_devices", "XLA's default"])
 def test_loops_and_collectives_of_a_loaded_program_are_ordered(tmp_path, flag, is_ordered):
     name = "--xla_cpu_enable_concurrency_optimized_scheduler"

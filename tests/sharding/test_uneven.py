@@ -231,6 +231,7 @@ class LoopsWithinLoops(nn.Module):
         return nn.Dense(8)(x)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("model", "num_devices"), [
     slow(Normalised(), 7), slow(Mixture, 5), slow(Ensemble(), 5), (LoopsWithinLoops(), 7)],
     ids=["read on entry", "nnx", "vmap", "loops"])

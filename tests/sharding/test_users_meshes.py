@@ -208,6 +208,7 @@ def mapped(x):
     return jax.shard_map(lambda part: part * 1, in_specs=P("data"), out_specs=P("data"))(x)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour, inside", [("linen", constrained), ("nnx", mapped), slow("nnx", constrained),
                                              slow("linen", mapped)])
 def test_specs_in_a_model_are_of_the_mesh_that_is_set(flavour, inside):

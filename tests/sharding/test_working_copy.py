@@ -98,6 +98,7 @@ def test_rounds_are_equal_and_small(layers, size, rounds):
     assert gather_compute_params._rounds(layers, size) == rounds
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100:8", "v5e:2x4", "v5p:2x2x2"])
 def test_no_buffer_grows_with_depth(target, monkeypatch):

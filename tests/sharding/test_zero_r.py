@@ -65,6 +65,7 @@ def per_block(text, step, ways):
     return sent(text, step, in_loop=True)["tensor",] / 2 / LAYERS / elements
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100:8", "v5e:2x4"])
 def test_parameters_are_gathered_over_data_alone_and_activations_travel_as_megatrons(target):
@@ -104,6 +105,7 @@ def test_partitioned_checkpoints():
     made.verify()
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100:8", "v5e:2x4"])
 def test_checkpoints_on_the_host(target):
@@ -254,6 +256,7 @@ def test_logits_never_exist_whole():
     assert sent(chunked, other).total() == pytest.approx(sent(text, step).total(), rel=0.01)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=() if stage == 3 else pytest.mark.slow)
                                    for stage in range(4)])
 def test_all_state_is_updated_in_place(stage):

@@ -84,6 +84,7 @@ def test_an_empty_microbatch_counts_nothing():
     assert loss_difference(many, one) < 1e-6
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour, reduce", [
     ("linen", "once"), ("nnx", "every"), slow("linen", "every"), slow("nnx", "once")])
 def test_statistics_and_dropout(flavour, reduce):

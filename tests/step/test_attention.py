@@ -40,6 +40,7 @@ def off(one, other):
                for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("sizes, changes, packed, causal", [
     ({"data": 8}, {"batch": 8, "kv_heads": 2}, False, True),
     slow({"data": 4, "tensor": 2}, {"kv_heads": 2, "queries": 256, "keys": 256}, True, True),
@@ -180,6 +181,7 @@ def test_a_given_kernel_is_that_of_training_and_not_of_init(monkeypatch):
         zero_jax.make_zero_train_step(gpt2.build(config), 3, mesh=mesh, precision="fp32").layout(batch)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
 def test_a_compiled_step_has_the_kernel(target):

@@ -52,6 +52,7 @@ def averages(stage, precision):
     return arrays(found), exact, arrays(rounded)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage, precision", [
     slow(0, BFLOAT16), slow(1, BFLOAT16), slow(2, "bf16-stochastic"), (3, BFLOAT16), slow(3, "bf16-stochastic"),
     slow(1, "bf16")])

@@ -63,6 +63,7 @@ def assert_trains_as_plain(step, state, batches, loss):
     return state
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
 def test_a_graph_with_a_scalar_and_a_key(stage):
     batches = [batch_of(number) for number in range(3)]
@@ -118,6 +119,7 @@ def microbatches_of(batch, number, num_devices, fold, name):
             yield {**batch, **cut, name: jax.random.fold_in(key, index)}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("reduce, draws", [
     ("every", False), slow("once", False), slow("every", True), slow("once", True)])
 def test_microbatches(reduce, draws):

@@ -43,6 +43,7 @@ def generate(params, prompt):
     return jax.lax.scan(one, (cache, tokens), jnp.arange(LENGTH - 1))[0][1]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage, gathered", [slow(0, "once"), slow(3, "once"), (3, "in each round")])
 def test_decoding_with_a_cache(stage, gathered):
     def decode(model, batch):
@@ -95,6 +96,7 @@ def nnx_generate(model, prompt, loop):
     return tokens
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage, loop", [slow(3, "fori_loop"), slow(3, "python"), slow(1, "fori_loop")])
 def test_decoding_in_nnx(stage, loop):
     tokens = np.random.default_rng(0).integers(0, VOCAB, (8, LENGTH)).astype(np.int32)

@@ -35,6 +35,7 @@ def differences(flavour, **options):
     return loss_difference(many, one), param_difference(many, one)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour, options", [
     slow("linen", {"remat": "full"}), slow("linen", {"accumulate": 2, "reduce": "once"}),
     slow("nnx", {"accumulate": 4, "remat": zero_jax.Remat(every=2)})])
@@ -71,6 +72,7 @@ def test_it_takes_the_memory_of_stage_2():
     assert kept.memory.temp_size_in_bytes - again.memory.temp_size_in_bytes < 2.2 * kept.num_params
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v5p", "v6e"])
 def test_on_tpus_gathers_are_beside_compute(chip):

@@ -54,6 +54,7 @@ def init_memory(flavour, scanned, stage):
     return step.layout(BATCH), compiled.memory_analysis()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("flavour", "scanned"), [
     ("linen", True), slow("linen", False), slow("nnx", True), slow("nnx", False)])
 def test_the_state_is_initialised_sharded(flavour, scanned):
@@ -91,6 +92,7 @@ def grows_with_depth(less, more, rest="", remat=False):
     return growth - GRADIENT_SHARD - activation_bytes(remat)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("less", "more", "flavour", "remat"), [
     slow(4, 12, "", False), slow(24, 48, " linen", True), slow(24, 48, " nnx", False)])
 def test_temporaries_do_not_grow_with_depth(less, more, flavour, remat):

@@ -158,6 +158,7 @@ def test_other_optimizers_have_their_numbers(optimizer):
         np.testing.assert_allclose(plain(a), plain(b), rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"precision": "fp16"}, {"precision": "bf16-stochastic"}, {"tensor": 2}])
 def test_scales_rounding_and_tensor_parallelism_have_their_numbers(options):
@@ -219,6 +220,7 @@ def test_a_contract_knows_states_in_host_memory_beside_parameters_on_the_device(
     assert step.contract(BATCH).communication_bytes > 0
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("target, stage, fraction", [("h100:8", 3, 1.0), ("v5p:2x2x2", 2, 1.0), ("h100:8", 3, 0.4)])
 def test_the_compiled_program_keeps_the_state_in_host_memory(target, stage, fraction, monkeypatch):

@@ -131,6 +131,7 @@ def masked_loss(model, batch):
     return (losses * mask).sum() / mask.sum(), {}, mask.sum()
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("model, precision, compute, tolerance", [
     (Stacked(), "fp32", None, 2e-5), (Stacked(), "bf16", jnp.bfloat16, 0.02), (NnxStacked, "fp32", None, 2e-5)])

@@ -76,6 +76,7 @@ def on_host(state):
     return {name for name, leaf in named_leaves(state) if leaf.sharding.memory_kind == "pinned_host"}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("exact, setup", [
     (True, {"ema": 0.9}),
     pytest.param(True, {"model": NnxStacked, "guard": zero_jax.Guard(skip=2)}, marks=pytest.mark.slow),
@@ -151,6 +152,7 @@ def test_checkpoints_are_restored_to_either_memory(tmp_path):
             restoring(found, BATCH)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100:8", "v5p:2x2x1"])
 def test_layers_come_up_a_round_ahead(target, monkeypatch):

@@ -91,6 +91,7 @@ def test_a_batch_of_another_size_compiles_and_runs():
     assert np.isfinite(float(metrics["loss"]))
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [gpt2.build, gpt2_nnx.build])
 def test_evaluation_changes_nothing_and_drops_nothing_out(build):

@@ -54,6 +54,7 @@ def test_a_step_goes_on_without_and_tells_once():
         trained(overlap=True)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.usefixtures("_unknown_option")
 @pytest.mark.parametrize("ask", [

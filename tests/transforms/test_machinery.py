@@ -41,6 +41,7 @@ def gpt2_frozen(stage, num_devices, precision):
 class TestFrozen:
     """No gradient, no optimizer state and no reduction for what is not trained."""
 
+    @pytest.mark.grid
     @pytest.mark.parametrize("stage, precision", [slow(1, "fp32"), slow(3, "fp32"), slow(1, "bf16"), slow(3, "bf16")])
     def test_it_stays_and_the_rest_is_one_device(self, stage, precision):
         one, many = gpt2_frozen(0, 1, precision), gpt2_frozen(stage, 8, precision)
@@ -60,6 +61,7 @@ class TestFrozen:
         everything = train(gpt2.build(GPT2), 3, 8, batches=TOKENS, precision="fp32")
         assert loss_difference(gpt2_frozen(3, 8, "fp32"), everything) > 1e-5
 
+    @pytest.mark.grid
     @pytest.mark.parametrize("stage", [slow(2), slow(3)])
     def test_nothing_is_reduced_for_it(self, stage):
         trained, frozen = program(f"h100 stage {stage}"), program(f"h100 stage {stage}, frozen kernels")
@@ -170,6 +172,7 @@ def mlp(optimizers, name, stage, num_devices):
                  optimizer={"machinery": MACHINERY, "controls": CONTROLS}[optimizers][name])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage", [slow(1), 3])
 @pytest.mark.parametrize("name", MACHINERY)
 def test_machinery_is_one_device(name, stage):
@@ -264,6 +267,7 @@ def test_a_tpu_has_no_float16():
         zero_jax.make_zero_train_step(gpt2.build(GPT2), 3, mesh=mesh_of("v5e:2x4"), precision="fp16")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("target, policy, dtype", [
     slow("h100", "fp16", "f16"), slow("h100", "bf16-stochastic", "bf16"), ("h100", "fp32", "f32"),
     slow("v5e", "bf16-stochastic", "bf16"), slow("v5e", "fp32", "f32")])

@@ -129,6 +129,7 @@ def test_models_have_the_numbers_of_one_device(model, precision, options):
 INT8 = {"communication": zero_jax.Communication(weights="int8")}
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [Net(width=72), NnxNet])
 @pytest.mark.parametrize("options", [{"hpz_axes": "data_1"}, INT8])
@@ -216,6 +217,7 @@ def test_targets_keep_the_contract(target, options, monkeypatch):
         assert "is to be reduced in" in str(broken.value) and "gathered parameters are in memory" in str(broken.value)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "sizes", "options"), [
     ("h100:2x4", {"data": (2, 4)}, {"hpz_axes": "data_1"}), ("h100:8", {}, INT8)])
@@ -264,6 +266,7 @@ def test_temporaries_are_those_of_a_tile():
     assert_tiles_save("h100:8", 1)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [P(None, "tensor"), P("tensor", None)])
 def test_temporaries_of_split_weights_are_those_of_a_tile(spec):

@@ -116,6 +116,7 @@ def splash(q, k, v):
     return jax.vmap(splash_attention_kernel.make_splash_mha_single_device(mask))(q, k, v)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", [flash, splash])
 def test_kernels_in_a_compiled_program_are_counted(attention):

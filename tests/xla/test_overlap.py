@@ -26,6 +26,7 @@ from zero_jax.xla.targets import target_of
 CONFIG = gpt2.Config(2, 256, 4, vocab_size=2048, max_length=16)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v5p", "v6e"])
 def test_the_sparse_cores_send_while_the_tensor_cores_compute(chip):
@@ -45,6 +46,7 @@ def test_without_it_everything_blocks():
     assert with_it.sent() == pytest.approx(without.sent(), rel=0.01)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v5p", "v6e"])
 def test_the_sparse_cores_send_codes(chip):
@@ -266,6 +268,7 @@ def test_gathers_that_come_last_go_to_the_sparse_cores():
         assert not layout(target, stage, **options).gathers_in_pieces
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize(("chip", "precision"), [("v5p", ""), ("v5p", ", fp32"), ("v6e", "")])
 def test_whole_weights_are_sent_while_the_next_are_updated(chip, precision):
