@@ -30,6 +30,7 @@ ROWS = {
     "pa-cpu": (3, {**REMAT, "partition_activations": "cpu"}),
     "pa-cpu-copy-engines": (3, {**REMAT, "partition_activations": "cpu"}),
     "optimizer-on-host": (3, {"offload": "optimizer"}),
+    "optimizer-copy-engines": (3, {"offload": "optimizer"}),
     "parameters-on-host": (3, {"offload": "parameters"}),
 }
 """Rows of this library: stage and options of `make_zero_train_step`. Rows without the library: plain-jit, torch.

@@ -39,6 +39,18 @@ PROGRAM = """HloModule jit_step, num_partitions=1
   %zero = s32[] constant(0)
   %host = bf16[6,2,8]{{2,1,0:S(5)}} get-tuple-element(%b), index=1
   %back = s32[] fusion(%i), kind=kLoop, calls=%reversed
+  %two = s32[] constant(2)
+  %down = s32[] constant(-1)
+  %sign = s32[] sign(%i)
+  %other = pred[] compare(%sign, %one), direction=NE
+  %rest = s32[] remainder(%i, %two)
+  %left = pred[] compare(%rest, %zero), direction=NE
+  %both = pred[] and(%other, %left)
+  %quotient = s32[] divide(%i, %two)
+  %less = s32[] add(%quotient, %down)
+  %floor = s32[] select(%both, %less, %quotient)
+  %twice = s32[] multiply(%floor, %two)
+  %blocks = s32[] add(%twice, %rest)
   %start = ((bf16[6,2,8]{{2,1,0:S(5)}}, s32[], s32[]), bf16[1,2,8]{{2,1,0}}, u32[]) fusion-start(%host, %{index}, %zero), kind=kCustom, calls=%sliced
   %done = bf16[1,2,8]{{2,1,0}} fusion-done(%start)
   %next = s32[] add(%i, %one)
@@ -67,7 +79,8 @@ ENTRY %main (x: bf16[6,2,8], y: bf16[1,2,8], n: s32[]) -> (s32[], bf16[6,2,8], b
 def sliced(index, walk, *, nested=False):
     """The slice of a program whose loop reads row `index` by `walk`, written as jaxlib 0.12 does where nested.
 
-    index: "i", "back", "ahead" (the row that the round before has computed) or "data", which data decides.
+    index: "i", "back", "ahead" (the row that the round before has computed), "floor" (i // 2), "blocks" (2 (i // 2) +
+    i % 2, as the update of states counts) or "data", which data decides.
     """
     text = ""
     if walk is not None:
@@ -80,7 +93,8 @@ def sliced(index, walk, *, nested=False):
 
 @pytest.mark.parametrize("index, walk, is_right", [
     ("i", (0, 32), True), ("i", None, True), ("back", (160, -32), True), ("back", None, True), ("data", None, True),
-    ("ahead", (160, -32), True), ("ahead", (0, 0), False),
+    ("ahead", (160, -32), True), ("ahead", (0, 0), False), ("blocks", (0, 32), True), ("blocks", (32, 32), False),
+    ("floor", None, True), ("floor", (0, 32), False),
     ("back", (0, 32), False),  # what jaxlib 0.10.2 writes
     ("ahead", (128, -32), False),  # what jaxlib 0.12.0.1 writes of such: the counter's rows
     ("i", (160, -32), False), ("i", (0, 64), False), ("i", (32, 32), False), ("data", (0, 32), False)])
@@ -89,7 +103,8 @@ def test_a_walk_is_held_against_the_index(index, walk, is_right):
     for nested in (False, True):
         found = sliced(index, walk, nested=nested)
         assert found.is_right == is_right and found.walk == walk and not found.writes
-        assert found.offsets == {"i": offsets, "back": offsets[::-1], "ahead": offsets[::-1], "data": None}[index]
+        assert found.offsets == {"i": offsets, "back": offsets[::-1], "ahead": offsets[::-1], "data": None,
+                                 "blocks": offsets, "floor": (0, 0, 32, 32, 64, 64)}[index]
 
 
 def test_what_is_told():

@@ -77,8 +77,8 @@ def host_slices(program: str | Module) -> list[HostSlice]:
 def walk_options(device: jax.Device) -> dict[str, str]:
     """XLA's options under which slices of host memory in loops are right on `device`: no walks.
 
-    Each slice then takes its index as it is, and is copied by a kernel in the place of a copy engine, in the same order:
-    on an H100 beside nothing else (docs/results.md, "On one GPU"). Passes that XLA_FLAGS turns off stay off.
+    Each slice then takes its index as it is, and is copied by a kernel in the place of a copy engine, in the same
+    order: on an H100 beside nothing else (docs/results.md, "On one GPU"). Passes that XLA_FLAGS turns off stay off.
     """
     if device.platform not in ("gpu", "cuda"):
         return {}

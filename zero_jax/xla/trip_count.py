@@ -6,7 +6,11 @@ import re
 
 from zero_jax.xla.parser import Frame, Instruction, Module
 
-_ARITHMETIC = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min, "maximum": max}
+_ARITHMETIC = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min, "maximum": max,
+    "and": operator.and_, "or": operator.or_,
+    "divide": lambda a, b: abs(a) // abs(b) * _sign(a) * _sign(b), "remainder": lambda a, b: abs(a) % abs(b) * _sign(a)}
+"""Of integers; HLO's division drops the fraction, and its remainder has the sign of what is divided."""
 _SAME_VALUE = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape")
 
 
@@ -138,6 +142,10 @@ def value_in_round(module: Module, frame: Frame, name: str, loop: Instruction, n
         left, right = (value or 0 for value in values)
         return int({"LT": left < right, "LE": left <= right, "GT": left > right, "GE": left >= right,
                     "EQ": left == right, "NE": left != right}[instruction.attribute("direction")])
+    if opcode == "sign" and values[0] is not None:
+        return _sign(values[0])
+    if opcode in ("divide", "remainder") and values[-1] == 0:
+        return None
     if opcode == "select" and len(values) == 3 and values[0] is not None:
         return values[1 if values[0] else 2]
     if opcode not in _ARITHMETIC or len(values) != 2 or None in values:
@@ -163,3 +171,7 @@ def _counter_in_round(module: Module, frame: Frame, element: Instruction, loop: 
     if step is None:
         return value_in_round(module, *after, loop, number - 1) if number else first
     return first + number * step
+
+
+def _sign(value: int) -> int:
+    return (value > 0) - (value < 0)
