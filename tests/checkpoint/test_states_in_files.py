@@ -168,6 +168,7 @@ def test_a_damaged_layer_is_named_and_the_checkpoint_before_it_taken(tmp_path):
     assert all(np.array_equal(found[name], leaf) for name, leaf in wanted.items())
 
 
+@pytest.mark.slow
 def test_an_error_while_pieces_are_written_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     step = made(tmp_path / "a", precision="bf16", remat="full")
     state, _ = run(step, steps=1)

@@ -102,6 +102,7 @@ def learned(out, stage):
     return train(config, console=Console(quiet=True))
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path):
     found = learned(tmp_path, 3)
     first = lines(tmp_path / "train.jsonl")[1]["loss"]

@@ -220,6 +220,7 @@ def test_search_takes_the_smallest_stage_the_largest_batch_and_the_least_remat(m
     assert (deep.size, deep.plan.needed_bytes) == (20, 100)
 
 
+@pytest.mark.slow
 def test_palms_formula_is_not_given_where_parameters_are_frozen():
     """It counts the products that make the gradients of all parameters. Control: nothing is frozen."""
     target = target_of("h100:8")

@@ -45,8 +45,10 @@ def different(left, right):
     return [name for name in left if not np.array_equal(left[name], right[name])]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("config", "sizes"), [
-    pytest.param(config, sizes, id=f"{name}-{kind}") for name, sizes in MESHES.items()
+    pytest.param(config, sizes, id=f"{name}-{kind}", marks=[pytest.mark.slow] * (name != "flat" and kind == "odd"))
+    for name, sizes in MESHES.items()
     for kind, config in (("even", EVEN), ("odd", ODD)) if (name, kind) != ("tensor", "odd")])
 def test_layers_in_rounds_are_the_layers_at_once(config, sizes, monkeypatch):
     """And negative control: axes in the wrong order."""

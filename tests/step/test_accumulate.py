@@ -149,6 +149,7 @@ def test_the_memory_of_both():
     assert less < 4 * psi
 
 
+@pytest.mark.slow
 def test_an_embedding_is_reduced_in_the_loop():
     """XLA:TPU would move the sum out of the loop, and libtpu 0.0.48 adds it up wrongly (openxla/xla issue 49143)."""
     rows = [c for c in program("v5e stage 2, reduced every").collectives if any("wte" in name for name in c.serves)
