@@ -262,6 +262,9 @@ One sequence on each device: 1024 tokens (gpt2), 8192 (llama). Each block is rec
 
 {compiled_table(wanted)}
 
+The times of `h100:7x8` and `h100:5x8` are of before [an H100 was measured](results.md#on-one-gpu): with the copies of
+both directions at once, and what is read ahead hidden. Those of the other H100s count the copies in full.
+
 On fewer than 64 H100s host memory is what 1T lacks. AdamW's 14 bytes for each of 1.008T parameters (4 of master
 weights, 8 of moments, 2 of what the model reads) are {trillion(14, 56)} GB on each of 56, of 250, and
 {trillion(14, 48)} on each of 48. With its momentum in bf16 they are 12: {trillion(12, 56)} GB on each of 56, which
