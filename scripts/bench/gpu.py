@@ -148,7 +148,8 @@ def measured_by_jax(row, config, batch, num_steps):
     start = time.perf_counter()
     run()
     found["compile_s"] = time.perf_counter() - start
-    found |= {"ms": 1e3 * median_seconds(run, 2, num_steps), "loss": losses[-1], "matmul_flops": rate, "device": device.device_kind, "version": f"jax {jax.__version__}"}
+    found |= {"ms": 1e3 * median_seconds(run, 2, num_steps), "loss": losses[-1], "matmul_flops": rate,
+              "device": device.device_kind, "version": f"jax {jax.__version__}"}
     found["peak_bytes"] = (device.memory_stats() or {}).get("peak_bytes_in_use")
     if row != "plain-jit":
         found["compiled_bytes"] = step.compiled_step(batch).device_bytes
