@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import zero_jax
 from models import gpt2
 from zero_jax.xla.devices import target_devices
-from zero_jax.xla.overlap import host_prefetch_options
+from zero_jax.xla.host_copies import host_prefetch_options
 
 MIB = 2**20
 COLUMNS = ("target", "checkpoints", "by formula MiB", "temporaries MiB", "host MiB", "read MiB", "ahead MiB",

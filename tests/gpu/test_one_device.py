@@ -105,8 +105,9 @@ ROWS = {
     "bf16, P_a+cpu": {"precision": "bf16", "remat": "full", "partition_activations": "cpu"},
     "bf16, cuDNN": {"precision": "bf16", "kernel": True},
     "bf16, cuDNN, nnx": {"precision": "bf16", "kernel": True, "model": "nnx"},
-    "P_a+cpu, copy engines": {"remat": "full", "partition_activations": "cpu", "walks": True},
-    "optimizer on the host, copy engines": {"offload": SMALL, "walks": True},
+    "P_a+cpu, kernels": {"remat": "full", "partition_activations": "cpu", "engines": False},
+    "optimizer on the host, kernels": {"offload": SMALL, "engines": False},
+    "parameters on the host, kernels": {"offload": offload(parameters="host"), "engines": False},
     "bf16, cuDNN, P_a+cpu": {"precision": "bf16", "kernel": True, "remat": "full", "partition_activations": "cpu"},
 }
 
@@ -125,14 +126,12 @@ def exact_products():
 
 @pytest.mark.parametrize("name", ROWS)
 def test_the_numbers_of_a_plain_loop(tmp_path, name, monkeypatch):
-    """Copy engines: with the pass of XLA that `xla/host_slices.py` turns off, where all that it writes is right."""
+    """What is on the host is copied by copy engines, where jax has them right, or by kernels."""
     row = {"stage": 3, "model": "linen", "precision": "fp32", "scan_layers": True, "kernel": False} | ROWS[name]
     stage, flavour, precision = row.pop("stage"), row.pop("model"), row.pop("precision")
     scan, kernel, optimizer = row.pop("scan_layers"), row.pop("kernel"), row.pop("optimizer", None)
-    if row.pop("walks", False):
-        if not ON_GPU or jax.__version_info__ < (0, 11):
-            pytest.skip("needs a GPU, and jax 0.11, whose walks are right")
-        monkeypatch.setattr(options, "walk_options", lambda device: {})
+    if not row.pop("engines", True):
+        monkeypatch.setattr(options, "has_copy_engines", lambda device: False)
     if callable(row.get("offload")):
         row["offload"] = row["offload"](tmp_path / "files")
     mesh = zero_jax.make_mesh(1)
@@ -143,6 +142,8 @@ def test_the_numbers_of_a_plain_loop(tmp_path, name, monkeypatch):
     np.testing.assert_allclose(run.losses, expected.losses, rtol=2e-5 if precision == "fp32" else 2e-3)
     assert difference(run, expected) < (FP32 if precision == "fp32" else BF16)
     run.step.verify(BATCHES[0])
+    engines = run.step.options.uses_copy_engines(run.step.axes)
+    assert any(each.walk for each in run.step.compiled_step(BATCHES[0]).host_slices) == engines
     if "on the host" in name:
         assert {"pinned_host"} <= {leaf.sharding.memory_kind for _, leaf in named_leaves(run.state)}
 

@@ -19,6 +19,7 @@ from zero_jax.xla.chip import built_in, chip_files
 from zero_jax.xla.targets import target_of
 
 GPU, TPU = CHIP, dataclasses.replace(CHIP, gpu=None)
+ENGINES = dataclasses.replace(GPU, name="with copy engines")
 
 
 @pytest.mark.parametrize("chip, moved, busy", [
@@ -26,13 +27,15 @@ GPU, TPU = CHIP, dataclasses.replace(CHIP, gpu=None)
     (TPU, (0, 0, 30, 30), 4.0),  # 60 bytes over the memory's 15 a second; 3 s on the link, which carries both ways
     (TPU, (0, 0, 10, 90), 9.0), (TPU, (0, 0, 0, 0, 10), 4 / 3), (TPU, (4, 0, 0, 0, 10), 1.6),
     (GPU, (8, 0), 0.8), (GPU, (40, 0), 4.0), (GPU, (8, 4), 1.2), (GPU, (0, 0, 30, 30), 6.0),
-    (GPU, (0, 0, 10, 90), 10.0), (GPU, (0, 0, 0, 0, 10), 2.0), (GPU, (4, 0, 0, 0, 10), 2.4)])
-def test_what_is_ahead_is_hidden_on_tpus_and_the_rest_is_waited_for(chip, moved, busy):
-    transfers = transfers_of(compiled(*moved), chip, TIMING)
+    (GPU, (0, 0, 10, 90), 10.0), (GPU, (0, 0, 0, 0, 10), 2.0), (GPU, (4, 0, 0, 0, 10), 2.4),
+    (ENGINES, (8, 0), 0.8), (ENGINES, (8, 4), 1.2), (ENGINES, (0, 0, 10, 90), 10.0), (ENGINES, (4, 0, 0, 0, 10), 2.4)])
+def test_what_is_ahead_is_hidden_on_tpus_and_by_copy_engines_and_the_rest_is_waited_for(chip, moved, busy):
+    transfers = transfers_of(compiled(*moved, engines=chip is ENGINES), chip, TIMING)
     assert math.isclose(transfers.seconds * REACHED, busy, rel_tol=1e-3)
     both = moved[4] if len(moved) > 4 else 0
-    ahead = max(moved[0] + both, (moved[0] + 2 * both) / 1.5) / 10 / REACHED
-    hidden = 0.0 if chip.gpu else min(2.0, ahead)  # beside the two seconds of the step
+    link = moved[0] + (2 if chip.gpu else 1) * both
+    ahead = max(link, (moved[0] + 2 * both) / 1.5) / 10 / REACHED
+    hidden = 0.0 if chip is GPU else min(2.0, ahead)  # beside the two seconds of the step
     assert math.isclose(transfers.exposed_seconds, busy / REACHED - hidden, abs_tol=1e-3)
     timing = with_transfers(TIMING, transfers)
     assert math.isclose(timing.seconds, 2.0 + transfers.exposed_seconds) and math.isclose(

@@ -20,7 +20,7 @@ from models import gpt2
 from zero_jax.contract import verify as contract
 from zero_jax.sharding.gather import GATHER_SCOPE
 from zero_jax.xla.hlo import collectives
-from zero_jax.xla.overlap import host_prefetch_options
+from zero_jax.xla.host_copies import host_prefetch_options
 from zero_jax.xla.parser import parse
 
 LAYERS, WIDTH, LENGTH, BATCH, VOCAB = 6, 256, 512, 8, 2048

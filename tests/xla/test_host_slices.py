@@ -9,7 +9,8 @@ import pytest
 
 from zero_jax.contract.violations import slice_violations
 from zero_jax.xla import devices as xla_devices
-from zero_jax.xla.host_slices import ANNOTATOR, host_slices, walk_options
+from zero_jax.xla.host_copies import ANNOTATOR, copy_options
+from zero_jax.xla.host_slices import host_slices
 
 PROGRAM = """HloModule jit_step, num_partitions=1
 
@@ -51,6 +52,12 @@ PROGRAM = """HloModule jit_step, num_partitions=1
   %floor = s32[] select(%both, %less, %quotient)
   %twice = s32[] multiply(%floor, %two)
   %blocks = s32[] add(%twice, %rest)
+  %size = s32[] negate(%i)
+  %positive = s32[] negate(%size)
+  %half = s32[] shift-right-logical(%positive, %one)
+  %evens = s32[] shift-left(%half, %one)
+  %odd = s32[] and(%positive, %one)
+  %bits = s32[] add(%evens, %odd)
   %start = ((bf16[6,2,8]{{2,1,0:S(5)}}, s32[], s32[]), bf16[1,2,8]{{2,1,0}}, u32[]) fusion-start(%host, %{index}, %zero), kind=kCustom, calls=%sliced
   %done = bf16[1,2,8]{{2,1,0}} fusion-done(%start)
   %next = s32[] add(%i, %one)
@@ -80,7 +87,7 @@ def sliced(index, walk, *, nested=False):
     """The slice of a program whose loop reads row `index` by `walk`, written as jaxlib 0.12 does where nested.
 
     index: "i", "back", "ahead" (the row that the round before has computed), "floor" (i // 2), "blocks" (2 (i // 2) +
-    i % 2, as the update of states counts) or "data", which data decides.
+    i % 2, as the update of states counts), "bits" (the same by shifts) or "data", which data decides.
     """
     text = ""
     if walk is not None:
@@ -94,7 +101,7 @@ def sliced(index, walk, *, nested=False):
 @pytest.mark.parametrize("index, walk, is_right", [
     ("i", (0, 32), True), ("i", None, True), ("back", (160, -32), True), ("back", None, True), ("data", None, True),
     ("ahead", (160, -32), True), ("ahead", (0, 0), False), ("blocks", (0, 32), True), ("blocks", (32, 32), False),
-    ("floor", None, True), ("floor", (0, 32), False),
+    ("bits", (0, 32), True), ("bits", (0, 64), False), ("floor", None, True), ("floor", (0, 32), False),
     ("back", (0, 32), False),  # what jaxlib 0.10.2 writes
     ("ahead", (128, -32), False),  # what jaxlib 0.12.0.1 writes of such: the counter's rows
     ("i", (160, -32), False), ("i", (0, 64), False), ("i", (32, 32), False), ("data", (0, 32), False)])
@@ -104,7 +111,7 @@ def test_a_walk_is_held_against_the_index(index, walk, is_right):
         found = sliced(index, walk, nested=nested)
         assert found.is_right == is_right and found.walk == walk and not found.writes
         assert found.offsets == {"i": offsets, "back": offsets[::-1], "ahead": offsets[::-1], "data": None,
-                                 "blocks": offsets, "floor": (0, 0, 32, 32, 64, 64)}[index]
+                                 "blocks": offsets, "bits": offsets, "floor": (0, 0, 32, 32, 64, 64)}[index]
 
 
 def test_what_is_told():
@@ -120,11 +127,11 @@ def test_options(monkeypatch):
     if extra := xla_devices.missing_compiler("h100:8"):
         pytest.skip(f"needs {extra}")
     device = xla_devices.target_devices("h100:8")[0]
-    assert walk_options(jax.devices()[0]) == {}
+    assert copy_options(jax.devices()[0], engines=True) == copy_options(jax.devices()[0], engines=False) == {}
     monkeypatch.setenv("XLA_FLAGS", "--xla_foo=1 --xla_disable_hlo_passes=a,b")
-    assert walk_options(device) == {"xla_disable_hlo_passes": f"a,b,{ANNOTATOR}"}
+    assert copy_options(device, engines=False) == {"xla_disable_hlo_passes": f"a,b,{ANNOTATOR}"}
     monkeypatch.setenv("XLA_FLAGS", "")
-    assert walk_options(device) == {"xla_disable_hlo_passes": ANNOTATOR}
+    assert copy_options(device, engines=False) == {"xla_disable_hlo_passes": ANNOTATOR}
 
 
 def test_residuals_on_the_host_are_read_by_their_index():
@@ -146,7 +153,7 @@ def test_residuals_on_the_host_are_read_by_their_index():
     sharding = jax.sharding.SingleDeviceSharding(device)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding) for shape in ((64, 128), (6, 128, 128))]
     lowered = jax.jit(jax.grad(loss, argnums=1)).lower(*shapes)
-    options = walk_options(device)
+    options = copy_options(device, engines=False)
     found = host_slices(xla_devices.compiled_for(lowered, device, options).as_text())
     assert {each.writes for each in found} == {True, False} and all(each.is_right for each in found)
     starts = sorted(each.offsets[0] for each in found)

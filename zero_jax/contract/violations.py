@@ -8,7 +8,8 @@ from zero_jax.contract.report import Contract, TrafficBudget, TrafficResult
 from zero_jax.optim.whole_matrices import MATRICES_SCOPE
 from zero_jax.sharding.stored_update import UPDATE_SCOPE
 from zero_jax.xla.collective import Collective
-from zero_jax.xla.host_slices import ANNOTATOR, HostSlice
+from zero_jax.xla.host_copies import ANNOTATOR
+from zero_jax.xla.host_slices import HostSlice
 
 OUTSIDE = 0.5
 """Share of what is to be sent between slices in the rounds of loops that may be outside: XLA peels rounds off."""

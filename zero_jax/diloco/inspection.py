@@ -146,7 +146,7 @@ class InspectableDiLoCo(DiLoCoFunctions):
              **options: Any) -> Any:
         if key not in self._jitted:
             self._jitted[key] = Program(
-                function, lambda: self._compiler_options(fragment), self._inner._does_without_overlap,
-                shared=spans_processes(self.mesh), out_shardings=out_shardings,
+                function, lambda: self._compiler_options(fragment), self._inner._does_without,
+                self._inner._uses_copy_engines, shared=spans_processes(self.mesh), out_shardings=out_shardings,
                 **({"in_shardings": in_shardings} if in_shardings else {}), **options)
         return self._jitted[key]

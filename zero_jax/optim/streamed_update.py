@@ -7,30 +7,25 @@ where `device_put` of whole arrays takes 2519; a `scan` over them doubles host m
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.jaxpr.equations import (
     ClosedJaxpr,
-    JaxprEqn,
     bind_in_scope,
     is_literal,
     run_eqns,
-    shape_of,
     trace_flat,
     value_of,
 )
 from zero_jax.jaxpr.passes import without_calls
-from zero_jax.jaxpr.primitives import bind_unsharded
-from zero_jax.optim.block_equations import bind_on_block
 from zero_jax.optim.stream_blocks import Blocks, cut_in_loops
+from zero_jax.optim.stream_loop import UnitRun, run_blocks
 from zero_jax.optim.stream_units import Split, Unit, split_update
-from zero_jax.sharding.gather import names_of
 from zero_jax.sharding.memory.host_arrays import fetch, put_on_host
 from zero_jax.sharding.mesh import is_tpu
 from zero_jax.tree import leaf_bytes
@@ -50,6 +45,7 @@ class Streams:
         buffer_bytes: that may be read at a time, per device.
         sums_in_blocks: whether the sum of an array, as of a norm, is that of its blocks, added: with other roundings
             than of a whole array, which is made in device memory otherwise.
+        both_ways: whether one block is read while another is written.
     """
 
     mesh: Mesh
@@ -57,6 +53,7 @@ class Streams:
     host: tuple[bool, ...]
     buffer_bytes: int
     sums_in_blocks: bool = False
+    both_ways: bool = False
 
 
 def stream(update: Callable[[Any, Any], tuple[Any, Any]], carried: Any, others: Any, streams: Streams
@@ -131,7 +128,8 @@ class _Run:
 
     def _run_group(self, group: Sequence[tuple[Unit, Blocks]], after: Sequence[Any]) -> Any:
         """Runs the units of one loop, and returns a scalar that exists once they are computed."""
-        runs = [_UnitRun(unit, blocks, self.streams, self.carried_vars) for unit, blocks in group]
+        streams = self.streams
+        runs = [UnitRun(unit, blocks, streams.mesh, streams.host, self.carried_vars) for unit, blocks in group]
         args = [run.args(self.env, self.carried, self.new) for run in runs]
         scalar_vars = list(dict.fromkeys(var for unit, _ in group for var in unit.scalars))
         scalars = [self.env[var] for var in scalar_vars]
@@ -140,7 +138,7 @@ class _Run:
 
         def local(args: Any, scalars: Any) -> Any:
             shared = dict(zip(scalar_vars, scalars, strict=True))
-            return _run_blocks(runs, [{**arg, "scalars": shared} for arg in args])
+            return run_blocks(runs, [{**arg, "scalars": shared} for arg in args], both_ways=streams.both_ways)
 
         in_specs = [jax.tree.map(lambda _, run=run: run.unit.spec, arg)
                     for run, arg in zip(runs, args, strict=True)]
@@ -157,105 +155,3 @@ class _Run:
                 else:
                     self.new[number] = value
         return token
-
-
-class _UnitRun:
-    """A unit on its blocks, inside of a shard_map: every array is a device's shard."""
-
-    def __init__(self, unit: Unit, blocks: Blocks, streams: Streams, carried_vars: Sequence[Any]):
-        self.unit, self.blocks, self.streams = unit, blocks, streams
-        self.carried_vars = carried_vars
-        replaced = {number: at for at, (_, number) in enumerate(unit.writes) if number is not None}
-        known = {var: number for number, var in enumerate(carried_vars)}
-        # Where an array is read that this unit replaces, it is read from what the loop carries.
-        self.reads: dict[Any, tuple[str, Any]] = {}
-        for var in (*(carried_vars[number] for number in unit.host), *unit.arrays):
-            at = replaced.get(known.get(var, -1))
-            self.reads[var] = ("buffer", at) if at is not None else ("array", var)
-        self.to_host = [number is not None and streams.host[number] for _, number in unit.writes]
-
-    def args(self, env: Mapping[Any, Any], carried: Sequence[Any], new: Mapping[int, Any]) -> dict[str, Any]:
-        """What the shard_map takes beside scalars: buffers of results, and arrays."""
-        def value(var: Any) -> Any:
-            streamed = [carried[number] for number in self.unit.host if self.carried_vars[number] is var]
-            return streamed[0] if streamed else env[var]
-
-        def buffer(var: Any, number: int | None) -> Any:
-            if number is not None:
-                return new.get(number, carried[number])
-            sharding = NamedSharding(self.streams.mesh, self.unit.spec)
-            return jax.lax.with_sharding_constraint(jnp.zeros(var.aval.shape, var.aval.dtype), sharding)
-
-        arrays = {at: value(var) for at, (var, (kind, _)) in enumerate(self.reads.items()) if kind == "array"}
-        return {"buffers": [buffer(*write) for write in self.unit.writes], "arrays": arrays}
-
-    def compute(self, block: Callable[[Any], Any], args: dict[str, Any], buffers: Sequence[Any], start: Sequence[Any],
-                sizes: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
-        """The results and sums for the block of `sizes` at `start`; block: takes it from an array."""
-        env = dict(args["scalars"])
-        written = {var for var, _ in self.unit.writes}
-        for at, (var, (kind, place)) in enumerate(self.reads.items()):
-            env[var] = fetch(block(buffers[place] if kind == "buffer" else args["arrays"][at]))
-
-        def bind(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-            results = bind_on_block(eqn, values, spec=self.unit.spec, shape=self.blocks.shape, start=start, sizes=sizes)
-            # A result is computed once, and what follows reads it. XLA would compute it again in each fusion, from
-            # arrays that are overwritten by then, which it copies whole; and with other roundings: a multiply-add is
-            # fused at one place and not at another.
-            return jax.lax.optimization_barrier(results) if eqn.outvars[0] in written else results
-
-        run_eqns(self.unit.eqns, env, bind)
-        sums = [bind_unsharded(eqn, [env[eqn.invars[0]]])[0] for eqn in self.unit.sums]
-        return [env[var] for var, _ in self.unit.writes], sums
-
-    def no_sums(self) -> list[Any]:
-        """What sums are before the first block."""
-        return [jnp.zeros((), shape_of(eqn.outvars[0]).dtype) for eqn in self.unit.sums]
-
-    def over_devices(self, sums: Sequence[Any]) -> list[Any]:
-        """Sums over the shards, from those of each."""
-        return [jax.lax.psum(value, names) for value in sums] if (names := names_of(self.unit.spec)) else list(sums)
-
-
-_Results = list[tuple[list[Any], list[Any]]]
-"""Of each unit: what it writes, and its sums."""
-
-
-def _run_blocks(runs: Sequence[_UnitRun], args: Sequence[dict[str, Any]]) -> tuple[_Results, jax.Array]:
-    """(The results of each unit, a scalar that depends on all of them), every array a device's shard."""
-    buffers = [list(arg["buffers"]) for arg in args]
-    whole = all(run.blocks.is_whole for run in runs)
-    if whole:
-        results = [run.compute(lambda array: array, arg, buffer, [0] * len(run.blocks.shape), run.blocks.shape)
-                   for run, arg, buffer in zip(runs, args, buffers, strict=True)]
-        token = _token([value for values, sums in results for value in (*values, *sums)])
-        return [([put_on_host(value) if host else value for value, host in zip(values, run.to_host, strict=True)],
-                 run.over_devices(sums)) for run, (values, sums) in zip(runs, results, strict=True)], token
-
-    def step(run: _UnitRun, arg: dict[str, Any], carry: tuple[list[Any], list[Any]], start: Sequence[Any],
-             sizes: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
-        buffers, sums = carry
-        values, more = run.compute(lambda array: jax.lax.dynamic_slice(array, start, sizes), arg, buffers, start, sizes)
-        buffers = [jax.lax.dynamic_update_slice(buffer, put_on_host(value) if host else value, start)
-                   for buffer, value, host in zip(buffers, values, run.to_host, strict=True)]
-        return buffers, [total + each for total, each in zip(sums, more, strict=True)]
-
-    def body(index: Any, carry: _Results) -> _Results:
-        return [step(run, arg, each, run.blocks.start(index), run.blocks.sizes)
-                for run, arg, each in zip(runs, args, carry, strict=True)]
-
-    carry = [(buffer, run.no_sums()) for run, buffer in zip(runs, buffers, strict=True)]
-    carry = jax.lax.fori_loop(0, runs[0].blocks.rounds, body, carry)
-    for at, (run, arg) in enumerate(zip(runs, args, strict=True)):
-        if rest := run.blocks.rest:
-            start = (run.blocks.rounds * run.blocks.rows, *[0] * (len(rest.shape) - 1))
-            carry[at] = step(run, arg, carry[at], start, rest.shape)
-    return [(values, run.over_devices(sums)) for run, (values, sums) in zip(runs, carry, strict=True)
-            ], jnp.zeros((), jnp.int32)
-
-
-def _token(values: Sequence[Any]) -> jax.Array:
-    """A scalar that exists once all `values`, in device memory, are computed."""
-    firsts = [value[(slice(0, 1),) * value.ndim].reshape(()) for value in values]
-    return sum((jnp.isfinite(first).astype(jnp.int32) if jnp.issubdtype(first.dtype, jnp.inexact)
-                else first.astype(jnp.int32) for first in firsts), jnp.zeros((), jnp.int32))

@@ -3,10 +3,11 @@
 The update moves all that is stored there with next to no compute beside it: its time is exposed whole. On TPUs the link
 carries both directions at once, held to the host's memory bandwidth, and what loops read a round ahead (of parameters,
 and the checkpoints that they write and read) is copied beside the forward and backward pass; the rest is waited for.
-On GPUs XLA moves layers and blocks by kernels that read and write host memory. On an H100 they ran one after another,
-and beside nothing else, though they are scheduled beside products: steps took longer by the sum of both directions, to
-5 % (docs/results.md, "On one GPU"). ZeRO-Infinity (arXiv 2104.07857, section 4) bounds all of this by arithmetic
-intensity over bandwidth; here the bytes are those of the program.
+On GPUs copy engines do so too, where the program has them (`xla.host_copies`: jax 0.11.2, without gradients in host
+memory), but that both directions of the update are counted one after the other: on an H100 a third of it was at a time.
+Else kernels read and write host memory, which ran one after another there, and beside nothing: steps took longer by the
+sum of both directions, to 5 % (docs/results.md, "On one GPU"). ZeRO-Infinity (arXiv 2104.07857, section 4) bounds all
+of this by arithmetic intensity over bandwidth; here the bytes are those of the program.
 
 States in files are read and written between compiled programs: nothing else of the step runs meanwhile.
 """
@@ -14,7 +15,7 @@ States in files are read and written between compiled programs: nothing else of 
 import dataclasses
 import math
 
-from zero_jax.contract.host import bytes_of
+from zero_jax.contract.host import HostBudget, HostUse, bytes_ahead, bytes_of
 from zero_jax.planning.timing import Timing
 from zero_jax.sharding.memory.disk_leaves import DiskTraffic
 from zero_jax.sharding.memory.host_leaves import update_bytes_of
@@ -95,10 +96,20 @@ def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfer
     # At least one copy of each leaf up, and one down.
     update = _seconds(chip, update_up, update_down, copies=2 * sum(row.memory == "host" for row in rows)
                       + sum(read.runs for read in gradient_reads))
-    hidden = 0.0 if chip.gpu else min(ahead, timing.seconds)
+    hidden = min(ahead, timing.seconds) * _share_beside_compute(compiled, budget, use, chip)
     seconds = ahead + waited + update + sums
     return Transfers(params_up, params_ahead, update_up, update_down, seconds, seconds - hidden,
                      gradients_down=gradients_down, gradients_up=gradients_up, checkpoints=checkpoints)
+
+
+def _share_beside_compute(compiled: CompiledStep, budget: HostBudget, use: HostUse, chip: Chip) -> float:
+    """Of what is copied beside forward and backward: on GPUs, with engines, what rounds of loops read ahead."""
+    if not chip.gpu:
+        return 1.0
+    if not any(each.walk for each in compiled.host_slices):
+        return 0.0
+    reads = use.stack_reads if budget.activations else []
+    return bytes_ahead(reads) / bytes_of(reads) if reads else 1.0
 
 
 def predicted_disk_rate(target: Target) -> float:

@@ -22,10 +22,16 @@ from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.functions import StepFunctions
 from zero_jax.step.losses import takes_key
 from zero_jax.step.overlap import overlaps_by_default, step_overlap_options, with_overlap
-from zero_jax.step.program import Program, may_be_of_overlap, warn_without_overlap
+from zero_jax.step.program import (
+    Program,
+    may_be_of_overlap,
+    warn_without_copy_engines,
+    warn_without_overlap,
+)
 from zero_jax.tree import named_leaves
 from zero_jax.typing import Batch, Loss, PRNGKey
 from zero_jax.xla.devices import compiled_for
+from zero_jax.xla.host_copies import WrongRows, check_rows
 from zero_jax.xla.host_memory import lists_memories, set_memory_kinds
 
 
@@ -66,17 +72,30 @@ class InspectableStep(StepFunctions):
 
     def _compiled(self, lower: Callable[[], jax.stages.Lowered], options: Callable[[], dict[str, Any]]
                  ) -> jax.stages.Compiled:
-        """`lower()` compiled with `options()`, and once more where the step `_does_without_overlap`."""
-        device = self.mesh.devices.flat[0]
-        try:
-            return compiled_for(lower(), device, options())
-        except jax.errors.JaxRuntimeError as error:
-            if not self._does_without_overlap(error):
-                raise
-            return compiled_for(lower(), device, options())
+        """`lower()` compiled with `options()`, and once more where the step `_does_without` what it asked for."""
+        def once() -> jax.stages.Compiled:
+            compiled = compiled_for(lower(), self.mesh.devices.flat[0], options())
+            if self._uses_copy_engines():
+                check_rows(compiled.as_text() or "")
+            return compiled
 
-    def _does_without_overlap(self, error: Exception) -> bool:
-        """Whether from here on it has none of XLA's options of `overlap="auto"`, since this error may be of them."""
+        try:
+            return once()
+        except (jax.errors.JaxRuntimeError, WrongRows) as error:
+            if not self._does_without(error):
+                raise
+            return once()
+
+    def _uses_copy_engines(self) -> bool:
+        return self.options.uses_copy_engines(self.axes)
+
+    def _does_without(self, error: Exception) -> bool:
+        """Whether from here on it has none of XLA's options that this error may be of: see `program`."""
+        if isinstance(error, WrongRows):
+            warn_without_copy_engines(error)
+            self.options = dataclasses.replace(self.options, copy_engines=False)
+            del self.__dict__["_compiler_options"]
+            return True
         if not (overlaps_by_default(self.options, self.layout()) and may_be_of_overlap(error)):
             return False
         warn_without_overlap(error)
@@ -168,7 +187,8 @@ class InspectableStep(StepFunctions):
     def _jit_once(self, key: Any, function: Any, in_shardings: Any, out_shardings: Any, **options: Any) -> Any:
         if key not in self._programs:
             self._programs[key] = Program(
-                function, lambda: self._compiler_options, self._does_without_overlap, shared=spans_processes(self.mesh),
+                function, lambda: self._compiler_options, self._does_without, self._uses_copy_engines,
+                shared=spans_processes(self.mesh),
                 in_shardings=in_shardings, out_shardings=out_shardings, **options | self._offload_options)
         return self._programs[key]
 

@@ -20,13 +20,15 @@ from zero_jax.transforms.activation_partitioning import Activations
 from zero_jax.transforms.remat import Remat
 from zero_jax.typing import AxisNames, Pattern
 from zero_jax.xla.devices import combine_options
-from zero_jax.xla.host_slices import walk_options
-from zero_jax.xla.overlap import Overlap, host_prefetch_options, overlap_options, prefetch_options
+from zero_jax.xla.host_copies import copy_options, has_copy_engines, host_prefetch_options
+from zero_jax.xla.overlap import Overlap, overlap_options, prefetch_options
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
     """The arguments of `make_zero_train_step` of the same names; `accumulation` has three: `accumulate` and so on.
+
+    `copy_engines` is none of them: a step sets it to False once XLA has compiled other rows of host memory for these.
 
     What is wrong on any mesh raises ValueError here, what is wrong on one mesh in `check`.
     """
@@ -49,6 +51,7 @@ class StepOptions:
     communication: Communication | None = None
     offload: Offload | None = None
     tiling: Tiling | None = None
+    copy_engines: bool = True
 
     def __post_init__(self) -> None:
         if self.ema is not None and not (is_number(self.ema) and 0 <= self.ema < 1):
@@ -237,10 +240,22 @@ class StepOptions:
         """XLA's options for the devices of the mesh, without those that depend on the layout (`step.overlap`)."""
         device = axes.mesh.devices.flat[0]
         activations, offload = self.partition_activations == "cpu", self.host_offload
-        walks = walk_options(device) if activations or offload else {}
+        copies = copy_options(device, engines=self.uses_copy_engines(axes)) if activations or offload else {}
         ahead = activations or offload is not None and offload.parameters == "host"
         reads = host_prefetch_options(device) if ahead else {}
-        return combine_options(device, self.combine_bytes) | walks | reads
+        return combine_options(device, self.combine_bytes) | copies | reads
+
+    def uses_copy_engines(self, axes: MeshAxes) -> bool:
+        """Whether what is in host memory is copied by a GPU's copy engines, beside compute, not by kernels after it.
+
+        Not gradients: XLA writes a backward pass's to other rows. Not activations beside states: of small ones XLA
+        starts no read a round ahead. Not beside files, of which each piece of a step is a program of its own.
+        """
+        offload, activations = self.offload, self.partition_activations == "cpu"
+        if not self.copy_engines or activations == (offload is not None):
+            return False
+        return (offload is None or offload.disk is None and offload.gradients != "host") and has_copy_engines(
+            axes.mesh.devices.flat[0])
 
     @property
     def asks_for_overlap(self) -> bool:

@@ -1,4 +1,4 @@
-"""A compiled program of a step, which does without `overlap` where XLA fails to compile with it."""
+"""A compiled program of a step, which does without `overlap`, or copy engines, where XLA fails to compile with them."""
 
 import functools
 import re
@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from zero_jax.distributed.agreement import check_same
+from zero_jax.xla.host_copies import WrongRows, check_rows
 
 _ADDRESSES = re.compile(r"\d{10,}")
 """Numbers in the text of a program that may be addresses of a process, as those of callbacks."""
@@ -19,14 +20,17 @@ class Program:
     """What `jax.jit` makes of a function of a step; made anew where the options of the step change before it ran."""
 
     def __init__(self, function: Callable[..., Any], options: Callable[[], dict[str, Any]],
-                 does_without: Callable[[Exception], bool], *, shared: bool, **arguments: Any):
+                 does_without: Callable[[Exception], bool], is_checked: Callable[[], bool], *, shared: bool,
+                 **arguments: Any):
         """As `jax.jit(function, **arguments)`.
 
-        options: the step's options of XLA. does_without: whether they were changed for an error of XLA's. shared:
-        whether several processes run it together, of which each then compares what it compiles with the others.
+        options: the step's options of XLA. does_without: whether they were changed for an error of XLA's or of check.
+        is_checked: whether the rows of host memory that it copies are to be checked before it runs. shared: whether
+        several processes run it together, of which each then compares what it compiles with the others.
         """
         self._compared: set[Any] | None = set() if shared else None
         self._function, self._options, self._does_without, self._arguments = function, options, does_without, arguments
+        self._is_checked, self._checked = is_checked, set[Any]()
         self._made_with: dict[str, Any] | None = None
         self._jitted: Any = None
         self._has_run = False
@@ -38,16 +42,23 @@ class Program:
                        "give all processes the same options, optimizer (with all of its numbers), model and loss, "
                        "and batches of one global shape, to which all of them give the same number of rows")
             self._compared.add(types)
-        if self._has_run:
+        if self._has_run and not self._is_checked():
             return self._jitted(*args)
         try:
-            result = self._current()(*args)
-        except jax.errors.JaxRuntimeError as error:
+            result = self._once(*args)
+        except (jax.errors.JaxRuntimeError, WrongRows) as error:
             if not self._does_without(error):
                 raise
-            result = self._current()(*args)
+            result = self._once(*args)
         self._has_run = True
         return result
+
+    def _once(self, *args: Any) -> Any:
+        """The function's result, by a program that is checked before it runs, for each shape of a batch."""
+        if self._is_checked() and (types := _types(args[1:])) not in self._checked:
+            check_rows(self._current().lower(*args).compile().as_text() or "")
+            self._checked.add(types)
+        return self._current()(*args)
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """As `jax.jit`'s."""
@@ -85,3 +96,10 @@ def warn_without_overlap(error: Exception) -> None:
     warnings.warn("XLA failed to compile this step with the options by which it overlaps communication with compute: "
                   "it goes on without them, more slowly. overlap=False leaves them out from the start, and a mapping "
                   f"changes them. XLA says: {str(error).splitlines()[0][:300]}", RuntimeWarning, stacklevel=2)
+
+
+def warn_without_copy_engines(error: Exception) -> None:
+    """Tells that a step goes on with kernels that copy, and why."""
+    warnings.warn("XLA compiled this step to copy other rows of host memory than it should, with copy engines: it goes "
+                  f"on with kernels in their place, more slowly. Please report it: {error}", RuntimeWarning,
+                  stacklevel=2)

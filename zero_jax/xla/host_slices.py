@@ -8,21 +8,15 @@ row after another (1T on 64 H100s, parameters in host memory).
 """
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterator
 
-import jax
-
 from zero_jax.xla.parser import Frame, Instruction, Module, parse
 from zero_jax.xla.shapes import Array, shape_bytes
-from zero_jax.xla.trip_count import trip_count, value_in_round
+from zero_jax.xla.trip_count import Known, trip_count, value_in_round
 
 HOST = 5
 """The memory space of the host."""
-
-ANNOTATOR = "dynamic-slice-annotator"
-"""The pass of XLA:GPU that writes walks."""
 
 _SLICES = {"dynamic-slice": 1, "dynamic-update-slice": 2}
 """Opcodes, and the number of their first index operand."""
@@ -74,18 +68,6 @@ def host_slices(program: str | Module) -> list[HostSlice]:
     return list(_in_frame(module, Frame(module.computations[module.entry], None, None), None))
 
 
-def walk_options(device: jax.Device) -> dict[str, str]:
-    """XLA's options under which slices of host memory in loops are right on `device`: no walks.
-
-    Each slice then takes its index as it is, and is copied by a kernel in the place of a copy engine, in the same
-    order: on an H100 beside nothing else (docs/results.md, "On one GPU"). Passes that XLA_FLAGS turns off stay off.
-    """
-    if device.platform not in ("gpu", "cuda"):
-        return {}
-    others = re.findall(r"--xla_disable_hlo_passes=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    return {"xla_disable_hlo_passes": ",".join(dict.fromkeys([*",".join(others).split(","), ANNOTATOR])).lstrip(",")}
-
-
 def _in_frame(module: Module, frame: Frame, loop: tuple[Frame, Instruction] | None) -> Iterator[HostSlice]:
     """Those of a computation, and of all that it calls; loop: the innermost, in the frame of its caller."""
     for instruction in frame.computation.instructions.values():
@@ -122,9 +104,9 @@ def _offsets(module: Module, frame: Frame, instruction: Instruction, array: Arra
     strides, step = dict.fromkeys(range(len(array.dims)), 0), shape_bytes(array.dtype, ())
     for dim in array.minor_to_major or reversed(range(len(array.dims))):
         strides[dim], step = step, step * array.dims[dim]
-    offsets = []
+    offsets, known = list[int](), Known()
     for i in range(rounds):
-        indices = [value_in_round(module, frame, name, loop[1], i) for name in instruction.operands[first:]]
+        indices = [value_in_round(module, frame, name, loop[1], i, known) for name in instruction.operands[first:]]
         if None in indices:
             return None
         offsets.append(sum(

@@ -172,15 +172,3 @@ def concurrent_options(device: jax.Device) -> dict[str, Any]:
     done, with nothing beside it (4 layers of width 512 on `h100:2x8`). SparseCores of TPUs queue them.
     """
     return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2} if device.platform in ("gpu", "cuda") else {}
-
-
-def host_prefetch_options(device: jax.Device) -> dict[str, Any]:
-    """XLA's options by which a round of a loop reads the next one's parameters or checkpoints from host memory.
-
-    XLA:GPU moves the reads to the round before, where they are beside products, and the writes to the round after. As
-    it comes it has two copies in flight at a time: of six reads of a layer four then wait at the top of a round, with
-    nothing beside them (1.5B of 4 layers on `h100:8`). XLA:TPU moves reads so by itself.
-    """
-    if device.platform not in ("gpu", "cuda"):
-        return {}
-    return {"xla_gpu_enable_pipelined_host_offloading": True, "xla_gpu_experimental_parallel_async_compute_limit": 16}

@@ -3,12 +3,14 @@
 import math
 import operator
 import re
+from collections.abc import Iterator
 
 from zero_jax.xla.parser import Frame, Instruction, Module
 
 _ARITHMETIC = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min, "maximum": max,
-    "and": operator.and_, "or": operator.or_,
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    "shift-left": operator.lshift, "shift-right-arithmetic": operator.rshift,
     "divide": lambda a, b: abs(a) // abs(b) * _sign(a) * _sign(b), "remainder": lambda a, b: abs(a) % abs(b) * _sign(a)}
 """Of integers; HLO's division drops the fraction, and its remainder has the sign of what is divided."""
 _SAME_VALUE = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape")
@@ -122,11 +124,29 @@ def _element(module: Module, frame: Frame, name: str, index: int) -> tuple[Frame
     return _element(module, frame, loop.operands[0], index)
 
 
-def value_in_round(module: Module, frame: Frame, name: str, loop: Instruction, number: int) -> int | None:
+Known = dict[tuple[tuple[str, ...], int], int | None]
+"""Integers by the names of the calls that they are in, their own, and the round."""
+
+
+def value_in_round(module: Module, frame: Frame, name: str, loop: Instruction, number: int, known: Known) -> int | None:
     """The integer `name` in round `number` of `loop`, in whose body `frame` is; None where it cannot be computed.
 
     Followed through copies, fusions and asynchronous calls to the loop's counters, and through integer arithmetic.
+    known: what was computed before for this loop. Without it a select of what a select computes doubles the work.
     """
+    key = (*_callers(frame, loop), name), number
+    if key not in known:
+        known[key] = _computed(module, frame, name, loop, number, known)
+    return known[key]
+
+
+def _callers(frame: Frame, loop: Instruction) -> Iterator[str]:
+    while frame.caller is not None and frame.caller is not loop and frame.parent is not None:
+        yield frame.caller.name
+        frame = frame.parent
+
+
+def _computed(module: Module, frame: Frame, name: str, loop: Instruction, number: int, known: Known) -> int | None:
     frame, instruction = _resolve(module, frame, name)
     opcode, operands = instruction.opcode, instruction.operands
     if opcode == "constant":
@@ -134,16 +154,18 @@ def value_in_round(module: Module, frame: Frame, name: str, loop: Instruction, n
     if opcode == "parameter" and frame.caller is not None and frame.parent is not None and (
             frame.caller.opcode in ("fusion-start", "async-start", "call-start")):
         caller = frame.caller.operands[int(instruction.arguments)]
-        return value_in_round(module, frame.parent, caller, loop, number)
+        return value_in_round(module, frame.parent, caller, loop, number, known)
     if opcode == "get-tuple-element":
-        return _counter_in_round(module, frame, instruction, loop, number)
-    values = [value_in_round(module, frame, operand, loop, number) for operand in operands]
+        return _counter_in_round(module, frame, instruction, loop, number, known)
+    values = [value_in_round(module, frame, operand, loop, number, known) for operand in operands]
     if opcode == "compare" and len(values) == 2 and None not in values:
         left, right = (value or 0 for value in values)
         return int({"LT": left < right, "LE": left <= right, "GT": left > right, "GE": left >= right,
                     "EQ": left == right, "NE": left != right}[instruction.attribute("direction")])
-    if opcode == "sign" and values[0] is not None:
-        return _sign(values[0])
+    if opcode in ("sign", "negate") and values[0] is not None:
+        return _sign(values[0]) if opcode == "sign" else -values[0]
+    if opcode == "shift-right-logical" and len(values) == 2 and None not in values and (values[0] or 0) >= 0:
+        return (values[0] or 0) >> (values[1] or 0)
     if opcode in ("divide", "remainder") and values[-1] == 0:
         return None
     if opcode == "select" and len(values) == 3 and values[0] is not None:
@@ -153,7 +175,8 @@ def value_in_round(module: Module, frame: Frame, name: str, loop: Instruction, n
     return _ARITHMETIC[opcode](*(value or 0 for value in values))
 
 
-def _counter_in_round(module: Module, frame: Frame, element: Instruction, loop: Instruction, number: int) -> int | None:
+def _counter_in_round(module: Module, frame: Frame, element: Instruction, loop: Instruction, number: int, known: Known
+                      ) -> int | None:
     """An element of what `loop` carries: a counter, or what the body computes of counters in the round before.
 
     Loops that XLA has pipelined carry the index of the round before, or of the next one.
@@ -169,7 +192,7 @@ def _counter_in_round(module: Module, frame: Frame, element: Instruction, loop: 
     if first is None or after is None:
         return None
     if step is None:
-        return value_in_round(module, *after, loop, number - 1) if number else first
+        return value_in_round(module, *after, loop, number - 1, known) if number else first
     return first + number * step
 
 

@@ -153,7 +153,8 @@ class StepWithFiles(ZeroTrainStep):
         assert self.options.offload is not None
         update = update_function(layout, self._optimizer, stochastic=self._stochastic, ema=self.options.ema,
                                  streamed=True)
-        return UpdatePlan(update, layout, given, self.options.offload.buffer_bytes, layout.disk_gradients)
+        return UpdatePlan(update, layout, given, self.options.offload.block_bytes(layout.mesh.devices.flat[0]),
+                          layout.disk_gradients)
 
     def _prepared(self, batch: Batch | None) -> DiskStates:
         """The files' layout, which may not exist yet."""

@@ -1,0 +1,81 @@
+"""XLA:GPU's options for copies to and from host memory: by copy engines beside compute, or by kernels after it.
+
+XLA:GPU copies a slice of host memory by a copy engine where its pass `dynamic-slice-annotator` has written beside it
+which rows a loop takes (`host_slices`), else by a kernel. Of jax 0.10.2 these rows are others in a backward pass; of
+0.11.2 and 0.12.0.1 they are right in the programs of this library, which is checked in each before it runs.
+
+Whatever copies, a CUDA graph has it wait: XLA makes graphs (command buffers) of what stands between the start of a copy
+and its end, and runs all commands of a graph one after another (openxla/xla pull request 48900). Without graphs the
+copies of `partition_activations="cpu"` took 2.8 of a step's 54.7 ms on an H100 in the place of 12.2 of 64.1
+(docs/results.md, "On one GPU").
+"""
+
+import os
+import re
+from typing import Any
+
+import jax
+
+from zero_jax.xla.host_slices import host_slices
+
+ANNOTATOR = "dynamic-slice-annotator"
+"""The pass of XLA:GPU that writes which rows of host memory a loop takes."""
+
+SINCE = 0, 11, 2
+"""The first version of JAX whose rows are right (of those looked at: 0.10.2 is not)."""
+
+_IN_FLIGHT = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
+"""As it comes XLA:GPU has two copies in flight at a time."""
+
+
+class WrongRows(Exception):
+    """A compiled program would copy other rows of host memory than it should."""
+
+
+def is_gpu(device: jax.Device) -> bool:
+    """Whether `device` is one of XLA:GPU, live or described."""
+    return device.platform in ("gpu", "cuda")
+
+
+def has_copy_engines(device: jax.Device) -> bool:
+    """Whether slices of host memory in loops can be copied by copy engines, beside compute."""
+    return is_gpu(device) and jax.__version_info__ >= SINCE
+
+
+def copies_both_ways(device: jax.Device) -> bool:
+    """Whether an update is to read one block while it writes another: by copy engines; and as they do, in simulation.
+
+    XLA:TPU moves copies of one round of a loop beside those of another by itself.
+    """
+    return has_copy_engines(device) or device.platform == "cpu"
+
+
+def copy_options(device: jax.Device, *, engines: bool) -> dict[str, Any]:
+    """XLA's options by which slices of host memory in loops are copied on `device`.
+
+    engines: by copy engines, beside compute. Else by kernels that take their index as it is; passes that XLA_FLAGS
+    turns off stay off.
+    """
+    if not is_gpu(device):
+        return {}
+    if engines:
+        return {"xla_gpu_enable_command_buffer": "", **_IN_FLIGHT}
+    others = re.findall(r"--xla_disable_hlo_passes=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    return {"xla_disable_hlo_passes": ",".join(dict.fromkeys([*",".join(others).split(","), ANNOTATOR])).lstrip(",")}
+
+
+def host_prefetch_options(device: jax.Device) -> dict[str, Any]:
+    """XLA's options by which a round of a loop reads the next one's parameters or checkpoints from host memory.
+
+    XLA:GPU moves the reads to the round before, where they are beside products, and the writes to the round after. As
+    it comes it has two copies in flight at a time: of six reads of a layer four then wait at the top of a round, with
+    nothing beside them (1.5B of 4 layers on `h100:8`). XLA:TPU moves reads so by itself.
+    """
+    return {"xla_gpu_enable_pipelined_host_offloading": True, **_IN_FLIGHT} if is_gpu(device) else {}
+
+
+def check_rows(program: str) -> None:
+    """Raises WrongRows for a compiled program whose loops would copy other rows of host memory than their index has."""
+    wrong = [each for each in host_slices(program) if not each.is_right]
+    if wrong:
+        raise WrongRows(f"{wrong[0]}" + f", and {len(wrong) - 1} more" * (len(wrong) > 1))
