@@ -26,8 +26,8 @@ ROWS = {"P_a+cpu": {"remat": "full", "partition_activations": "cpu"},
         "gradients": {"offload": zero_jax.Offload(parameters="host", gradients="host", buffer_bytes=2**18)}}
 KERNELS = "both", "gradients"
 """Of which XLA would write other rows, or read none ahead."""
-DEFAULT = [("h100:1", "P_a+cpu")]
 RIGHT = jax.__version_info__ >= (0, 11, 2)
+DEFAULT = [("h100:1", name) for name in ROWS if RIGHT or name == "P_a+cpu"]
 
 
 def gpu(target="h100:1"):
