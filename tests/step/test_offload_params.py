@@ -19,6 +19,7 @@ from zero_jax.contract.host import HostBudget, HostUse, host_violations
 from zero_jax.sharding.memory import in_groups
 from zero_jax.step import gradients, options
 from zero_jax.tree import leaf_bytes, named_leaves
+from zero_jax.xla import host_copies
 from zero_jax.xla.host_reads import HostRead, host_reads
 
 BATCH = {name: jax.random.randint(jax.random.key(seed), (16, 8), 0, 96) for seed, name in enumerate(
@@ -193,6 +194,9 @@ class Product(nn.Module):
 
 @pytest.mark.parametrize("target", ["h100:1", pytest.param("h100:8", marks=[pytest.mark.slow, pytest.mark.grid])])
 def test_a_weight_that_is_read_whole_is_not_copied_in_host_memory(target, monkeypatch):
+    """By kernels; by copy engines (jax 0.11.2) XLA needs no copy for the control, either."""
+    monkeypatch.setattr(host_copies, "SINCE", (99,))
+
     def compiled():
         step = zero_jax.make_zero_train_step(
             Product(), 3, mesh=mesh_of(target), precision="bf16", offload="parameters",
@@ -210,7 +214,10 @@ def test_a_weight_that_is_read_whole_is_not_copied_in_host_memory(target, monkey
 
 @pytest.mark.slow
 def test_a_trillion_on_64_gpus():
-    """Layers come up beside products; backward, with jaxlib 0.10, beside a reduction of 21 times the bytes."""
+    """Layers come up beside products; backward, with jaxlib 0.10, beside a reduction of 21 times the bytes.
+
+    By copy engines (jax 0.12) those of one direction do, by the schedule; kernels wait for each other, as scheduled.
+    """
     mesh, config = mesh_of("h100:8x8"), gpt2.PRESETS["1t"]
     step = zero_jax.make_zero_train_step(gpt2.build(config), 3, mesh=mesh, precision="bf16", offload="parameters",
                                          remat="full")
@@ -218,7 +225,9 @@ def test_a_trillion_on_64_gpus():
     made = step.compiled_step(batch)
     made.verify()
     layers = [read for read in made.host_use.param_reads(made.contract.host) if read.in_loop and read.is_slice]
-    assert sum(read.bytes * read.runs for read in layers) == 62_423_040_000 and all(read.is_ahead for read in layers)
+    assert sum(read.bytes * read.runs for read in layers) == 62_423_040_000
+    ahead = sum(read.bytes * read.runs for read in layers if read.is_ahead)
+    assert ahead >= 62_423_040_000 // (2 if step.options.uses_copy_engines(step.axes) else 1)
     assert made.memory.host_argument_size_in_bytes == made.memory.host_alias_size_in_bytes
     assert made.device_bytes < 53 * 2**30 and made.memory.host_temp_size_in_bytes == 0
     # The control: the same reads in the round that uses them.
