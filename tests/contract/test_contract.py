@@ -43,7 +43,7 @@ def broken_promises(found, stage, config=SMALL):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("target, stage", [
-    slow("h100", 1), ("h100", 2), ("h100", 3), slow("v5e", 1), slow("v5e", 2), ("v5e", 3)])
+    slow("h100", 1), ("h100", 2), ("h100", 3), slow("v5e", 1), slow("v5e", 2), slow("v5e", 3)])
 def test_communication_is_the_papers(target, stage):
     assert not broken_promises(program(f"{target} stage {stage}"), stage)
 

@@ -27,7 +27,7 @@ ROWS = {"P_a+cpu": {"remat": "full", "partition_activations": "cpu"},
 KERNELS = "both", "gradients"
 """Of which XLA would write other rows, or read none ahead."""
 RIGHT = jax.__version_info__ >= (0, 11, 2)
-DEFAULT = [("h100:1", name) for name in ROWS if RIGHT or name == "P_a+cpu"]
+DEFAULT = [("h100:1", name) for name in ROWS if RIGHT]
 
 
 def gpu(target="h100:1"):

@@ -7,7 +7,7 @@ which rows a loop takes (`host_slices`), else by a kernel. Of jax 0.10.2 these r
 Whatever copies, a CUDA graph has it wait: XLA makes graphs (command buffers) of what stands between the start of a copy
 and its end, and runs all commands of a graph one after another (openxla/xla pull request 48900). Without graphs the
 copies of `partition_activations="cpu"` took 2.8 of a step's 54.7 ms on an H100 in the place of 12.2 of 64.1
-(docs/results.md, "On one GPU").
+(docs/results.md, "Copies beside compute").
 """
 
 import os
