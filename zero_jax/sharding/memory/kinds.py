@@ -41,8 +41,8 @@ class Offload:
         norm is added up block by block as well, so that its last bits may be others than on the device. With
         `accumulate=` the stack is the sum over microbatches, in float32: each reads a layer of it, adds and writes it.
     buffer_bytes: what the update may read at a time from the host's memory, per device; it needs about twice as much
-        device memory, since results are written back from there. None: 2**26 where a GPU's copy engines read and write
-        at a time (jax 0.11.2, without gradients in host memory), else 2**24.
+        device memory, since results are written back from there. None: 2**26 on GPUs that have copy engines (jax
+        0.11.2), but with gradients there or in files, else 2**24.
 
     fraction: of the bytes of what `optimizer` and `master` put there, at least this share is in host memory, all of
         a parameter's or none, and the rest on the device (as the twin flow of ZeRO-Offload++); 1: all.
