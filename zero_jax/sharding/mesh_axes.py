@@ -13,6 +13,7 @@ from zero_jax.errors import UsageError
 from zero_jax.sharding.auto_axes import auto_mesh
 from zero_jax.sharding.mesh import CONTEXT, DATA, REPLICA, TENSOR, is_tpu
 from zero_jax.typing import AxisNames
+from zero_jax.xla.platform import is_gpu
 
 AxisRoles: TypeAlias = Mapping[str, str | Sequence[str]]
 """Role -> the name of the mesh axis that has it; `data` may have several, major first."""
@@ -161,6 +162,11 @@ class MeshAxes:
     def platform(self) -> str:
         """As JAX names it: "cpu", "gpu", "cuda", "tpu"."""
         return self.mesh.devices.flat[0].platform
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the devices are GPUs."""
+        return is_gpu(self.mesh.devices.flat[0])
 
     @property
     def is_tpu(self) -> bool:

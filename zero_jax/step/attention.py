@@ -61,7 +61,7 @@ def attention(mesh: Mesh, *, kernel: Kernel | None = None, axis: Any = None, axi
     axes = MeshAxes.of(mesh, axis, axis_roles)
     if kernel is not None and kernel not in KERNELS:
         raise UsageError(f"kernel={shown(kernel)}: give one of {', '.join(map(repr, KERNELS))}, or None.")
-    for name, wanted, devices in (("cudnn", _is_gpu(axes), "NVIDIA GPUs"), ("splash", axes.is_tpu, "TPUs")):
+    for name, wanted, devices in (("cudnn", axes.is_gpu, "NVIDIA GPUs"), ("splash", axes.is_tpu, "TPUs")):
         if kernel == name and not wanted:
             raise UsageError(f"kernel={name!r} is of {devices}, and the devices of this mesh are "
                              f"{axes.platform.upper()}: leave it out, or give \"xla\".")
@@ -116,7 +116,7 @@ class Attention:
             return "xla", ""
         if bias is not None:
             reason = "a bias on the scores"
-        elif _is_gpu(self.axes):
+        elif self.axes.is_gpu:
             if not cudnn_is_installed():
                 reason = "cuDNN cannot be loaded"
             elif q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -159,10 +159,6 @@ def cudnn_is_installed() -> bool:
     except Exception:  # its own, of the plugin, and of the loader
         return False
     return True
-
-
-def _is_gpu(axes: MeshAxes) -> bool:
-    return axes.platform in ("gpu", "cuda")
 
 
 def _splash(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array, causal: bool, scale: float, interpret: bool

@@ -14,6 +14,7 @@ from zero_jax.xla.collective import Collective
 from zero_jax.xla.events import Event
 from zero_jax.xla.host_slices import HostSlice, host_slices
 from zero_jax.xla.parser import Module, parse
+from zero_jax.xla.platform import GPU
 from zero_jax.xla.schedule import schedule
 
 
@@ -60,7 +61,7 @@ class CompiledStep:
     @functools.cached_property
     def host_slices(self) -> tuple[HostSlice, ...]:
         """The slices of host memory that its loops read and write; of a program for GPUs, where they may be wrong."""
-        return tuple(host_slices(self.module)) if self.contract.platform in ("gpu", "cuda") else ()
+        return tuple(host_slices(self.module)) if self.contract.platform in GPU else ()
 
     @functools.cached_property
     def host_use(self) -> HostUse | None:

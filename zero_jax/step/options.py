@@ -248,14 +248,12 @@ class StepOptions:
     def uses_copy_engines(self, axes: MeshAxes) -> bool:
         """Whether what is in host memory is copied by a GPU's copy engines, beside compute, not by kernels after it.
 
-        Not gradients: XLA writes a backward pass's to other rows. Not activations beside states: of small ones XLA
-        starts no read a round ahead. Not beside files, of which each piece of a step is a program of its own.
+        Not activations beside states: of small ones XLA starts no read a round ahead.
         """
         offload, activations = self.offload, self.partition_activations == "cpu"
         if not self.copy_engines or activations == (offload is not None):
             return False
-        return (offload is None or offload.disk is None and offload.gradients != "host") and has_copy_engines(
-            axes.mesh.devices.flat[0])
+        return (offload is None or offload.allows_copy_engines) and has_copy_engines(axes.mesh.devices.flat[0])
 
     @property
     def asks_for_overlap(self) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 
+from zero_jax.xla.platform import is_gpu
+
 _VERSION = "Cuda compilation tools, release 13.0, V13.0.88"  # XLA asks how much of PTX it may use
 # $1 and $3: as XLA:GPU calls both, `ptxas INPUT -o OUTPUT ...`.
 _SCRIPT = f"""#!/bin/sh
@@ -40,7 +42,7 @@ def _toolkit() -> str:
 
 def is_described_gpu(device: jax.Device) -> bool:
     """Whether `device` is a GPU of a target topology, for which programs are compiled and cannot run."""
-    return device.platform in ("gpu", "cuda") and device.client.runtime_type == "compile_only_runtime"
+    return is_gpu(device) and device.client.runtime_type == "compile_only_runtime"
 
 
 def no_machine_code(device: jax.Device) -> dict[str, Any]:

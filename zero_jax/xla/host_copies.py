@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from zero_jax.xla.host_slices import host_slices
+from zero_jax.xla.platform import is_gpu
 
 ANNOTATOR = "dynamic-slice-annotator"
 """The pass of XLA:GPU that writes which rows of host memory a loop takes."""
@@ -30,11 +31,6 @@ _IN_FLIGHT = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
 
 class WrongRows(Exception):
     """A compiled program would copy other rows of host memory than it should."""
-
-
-def is_gpu(device: jax.Device) -> bool:
-    """Whether `device` is one of XLA:GPU, live or described."""
-    return device.platform in ("gpu", "cuda")
 
 
 def has_copy_engines(device: jax.Device) -> bool:

@@ -14,6 +14,7 @@ import jax
 
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
+from zero_jax.xla.platform import is_gpu
 
 Overlap = bool | str | Mapping[str, Any]
 """What `overlap_options` takes: True, False, "auto", or a mapping."""
@@ -126,7 +127,7 @@ def prefetch_options(device: jax.Device, prefetch: bool, overlap: Overlap = "aut
         raise UsageError(f"prefetch={shown(prefetch)}: give True or False.")
     if not prefetch:
         return {}
-    if device.platform in ("gpu", "cuda"):
+    if is_gpu(device):
         return {"xla_gpu_enable_pipelined_all_gather": True}
     if device.device_kind not in ASKED:
         raise UsageError(f"prefetch=True changes nothing on {device.device_kind!r}: only the compilers for NVIDIA GPUs "
@@ -144,7 +145,7 @@ def reduction_options(device: jax.Device, num_shards: int) -> dict[str, Any]:
     num_shards: over how many devices; the threshold counts what is left on each of them. 32 MiB of gradients are one
     part, as long as half a MiB of it is left: smaller parts are sent at less than the links' rate (docs/results.md).
     """
-    if device.platform not in ("gpu", "cuda") or num_shards == 1:
+    if not is_gpu(device) or num_shards == 1:
         return {}
     return {"xla_gpu_reduce_scatter_combine_threshold_bytes": max(2**25 // num_shards, 2**19)}
 
@@ -171,4 +172,4 @@ def concurrent_options(device: jax.Device) -> dict[str, Any]:
     XLA:GPU has one in flight: in a round of backward it would send to other slices when the round's reductions are
     done, with nothing beside it (4 layers of width 512 on `h100:2x8`). SparseCores of TPUs queue them.
     """
-    return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2} if device.platform in ("gpu", "cuda") else {}
+    return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2} if is_gpu(device) else {}

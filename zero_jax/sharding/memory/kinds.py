@@ -17,6 +17,7 @@ from zero_jax.sharding.memory.host_arrays import HOST, put_on_host
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import map_named
 from zero_jax.xla.host_copies import has_copy_engines
+from zero_jax.xla.platform import is_gpu
 
 _PLACES = ("host", "device")
 
@@ -97,8 +98,16 @@ class Offload:
         """`buffer_bytes`, or what it is by default on `device`."""
         if self.buffer_bytes is not None:
             return self.buffer_bytes
-        engines = has_copy_engines(device) and self.disk is None and self.gradients != "host"
-        return 2**26 if engines else 2**24
+        return 2**26 if self.allows_copy_engines and has_copy_engines(device) else 2**24
+
+    @property
+    def allows_copy_engines(self) -> bool:
+        """Whether a GPU's copy engines may copy it, beside compute.
+
+        Not gradients: XLA writes a backward pass's to other rows. Not beside files, of which each piece of a step is a
+        program of its own.
+        """
+        return self.disk is None and self.gradients != "host"
 
     def _check_files(self) -> None:
         """Raises ValueError for parameters and gradients in files that cannot be read there."""
@@ -153,7 +162,7 @@ def check_host_memory(axes: MeshAxes) -> None:
     """
     device = axes.mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if HOST not in kinds and (kinds or device.platform not in ("gpu", "cuda")):
+    if HOST not in kinds and (kinds or not is_gpu(device)):
         raise UsageError(f"offload: the backend {device.platform!r} has no memory {HOST!r}, only "
                          f"{', '.join(kinds) or 'none'}: leave offload out.")
 
