@@ -19,7 +19,7 @@ from step.test_offload import BATCH, Stacked
 from support.pages import ROOT
 from support.saved import difference, dump
 from support.stacked_nnx import NnxStacked
-from support.two_processes import two_processes
+from support.two_processes import GPT2_BATCH, two_processes
 
 import zero_jax
 from zero_jax.checkpoint.array_pieces import PieceReader, PieceWriter, chunk_shape
@@ -256,20 +256,7 @@ def test_a_killed_save_is_no_checkpoint(tmp_path, when):
         assert sorted(os.listdir(tmp_path / "saved")) == ["1", "2"]
 
 
-PROCESS = """
-import json, sys
-import jax
-address, number, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-jax.distributed.initialize(address, 2, number)
-import numpy as np, optax
-import zero_jax
-from models import gpt2
-
-tokens = np.random.default_rng(0).integers(0, 96, (8, 17)).astype(np.int32)
-mesh = zero_jax.make_mesh(4)
-rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-batch = {name: jax.make_array_from_callback((8, 16), rows, part.__getitem__)
-         for name, part in (("inputs", tokens[:, :-1]), ("targets", tokens[:, 1:]))}
+PROCESS = GPT2_BATCH + """
 config = gpt2.Config(num_layers=3, width=64, num_heads=2, vocab_size=96, max_length=16)
 
 def step_of(folder):

@@ -1,7 +1,6 @@
 """Activations in files: a step that runs layer by layer has the bits of one program, or says why it cannot."""
 
 import os
-import textwrap
 
 import flax.linen as nn
 import jax
@@ -13,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from step.test_offload import BATCH, Block, Stacked, Unstacked
 from support.stacked_nnx import NnxStacked
 from support.targets import mesh_of
-from support.two_processes import two_processes
+from support.two_processes import GPT2_BATCH, two_processes
 
 import zero_jax
 from models import gpt2
@@ -167,20 +166,7 @@ def test_h100s_need_less_memory_by_what_is_in_files(tmp_path, monkeypatch):
     assert compiled("disk").device_bytes > program.device_bytes
 
 
-PROCESS = """
-import json, sys
-import jax
-address, number, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-jax.distributed.initialize(address, 2, number)
-import numpy as np, optax
-import zero_jax
-from models import gpt2
-
-tokens = np.random.default_rng(0).integers(0, 96, (8, 17)).astype(np.int32)
-mesh = zero_jax.make_mesh(4)
-rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-batch = {name: jax.make_array_from_callback((8, 16), rows, part.__getitem__)
-         for name, part in (("inputs", tokens[:, :-1]), ("targets", tokens[:, 1:]))}
+PROCESS = GPT2_BATCH + """
 config = gpt2.Config(num_layers=3, width=32, num_heads=2, vocab_size=96, max_length=16)
 for activations in (False, "disk"):
     step = zero_jax.make_zero_train_step(
@@ -196,7 +182,7 @@ for activations in (False, "disk"):
 
 @pytest.mark.slow
 def test_each_of_two_processes_has_a_file_of_its_own(tmp_path):
-    with two_processes(textwrap.dedent(PROCESS), str(tmp_path)) as processes:
+    with two_processes(PROCESS, str(tmp_path)) as processes:
         texts = [process.communicate(timeout=300)[0] for process in processes]
     losses = [line for text in texts for line in text.splitlines() if line.startswith("LOSSES")]
     assert len(losses) == 4 and len(set(losses)) == 1

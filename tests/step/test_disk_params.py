@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from step.test_disk_activations import TwoLoops
 from step.test_offload import BATCH, Stacked, Unstacked
 from support.stacked_nnx import NnxStacked
 from support.targets import mesh_of
-from support.two_processes import two_processes
+from support.two_processes import GPT2_BATCH, two_processes
 
 import zero_jax
 from models import gpt2
@@ -249,20 +248,7 @@ def test_h100s_hold_a_layer_of_what_is_in_files(tmp_path):
     assert tiled.verify().violations == () and tiled.device_bytes < pieces.device_bytes - 2 * 4 * 512**2
 
 
-PROCESS = """
-import json, sys
-import jax
-address, number, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-jax.distributed.initialize(address, 2, number)
-import numpy as np, optax
-import zero_jax
-from models import gpt2
-
-tokens = np.random.default_rng(0).integers(0, 96, (8, 17)).astype(np.int32)
-mesh = zero_jax.make_mesh(4)
-rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-batch = {name: jax.make_array_from_callback((8, 16), rows, part.__getitem__)
-         for name, part in (("inputs", tokens[:, :-1]), ("targets", tokens[:, 1:]))}
+PROCESS = GPT2_BATCH + """
 config = gpt2.Config(num_layers=3, width=64, num_heads=2, vocab_size=96, max_length=16)
 for parameters in ("device", "disk"):
     step = zero_jax.make_zero_train_step(
@@ -281,7 +267,7 @@ for parameters in ("device", "disk"):
 
 @pytest.mark.slow
 def test_each_of_two_processes_reads_and_writes_its_shards(tmp_path):
-    with two_processes(textwrap.dedent(PROCESS), str(tmp_path), xla_flags="--xla_cpu_max_isa=AVX") as processes:
+    with two_processes(PROCESS, str(tmp_path), xla_flags="--xla_cpu_max_isa=AVX") as processes:
         texts = [process.communicate(timeout=300)[0] for process in processes]
     losses = [json.loads(line.partition(" ")[2]) for text in texts for line in text.splitlines()
               if line.startswith("LOSSES")]

@@ -10,6 +10,23 @@ from collections.abc import Iterator
 from support.pages import ROOT
 from zero_jax.sharding.mesh import with_ordered_collectives
 
+GPT2_BATCH = """
+import json, sys
+import jax
+address, number, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+jax.distributed.initialize(address, 2, number)
+import numpy as np, optax
+import zero_jax
+from models import gpt2
+
+tokens = np.random.default_rng(0).integers(0, 96, (8, 17)).astype(np.int32)
+mesh = zero_jax.make_mesh(4)
+rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+batch = {name: jax.make_array_from_callback((8, 16), rows, part.__getitem__)
+         for name, part in (("inputs", tokens[:, :-1]), ("targets", tokens[:, 1:]))}
+"""
+"""The beginning of a program: both processes' mesh of four devices, and a batch for a GPT-2 of 96 words; `folder`."""
+
 
 @contextlib.contextmanager
 def two_processes(program: str, *args: str, xla_flags: str = "") -> Iterator[list[subprocess.Popen[str]]]:
