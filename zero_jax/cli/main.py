@@ -10,7 +10,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 from zero_jax.cli.config_file import expand_config
@@ -25,6 +24,7 @@ from zero_jax.cli.weights.generate_config import GenerateConfig
 from zero_jax.cli.weights.import_config import ImportConfig
 from zero_jax.distributed.launch import PREEMPTED, LaunchConfig, end_with_launcher, launch
 from zero_jax.errors import ReplicaError, UnwrittenCheckpointError, UsageError
+from zero_jax.versions import installed_version
 
 INTERRUPTED, HUNG_UP = 130, 129
 """Exit status after Ctrl-C and SIGHUP, as shells have it."""
@@ -149,14 +149,8 @@ def _check_utf8(args: Sequence[str]) -> None:
 
 def version_text() -> str:
     """The versions of zero_jax, JAX, jaxlib and Python in a line; nothing of them is imported."""
-    def version(package: str) -> str:
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            return "not installed"
-
-    versions = ", ".join(f"{package} {version(package)}" for package in ("jax", "jaxlib"))
-    return f"zero_jax {version('zero-jax')} ({versions}, Python {platform.python_version()})"
+    versions = ", ".join(f"{package} {installed_version(package)}" for package in ("jax", "jaxlib"))
+    return f"zero_jax {installed_version('zero-jax')} ({versions}, Python {platform.python_version()})"
 
 
 def _failed(error: Exception, status: int) -> int:

@@ -10,7 +10,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ from zero_jax.interop import program_loader
 from zero_jax.interop.params_io import MAX_FILE_BYTES, export_tree, floating_dtype
 from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.tree import leaf_bytes, named_leaves
+from zero_jax.versions import installed_version
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 WEIGHTS, LOADER = "weights.safetensors", "load.py"
@@ -107,7 +107,7 @@ def export_programs(path: Path | str, programs: Mapping[str, tuple[Callable[...,
     tensors = [file.name for file in files if file.suffix == ".safetensors"]
     manifest = {"format": program_loader.FORMAT, "version": program_loader.VERSION, "programs": entries,
                 "platforms": [*platforms], "weights": tensors, "num_weights": len(leaves), "weight_bytes": size,
-                "model": {**(model or {})}, "jax": jax.__version__, "zero_jax": metadata.version("zero-jax")}
+                "model": {**(model or {})}, "jax": jax.__version__, "zero_jax": installed_version("zero-jax")}
     (staged / "README.md").write_text(_readme(folder.name, manifest))
     shutil.copyfile(str(program_loader.__file__), staged / LOADER)
     (staged / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")

@@ -5,7 +5,6 @@ import dataclasses
 import platform
 import signal
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +50,7 @@ from zero_jax.distributed.preemption import Preemption
 from zero_jax.distributed.watchdog import Watchdog
 from zero_jax.planning.flops import model_flops, step_flops
 from zero_jax.step.disk.step import DiskTrainStep
+from zero_jax.versions import installed_version
 from zero_jax.xla.live_chip import chip_of_kind
 
 
@@ -141,7 +141,7 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
     if log.lost:
         console.print(f"Lost: {log.lost} steps that were taken after step {after}; they are taken again.")
     interrupted, samples = False, ()
-    versions = {name: metadata.version(name) for name in ("zero-jax", "jax", "jaxlib", "flax", "optax")}
+    versions = {name: installed_version(name) for name in ("zero-jax", "jax", "jaxlib", "flax", "optax")}
     try:
         if is_first():
             write_readme(config)
