@@ -39,7 +39,7 @@ from zero_jax.cli.training.profile import Profile, profile_writer
 from zero_jax.cli.training.progress import ProgressReporter
 from zero_jax.cli.training.resume import fixed, resumed
 from zero_jax.cli.training.run_folder import write_readme
-from zero_jax.cli.training.run_head import head_lines
+from zero_jax.cli.training.run_head import evaluation_line, head_lines
 from zero_jax.cli.training.run_programs import programs_of
 from zero_jax.cli.training.slice_programs import slices_of
 from zero_jax.cli.training.states_on_disk import StatesOnDisk
@@ -160,7 +160,8 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
                            peak=chip and chip.peak_flops["bf16"])
         console.print(memory_text(program.memory), soft_wrap=True)
         head = [*head_lines(objective, program, flops, devices[0].device_kind, devices[0].platform),
-                *programs.head_lines(config.steps), data.summary]
+                *programs.head_lines(config.steps), data.summary,
+                evaluation_line(held_out.batches_per_epoch, config.eval_batches)]
         console.print(*head, sep="\n", soft_wrap=True)
         log.write(config=_plain(config), versions=versions, devices=[str(device) for device in devices],
                   objective=objective.name, baselines=data.baselines, state_bytes_per_device=layout.device_bytes,
