@@ -47,6 +47,12 @@ BAD_INPUT = {
     "no out": (["train", "--out", ""], "--out is empty: give the path"),
     "no out after =": (["train", "--out="], "--out is empty: give the path"),
     "no data": (["train", "--data", ""], "--data is empty"),
+    "no folder for states": (["train", "--offload", "disk", "--offload-disk", ""], "--offload-disk is empty: give the"),
+    "no folder for copies": (["train", "--local-checkpoints=", "--local-every", "2"], "--local-checkpoints is empty"),
+    "long out": (["train", "--out", "n" * 256], f"error: {'n' * 256} is longer than names of files and folders can be"),
+    "long data": (["train", "--data", "n" * 256], "is longer than names of files and folders can be: give a shorter"),
+    "long folder of tokens": (["tokenize", "--out", "n" * 256], "is longer than names of files and folders can be"),
+    "long folder of states": (["train", "--offload", "disk", "--offload-disk", "n" * 256], "is longer than names of"),
     "many devices": (["train", "--devices", "999999"], "batch_size=16 does not divide over 999999"),
     "many devices for as many examples": (
         ["train", "--devices", "999999", "--batch-size", "999999"], "devices=999999: there is no accelerator, and at"),

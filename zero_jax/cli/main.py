@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import os
 import platform
@@ -30,7 +31,8 @@ INTERRUPTED, HUNG_UP = 130, 129
 """Exit status after Ctrl-C and SIGHUP, as shells have it."""
 OUTPUT_CLOSED = 141
 """Exit status where the reader of the output ended: 128 + SIGPIPE, as shells have it."""
-PATHS = ("--out", "--data", "--tokenizer", "--init-from", "--checkpoint", "--weights", "--png")
+PATHS = ("--out", "--data", "--tokenizer", "--init-from", "--checkpoint", "--weights", "--png", "--offload-disk",
+         "--local-checkpoints")
 """The options that are paths."""
 DOES_NOT_FIT = 3
 """Exit status of a plan that does not fit, which is an answer and not an error."""
@@ -130,6 +132,11 @@ def _status(args: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = "a path" if error.filename is None else error.filename
+        return _failed(UsageError(f"{name} is longer than names of files and folders can be: give a shorter one."), 2)
     except Exception as error:
         if where := users_line(error):
             return _failed(UsageError(told(error, where)), 2)
