@@ -94,13 +94,22 @@ def export_programs(path: Path | str, programs: Mapping[str, tuple[Callable[...,
         folder.parent.mkdir(parents=True, exist_ok=True)
         staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         staged.chmod(0o755)
-        entries = {name: _write(staged / f"{name}.jax_export", flat(fun), [abstract, *args], platforms)
-                   for name, (fun, args) in programs.items()}
+        try:
+            entries = {name: _write(staged / f"{name}.jax_export", flat(fun), [abstract, *args], platforms)
+                       for name, (fun, args) in programs.items()}
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
         return staged, entries
 
     done = all_or_none(written)
-    files = [] if constants else export_tree(
-        (done[0] if done else folder) / WEIGHTS, params, dtype=dtype, max_file_bytes=max_file_bytes)
+    try:
+        files = [] if constants else export_tree(
+            (done[0] if done else folder) / WEIGHTS, params, dtype=dtype, max_file_bytes=max_file_bytes)
+    except BaseException:
+        if done is not None:
+            shutil.rmtree(done[0], ignore_errors=True)
+        raise
     if done is None:
         return []
     staged, entries = done
