@@ -59,6 +59,7 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
         self.check_tiling()
         if self.tiling and (self.search == "fit" or self.png is not None):
             raise UsageError("tiling is for stage 3 alone, and search=fit and png compile every stage: leave it out.")
+        self.check_split()
         check_offload(self.offload, self.stage)
         check_fraction(self)
         if self.offload in ("parameters", "gradients", "disk-parameters", "auto") and (
