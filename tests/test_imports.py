@@ -13,7 +13,7 @@ MAX_LINES = 300
 
 LAYERS: dict[str, int] = {
     "errors": -2,
-    "arguments": -1, "files": -1,
+    "arguments": -1, "files": -1, "versions": -1,
     "typing": 0, "tree": 0, "stages": 0, "jaxpr": 0, "precision": 0,
     "state": 1, "xla": 1, "data": 1, "disk": 1,
     "sharding": 2,

@@ -1,7 +1,6 @@
 """ZeRO for JAX: any Flax model at any stage; matches single-device training."""
 
 import importlib
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     """The public name `name`, imported from its module at the first access."""
     if name == "__version__":
-        return metadata.version("zero-jax")
+        return importlib.import_module("zero_jax.versions").installed_version("zero-jax")
     if name not in _MODULES:
         raise AttributeError(f"module 'zero_jax' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"zero_jax.{_MODULES[name]}"), name)

@@ -4,6 +4,7 @@ import math
 import operator
 import os
 import re
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from zero_jax.errors import UsageError, cut, printable
@@ -29,6 +30,13 @@ def patterns(name: str, value: Any, example: str) -> tuple[str, ...]:
             raise UsageError(f"{name}: {shown(pattern)} is no regular expression ({error}): give a pattern that "
                              f"re.search takes, as {example}; re.escape(name) matches a name itself.") from error
     return given
+
+
+def check_matched(name: str, given: Iterable[str], names: Collection[str]) -> None:
+    """Raises UsageError for a pattern of the argument `name` that `re.search` finds in none of `names`, parameters'."""
+    for pattern in given:
+        if not any(re.search(pattern, each) for each in names):
+            raise UsageError(f"{name}: {pattern!r} matches no parameter. There are: {', '.join(names)}.")
 
 
 def whole(name: str, value: Any, least: int) -> int:

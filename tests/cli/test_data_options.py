@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -226,6 +227,18 @@ def test_tokenize(tmp_path, files):
             (["--out", str(tmp_path / "x"), "--text-field", "no"], "line 1: it has no field")):
         done = run("tokenize", "--data", str(files / "a.jsonl"), *args)
         assert done.returncode == 2 and expected in message(done), done.stderr
+
+
+def test_tokens_that_the_disk_has_no_place_for(tmp_path, files):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))  # as a disk that is full
+    try:
+        done = run("tokenize", "--data", str(files / "a.jsonl"), "--out", str(tmp_path / "x"), "--tokenizer",
+                   str(files / "tokenizer.json"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.endswith("/x cannot be written (File too large): free space, or give another folder.\n")
 
 
 def test_bad_data_is_refused_before_jax_starts(files):

@@ -11,6 +11,7 @@ import zero_jax
 from models import gpt2
 from zero_jax.cli.objectives.objective import with_perplexity
 from zero_jax.cli.training.evaluation import evaluate, token_sums
+from zero_jax.cli.training.run_head import evaluation_line
 
 
 def by_hand(logits, targets, weights):
@@ -48,6 +49,12 @@ def test_no_token_and_a_loss_beyond_exp_are_told_as_such():
     large = {"loss": jnp.float32(8000), "accuracy": jnp.zeros(()), "weight": jnp.float32(8)}
     found = with_perplexity(evaluate(lambda _: large, [1]))
     assert found == {"loss": 1000.0, "perplexity": math.inf, "accuracy": 0.0}
+
+
+def test_the_batches_of_an_evaluation_are_told():
+    assert evaluation_line(40, 16) == "Evaluation: 16 of the 40 batches held out (eval_batches=16)."
+    assert evaluation_line(7, 16) == "Evaluation: all 7 batches held out (eval_batches=16)."
+    assert evaluation_line(1, 16) == "Evaluation: all 1 batch held out (eval_batches=16)."
 
 
 @pytest.mark.grid

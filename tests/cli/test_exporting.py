@@ -15,6 +15,7 @@ import safetensors.numpy as safetensors_numpy
 
 from models import gpt2
 from zero_jax import Names, export_params
+from zero_jax.checkpoint import checkpoint
 from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.cli.environment import checkpoints_of
 from zero_jax.cli.model_lookup import find_model
@@ -23,6 +24,8 @@ from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.resume import fixed
 from zero_jax.cli.weights.export_command import export_command
 from zero_jax.cli.weights.export_config import ExportConfig
+from zero_jax.cli.weights.generate_command import generate_command
+from zero_jax.cli.weights.generate_config import GenerateConfig
 
 ROOT = Path(__file__).parents[2]
 RUN = TrainConfig(model="gpt2:tiny", stage=2, precision="bf16", ema=0.5, batch_size=8, seq_len=16,
@@ -61,6 +64,22 @@ def test_what_is_exported_is_what_was_saved(tmp_path, saved, dtype, names, ema):
         assert found[name].dtype == kind and value.dtype == np.float32
         np.testing.assert_array_equal(found[name], value.astype(kind))
     assert any((value != value.astype(ml_dtypes.bfloat16)).any() for value in expected.values()), "bf16 would not show"
+
+
+def test_generate_reads_parameters_alone_but_for_the_average(saved, monkeypatch):
+    # There are 8 already.
+    monkeypatch.setattr("zero_jax.cli.weights.generate_command.simulate_devices", lambda number: None)
+    read, kinds = checkpoint.read_arrays, []
+
+    def noted(path, arrays):
+        kinds.append({name.partition("/")[0] for name in arrays})
+        return read(path, arrays)
+
+    monkeypatch.setattr(checkpoint, "read_arrays", noted)
+    texts = [generate_command(GenerateConfig(str(saved[0]), ("a",), tokens=2, temperature=0, at=3, ema=ema))
+             for ema in (False, True)]
+    assert kinds[0] == {"params"} and {"params", "ema", "opt_state"} <= kinds[1]
+    assert texts[0] == texts[1]  # before the first step the average is the parameters
 
 
 @pytest.mark.parametrize(("options", "message"), [

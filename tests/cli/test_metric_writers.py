@@ -105,8 +105,9 @@ def test_a_dry_run_trains_and_writes_nothing(tmp_path):
             "--out", str(tmp_path / "run")]
     done = run(*args)
     assert done.returncode == 0, message(done)
-    for words in ("Dry run, nothing is trained or written", 'model = "gpt2:tiny"', "Communication by purpose",
-                  "8 devices, mesh data 8", "Time: not predicted for the devices that are here"):
+    for words in ("Dry run, nothing is trained or written; nor are the data read", 'model = "gpt2:tiny"',
+                  "Communication by purpose", "8 devices, mesh data 8",
+                  "Time: not predicted for the devices that are here"):
         assert words in done.stdout
     assert not (tmp_path / "run").exists()
 

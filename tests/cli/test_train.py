@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import typing
+from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -100,6 +101,23 @@ def learned(out, stage):
     """The summary of 30 steps at this stage."""
     config = dataclasses.replace(TINY, stage=stage, steps=30, eval_every=30, seq_len=64, samples=0, out=out)
     return train(config, console=Console(quiet=True))
+
+
+def test_a_checkout_that_is_not_installed_trains(tmp_path, monkeypatch):
+    version = metadata.version
+
+    def uninstalled(package):
+        if package == "zero-jax":
+            raise metadata.PackageNotFoundError(package)
+        return version(package)
+
+    monkeypatch.setattr(metadata, "version", uninstalled)
+    assert run("--version").stdout.startswith("zero_jax not installed (jax 0.")
+    assert zero_jax.__version__ == "not installed"
+    done = run(*train_args(tmp_path, "--steps", "1", "--samples", "0", "--save-every", "0", "--eval-batches", "1"))
+    assert done.returncode == 0, done.stderr
+    assert "held out.\nEvaluation: 1 of the 39 batches held out (eval_batches=1).\n" in done.stdout, done.stdout
+    assert "(zero-jax not installed, jax 0." in (tmp_path / "config.toml").read_text()
 
 
 @pytest.mark.slow

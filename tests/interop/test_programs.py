@@ -91,7 +91,7 @@ def test_any_function_of_parameters_is_a_program_of_any_batch_and_platform(tmp_p
     assert not np.allclose(again.call("linear", x), linear(LINEAR, x))
 
 
-def test_what_cannot_be_written_or_read(tmp_path):
+def test_what_cannot_be_written_or_read(tmp_path, monkeypatch):
     programs = {"linear": (linear, (rows(),))}
     (tmp_path / "full").mkdir()
     (tmp_path / "full/x").touch()
@@ -103,7 +103,12 @@ def test_what_cannot_be_written_or_read(tmp_path):
                             "cannot be traced with symbolic dims")):
         with pytest.raises(zero_jax.UsageError, match=error):
             zero_jax.export_programs(**({"path": tmp_path / "out", "programs": programs, "params": LINEAR} | options))
-        assert not (tmp_path / "out").exists()
+        assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    monkeypatch.setattr("zero_jax.interop.programs.export_tree", lambda *args, **options: 1 / 0)  # as on a full disk
+    with pytest.raises(ZeroDivisionError):
+        zero_jax.export_programs(tmp_path / "out", programs, LINEAR)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    monkeypatch.undo()
     zero_jax.export_programs(tmp_path / "out", programs, LINEAR)
     file = tmp_path / "out/linear.jax_export"
     data = bytearray(file.read_bytes())

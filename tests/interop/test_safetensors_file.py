@@ -1,6 +1,7 @@
 """The format beside its own library, and each way in which a file can be wrong."""
 
 import json
+import resource
 from pathlib import Path
 
 import ml_dtypes
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy as safetensors_numpy
 
+from zero_jax.errors import UsageError
 from zero_jax.interop.safetensors_file import DTYPES, Piece, find_tensors, read_header, write_tensors
 
 ARRAYS = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.array(7, np.int64),
@@ -156,3 +158,22 @@ def test_what_is_not_there(tmp_path):
     (tmp_path / "x.index.json").write_text('{"weight_map": {}}')
     with pytest.raises(ValueError, match="no weight_map"):
         find_tensors(tmp_path / "x.index.json")
+
+
+def test_a_file_that_cannot_be_written_whole_is_told_and_leaves_nothing(tmp_path):
+    value = np.zeros(10_000, np.float32)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a disk that is full
+    try:
+        with pytest.raises(UsageError, match=r"x.safetensors cannot be written \(File too large\): free space, or"):
+            write_tensors(tmp_path / "x.safetensors", pieces({"a": value}), max_file_bytes=1 << 20, metadata={})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*tmp_path.iterdir()]
+
+    def fails():
+        raise FileNotFoundError(2, "gone", "another")
+
+    with pytest.raises(FileNotFoundError):  # negative control: not of this file
+        write_tensors(tmp_path / "x.safetensors", [Piece("a", value.dtype, value.shape, fails)],
+                      max_file_bytes=1 << 20, metadata={})

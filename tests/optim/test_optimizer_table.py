@@ -198,6 +198,22 @@ def test_a_state_that_changes_is_refused(update, message):
         zero_jax.make_zero_train_step(Model(), 3, loss=classify, optimizer=optimizer).layout(BATCHES[0])
 
 
+def injected(schedule):
+    return optax.inject_hyperparams(lambda learning_rate: optax.adamw(learning_rate, mu_dtype=jnp.bfloat16)
+                                    )(learning_rate=schedule)
+
+
+def test_a_rate_in_float32_is_refused_only_where_its_updates_are_stored_in_bfloat16():
+    """An injected schedule makes float32 of bfloat16 updates; with stochastic rounding the update is float32 anyway."""
+    optimizer = injected(optax.linear_schedule(0.0, 1e-3, 10))
+    step = zero_jax.make_zero_train_step(Model(), 3, loss=classify, optimizer=optimizer, precision="bf16-stochastic")
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(step.layout(BATCHES[0]).state.params)} == {"bfloat16"}
+    nearest = zero_jax.Precision(params="bfloat16", compute="bfloat16")
+    with pytest.raises(ValueError, match="is bfloat16.* before and float32.* after. Cast them to the dtype"):
+        zero_jax.make_zero_train_step(Model(), 3, loss=classify, optimizer=optimizer, precision=nearest
+                                      ).layout(BATCHES[0])
+
+
 @pytest.mark.parametrize("name", ["lamb", slow("lars")])
 def test_a_batch_that_grows_compiles_once_for_each_size(name):
     step = zero_jax.make_zero_train_step(Model(), 3, loss=classify, optimizer=make(name))

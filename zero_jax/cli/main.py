@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import os
 import platform
@@ -10,7 +11,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 from zero_jax.cli.config_file import expand_config
@@ -25,12 +25,14 @@ from zero_jax.cli.weights.generate_config import GenerateConfig
 from zero_jax.cli.weights.import_config import ImportConfig
 from zero_jax.distributed.launch import PREEMPTED, LaunchConfig, end_with_launcher, launch
 from zero_jax.errors import ReplicaError, UnwrittenCheckpointError, UsageError
+from zero_jax.versions import installed_version
 
 INTERRUPTED, HUNG_UP = 130, 129
 """Exit status after Ctrl-C and SIGHUP, as shells have it."""
 OUTPUT_CLOSED = 141
 """Exit status where the reader of the output ended: 128 + SIGPIPE, as shells have it."""
-PATHS = ("--out", "--data", "--tokenizer", "--init-from", "--checkpoint", "--weights", "--png")
+PATHS = ("--out", "--data", "--tokenizer", "--init-from", "--checkpoint", "--weights", "--png", "--offload-disk",
+         "--local-checkpoints")
 """The options that are paths."""
 DOES_NOT_FIT = 3
 """Exit status of a plan that does not fit, which is an answer and not an error."""
@@ -130,6 +132,11 @@ def _status(args: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = "a path" if error.filename is None else error.filename
+        return _failed(UsageError(f"{name} is longer than names of files and folders can be: give a shorter one."), 2)
     except Exception as error:
         if where := users_line(error):
             return _failed(UsageError(told(error, where)), 2)
@@ -149,14 +156,8 @@ def _check_utf8(args: Sequence[str]) -> None:
 
 def version_text() -> str:
     """The versions of zero_jax, JAX, jaxlib and Python in a line; nothing of them is imported."""
-    def version(package: str) -> str:
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            return "not installed"
-
-    versions = ", ".join(f"{package} {version(package)}" for package in ("jax", "jaxlib"))
-    return f"zero_jax {version('zero-jax')} ({versions}, Python {platform.python_version()})"
+    versions = ", ".join(f"{package} {installed_version(package)}" for package in ("jax", "jaxlib"))
+    return f"zero_jax {installed_version('zero-jax')} ({versions}, Python {platform.python_version()})"
 
 
 def _failed(error: Exception, status: int) -> int:

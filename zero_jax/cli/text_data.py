@@ -101,7 +101,7 @@ def token_parts(tokens: np.ndarray, config: TrainConfig, vocab_size: int | None)
 
 def counts_text(train: int, held_out: int, items: str = "tokens") -> str:
     """How many of what there are, in a line."""
-    return f"Data: {train:,} {items} to train on, {held_out:,} to evaluate on."
+    return f"Data: {train:,} {items} to train on, {held_out:,} held out."
 
 
 def ids_text(ids: np.ndarray) -> str:

@@ -86,7 +86,11 @@ def tokenize_command(config: TokenizeConfig) -> list[str]:
             size += len(text.encode())
             yield text
 
-    written = write_tokenized(config.out, counted(), tokenizer, sources=config.data)
+    try:
+        written = write_tokenized(config.out, counted(), tokenizer, sources=config.data)
+    except OSError as error:  # not of the data, of which reading tells
+        raise UsageError(f"out={config.out} cannot be written ({error.strerror or error}): free space, or give another "
+                         "folder.") from error
     return [*lines, f"{written.num_documents:,} documents, {written.num_tokens:,} tokens of a vocabulary of "
             f"{written.vocab_size:,} in {written.folder}: {size / written.num_tokens:.2f} bytes for a token. "
             f"train --data {written.folder} reads them."]

@@ -87,6 +87,7 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
         self.check_diloco()
         self.check_lora()
         self.check_tiling()
+        self.check_split()
         self.check_schedule()
         self.check_objective_options()
         self.check_evaluation()

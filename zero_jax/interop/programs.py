@@ -10,7 +10,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ from zero_jax.interop import program_loader
 from zero_jax.interop.params_io import MAX_FILE_BYTES, export_tree, floating_dtype
 from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.tree import leaf_bytes, named_leaves
+from zero_jax.versions import installed_version
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 WEIGHTS, LOADER = "weights.safetensors", "load.py"
@@ -94,20 +94,29 @@ def export_programs(path: Path | str, programs: Mapping[str, tuple[Callable[...,
         folder.parent.mkdir(parents=True, exist_ok=True)
         staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         staged.chmod(0o755)
-        entries = {name: _write(staged / f"{name}.jax_export", flat(fun), [abstract, *args], platforms)
-                   for name, (fun, args) in programs.items()}
+        try:
+            entries = {name: _write(staged / f"{name}.jax_export", flat(fun), [abstract, *args], platforms)
+                       for name, (fun, args) in programs.items()}
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
         return staged, entries
 
     done = all_or_none(written)
-    files = [] if constants else export_tree(
-        (done[0] if done else folder) / WEIGHTS, params, dtype=dtype, max_file_bytes=max_file_bytes)
+    try:
+        files = [] if constants else export_tree(
+            (done[0] if done else folder) / WEIGHTS, params, dtype=dtype, max_file_bytes=max_file_bytes)
+    except BaseException:
+        if done is not None:
+            shutil.rmtree(done[0], ignore_errors=True)
+        raise
     if done is None:
         return []
     staged, entries = done
     tensors = [file.name for file in files if file.suffix == ".safetensors"]
     manifest = {"format": program_loader.FORMAT, "version": program_loader.VERSION, "programs": entries,
                 "platforms": [*platforms], "weights": tensors, "num_weights": len(leaves), "weight_bytes": size,
-                "model": {**(model or {})}, "jax": jax.__version__, "zero_jax": metadata.version("zero-jax")}
+                "model": {**(model or {})}, "jax": jax.__version__, "zero_jax": installed_version("zero-jax")}
     (staged / "README.md").write_text(_readme(folder.name, manifest))
     shutil.copyfile(str(program_loader.__file__), staged / LOADER)
     (staged / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")

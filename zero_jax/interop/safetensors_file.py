@@ -274,7 +274,10 @@ def _write_file(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str]
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file that replaces `path` when all of it is on disk, and is removed if anything fails before."""
+    """A temporary file that replaces `path` when all of it is on disk, and is removed if anything fails before.
+
+    Raises UsageError where it cannot be written, as to a full disk.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -282,5 +285,9 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        if error.filename not in (None, str(temporary)):
+            raise  # of another file
+        raise UsageError(f"{path} cannot be written ({error.strerror}): free space, or give another place.") from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """Whether an optimizer can run in a train step: the arguments of its update, and a state of constant shapes."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,50 +47,54 @@ def traced_once(optimizer: optax.GradientTransformationExtraArgs) -> optax.Gradi
 
 
 def check_optimizer(optimizer: optax.GradientTransformationExtraArgs, params: Any,
-                    sharding: jax.sharding.Sharding | None = None, frozen: Any = None) -> None:
+                    sharding: jax.sharding.Sharding | None = None, frozen: Any = None, *,
+                    widen: Callable[[Any], Any] = lambda tree: tree) -> None:
     """Raises ValueError unless `optimizer` runs on what a step has, and its updates and state keep their shapes.
 
     params: a pytree of `jax.ShapeDtypeStruct`s, as stored; frozen: that of the parameters that are not trained, which
     the optimizer does not see. sharding: any over the mesh of the step, which is part of the types in its trace.
+    widen: what the step makes of stored parameters and state before an update, as float32 of bfloat16.
     """
     try:
-        before, updates, after = _run(optimizer, params, sharding)
+        before, updates, after = _run(optimizer, params, sharding, widen)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         if not (advice := _advice(message)):
-            _check_run_without(optimizer, params, frozen, sharding, error)
+            _check_run_without(optimizer, params, frozen, sharding, widen, error)
             raise  # an error of the optimizer's own
         raise UsageError(
             "The optimizer cannot run on what a train step gives its update, which is the gradients, its state, the "
             f"parameters and value=loss. It says: {message} {advice}.") from error
-    if difference := _difference(params, updates):
-        raise UsageError(f"The optimizer's updates of parameters change shape: {difference}. {_advice('per_example')}.")
+    if difference := _difference(jax.eval_shape(widen, params), updates):
+        advice = _advice("per_example") if _difference(jax.eval_shape(widen, params), updates, dtypes=False) else (
+            "Cast them to the dtype of the parameters, as the last transform of the chain")
+        raise UsageError(f"The optimizer's updates of parameters change shape or dtype: {difference}. {advice}.")
     if difference := _difference(before, after):
         raise UsageError(
             f"The optimizer's state changes in its first step: {difference}. Each step would be compiled again, with "
             "other shardings: let its init make what its update returns.")
 
 
-def _run(optimizer: optax.GradientTransformationExtraArgs, params: Any, sharding: jax.sharding.Sharding | None
-         ) -> tuple[Any, Any, Any]:
-    """The state of `optimizer`, its first updates and the state after them, abstract."""
+def _run(optimizer: optax.GradientTransformationExtraArgs, params: Any, sharding: jax.sharding.Sharding | None,
+         widen: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
+    """The state of `optimizer` as its update gets it, its first updates and the state after them, abstract."""
     def placed(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.update(sharding=sharding), tree)
 
     value = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
-    before = jax.eval_shape(optimizer.init, params)
+    params, before = jax.eval_shape(lambda params: widen((params, optimizer.init(params))), params)
     updates, after = jax.eval_shape(
-        lambda grads, state, params, value: optimizer.update(grads, state, params, value=value),
+        lambda grads, state, params, value: widen(optimizer.update(grads, state, params, value=value)),
         *placed((params, before, params)), value)
     return before, updates, after
 
 
 def _check_run_without(optimizer: optax.GradientTransformationExtraArgs, params: Any, frozen: Any,
-                       sharding: jax.sharding.Sharding | None, error: Exception) -> None:
+                       sharding: jax.sharding.Sharding | None, widen: Callable[[Any], Any], error: Exception) -> None:
     """Raises UsageError where `optimizer`, which fails with `error` on `params` alone, runs on `frozen` besides."""
     names = [name for name, _ in named_leaves(frozen)]
     try:
-        _run(optimizer, merge(params, frozen or {}), sharding)
+        _run(optimizer, merge(params, frozen or {}), sharding, widen)
     except Exception:
         return
     raise UsageError(
@@ -103,10 +108,10 @@ def _advice(message: str) -> str:
     return next((advice for words, advice in _ADVICE if any(word in message for word in words)), "")
 
 
-def _difference(old: Any, new: Any) -> str:
-    """The first leaf whose name, shape or dtype is another in `new`; empty if there is none."""
-    old_types, new_types = (
-        {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named_leaves(tree)} for tree in (old, new))
+def _difference(old: Any, new: Any, *, dtypes: bool = True) -> str:
+    """The first leaf whose name, shape or dtype, if `dtypes` count, is another in `new`; empty if there is none."""
+    old_types, new_types = ({name: f"{leaf.dtype if dtypes else ''}{list(leaf.shape)}"
+                             for name, leaf in named_leaves(tree)} for tree in (old, new))
     for name in {**old_types, **new_types}:
         if old_types.get(name) != new_types.get(name):
             return f"{name} is {old_types.get(name, 'absent')} before and {new_types.get(name, 'absent')} after"

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.arguments import patterns, shown, whole
+from zero_jax.arguments import check_matched, patterns, shown, whole
 from zero_jax.errors import UsageError
 from zero_jax.sharding.mesh import TENSOR
 from zero_jax.sharding.mesh_axes import MeshAxes
@@ -64,9 +64,7 @@ def tensor_specs(params: Any, axes: MeshAxes, rules: Sequence[TensorRule | tuple
     rules = rules_of(rules)
     tensor, num_shards, leaves = axes.tensor, axes.tensor_size, named_leaves(params)
     for rule in rules:
-        if not any(re.search(rule.pattern, name) for name, _ in leaves):
-            raise UsageError(f"tensor_rules: {rule.pattern!r} matches no parameter. There are: "
-                             f"{', '.join(name for name, _ in leaves)}.")
+        check_matched("tensor_rules", [rule.pattern], [name for name, _ in leaves])
         if rule.units is not None and rule.units % num_shards:
             raise UsageError(f"tensor_rules: {rule.pattern!r} is made of {rule.units} units (heads), which do not "
                              f"divide over the {num_shards} devices of the axis {tensor!r} of the mesh "

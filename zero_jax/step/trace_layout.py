@@ -27,6 +27,7 @@ from zero_jax.sharding.tiling import with_tiles
 from zero_jax.state import ZeroState
 from zero_jax.step.losses import checked, with_key
 from zero_jax.step.options import StepOptions
+from zero_jax.step.rounding import widened
 from zero_jax.step.trainable import check_trainable, check_written, split_trainable
 from zero_jax.tree import cast_floating, map_named, merge, named_leaves
 from zero_jax.typing import Batch, Loss, Params
@@ -49,7 +50,8 @@ def trace_layout(model: ModelFunctions, init: Callable[..., Any], loss: Loss,
     check_trainable(values, frozen=options.frozen, keep=precision.keep)
     params, frozen = split_trainable(values, options.frozen)
     params = jax.eval_shape(lambda tree: cast_floating(tree, precision.params), params)
-    check_optimizer(optimizer, params, replicated, frozen)
+    check_optimizer(optimizer, params, replicated, frozen,
+                    **({"widen": widened} if precision.rounding == "stochastic" else {}))
 
     # Second, how the loss reads them.
     as_read = map_named(lambda name, leaf: leaf.update(dtype=precision.read_dtype(name, leaf.dtype)),

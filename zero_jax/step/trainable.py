@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from zero_jax.arguments import check_matched
 from zero_jax.errors import UsageError
 from zero_jax.precision import Precision
 from zero_jax.sharding.batch import Accumulation
@@ -28,10 +29,7 @@ def check_trainable(params: dict[Any, Any], *, frozen: Sequence[str], keep: Sequ
     """Raises ValueError for a pattern that no name matches, where nothing is trained, and for what cannot be."""
     leaves = named_leaves(params)
     for argument, patterns in (("frozen", frozen), ("keep", keep)):
-        for pattern in patterns:
-            if not any(re.search(pattern, name) for name, _ in leaves):
-                raise UsageError(f"{argument}: {pattern!r} matches no parameter. There are: "
-                                 f"{', '.join(name for name, _ in leaves)}.")
+        check_matched(argument, patterns, [name for name, _ in leaves])
     trained = [(name, leaf) for name, leaf in leaves if not matches(frozen, name)]
     if leaves and not trained:
         raise UsageError(f"frozen={tuple(frozen)} matches every parameter: there is nothing to train.")

@@ -29,7 +29,8 @@ class ReportOptions:
     """steps=10:15: trace steps 10 to 15 with JAX's profiler, into profile/ in out, and say where their time goes."""
 
     dry_run: bool = False
-    """Compile the step and report memory, communication and time; train nothing and write nothing."""
+    """Compile the step and report memory, communication and time; train nothing and write nothing. Whether the data
+    are enough is not seen: they are not read."""
 
     target: str | None = None
     """With dry_run: a target topology to compile for, such as h100:8, as for plan. None: the devices that are here."""

@@ -117,7 +117,8 @@ def inspect_command(config: TrainConfig, *, console: Console | None = None) -> b
     objective = objective_of(config)
     choice = objective.choice
     if config.dry_run:
-        console.print(f"Dry run, nothing is trained or written. All options:\n{config_text(config)}", soft_wrap=True)
+        console.print("Dry run, nothing is trained or written; nor are the data read, so whether there are enough only "
+                      f"a run says. All options:\n{config_text(config)}", soft_wrap=True)
     check_start(config)
     target = None if config.target is None else target_of(config.target)
     devices = devices_of(config) if target is None else target_devices(target)

@@ -17,6 +17,7 @@ from zero_jax.cli.options.parallel import ParallelOptions
 from zero_jax.cli.options.plan import PlanOptions
 from zero_jax.cli.options.tiling import TilingOptions
 from zero_jax.cli.renamed import REMAT_VALUES, takes_old_names
+from zero_jax.cli.train_config import MAX_COUNT
 from zero_jax.errors import UsageError
 from zero_jax.xla.targets import Target, target_of
 
@@ -36,10 +37,12 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
             raise UsageError(f"remat={self.remat!r} is unknown{nearest(str(self.remat), [*get_args(RematName)])}")
         for name, value in (("batch_per_device", self.batch_per_device), ("seq_len", self.seq_len),
                             ("accumulate", self.accumulate), ("tensor", self.tensor), ("context", self.context),
-                            ("replica", self.replica),
+                            ("replica", self.replica), ("vocab_size", self.vocab_size),
                             *(("mesh", size) for size in self.mesh)):
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: give at least 1.")
+            if value is not None and value > MAX_COUNT:
+                raise UsageError(f"{name}={value}: give at most {MAX_COUNT}.")
         if self.batch_per_device % self.accumulate:
             raise UsageError(f"batch_per_device={self.batch_per_device} does not divide into {self.accumulate} "
                              "microbatches: give a multiple.")
@@ -56,6 +59,7 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
         self.check_tiling()
         if self.tiling and (self.search == "fit" or self.png is not None):
             raise UsageError("tiling is for stage 3 alone, and search=fit and png compile every stage: leave it out.")
+        self.check_split()
         check_offload(self.offload, self.stage)
         check_fraction(self)
         if self.offload in ("parameters", "gradients", "disk-parameters", "auto") and (

@@ -39,6 +39,12 @@ def head_lines(objective: Objective, compiled: CompiledStep, flops: StepFlops, d
     ]
 
 
+def evaluation_line(held_out: int, most: int) -> str:
+    """How many batches an evaluation takes, of those `held_out`, at most `most`: a sentence."""
+    taken = "all" if most >= held_out else f"{most:,} of the"
+    return f"Evaluation: {taken} {held_out:,} {'batch' if held_out == 1 else 'batches'} held out (eval_batches={most})."
+
+
 def memory_bytes(compiled: CompiledStep) -> int:
     """Device memory that a step needs on each device; that of the state where the backend does not report it."""
     return compiled.layout.device_bytes if compiled.memory is None else compiled.device_bytes

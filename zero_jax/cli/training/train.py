@@ -5,7 +5,6 @@ import dataclasses
 import platform
 import signal
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from zero_jax.cli.training.profile import Profile, profile_writer
 from zero_jax.cli.training.progress import ProgressReporter
 from zero_jax.cli.training.resume import fixed, resumed
 from zero_jax.cli.training.run_folder import write_readme
-from zero_jax.cli.training.run_head import head_lines
+from zero_jax.cli.training.run_head import evaluation_line, head_lines
 from zero_jax.cli.training.run_programs import programs_of
 from zero_jax.cli.training.slice_programs import slices_of
 from zero_jax.cli.training.states_on_disk import StatesOnDisk
@@ -51,6 +50,7 @@ from zero_jax.distributed.preemption import Preemption
 from zero_jax.distributed.watchdog import Watchdog
 from zero_jax.planning.flops import model_flops, step_flops
 from zero_jax.step.disk.step import DiskTrainStep
+from zero_jax.versions import installed_version
 from zero_jax.xla.live_chip import chip_of_kind
 
 
@@ -141,7 +141,7 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
     if log.lost:
         console.print(f"Lost: {log.lost} steps that were taken after step {after}; they are taken again.")
     interrupted, samples = False, ()
-    versions = {name: metadata.version(name) for name in ("zero-jax", "jax", "jaxlib", "flax", "optax")}
+    versions = {name: installed_version(name) for name in ("zero-jax", "jax", "jaxlib", "flax", "optax")}
     try:
         if is_first():
             write_readme(config)
@@ -160,7 +160,8 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
                            peak=chip and chip.peak_flops["bf16"])
         console.print(memory_text(program.memory), soft_wrap=True)
         head = [*head_lines(objective, program, flops, devices[0].device_kind, devices[0].platform),
-                *programs.head_lines(config.steps), data.summary]
+                *programs.head_lines(config.steps), data.summary,
+                evaluation_line(held_out.batches_per_epoch, config.eval_batches)]
         console.print(*head, sep="\n", soft_wrap=True)
         log.write(config=_plain(config), versions=versions, devices=[str(device) for device in devices],
                   objective=objective.name, baselines=data.baselines, state_bytes_per_device=layout.device_bytes,

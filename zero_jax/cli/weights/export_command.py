@@ -99,8 +99,11 @@ def restored(checkpoints: Checkpoints, step: ZeroTrainStep, batch: Any, *, at: i
 
 
 def saved_state(checkpoints: Checkpoints, step: ZeroTrainStep, batch: Any, manifest: Manifest) -> ZeroState:
-    """A state with the parameters of a checkpoint: its own, or of slices a new one from the outer parameters."""
-    if slices_in(manifest) is None:
+    """A new state with the parameters and variables of a checkpoint, of slices the outer ones; nothing else is read.
+
+    Where `step` has adapters or keeps an average, it is the state that was saved.
+    """
+    if slices_in(manifest) is None and (step.options.ema is not None or getattr(step, "lora", None) is not None):
         return checkpoints.restore(step, batch, at=manifest.step).state
     params, variables = checkpoints.load_params(step, batch, at=manifest.step)
     return step.init(jax.random.key(0), batch, params={**dict(named_leaves(params)), **dict(named_leaves(variables))})

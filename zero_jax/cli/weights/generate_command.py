@@ -1,5 +1,6 @@
 """The command `generate`: prompts continued with the parameters of a checkpoint, with a cache of keys and values."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -55,6 +56,8 @@ def generate_command(config: GenerateConfig) -> list[str]:
     if simulates():
         simulate_devices(1)
     devices = jax.devices()
+    if not config.ema and run.lora_rank is None:  # only parameters are read: an optimizer with little state
+        run = dataclasses.replace(run, ema=None, optimizer="sgd-momentum")
     step = step_of(run, choice, devices)
     batch = abstract_batch(choice, len(devices), run.seq_len)
     state = saved_state(checkpoints, step, batch, manifest)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zero_jax.arguments import patterns, shown, whole
+from zero_jax.arguments import check_matched, patterns, shown, whole
 from zero_jax.errors import UsageError
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.messages import GRADIENT_NAMES, NAMES, BlockFormat
@@ -115,10 +115,7 @@ class Communication:
 
     def check_names(self, names: Collection[str]) -> None:
         """Raises ValueError for a pattern of `exclude` that is in none of `names`, those of the parameters."""
-        for pattern in self.exclude:
-            if not any(re.search(pattern, name) for name in names):
-                raise UsageError(f"Communication: exclude: {pattern!r} matches no parameter. There are: "
-                                 f"{', '.join(names)}.")
+        check_matched("Communication: exclude", self.exclude, names)
 
     def reason(self, name: str, shape: Shape, dtype: DType, *, num_loops: int, local_size: int, num_parts: int,
                all_parts: int) -> str:
