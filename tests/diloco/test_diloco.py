@@ -249,6 +249,9 @@ WRONG = {
     "a state of another step": (
         lambda: trained((diloco := make()), batches(1), diloco.step.init(jax.random.key(0), batches(1)[0])),
         "not of this step"),
+    "an evaluator of a state of another step": (
+        lambda: (diloco := make()).layout(batches(1)[0]) and diloco.evaluator()(
+            diloco.step.init(jax.random.key(0), batches(1)[0]), batches(1)[0]), "not of this step"),
     "inside of jit": (lambda: jax.jit(diloco := make())(diloco.init(jax.random.key(0), batches(1)[0]), batches(1)[0]),
                       "inside of jit"),
     "another number of slices": (lambda: trained(diloco := make(), batches(1), dataclasses.replace(

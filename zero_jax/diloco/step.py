@@ -13,7 +13,7 @@ from zero_jax.errors import UsageError
 from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.state import ZeroState
-from zero_jax.step.call_checks import check_is_state, check_state, check_values, is_traced
+from zero_jax.step.call_checks import check_is_state, check_state, check_values, is_traced, state_explained
 from zero_jax.typing import Batch, Loss, Metrics, Params, PRNGKey, Pytree
 
 
@@ -79,7 +79,8 @@ class DiLoCoStep(InspectableDiLoCo):
 
         def call(state: ZeroState, batch: Batch, rng: PRNGKey | None = None) -> Any:
             check_is_state(state)
-            return run(state, batch, rng)
+            with state_explained(state, self.layout()):
+                return run(state, batch, rng)
 
         return in_any_context(call, at=self)
 
