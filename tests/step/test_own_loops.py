@@ -131,6 +131,8 @@ def test_what_does_not_fit_the_state_is_named():
         step.gradients(state, batch_of(), params={**state.params, "extra": jnp.ones(2)})
     with pytest.raises(zero_jax.UsageError, match="variables differ from state.variables in .*extra"):
         step.apply_gradients(state, grads, variables={**variables, "extra": jnp.ones(2)})
+    with pytest.raises(zero_jax.UsageError, match="loss=3 is a int: give a function"):
+        step.gradients(state, batch_of(), loss=3)
     with pytest.raises(zero_jax.UsageError, match="gradients differ from the parameters"):
         step.apply_gradients(state, {**grads, "extra": jnp.ones(2)})
 

@@ -96,6 +96,9 @@ class DiLoCoStep(InspectableDiLoCo):
         leave, what they learned since they were last averaged is lost: resize after an outer step. `before` must be of
         the same model and optimizer; its slices may have another size. Call `layout(batch)` of this step first.
         """
+        if not isinstance(before, DiLoCoStep):
+            raise UsageError(f"before is a {type(before).__name__}: give the DiLoCoStep that the state is of, or make "
+                             "a state of a plain step one with from_synchronous(state).")
         before._check(state)
         picked = jax.jit(lambda state: self._resized(state, before))(before.layout().load(state))
         layout = self.layout()

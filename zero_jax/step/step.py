@@ -160,6 +160,7 @@ class ZeroTrainStep(InspectableStep):
         the step's, such as the generator's; the same function each time, or it compiles anew.
         """
         check_is_state(state)
+        check_loss(loss or self._loss)
         params = on_auto_axes(params, self.mesh)
         fun, layout = loss or self._loss, self.layout(batch)
         self.batches.check(batch, self.accumulation.microbatches)
