@@ -249,6 +249,9 @@ WRONG = {
     "a state of another step": (
         lambda: trained((diloco := make()), batches(1), diloco.step.init(jax.random.key(0), batches(1)[0])),
         "not of this step"),
+    "an evaluator of a state of another step": (
+        lambda: (diloco := make()).layout(batches(1)[0]) and diloco.evaluator()(
+            diloco.step.init(jax.random.key(0), batches(1)[0]), batches(1)[0]), "not of this step"),
     "inside of jit": (lambda: jax.jit(diloco := make())(diloco.init(jax.random.key(0), batches(1)[0]), batches(1)[0]),
                       "inside of jit"),
     "another number of slices": (lambda: trained(diloco := make(), batches(1), dataclasses.replace(
@@ -262,6 +265,25 @@ def test_bad_input_is_one_clear_error(name):
     with pytest.raises(zero_jax.UsageError) as caught:
         call()
     assert message in str(caught.value)
+
+
+def test_a_wrong_batch_is_told_and_the_next_one_trains():
+    """Control: a batch that is right compiles nothing anew."""
+    given, diloco = batches(3), make()
+    state = diloco.init(jax.random.key(0), given[0])
+    with pytest.raises(KeyError, match="targets"):
+        diloco(state, {"inputs": given[0]["inputs"]})
+    state, _ = diloco(state, given[0])
+    programs = len(diloco._jitted)
+    with pytest.raises(zero_jax.UsageError, match="has in addition extra, beside the first batch"):
+        diloco(state, {**given[1], "extra": np.ones(len(given[1]["inputs"]), np.float32)})
+    with pytest.raises(zero_jax.UsageError, match="lacks targets, beside the first batch"):
+        diloco(state, {"inputs": given[1]["inputs"]})
+    before = len(diloco._jitted)
+    diloco(state, given[1])
+    assert len(diloco._jitted) == before > programs
+    with pytest.raises(zero_jax.UsageError, match="before is a ZeroTrainStep: give the DiLoCoStep"):
+        diloco.resized(diloco.init(jax.random.key(0), given[0]), diloco.step)
 
 
 def test_due_sends_each_fragment_once_in_every_so_many_steps():

@@ -221,6 +221,13 @@ def test_a_policy_that_is_none_is_refused(arguments, message):
     Communication(weights="fp8", gradients=["int8", "fp4"], block=32, exclude="embed")  # negative control
 
 
+def test_a_pair_of_one_format_is_that_format():
+    """On a mesh of one hop nothing is said of nodes."""
+    assert Communication(gradients=("int8", "int8")) == Communication(gradients="int8")
+    assert "nodes" not in str(Communication(gradients=("int8", "int8")))
+    assert str(Communication(gradients=("int8", "fp4"))).startswith("gradients int8 inside, fp4 across nodes")
+
+
 @pytest.mark.parametrize(("stage", "data", "communication", "options", "message"), [
     (0, (8,), Communication("int8", "int8"), {}, "cannot be quantised at stage 0"),
     (3, (1,), Communication("int8"), {}, "one device has all shards"),

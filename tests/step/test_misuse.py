@@ -97,8 +97,17 @@ def test_a_state_of_another_step(trained):
             step(foreign, batch_of())
     with pytest.raises(ValueError, match="state is a dict: give the ZeroState"):
         step(state.params, batch_of())
+    for what in (lambda state: step.evaluator()(state, batch_of()), lambda state: step.gradients(state, batch_of()),
+                 step.params):
+        with pytest.raises(ValueError, match="not of this step.*lacks opt_state/0/"):
+            what(foreign_optimizer())
     twin = step_of()  # negative control: a step that is made alike
     twin(copied(state), batch_of())
+
+
+def foreign_optimizer():
+    other = zero_jax.make_zero_train_step(Net(), 3, loss=squared, optimizer=optax.sgd(0.1))
+    return other.init(jax.random.key(0), batch_of())
 
 
 def linen_apply(params, batch):

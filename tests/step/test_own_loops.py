@@ -113,6 +113,30 @@ def test_a_guard_that_looks_for_spikes_needs_the_loss():
         step.apply_gradients(state, grads)
 
 
+def test_an_optimizer_that_looks_at_the_loss_needs_it():
+    """Control: with the loss it updates."""
+    step = step_of(optimizer=optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()))
+    state = step.init(KEY, batch_of())
+    grads, metrics, _ = step.gradients(state, batch_of())
+    with pytest.raises(zero_jax.UsageError, match="without loss, and the update fails.*give loss="):
+        step.apply_gradients(state, grads)
+    step.apply_gradients(state, grads, loss=metrics["loss"])
+
+
+def test_what_does_not_fit_the_state_is_named():
+    step = step_of()
+    state = step.init(KEY, batch_of())
+    grads, _, variables = step.gradients(state, batch_of())
+    with pytest.raises(zero_jax.UsageError, match="params differ from state.params in .*extra"):
+        step.gradients(state, batch_of(), params={**state.params, "extra": jnp.ones(2)})
+    with pytest.raises(zero_jax.UsageError, match="variables differ from state.variables in .*extra"):
+        step.apply_gradients(state, grads, variables={**variables, "extra": jnp.ones(2)})
+    with pytest.raises(zero_jax.UsageError, match="loss=3 is a int: give a function"):
+        step.gradients(state, batch_of(), loss=3)
+    with pytest.raises(zero_jax.UsageError, match="gradients differ from the parameters"):
+        step.apply_gradients(state, {**grads, "extra": jnp.ones(2)})
+
+
 STACKED = jax.tree.map(lambda *leaves: np.stack(leaves), *BATCHES)
 OPTIONS = [{}, {"precision": "fp16", **GUARD}, {"stage": 2, "accumulate": 2}]
 

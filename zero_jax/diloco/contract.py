@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from zero_jax.contract.params import min_itemsize
 from zero_jax.contract.report import Contract
-from zero_jax.diloco.fragments import Fragment
+from zero_jax.diloco.fragments import Fragment, real_dtype
 from zero_jax.diloco.options import OuterOptions
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
@@ -22,7 +22,7 @@ def changed_contract(contract: Contract, fragment: Fragment | None, layout: Layo
     """
     axes, min_bytes = layout.axes, min_itemsize(layout.axes.platform)
     gathered = sum(
-        fragment[name].elements * max(leaf.dtype.itemsize, min_bytes) * (axes.zero_size - 1)
+        fragment[name].elements * max(real_dtype(leaf.dtype).itemsize, min_bytes) * (axes.zero_size - 1)
         for name, leaf in named_leaves(layout.state.params)
         if fragment is not None and name in fragment and leaf.sharding.spec != fragment[name].spec)
     sent = fragment_bytes(fragment, axes, options)

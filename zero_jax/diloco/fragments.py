@@ -3,8 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
@@ -16,7 +18,7 @@ from zero_jax.tree import named_leaves
 class Piece:
     """Part of a parameter as it is stored: the layers from `start` to `stop` along `dim`, or, without dim, all of it.
 
-    elements: of the piece on each device, sharded as gradients are at stage 1 or above.
+    elements: of the piece on each device, sharded as gradients are at stage 1 or above; a complex number is two.
     spec: how it is sharded so.
     """
 
@@ -56,7 +58,8 @@ def fragments_of(layout: Layout, number: int) -> tuple[Fragment, ...]:
     for (name, leaf), sharding, shape in zip(
             named_leaves(layout.state.params), jax.tree.leaves(layout.gradients),
             jax.tree.leaves(layout.stored_shapes.params), strict=True):
-        elements, spec = math.prod(sharding.shard_shape(leaf.shape)), sharding.spec
+        numbers = 2 if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else 1
+        elements, spec = numbers * math.prod(sharding.shard_shape(leaf.shape)), sharding.spec
         dim = shape.identity_dim(layout.reads[name].stacked)
         if dim is None or dim < len(spec) and spec[dim] is not None:
             rest.append((name, Piece(elements, spec)))
@@ -73,6 +76,11 @@ def fragments_of(layout: Layout, number: int) -> tuple[Fragment, ...]:
         raise UsageError(f"fragments={number}: the {len(named_leaves(layout.state.params))} parameters of the model, "
                          f"cut by layer where a loop stacks them, make {most}: give at most {most}.")
     return tuple(fragments)
+
+
+def real_dtype(dtype: Any) -> Any:
+    """That of the two numbers of a complex one; of others `dtype`."""
+    return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
 
 
 def _elements(fragment: Fragment) -> int:

@@ -14,6 +14,7 @@ from zero_jax.distributed.agreement import spans_processes
 from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import trace
 from zero_jax.sharding.auto_axes import in_any_context
+from zero_jax.sharding.batch_layout import hashable
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
 from zero_jax.step.compiled import CompiledStep
@@ -139,7 +140,8 @@ class InspectableDiLoCo(DiLoCoFunctions):
         def program(state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
             return self._program(fragment, state, batch)
 
-        return self._jit(fragment, program, (layout.shardings, self.step.batches.shardings(batch)),
+        of_batch = self.step.batches.shardings(batch)
+        return self._jit((fragment, hashable(of_batch)), program, (layout.shardings, of_batch),
                          (layout.shardings, metrics), fragment, donate_argnums=0)
 
     def _jit(self, key: Any, function: Any, in_shardings: Any, out_shardings: Any, fragment: int | None = None,

@@ -15,7 +15,7 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.diloco.fragments import Fragment
+from zero_jax.diloco.fragments import Fragment, real_dtype
 from zero_jax.diloco.options import OuterOptions
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.slices import OUTER_SCOPE
@@ -51,8 +51,8 @@ def mean_movement(params: Params, outer: Params, fragment: Fragment, axes: MeshA
                   ) -> dict[str, jax.Array]:
     """The outer gradient of a fragment: how far slices moved from the outer parameters, averaged over them.
 
-    params: (slices, *shape) of each parameter. The difference is cast to `dtype`, summed so over the slices, and
-    divided in float32. Returned as the outer parameters are sharded.
+    params: (slices, *shape) of each parameter. The difference is cast to `dtype`, of complex numbers both parts, summed
+    so over the slices, and divided in float32. Returned as the outer parameters are sharded.
     """
     own, start, stacked, specs = _sharded_pieces(params, outer, fragment, axes, store)
 
@@ -94,7 +94,8 @@ def sum_part(part: jax.Array, axes: MeshAxes) -> jax.Array:
 def mean_of_parts(summed: jax.Array, outer: Params, fragment: Fragment, axes: MeshAxes) -> dict[str, jax.Array]:
     """As `mean_movement`, of `movement_parts` after `sum_part`."""
     start, specs = _pieces(outer, fragment, 0), {name: piece.spec for name, piece in fragment.items()}
-    shapes = {name: NamedSharding(axes.mesh, specs[name]).shard_shape(start[name].shape) for name in fragment}
+    shapes = {name: (*NamedSharding(axes.mesh, specs[name]).shard_shape(start[name].shape),
+                     *(2,) * jnp.iscomplexobj(start[name])) for name in fragment}
     ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
 
     def joined(parts: jax.Array) -> dict[str, jax.Array]:
@@ -117,12 +118,22 @@ def _sharded_pieces(params: Params, outer: Params, fragment: Fragment, axes: Mes
 
 
 def _moved(own: Mapping[str, jax.Array], start: Mapping[str, jax.Array], dtype: Any) -> dict[str, jax.Array]:
-    """How far the slice of this device moved from the outer parameters; own: with a leading dim of 1."""
-    return {name: (start[name] - own[name][0].astype(start[name].dtype)).astype(dtype) for name in start}
+    """How far the slice of this device moved from the outer parameters; own: with a leading dim of 1.
+
+    Complex numbers are two real ones along a last dim.
+    """
+    def parts(moved: jax.Array) -> jax.Array:
+        return jnp.stack([moved.real, moved.imag], -1) if jnp.iscomplexobj(moved) else moved
+
+    return {name: parts(start[name] - own[name][0].astype(start[name].dtype)).astype(dtype) for name in start}
 
 
 def _means(summed: Mapping[str, jax.Array], start: Mapping[str, jax.Array], axes: MeshAxes) -> dict[str, jax.Array]:
-    return {name: value.astype(start[name].dtype) / axes.size(axes.slices) for name, value in summed.items()}
+    def mean(value: jax.Array, like: jax.Array) -> jax.Array:
+        value = value.astype(real_dtype(like.dtype)) / axes.size(axes.slices)
+        return jax.lax.complex(value[..., 0], value[..., 1]) if jnp.iscomplexobj(like) else value
+
+    return {name: mean(value, start[name]) for name, value in summed.items()}
 
 
 @jax.named_scope(OUTER_SCOPE)

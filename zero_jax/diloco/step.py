@@ -13,7 +13,7 @@ from zero_jax.errors import UsageError
 from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.state import ZeroState
-from zero_jax.step.call_checks import check_is_state, check_state, check_values, is_traced
+from zero_jax.step.call_checks import check_is_state, check_state, check_values, is_traced, state_explained
 from zero_jax.typing import Batch, Loss, Metrics, Params, PRNGKey, Pytree
 
 
@@ -79,7 +79,8 @@ class DiLoCoStep(InspectableDiLoCo):
 
         def call(state: ZeroState, batch: Batch, rng: PRNGKey | None = None) -> Any:
             check_is_state(state)
-            return run(state, batch, rng)
+            with state_explained(state, self.layout()):
+                return run(state, batch, rng)
 
         return in_any_context(call, at=self)
 
@@ -95,6 +96,9 @@ class DiLoCoStep(InspectableDiLoCo):
         leave, what they learned since they were last averaged is lost: resize after an outer step. `before` must be of
         the same model and optimizer; its slices may have another size. Call `layout(batch)` of this step first.
         """
+        if not isinstance(before, DiLoCoStep):
+            raise UsageError(f"before is a {type(before).__name__}: give the DiLoCoStep that the state is of, or make "
+                             "a state of a plain step one with from_synchronous(state).")
         before._check(state)
         picked = jax.jit(lambda state: self._resized(state, before))(before.layout().load(state))
         layout = self.layout()

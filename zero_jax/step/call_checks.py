@@ -160,9 +160,9 @@ def check_state(state: ZeroState, layout: Layout, error: Exception | None = None
     todo = ("Give a state of this step.init; step.with_params takes another's parameters, and zero_jax.Checkpoints "
             "restores at any stage and mesh.")
     if missing := [name for name in wanted if name not in given]:
-        raise UsageError(f"{what}: it lacks {_some(missing)}. {todo}")
+        raise UsageError(f"{what}: it lacks {some(missing)}. {todo}")
     if extra := [name for name in given if name not in wanted]:
-        raise UsageError(f"{what}: it has {_some(extra)} in addition. {todo}")
+        raise UsageError(f"{what}: it has {some(extra)} in addition. {todo}")
     for name, like in wanted.items():
         leaf = given[name]
         if np.shape(leaf) != like.shape or _dtype(leaf) != like.dtype:
@@ -183,7 +183,7 @@ def check_same_batch(batch: Batch, first: Batch | None) -> None:
     wanted, given = dict(named_leaves(first)), dict(named_leaves(batch))
     missing, extra = [name for name in wanted if name not in given], [name for name in given if name not in wanted]
     if missing or extra:
-        what = [f"{how} {_some(names)}" for how, names in (("lacks", missing), ("has in addition", extra)) if names]
+        what = [f"{how} {some(names)}" for how, names in (("lacks", missing), ("has in addition", extra)) if names]
         raise UsageError(f"This batch {' and '.join(what)}, beside the first batch of this step: give all leaves in "
                          "every batch (weights of ones, say), or make another step of the same model.")
     for name, like in wanted.items():
@@ -240,14 +240,14 @@ def _check_same_values(batch: Batch, mesh: Mesh) -> None:
                    "give all processes the same rows")
 
 
-def check_gradients(gradients: Pytree, layout: Layout) -> None:
-    """Raises ValueError unless `gradients` has a leaf for each trainable parameter, of its stored shape."""
-    wanted, given = dict(named_leaves(layout.state.params)), dict(named_leaves(gradients))
-    wrong = sorted(wanted.keys() ^ given.keys()) or [
-        name for name, like in wanted.items() if np.shape(given[name]) != like.shape]
-    if wrong:
-        raise UsageError(f"gradients differ from the parameters as they are stored in {_some(wrong)}: give a tree as "
-                         "step.gradients returns it.")
+@contextlib.contextmanager
+def state_explained(state: ZeroState, layout: Layout) -> Iterator[None]:
+    """What is raised within is `check_state`'s error where `state` is not stored as `layout` says."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        check_state(state, layout, error)
+        raise
 
 
 def check_step(step: Any, *states: Any) -> None:
@@ -264,5 +264,6 @@ def _dtype(leaf: Any) -> Any:
     return leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first of `names`, and how many more there are."""
     return ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)

@@ -20,9 +20,10 @@ from zero_jax.sharding.batch_layout import hashable
 from zero_jax.sharding.memory.disk_leaves import expanded, resident
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.state import ZeroState, state_key, typed_key
-from zero_jax.step.call_checks import check_gradients, check_is_state, check_loss, check_state, check_values, is_traced
+from zero_jax.step.call_checks import check_is_state, check_loss, check_state, check_values, is_traced, state_explained
 from zero_jax.step.guard import BadStepMonitor
 from zero_jax.step.inspection import InspectableStep
+from zero_jax.step.loop_checks import check_params, check_update, missing_loss_explained
 from zero_jax.step.losses import takes_key
 from zero_jax.step.options import StepOptions
 from zero_jax.step.replicas import Replicas, compare, copies_digests, replicas_of
@@ -159,9 +160,11 @@ class ZeroTrainStep(InspectableStep):
         the step's, such as the generator's; the same function each time, or it compiles anew.
         """
         check_is_state(state)
+        check_loss(loss or self._loss)
         params = on_auto_axes(params, self.mesh)
         fun, layout = loss or self._loss, self.layout(batch)
         self.batches.check(batch, self.accumulation.microbatches)
+        check_params(params, layout)
 
         def run(state: ZeroState, batch: Batch, params: Params | None) -> Any:
             return self._gradients(expanded(layout, state), batch, params, fun)
@@ -170,10 +173,12 @@ class ZeroTrainStep(InspectableStep):
             return run(state, batch, params)
         check_values(batch, fun, self.batches)
         of_batch = self._batch_shardings(batch)
-        return self._jit_once(
+        compiled = self._jit_once(
             ("gradients", fun, params is None, hashable(of_batch)), run,
             (resident(layout, layout.shardings), of_batch, None),
-            (layout.gradients, self._replicated, layout.shardings.variables))(state, batch, params)
+            (layout.gradients, self._replicated, layout.shardings.variables))
+        with state_explained(state, layout):
+            return compiled(state, batch, params)
 
     def apply_gradients(self, state: ZeroState, gradients: Gradients, *, loss: Scalar | None = None,
                         variables: Variables | None = None) -> tuple[ZeroState, Metrics]:
@@ -183,17 +188,15 @@ class ZeroTrainStep(InspectableStep):
         default: unchanged.
         """
         check_is_state(state)
-        check_gradients(gradients, self.layout())
-        if loss is None and self.options.guard is not None and self.options.guard.spike is not None:
-            raise UsageError("apply_gradients without loss: this step's guard looks for spikes of it: give "
-                             "loss=metrics[\"loss\"].")
-        if is_traced(state, gradients):
-            return self._apply(state, gradients, loss, variables)
+        check_update(gradients, loss, variables, self.layout(), self.options.guard)
         shardings = self.layout().shardings
-        return self._run(self._jit_once(
-            ("apply", loss is None, variables is None), self._apply,
-            (shardings, self.layout().gradients, None, None if variables is None else shardings.variables),
-            (shardings, self._replicated), donate_argnums=0), state, gradients, loss, variables)
+        with missing_loss_explained(loss):
+            if is_traced(state, gradients):
+                return self._apply(state, gradients, loss, variables)
+            return self._run(self._jit_once(
+                ("apply", loss is None, variables is None), self._apply,
+                (shardings, self.layout().gradients, None, None if variables is None else shardings.variables),
+                (shardings, self._replicated), donate_argnums=0), state, gradients, loss, variables)
 
     def check(self, state: ZeroState | None = None) -> None:
         """Waits for all steps so far, and raises BadStepError if the guard stopped: call it after the last step.
@@ -235,7 +238,8 @@ class ZeroTrainStep(InspectableStep):
     def params(self, state: ZeroState) -> Params:
         """The parameters of `state` in their true shapes, in as many parts as those allow."""
         check_is_state(state)
-        state = self.layout().load(state)
+        with state_explained(state, self.layout()):
+            state = self.layout().load(state)
         return merge(state.params, state.frozen)
 
     def evaluator(self, fun: Loss | None = None, *, ema: bool = False) -> Callable[..., Any]:
@@ -262,12 +266,13 @@ class ZeroTrainStep(InspectableStep):
                 raise UsageError("This function takes rng: give the evaluator a key, evaluate(state, batch, key).")
             whole = self.batches.is_ragged(batch)
             check_values(batch, fun or self._loss, self.batches, whole=whole)
-            state, shardings = self._readable(state, ema=ema)
+            read, shardings = self._readable(state, ema=ema)
             of_batch = self._replicated if whole else self._batch_shardings(batch)
             if (kind := (whole, jax.tree.structure(batch), hashable(of_batch))) not in compiled:
                 layout = self.layout(self.batches.rounded_up(batch) if whole else batch)
                 compiled[kind] = jax.jit(run, in_shardings=(shardings or layout.shardings, of_batch, None))
-            return compiled[kind](state, batch, None if rng is None else typed_key(rng))
+            with state_explained(state, self.layout()):
+                return compiled[kind](read, batch, None if rng is None else typed_key(rng))
 
         return in_any_context(call, at=self)
 

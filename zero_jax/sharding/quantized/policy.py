@@ -60,7 +60,7 @@ class Communication:
             raise UsageError(f"Communication(block={block}): give a multiple of {BLOCK_STEP}, at most {2**16}.")
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "exclude", patterns("Communication: exclude", self.exclude, "(\"embed\",)"))
-        object.__setattr__(self, "gradients", formats[0] if len(formats) == 1 else formats or None)
+        object.__setattr__(self, "gradients", formats[0] if len(set(formats)) == 1 else formats or None)
 
     def __str__(self) -> str:
         gradients = self.gradients if not isinstance(self.gradients, tuple) else " inside, ".join(
@@ -100,7 +100,7 @@ class Communication:
         if axes.zero_size == 1:
             raise UsageError(f"communication: {what} cannot be quantised on the mesh {axes.sizes}: one device has all "
                              "shards, and nothing is sent. Give more devices, or leave it out.")
-        if isinstance(self.gradients, tuple) and len(set(self.gradients)) > 1 and len(self.hops(axes, hpz_axes)) == 1:
+        if isinstance(self.gradients, tuple) and len(self.hops(axes, hpz_axes)) == 1:
             raise UsageError(
                 f"communication: gradients={self.gradients} on the mesh {axes.sizes}: there is one hop, and no node to "
                 "be inside of. Give one format, or factor the mesh, as make_mesh((hosts, devices of each)).")

@@ -20,7 +20,6 @@ from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.memory.disk_leaves import expanded, resident, with_layers
 from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import (
-    check_gradients,
     check_is_state,
     check_same_batch,
     check_state,
@@ -34,6 +33,7 @@ from zero_jax.step.disk.leaf import resharded
 from zero_jax.step.disk.plan import UpdatePlan, without
 from zero_jax.step.disk.walk import walk
 from zero_jax.step.gradients import ForwardOutput
+from zero_jax.step.loop_checks import check_update, missing_loss_explained
 from zero_jax.step.pieces.compiled import compiled_pieces
 from zero_jax.step.pieces.program import PiecewiseProgram
 from zero_jax.step.replicas import Replicas
@@ -84,10 +84,7 @@ class DiskTrainStep(StepThatBegins):
         if self.options.in_layers:
             raise UsageError("apply_gradients with Offload(parameters=\"disk\"): its gradients are in files: call the "
                              "step itself, or leave parameters out.")
-        check_gradients(gradients, layout := self.layout())
-        if loss is None and self.options.guard is not None and self.options.guard.spike is not None:
-            raise UsageError("apply_gradients without loss: this step's guard looks for spikes of it: give "
-                             "loss=metrics[\"loss\"].")
+        check_update(gradients, loss, variables, layout := self.layout(), self.options.guard)
         key = ("apply", loss is None, variables is None)
         if key not in self._programs:
             plans: list[UpdatePlan] = []
@@ -96,7 +93,8 @@ class DiskTrainStep(StepThatBegins):
                 functools.partial(self._before_apply, plans), in_shardings=(
                     shardings, layout.gradients, None, None if variables is None else shardings.variables),
                 compiler_options=self._compiler_options or None), plans
-        return self._walk(self._programs[key], state, gradients, loss, variables)
+        with missing_loss_explained(loss):
+            return self._walk(self._programs[key], state, gradients, loss, variables)
 
     def from_train_state(self, rng: PRNGKey, batch: Batch, train_state: Any) -> ZeroState:
         """Refused: start from `params`, or restore a checkpoint of a step without files."""
