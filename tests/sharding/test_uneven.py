@@ -313,10 +313,12 @@ STORE = StoredShape.store
 
 @pytest.fixture
 def scatters_traced_anew():
-    """Their traces are kept by `ParamUse`: this test must not have those of others, nor leave its own to them."""
+    """`ParamUse` and JAX keep traces: this test must not have those of others, nor leave its own to them."""
     gather._scatter.cache_clear()
+    jax.clear_caches()
     yield
     gather._scatter.cache_clear()
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("what", ["padding of ones", "padding that is reduced", "padding that is averaged"])
