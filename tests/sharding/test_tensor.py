@@ -218,6 +218,7 @@ def test_rules_that_are_refused(rules, metadata, message):
     ({}, {"hpz_axes": "node"}, "hpz_axes=.'node'.*give some of the axes"),
     ({"data": (2, 4)}, {"hpz_axes": "data_1", "stage": 2}, "at stage 2: give"),
     ({"data": (1, 8)}, {"hpz_axes": "data_1"}, "all of whose 8 devices they span"),
+    ({"data": (8, 1)}, {"hpz_axes": "data_1"}, "span one device, which would keep all"),
     ({}, {"remat": "half"}, "remat='half': give one of 'full', 'dots'"),
     ({}, {"remat": zero_jax.Remat(every="sqrt")}, "the model checkpoints its blocks itself"),
     ({}, {"combine_bytes": 2**20}, "combine_bytes=1048576: XLA has no option on 'cpu'"),

@@ -165,6 +165,18 @@ def test_what_cannot_be_is_refused(options, told):
         zero_jax.make_zero_train_step(gpt2.build(GPT2), 3, **options)
 
 
+def test_counts_are_integers_of_any_type(tmp_path):
+    step = zero_jax.make_zero_train_step(gpt2.build(GPT2), 3, accumulate=np.int64(2))
+    assert step.options.accumulation == zero_jax.make_zero_train_step(
+        gpt2.build(GPT2), 3, accumulate=2).options.accumulation
+    assert type(zero_jax.Offload(buffer_bytes=np.int32(2**18)).buffer_bytes) is int
+    with zero_jax.Checkpoints(tmp_path / "saved", keep_last=np.int64(1)) as checkpoints:
+        state = step.init(jax.random.key(0), BATCHES[0])
+        checkpoints.save(step, state, at=np.int64(7), wait=True)
+        checkpoints.save(step, state, at=np.int64(8), wait=True)
+        assert checkpoints.steps() == [8]
+
+
 def test_a_batch_that_does_not_divide_into_microbatches():
     step = zero_jax.make_zero_train_step(gpt2.build(GPT2), 3, mesh=zero_jax.make_mesh(8), accumulate=3)
     with pytest.raises(ValueError, match="32 does not divide into 3 microbatches over the 8 devices.*multiple of 24"):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from zero_jax.arguments import check_path
+from zero_jax.arguments import check_path, whole
 from zero_jax.checkpoint import orbax_store as storage
 from zero_jax.checkpoint.by_piece import PiecesToRead, PiecesToSave
 from zero_jax.checkpoint.integrity import read_arrays, read_manifest, verify
@@ -81,11 +81,10 @@ class Checkpoints:
 
         Raises UsageError for numbers below 1, and for an object store that does not work here, as s3://.
         """
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name}={value!r}: give an integer of at least 1, or None.")
+        kept = [None if value is None else whole(name, value, 1) for name, value in (
+            ("keep_last", keep_last), ("keep_every", keep_every))]
         check_path("Checkpoints: path", path)
-        self._folder = Folder(path, keep_last, keep_every)
+        self._folder = Folder(path, *kept)
         self._read_only = read_only
         self._threads = threading.RLock()
         self._saving: tuple[int, Any] | None = None
@@ -129,9 +128,9 @@ class Checkpoints:
         logical = logical_state_of(in_arrays(step.layout()))
         names = [name for name in logical.names if not only_params or name.split("/")[0] in PARAMS]
         check_names(names, "This state")
-        number = int(state.step) if at is None else at
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**53:
-            raise UsageError(f"at={at!r} is not a checkpoint number: give an integer from 0 on.")
+        number = int(state.step) if at is None else whole("at", at, 0)
+        if number >= 2**53:
+            raise UsageError(f"at={number} is not a checkpoint number: give one below 2^53.")
         check_given(step, data, config)
         manifest = NewManifest(
             logical.leaves(names), step=number, kind="params" if only_params else "state", run=run_of(step), data=data,

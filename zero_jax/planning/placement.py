@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from zero_jax.arguments import shown
+from zero_jax.arguments import shown, whole
 from zero_jax.disk.generations import available_bytes
 from zero_jax.distributed.agreement import broadcast_from_first, devices_on_host
 from zero_jax.errors import UsageError
@@ -78,9 +78,8 @@ def choose_offload(model: Any, stage: int, batch: Any, *, mesh: Mesh | None = No
     """
     if "offload" in options:
         raise UsageError(f"choose_offload(offload={shown(options['offload'])}): that is what is chosen: leave it out.")
-    if memory_bytes is not None and (isinstance(memory_bytes, bool) or not isinstance(memory_bytes, int)
-                                     or memory_bytes < 1):
-        raise UsageError(f"memory_bytes={shown(memory_bytes)}: give a number of bytes, or None.")
+    if memory_bytes is not None:
+        memory_bytes = whole("memory_bytes", memory_bytes, 1)
     target = target_of(target) if isinstance(target, str) else target
     if mesh is None:
         mesh = default_mesh() if target is None else make_mesh(devices=target_devices(target))

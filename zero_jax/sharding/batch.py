@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.arguments import shown
+from zero_jax.arguments import shown, whole
 from zero_jax.errors import UsageError, printable
 from zero_jax.tree import named_leaves
 from zero_jax.typing import Batch, DType
@@ -26,8 +26,7 @@ class Accumulation:
     gather: str = "use"
 
     def __post_init__(self) -> None:
-        if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
-            raise UsageError(f"accumulate={self.microbatches!r}: give the number of microbatches, at least 1.")
+        object.__setattr__(self, "microbatches", whole("accumulate", self.microbatches, 1))
         if not isinstance(self.reduce, str) or self.reduce not in ("every", "once"):
             raise UsageError(f"reduce={self.reduce!r}: give \"every\" (each microbatch's gradient is reduced and "
                              "scattered) or \"once\" (the sum of them is).")

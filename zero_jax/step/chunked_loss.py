@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.arguments import whole
 from zero_jax.errors import UsageError
 from zero_jax.sharding.gather import names_of
 from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
@@ -29,9 +30,7 @@ def chunked_next_token_loss(mesh: Mesh, chunks: int, *, axis: Any = None, axis_r
     them. Raises ValueError where a device's tokens do not divide into so many chunks.
     """
     axes = MeshAxes.of(mesh, axis, axis_roles)
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise UsageError(f"chunks={chunks!r}: give the number of parts, at least 1.")
-    return _loss_on(axes, chunks)
+    return _loss_on(axes, whole("chunks", chunks, 1))
 
 
 def _loss_on(axes: MeshAxes, chunks: int) -> Loss:

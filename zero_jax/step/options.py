@@ -74,9 +74,13 @@ class StepOptions:
         if unknown or self.hpz_axes and (self.stage.number < 3 or set(self.hpz_axes) == set(axes.zero)):
             raise UsageError(f"hpz_axes={self.hpz_axes} at stage {self.stage.number}: give some of the axes "
                              f"{axes.zero} that ZeRO shards over in the mesh {axes.sizes}, but not all, and stage 3.")
-        if self.hpz_axes and math.prod(map(axes.size, self.hpz_axes)) == axes.zero_size:
+        hpz_size = math.prod(map(axes.size, self.hpz_axes))
+        if self.hpz_axes and hpz_size == axes.zero_size:
             raise UsageError(f"hpz_axes={self.hpz_axes} in the mesh {axes.sizes}, all of whose {axes.zero_size} "
                              "devices they span: backward would gather from all of them as without: leave it out.")
+        if self.hpz_axes and hpz_size == 1:
+            raise UsageError(f"hpz_axes={self.hpz_axes} in the mesh {axes.sizes} span one device, which would keep all "
+                             "weights until backward: leave it out, or give gather=\"forward\", which does that.")
         gather = self.accumulation.gather
         if gather != "use" and self.stage.number < 3:
             raise UsageError(f"gather={gather!r} at stage {self.stage.number}: its parameters are whole on every "

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from zero_jax.arguments import is_number, is_one_of, shown
+from zero_jax.arguments import is_number, is_one_of, shown, whole
 from zero_jax.disk.generations import check_folder
 from zero_jax.errors import UsageError
 from zero_jax.sharding.layout import Layout
@@ -70,9 +70,8 @@ class Offload:
             if getattr(self, name) not in places and (name, getattr(self, name)) != ("master", None):
                 raise UsageError(f"Offload({name}={shown(getattr(self, name))}): give "
                                  + " or ".join(f"\"{place}\"" for place in places) + ".")
-        size = self.buffer_bytes
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 2**16):
-            raise UsageError(f"Offload(buffer_bytes={shown(size)}): give a number of bytes of at least 65,536.")
+        if self.buffer_bytes is not None:
+            object.__setattr__(self, "buffer_bytes", whole("Offload: buffer_bytes", self.buffer_bytes, 2**16))
         if self.parameters != "device" and self.master == "device":
             place = "host memory" if self.parameters == "host" else "files"
             raise UsageError(f"Offload(parameters=\"{self.parameters}\", master=\"device\"): the model would read a "

@@ -60,7 +60,7 @@ class Communication:
             raise UsageError(f"Communication(block={block}): give a multiple of {BLOCK_STEP}, at most {2**16}.")
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "exclude", patterns("Communication: exclude", self.exclude, "(\"embed\",)"))
-        object.__setattr__(self, "gradients", formats[0] if len(set(formats)) == 1 else formats or None)
+        object.__setattr__(self, "gradients", next(iter(formats)) if len(set(formats)) == 1 else formats or None)
 
     def __str__(self) -> str:
         gradients = self.gradients if not isinstance(self.gradients, tuple) else " inside, ".join(
