@@ -174,6 +174,7 @@ def test_a_new_run_does_not_touch_the_checkpoints_of_another(whole):
     assert InspectConfig(**{**vars(TINY), "out": whole}).check()
 
 
+@pytest.mark.slow
 def test_there_may_be_nothing_to_go_on_from(tmp_path):
     config = dataclasses.replace(TINY, out=tmp_path, resume=True, steps=2, save_every=0)
     summary = train(config, console=Console(quiet=True))

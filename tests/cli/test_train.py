@@ -103,6 +103,7 @@ def learned(out, stage):
     return train(config, console=Console(quiet=True))
 
 
+@pytest.mark.slow
 def test_a_checkout_that_is_not_installed_trains(tmp_path, monkeypatch):
     version = metadata.version
 

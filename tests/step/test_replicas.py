@@ -102,6 +102,7 @@ def test_one_device_has_no_copies():
         step.check_replicas(state)
 
 
+@pytest.mark.slow
 def test_the_option_of_train(monkeypatch, tmp_path):
     done = run("train", "--check-replicas", "1")
     assert done.returncode == 2 and "check_replicas at stage 3: each device stores a shard" in message(done)
