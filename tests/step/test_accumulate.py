@@ -121,7 +121,8 @@ def test_devices_drop_different_units():
 
 @pytest.mark.grid
 @pytest.mark.slow
-@pytest.mark.parametrize("target, stage, reduce", itertools.product(("h100", "v5e"), (2, 3), ("every", "once")))
+@pytest.mark.parametrize(
+    "target, stage, reduce", [*itertools.product(("h100", "v5e"), (2, 3), ("every", "once"))])
 def test_reductions_are_counted(target, stage, reduce):
     """In units of psi elements of bf16 on a ring."""
     found = program(f"{target} stage {stage}, reduced {reduce}")
