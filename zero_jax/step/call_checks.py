@@ -23,7 +23,9 @@ from zero_jax.sharding.batch_layout import BatchLayout
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import expanded
 from zero_jax.state import ZeroState
+from zero_jax.step.guard import Guard
 from zero_jax.step.losses import next_token_loss
+from zero_jax.step.metrics import is_array
 from zero_jax.tree import named_leaves
 from zero_jax.typing import Batch, Loss, Pytree
 
@@ -240,14 +242,43 @@ def _check_same_values(batch: Batch, mesh: Mesh) -> None:
                    "give all processes the same rows")
 
 
-def check_gradients(gradients: Pytree, layout: Layout) -> None:
-    """Raises ValueError unless `gradients` has a leaf for each trainable parameter, of its stored shape."""
-    wanted, given = dict(named_leaves(layout.state.params)), dict(named_leaves(gradients))
-    wrong = sorted(wanted.keys() ^ given.keys()) or [
-        name for name, like in wanted.items() if np.shape(given[name]) != like.shape]
-    if wrong:
-        raise UsageError(f"gradients differ from the parameters as they are stored in {_some(wrong)}: give a tree as "
-                         "step.gradients returns it.")
+def check_stored(what: str, given: Pytree, like: Pytree) -> None:
+    """Raises ValueError unless `given` has a leaf for each trainable parameter, `like`, of its stored shape.
+
+    No complex number or integer becomes a floating one. what: "gradients" or "params".
+    """
+    wanted, leaves = dict(named_leaves(like)), dict(named_leaves(given))
+    advice = f"give a tree as {'state.params' if what == 'params' else 'step.gradients returns it'}."
+    if wrong := sorted(wanted.keys() ^ leaves.keys()) or [
+            name for name, leaf in wanted.items() if np.shape(leaves[name]) != leaf.shape]:
+        raise UsageError(f"{what} differ from the parameters as they are stored in {_some(wrong)}: {advice}")
+    for name, leaf in wanted.items():
+        if not _keeps_values(dtype := _dtype(leaves[name]), leaf.dtype):
+            raise UsageError(f"{what}: {name} has dtype {dtype}, and the parameter has {leaf.dtype}: {advice}")
+
+
+def check_applied(gradients: Pytree, loss: Any, variables: Any, layout: Layout, guard: Guard | None) -> None:
+    """Raises ValueError for what `apply_gradients` cannot take, or would take for something else."""
+    check_stored("gradients", gradients, layout.state.params)
+    known, given = ({name: (np.shape(leaf), _dtype(leaf)) for name, leaf in named_leaves(tree)}
+                    for tree in (layout.state.variables, layout.state.variables if variables is None else variables))
+    if wrong := [name for name in {**known, **given} if known.get(name) != given.get(name)]:
+        raise UsageError(f"variables differ from those of the state in {_some(wrong)}: give a tree as step.gradients "
+                         "returns it.")
+    if loss is None and guard is not None and guard.spike is not None:
+        raise UsageError("apply_gradients without loss: this step's guard looks for spikes of it: give "
+                         "loss=metrics[\"loss\"].")
+    if loss is not None and not (
+            is_array(loss) and np.shape(loss) == () and np.can_cast(_dtype(loss), jnp.float32, "same_kind")):
+        raise UsageError(f"apply_gradients(loss={shown(loss)}): give a real scalar, as metrics[\"loss\"].")
+
+
+def _keeps_values(given: Any, stored: Any) -> bool:
+    """Whether a leaf of dtype `given` is one of `stored` but for rounding; no complex number becomes a real one."""
+    if not jnp.issubdtype(stored, jnp.inexact):
+        return given == stored
+    return jnp.issubdtype(given, jnp.floating) or jnp.issubdtype(given, jnp.inexact) and jnp.issubdtype(
+        stored, jnp.complexfloating)
 
 
 def check_step(step: Any, *states: Any) -> None:
@@ -261,7 +292,7 @@ def check_step(step: Any, *states: Any) -> None:
 
 def _dtype(leaf: Any) -> Any:
     """The dtype that JAX gives `leaf`; keys have one that `result_type` does not know."""
-    return leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
+    return leaf.dtype if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else jnp.result_type(leaf)
 
 
 def _some(names: list[str]) -> str:

@@ -20,7 +20,15 @@ from zero_jax.sharding.batch_layout import hashable
 from zero_jax.sharding.memory.disk_leaves import expanded, resident
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.state import ZeroState, state_key, typed_key
-from zero_jax.step.call_checks import check_gradients, check_is_state, check_loss, check_state, check_values, is_traced
+from zero_jax.step.call_checks import (
+    check_applied,
+    check_is_state,
+    check_loss,
+    check_state,
+    check_stored,
+    check_values,
+    is_traced,
+)
 from zero_jax.step.guard import BadStepMonitor
 from zero_jax.step.inspection import InspectableStep
 from zero_jax.step.losses import takes_key
@@ -160,7 +168,9 @@ class ZeroTrainStep(InspectableStep):
         """
         check_is_state(state)
         params = on_auto_axes(params, self.mesh)
-        fun, layout = loss or self._loss, self.layout(batch)
+        fun, layout = self._loss if loss is None else loss, self.layout(batch)
+        check_loss(fun)
+        check_stored("params", layout.state.params if params is None else params, layout.state.params)
         self.batches.check(batch, self.accumulation.microbatches)
 
         def run(state: ZeroState, batch: Batch, params: Params | None) -> Any:
@@ -183,10 +193,7 @@ class ZeroTrainStep(InspectableStep):
         default: unchanged.
         """
         check_is_state(state)
-        check_gradients(gradients, self.layout())
-        if loss is None and self.options.guard is not None and self.options.guard.spike is not None:
-            raise UsageError("apply_gradients without loss: this step's guard looks for spikes of it: give "
-                             "loss=metrics[\"loss\"].")
+        check_applied(gradients, loss, variables, self.layout(), self.options.guard)
         if is_traced(state, gradients):
             return self._apply(state, gradients, loss, variables)
         shardings = self.layout().shardings

@@ -20,7 +20,7 @@ from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.memory.disk_leaves import expanded, resident, with_layers
 from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import (
-    check_gradients,
+    check_applied,
     check_is_state,
     check_same_batch,
     check_state,
@@ -84,10 +84,7 @@ class DiskTrainStep(StepThatBegins):
         if self.options.in_layers:
             raise UsageError("apply_gradients with Offload(parameters=\"disk\"): its gradients are in files: call the "
                              "step itself, or leave parameters out.")
-        check_gradients(gradients, layout := self.layout())
-        if loss is None and self.options.guard is not None and self.options.guard.spike is not None:
-            raise UsageError("apply_gradients without loss: this step's guard looks for spikes of it: give "
-                             "loss=metrics[\"loss\"].")
+        check_applied(gradients, loss, variables, layout := self.layout(), self.options.guard)
         key = ("apply", loss is None, variables is None)
         if key not in self._programs:
             plans: list[UpdatePlan] = []
