@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from zero_jax.arguments import is_number, is_one_of, patterns, shown, whole
@@ -118,12 +119,16 @@ POLICIES = {
 def precision_of(policy: "Precision | str | None", *, platform: str) -> Precision:
     """A policy by name or as it is, for devices of JAX's `platform`; None keeps every dtype as the model declares it.
 
-    Raises ValueError for a name that is unknown, and for float16 on a TPU.
+    Raises ValueError for a name that is unknown, for float64 without jax_enable_x64, and for float16 on a TPU.
     """
     if policy is not None and not isinstance(policy, Precision) and not (
             isinstance(policy, str) and policy in POLICIES):
         raise UsageError(f"precision={policy!r} is unknown: give one of {', '.join(POLICIES)}, or a Precision.")
     precision = policy if isinstance(policy, Precision) else Precision() if policy is None else POLICIES[policy]
+    for name, dtype in (("params", precision.params), ("compute", precision.compute), ("reduce", precision.reduce)):
+        if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise UsageError(f"Precision({name}={dtype}): JAX makes {jax.dtypes.canonicalize_dtype(dtype)} of it: set "
+                             "jax_enable_x64, or give that.")
     if platform == "tpu" and jnp.float16 in (precision.params, precision.compute, precision.reduce):
         raise UsageError(f"precision={policy!r}: a TPU has no float16, and would all-reduce gradients in it instead of "
                          "scattering them: give \"bf16\".")

@@ -214,6 +214,17 @@ def test_a_rate_in_float32_is_refused_only_where_its_updates_are_stored_in_bfloa
                                       ).layout(BATCHES[0])
 
 
+def test_a_state_of_numbers_beside_stochastic_rounding():
+    """An `init` may return numbers of Python, which have no dtype."""
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda grad: -state["rate"] * grad, grads), {**state, "count": state["count"] + 1}
+
+    optimizer = optax.GradientTransformation(lambda params: {"rate": 0.1, "count": 0}, update)
+    step = zero_jax.make_zero_train_step(Model(), 3, loss=classify, optimizer=optimizer, precision="bf16-stochastic")
+    state, _ = step(step.init(jax.random.key(0), BATCHES[0]), BATCHES[0])
+    assert float(state.opt_state["rate"]) == np.float32(0.1) and int(state.opt_state["count"]) == 1
+
+
 @pytest.mark.parametrize("name", ["lamb", slow("lars")])
 def test_a_batch_that_grows_compiles_once_for_each_size(name):
     step = zero_jax.make_zero_train_step(Model(), 3, loss=classify, optimizer=make(name))

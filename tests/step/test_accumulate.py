@@ -99,6 +99,34 @@ def test_statistics_and_dropout(flavour, reduce):
             assert all(np.array_equal(shard.data, leaf) for shard in leaf.addressable_shards), name
 
 
+class Walk(nn.Module):
+    """Draws from a key that it keeps, and has another that it does not write."""
+
+    @nn.compact
+    def __call__(self, x):
+        key = self.variable("keys", "walked", lambda: jax.random.key(7))
+        kept = self.variable("keys", "kept", lambda: jax.random.key(8))
+        noise = jax.random.normal(key.value, x.shape) + jax.random.normal(kept.value, x.shape)
+        if not self.is_initializing():
+            key.value = jax.random.split(key.value)[0]
+        return self.param("scale", nn.initializers.ones, ()) * (x + noise)
+
+
+@pytest.mark.parametrize("reduce", ["every", "once"])
+def test_a_key_that_the_model_writes_moves_on(reduce):
+    step = zero_jax.make_zero_train_step(
+        Walk(), 2, loss=lambda model, batch: model(batch["x"]).mean(), mesh=zero_jax.make_mesh(8), accumulate=2,
+        reduce=reduce, optimizer=optax.sgd(0.0))
+    batch = {"x": np.ones((16, 16), np.float32)}
+    state, losses, keys = step.init(jax.random.key(0), batch), [], []
+    for _ in range(3):
+        keys.append({name: np.array(jax.random.key_data(key)) for name, key in state.variables["keys"].items()})
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert len(set(losses)) == 3 and len({key["walked"].tobytes() for key in keys}) == 3
+    assert {key["kept"].tobytes() for key in keys} == {np.array(jax.random.key_data(jax.random.key(8))).tobytes()}
+
+
 class Masks(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -122,6 +122,15 @@ def test_unknown_precision(precision):
         zero_jax.Precision(compute=jnp.int32)
 
 
+@pytest.mark.parametrize("name", ["params", "compute", "reduce"])
+def test_a_dtype_that_jax_would_cut(name):
+    precision = zero_jax.Precision(**{name: jnp.float64})
+    with pytest.raises(ValueError, match=f"Precision.{name}=float64.: JAX makes float32 of it: set jax_enable_x64"):
+        zero_jax.make_zero_train_step(model(), 3, precision=precision)
+    with jax.enable_x64():
+        zero_jax.make_zero_train_step(model(), 3, precision=precision)
+
+
 def test_parameters_in_a_half_initialised_state():
     abstract = nnx.eval_shape(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="kernel is abstract|bias is abstract"):

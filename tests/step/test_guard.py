@@ -183,6 +183,16 @@ def test_a_spike_is_skipped():
     step.check()
 
 
+def test_an_average_below_zero_has_no_spikes():
+    """Three times such an average is below it, so that every loss would be above."""
+    guard = GuardLogic(Guard(spike=3.0, warmup=1), None)
+    state = guard.init()
+    for loss, norm in ((-2.0, 1.0), (-1.5, 1.0), (-2.5, 1.0)):
+        good, state = guard.judge(state, jnp.float32(loss), jnp.float32(norm))
+        assert good
+    assert not guard.judge(state, jnp.float32(-2.0), jnp.float32(jnp.inf))[0]
+
+
 def test_microbatches_are_skipped_together():
     step = zero_jax.make_zero_train_step(
         Net(), 2, loss=loss_of, mesh=zero_jax.make_mesh(8), precision="fp16", guard=Guard(skip=1), accumulate=2,

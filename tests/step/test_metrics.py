@@ -119,6 +119,27 @@ def test_what_is_no_dict_of_metrics():
         metrics_of(lambda model, batch: (reporting(model, batch)[0], [1.0]))
 
 
+def test_what_is_no_name():
+    with pytest.raises(ValueError, match="a metric under 1: give it a str"):
+        metrics_of(lambda model, batch: (reporting(model, batch)[0], {1: 1.0}))
+
+
+@pytest.mark.parametrize("metric", [Metric(1j, "max"), Metric(jax.random.key(0), "sum"), jax.random.key(0)], ids=str)
+def test_what_microbatches_cannot_combine(metric):
+    with pytest.raises(ValueError, match="a metric of .*, which has no (max|sum|mean) over microbatches"):
+        metrics_of(lambda model, batch: (reporting(model, batch)[0], {"odd": metric}), accumulate=2)
+
+
+def test_means_of_what_jax_does_not_promote():
+    def narrow(model, batch):
+        loss, _ = reporting(model, batch)
+        return loss, {"eighth": loss.astype(jnp.float8_e4m3fn), "few": jnp.int4(3)}
+
+    found, _ = metrics_of(narrow, accumulate=2)
+    assert found["eighth"].dtype == jnp.float8_e4m3fn and float(found["few"]) == 3
+    np.testing.assert_allclose(float(found["eighth"]), found["loss"], rtol=0.1)
+
+
 def test_what_is_no_reduction():
     with pytest.raises(ValueError, match="give one of mean, sum, max, min"):
         Metric(1.0, "median")

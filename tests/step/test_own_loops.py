@@ -114,27 +114,44 @@ def test_a_guard_that_looks_for_spikes_needs_the_loss():
 
 
 def test_an_optimizer_that_looks_at_the_loss_needs_it():
-    """Control: with the loss it updates."""
-    step = step_of(optimizer=optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()))
+    step = step_of(optimizer=optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)))
     state = step.init(KEY, batch_of())
-    grads, metrics, _ = step.gradients(state, batch_of())
-    with pytest.raises(zero_jax.UsageError, match="without loss, and the update fails.*give loss="):
-        step.apply_gradients(state, grads)
-    step.apply_gradients(state, grads, loss=metrics["loss"])
+    gradients = jax.tree.map(jnp.zeros_like, state.params)
+    with pytest.raises(ValueError, match="this step's optimizer looks at it: give loss="):
+        step.apply_gradients(state, gradients)
+    step.apply_gradients(state, gradients, loss=1.0)
 
 
-def test_what_does_not_fit_the_state_is_named():
+@pytest.mark.parametrize("change, message", [
+    ({"loss": jnp.ones(3)}, "give a real scalar"), ({"loss": "low"}, "give a real scalar"),
+    ({"loss": jnp.complex64(1)}, "give a real scalar"),
+    ({"dtype": jnp.complex64}, "gradients: BatchNorm_0/bias has dtype complex64, and the parameter has float32"),
+    ({"dtype": jnp.int32}, "gradients: BatchNorm_0/bias has dtype int32"),
+    ({"variables": {}}, "variables differ from those of the state in batch_stats/BatchNorm_0/mean"),
+    ({"variables": {"batch_stats": {"BatchNorm_0": {"mean": np.zeros(3), "var": np.zeros(67)}}}}, "variables differ"),
+], ids=str)
+def test_what_cannot_be_applied(change, message):
+    step = step_of(guard=zero_jax.Guard(skip=1))
+    state = step.init(KEY, batch_of())
+    gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, change.get("dtype")), state.params)
+    with pytest.raises(ValueError, match=message):
+        step.apply_gradients(state, gradients, **{name: value for name, value in change.items() if name != "dtype"})
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"params": variables_of}, "params differ from the parameters as they are stored in"),
+    ({"params": jnp.int32}, "params: BatchNorm_0/bias has dtype int32"), ({"loss": "l2"}, "is a str: give a function"),
+], ids=str)
+def test_where_gradients_cannot_be_taken(options, message):
     step = step_of()
     state = step.init(KEY, batch_of())
-    grads, _, variables = step.gradients(state, batch_of())
-    with pytest.raises(zero_jax.UsageError, match="params differ from state.params in .*extra"):
-        step.gradients(state, batch_of(), params={**state.params, "extra": jnp.ones(2)})
-    with pytest.raises(zero_jax.UsageError, match="variables differ from state.variables in .*extra"):
-        step.apply_gradients(state, grads, variables={**variables, "extra": jnp.ones(2)})
-    with pytest.raises(zero_jax.UsageError, match="loss=3 is a int: give a function"):
-        step.gradients(state, batch_of(), loss=3)
-    with pytest.raises(zero_jax.UsageError, match="gradients differ from the parameters"):
-        step.apply_gradients(state, {**grads, "extra": jnp.ones(2)})
+    params = options.get("params")
+    if params is variables_of:
+        options = {"params": variables_of()["params"]}
+    elif params is not None:
+        options = {"params": jax.tree.map(lambda leaf: leaf.astype(params), state.params)}
+    with pytest.raises(ValueError, match=message):
+        step.gradients(state, batch_of(), **options)
 
 
 STACKED = jax.tree.map(lambda *leaves: np.stack(leaves), *BATCHES)

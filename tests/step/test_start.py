@@ -139,6 +139,27 @@ def test_to_and_from_a_train_state(stage):
     assert_same(back.params, params)
 
 
+def test_an_optimizers_keys_come_from_the_train_state():
+    """Not those that `init` makes: the noise goes on where it was."""
+    def init(params):
+        return {"key": jax.random.key(5), "each": jax.tree.map(lambda leaf: jax.random.key(leaf.size), params)}
+
+    def update(grads, state, params=None):
+        each = jax.tree.map(lambda key: jax.random.split(key)[0], state["each"])
+        noise = jax.tree.map(lambda grad, key: 1e-2 * jax.random.normal(key, grad.shape), grads, each)
+        return noise, {"key": jax.random.split(state["key"])[1], "each": each}
+
+    params, optimizer = variables_of()["params"], optax.GradientTransformation(init, update)
+    train_state = TrainState.create(apply_fn=None, params=params, tx=optimizer).apply_gradients(grads=params)
+    step = step_of(optimizer=optimizer)
+    state = step.from_train_state(KEY, batch_of(), train_state)
+    state, _ = step(state, batch_of())
+    expected = train_state.apply_gradients(grads=params)
+    assert_same(step.params(state), expected.params)
+    back = step.to_train_state(state, train_state)
+    assert_same(*(jax.tree.map(jax.random.key_data, each.opt_state) for each in (back, expected)))
+
+
 def test_a_train_state_of_another_optimizer():
     train_state = TrainState.create(apply_fn=None, params=variables_of()["params"], tx=optax.sgd(0.1))
     with pytest.raises(ValueError, match="opt_state lacks"):

@@ -1,5 +1,6 @@
 """Whether an optimizer can run in a train step: the arguments of its update, and a state of constant shapes."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -42,8 +43,21 @@ def takes_value(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def traced_once(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """`optimizer` with a jitted update: the step has the trace of `check_optimizer`, where shapes are the same."""
-    return optax.GradientTransformationExtraArgs(optimizer.init, jax.jit(optimizer.update))
+    """`optimizer` with a jitted update: the step has the trace of `check_optimizer`, where shapes are the same.
+
+    It raises ValueError where it fails without the loss, with which `check_optimizer` has run it.
+    """
+    @functools.wraps(optimizer.update)
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        try:
+            return optimizer.update(updates, state, params, **extra)
+        except Exception as error:
+            if extra.get("value", 0) is not None:
+                raise
+            raise UsageError("apply_gradients without loss: this step's optimizer looks at it: give "
+                             f"loss=metrics[\"loss\"]. It says: {type(error).__name__}: {error}") from error
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, jax.jit(update))
 
 
 def check_optimizer(optimizer: optax.GradientTransformationExtraArgs, params: Any,

@@ -182,7 +182,11 @@ def _copy_to_devices(leaf: Any, num_devices: int) -> Pytree:
 
 
 def _join_devices(leaf: Any, before: Any) -> Any:
-    """The devices' variables as one: means of statistics, the first of counters, random streams as they were."""
+    """The devices' variables as one: means of statistics, the first of counters and of keys that the model wrote.
+
+    Other keys are as they were, not folded with the number of a device.
+    """
     if is_key(before):
-        return before
+        kept = jax.random.key_data(leaf[0]) == jax.random.key_data(_copy_to_devices(before, 1)[0])
+        return jnp.where(jnp.all(kept), before, leaf[0])
     return leaf.mean(0).astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf[0]

@@ -165,8 +165,8 @@ def check_state(state: ZeroState, layout: Layout, error: Exception | None = None
         raise UsageError(f"{what}: it has {some(extra)} in addition. {todo}")
     for name, like in wanted.items():
         leaf = given[name]
-        if np.shape(leaf) != like.shape or _dtype(leaf) != like.dtype:
-            raise UsageError(f"{what}: {name} is {_dtype(leaf)} {np.shape(leaf)}, and is stored as "
+        if np.shape(leaf) != like.shape or dtype_of(leaf) != like.dtype:
+            raise UsageError(f"{what}: {name} is {dtype_of(leaf)} {np.shape(leaf)}, and is stored as "
                              f"{like.dtype} {like.shape} here. {todo}")
         committed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and getattr(leaf, "committed", True)
         if committed and not leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim):
@@ -187,8 +187,8 @@ def check_same_batch(batch: Batch, first: Batch | None) -> None:
         raise UsageError(f"This batch {' and '.join(what)}, beside the first batch of this step: give all leaves in "
                          "every batch (weights of ones, say), or make another step of the same model.")
     for name, like in wanted.items():
-        if _dtype(given[name]) != like.dtype:
-            raise UsageError(f"batch[{name!r}] is {_dtype(given[name])}, and was {like.dtype} in the first "
+        if dtype_of(given[name]) != like.dtype:
+            raise UsageError(f"batch[{name!r}] is {dtype_of(given[name])}, and was {like.dtype} in the first "
                              "batch of this step: convert it, or make another step of the same model.")
 
 
@@ -259,9 +259,9 @@ def check_step(step: Any, *states: Any) -> None:
         check_is_state(state)
 
 
-def _dtype(leaf: Any) -> Any:
+def dtype_of(leaf: Any) -> Any:
     """The dtype that JAX gives `leaf`; keys have one that `result_type` does not know."""
-    return leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
+    return leaf.dtype if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else jnp.result_type(leaf)
 
 
 def some(names: list[str]) -> str:

@@ -27,7 +27,7 @@ class Guard:
     """What happens to steps whose loss or gradient is not finite, or whose loss spikes: the state stays as it was.
 
     skip: how many in a row may be skipped; one more raises BadStepError, so that 0 raises at the first. spike: a loss
-    above this times the moving average of the good ones is bad too (for losses above zero); None: no such test.
+    above this times the moving average of the good ones is bad too, while that is above zero; None: no such test.
     decay: of that average. warmup: good steps before a spike is looked for.
     """
 
@@ -91,7 +91,8 @@ class GuardLogic:
         if self.guard is not None:
             guard = self.guard
             if guard.spike is not None:
-                good &= ~((state.taken >= guard.warmup) & (loss > guard.spike * state.average))
+                limit = jnp.where(state.average > 0, guard.spike * state.average, jnp.inf)
+                good &= ~((state.taken >= guard.warmup) & (loss > limit))
             blend = jnp.where(state.taken == 0, 0.0, guard.decay)
             average = jnp.where(good, blend * average + (1 - blend) * loss, average)
         since = jnp.where(finite, state.good + 1, 0)

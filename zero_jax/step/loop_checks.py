@@ -1,52 +1,60 @@
 """What a loop of the user's own gives back to a step: gradients, parameters and variables of its making."""
 
-import contextlib
-from collections.abc import Iterator
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
+from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.sharding.layout import Layout
-from zero_jax.step.call_checks import some
+from zero_jax.step.call_checks import dtype_of, some
 from zero_jax.step.guard import Guard
+from zero_jax.step.metrics import is_array
 from zero_jax.tree import named_leaves
-from zero_jax.typing import Gradients, Params, Pytree, Scalar, Variables
+from zero_jax.typing import Gradients, Params, Pytree, Variables
 
 
 def check_params(params: Params | None, layout: Layout) -> None:
     """Raises ValueError unless `params`, in place of a state's, has a leaf for each of its stored shape; None: none."""
     if params is not None:
-        _check_like(params, layout.state.params, "params differ from state.params", "a tree as state.params is")
+        _check_stored("params", params, layout.state.params, "a tree as state.params is")
 
 
-def check_update(gradients: Gradients, loss: Scalar | None, variables: Variables | None, layout: Layout,
-                 guard: Guard | None) -> None:
-    """Raises ValueError for what `apply_gradients` cannot take."""
-    _check_like(gradients, layout.state.params, "gradients differ from the parameters as they are stored",
-                "a tree as step.gradients returns it")
-    if variables is not None:
-        _check_like(variables, layout.state.variables, "variables differ from state.variables",
-                    "what step.gradients returned")
+def check_update(gradients: Gradients, loss: Any, variables: Variables | None, layout: Layout, guard: Guard | None
+                 ) -> None:
+    """Raises ValueError for what `apply_gradients` cannot take, or would take for something else."""
+    _check_stored("gradients", gradients, layout.state.params, "a tree as step.gradients returns it")
+    known, given = ({name: (np.shape(leaf), dtype_of(leaf)) for name, leaf in named_leaves(tree)}
+                    for tree in (layout.state.variables, layout.state.variables if variables is None else variables))
+    if wrong := [name for name in {**known, **given} if known.get(name) != given.get(name)]:
+        raise UsageError(f"variables differ from those of the state in {some(wrong)}: give a tree as step.gradients "
+                         "returns it.")
     if loss is None and guard is not None and guard.spike is not None:
         raise UsageError("apply_gradients without loss: this step's guard looks for spikes of it: give "
                          "loss=metrics[\"loss\"].")
+    if loss is not None and not (
+            is_array(loss) and np.shape(loss) == () and np.can_cast(dtype_of(loss), jnp.float32, "same_kind")):
+        raise UsageError(f"apply_gradients(loss={shown(loss)}): give a real scalar, as metrics[\"loss\"].")
 
 
-@contextlib.contextmanager
-def missing_loss_explained(loss: Scalar | None) -> Iterator[None]:
-    """Explains a TypeError within where `loss` is None: of an optimizer that computes with it."""
-    try:
-        yield
-    except TypeError as error:
-        if loss is not None:
-            raise
-        raise UsageError("apply_gradients without loss, and the update fails: where the optimizer looks at the loss, "
-                         f"give loss=metrics[\"loss\"]. It says: {type(error).__name__}: {error}") from error
+def _check_stored(what: str, given: Pytree, like: Pytree, todo: str) -> None:
+    """`given` must have a leaf for each trainable parameter, `like`, of its stored shape.
+
+    No complex number or integer becomes a floating one.
+    """
+    wanted, leaves = dict(named_leaves(like)), dict(named_leaves(given))
+    if wrong := sorted(wanted.keys() ^ leaves.keys()) or [
+            name for name, leaf in wanted.items() if np.shape(leaves[name]) != leaf.shape]:
+        raise UsageError(f"{what} differ from the parameters as they are stored in {some(wrong)}: give {todo}.")
+    for name, leaf in wanted.items():
+        if not _keeps_values(dtype := dtype_of(leaves[name]), leaf.dtype):
+            raise UsageError(f"{what}: {name} has dtype {dtype}, and the parameter has {leaf.dtype}: give {todo}.")
 
 
-def _check_like(given: Pytree, wanted: Pytree, what: str, todo: str) -> None:
-    leaves, likes = dict(named_leaves(given)), dict(named_leaves(wanted))
-    wrong = sorted(likes.keys() ^ leaves.keys()) or [
-        name for name, like in likes.items() if np.shape(leaves[name]) != like.shape]
-    if wrong:
-        raise UsageError(f"{what} in {some(wrong)}: give {todo}.")
+def _keeps_values(given: Any, stored: Any) -> bool:
+    """Whether a leaf of dtype `given` is one of `stored` but for rounding; no complex number becomes a real one."""
+    if not jnp.issubdtype(stored, jnp.inexact):
+        return given == stored
+    return jnp.issubdtype(given, jnp.floating) or jnp.issubdtype(given, jnp.inexact) and jnp.issubdtype(
+        stored, jnp.complexfloating)

@@ -45,7 +45,9 @@ def as_metrics(metrics: Any) -> Metrics:
     if not isinstance(metrics, dict):
         raise UsageError(f"The loss returned {type(metrics).__name__} as its second item: give (scalar, {{name: "
                          "metric}), or with a third item the floating scalar that it is a mean over.")
-    if taken := [name for name in metrics if re.fullmatch(OWNED, str(name))]:
+    if unnamed := [name for name in metrics if not isinstance(name, str)]:
+        raise UsageError(f"The loss returned a metric under {shown(unnamed[0])}: give it a str for a name.")
+    if taken := [name for name in metrics if re.fullmatch(OWNED, name)]:
         raise UsageError(f"The loss returned a metric {taken[0]!r}, which the step reports itself: give it another "
                          "name.")
     for name, value in metrics.items():
@@ -81,12 +83,17 @@ def combine(metrics: Metrics, weights: jax.Array, divisor: Scalar) -> Metrics:
 
     def one(metric: Metric) -> Metric:
         value = metric.value
+        if not jnp.issubdtype(value.dtype, jnp.number) and value.dtype != bool or metric.reduce in ("max", "min") and (
+                jnp.issubdtype(value.dtype, jnp.complexfloating)):
+            raise UsageError(f"The loss returned a metric of {value.dtype}, which has no {metric.reduce} over "
+                             "microbatches: leave it out, or give real numbers.")
         if metric.reduce == "sum":
             return Metric(jnp.sum(value, dims, dtype=jnp.int32 if value.dtype == bool else value.dtype), "sum")
         if metric.reduce != "mean":
             return Metric((jnp.max if metric.reduce == "max" else jnp.min)(value, dims), metric.reduce)
         share = weights.reshape(*weights.shape, *[1] * (value.ndim - weights.ndim))
-        mean = jnp.sum(value * share, dims) / divisor
+        narrow = value.dtype.itemsize == 1  # which JAX does not promote
+        mean = jnp.sum((value.astype(jnp.float32) if narrow else value) * share, dims) / divisor
         return Metric(mean.astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.inexact) else mean)
 
     return jax.tree.map(one, metrics, is_leaf=_is_metric)

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 
 def widened(tree: Any) -> Any:
     """`tree` with its bfloat16 leaves as float32."""
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, tree)
+    def widen(leaf: Any) -> Any:  # which is a number where an optimizer's init makes one
+        return leaf.astype(jnp.float32) if getattr(leaf, "dtype", None) == jnp.bfloat16 else leaf
+
+    return jax.tree.map(widen, tree)
 
 
 def round_stochastically(tree: Any, like: Any, key: jax.Array) -> Any:

@@ -96,17 +96,17 @@ def _put(given: Mapping[str, Any], field: str, layout: Layout, state: ZeroState)
     """A field of the state with the given leaves where there are some; all shapes are checked before any is placed."""
     _check_leaves(given, field, layout)
     shapes, likes, old = (getattr(tree, field) for tree in (layout.stored_shapes, layout.state, state))
-    return map_named(lambda name, stored_shape, like, leaf: leaf if name not in given or _is_key(like) else (
+    return map_named(lambda name, stored_shape, like, leaf: leaf if name not in given or _is_kept(field, like) else (
         place(given[name], stored_shape, like)), shapes, likes, old)
 
 
 def _check_leaves(given: Mapping[str, Any], field: str, layout: Layout) -> None:
     """Raises ValueError for a shape or kind of dtype that is not the field's, and for arrays that were deleted."""
     def check(name: str, stored_shape: StoredShape, like: jax.ShapeDtypeStruct) -> None:
-        if name not in given or _is_key(like):
+        if name not in given or _is_kept(field, like):
             return
         value = given[name]
-        dtype = np.dtype(value.dtype) if hasattr(value, "dtype") else np.result_type(value)
+        dtype = value.dtype if hasattr(value, "dtype") else np.result_type(value)
         if np.shape(value) != stored_shape.shape:
             raise UsageError(f"{field}: {name} has shape {np.shape(value)}, and the model's has {stored_shape.shape}: "
                              "give the values of a model of these sizes.")
@@ -131,7 +131,8 @@ def place(value: Any, stored_shape: StoredShape, like: jax.ShapeDtypeStruct) -> 
     if isinstance(value, jax.Array) and stored_shape.is_identity:
         # A copy first: device_put with may_alias=False shares memory where a device has what it needs (jax 0.10.2), and
         # the step, to which the state is donated, would delete the user's array.
-        return jax.device_put(jnp.copy(value).astype(like.dtype), sharding)
+        value = jnp.copy(value)
+        return jax.device_put(value if value.dtype == like.dtype else value.astype(like.dtype), sharding)
     if isinstance(value, jax.Array) and value.sharding.device_set == sharding.device_set:
         store = jax.jit(lambda leaf: stored_shape.store(leaf.astype(like.dtype)), out_shardings=sharding)
         return store(value)
@@ -161,5 +162,6 @@ def _convertible(given: Any, stored: Any) -> bool:
     return jnp.issubdtype(given, jnp.integer) and jnp.issubdtype(stored, jnp.integer)
 
 
-def _is_key(like: jax.ShapeDtypeStruct) -> bool:
-    return jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+def _is_kept(field: str, like: jax.ShapeDtypeStruct) -> bool:
+    """Whether the state keeps its own leaf: a key that a model draws from, and none of an optimizer's."""
+    return field != "opt_state" and jnp.issubdtype(like.dtype, jax.dtypes.prng_key)

@@ -23,7 +23,7 @@ from zero_jax.state import ZeroState, state_key, typed_key
 from zero_jax.step.call_checks import check_is_state, check_loss, check_state, check_values, is_traced, state_explained
 from zero_jax.step.guard import BadStepMonitor
 from zero_jax.step.inspection import InspectableStep
-from zero_jax.step.loop_checks import check_params, check_update, missing_loss_explained
+from zero_jax.step.loop_checks import check_params, check_update
 from zero_jax.step.losses import takes_key
 from zero_jax.step.options import StepOptions
 from zero_jax.step.replicas import Replicas, compare, copies_digests, replicas_of
@@ -160,9 +160,9 @@ class ZeroTrainStep(InspectableStep):
         the step's, such as the generator's; the same function each time, or it compiles anew.
         """
         check_is_state(state)
-        check_loss(loss or self._loss)
-        params = on_auto_axes(params, self.mesh)
-        fun, layout = loss or self._loss, self.layout(batch)
+        fun = self._loss if loss is None else loss
+        check_loss(fun)
+        params, layout = on_auto_axes(params, self.mesh), self.layout(batch)
         self.batches.check(batch, self.accumulation.microbatches)
         check_params(params, layout)
 
@@ -190,13 +190,12 @@ class ZeroTrainStep(InspectableStep):
         check_is_state(state)
         check_update(gradients, loss, variables, self.layout(), self.options.guard)
         shardings = self.layout().shardings
-        with missing_loss_explained(loss):
-            if is_traced(state, gradients):
-                return self._apply(state, gradients, loss, variables)
-            return self._run(self._jit_once(
-                ("apply", loss is None, variables is None), self._apply,
-                (shardings, self.layout().gradients, None, None if variables is None else shardings.variables),
-                (shardings, self._replicated), donate_argnums=0), state, gradients, loss, variables)
+        if is_traced(state, gradients):
+            return self._apply(state, gradients, loss, variables)
+        return self._run(self._jit_once(
+            ("apply", loss is None, variables is None), self._apply,
+            (shardings, self.layout().gradients, None, None if variables is None else shardings.variables),
+            (shardings, self._replicated), donate_argnums=0), state, gradients, loss, variables)
 
     def check(self, state: ZeroState | None = None) -> None:
         """Waits for all steps so far, and raises BadStepError if the guard stopped: call it after the last step.

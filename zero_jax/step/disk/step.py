@@ -33,7 +33,7 @@ from zero_jax.step.disk.leaf import resharded
 from zero_jax.step.disk.plan import UpdatePlan, without
 from zero_jax.step.disk.walk import walk
 from zero_jax.step.gradients import ForwardOutput
-from zero_jax.step.loop_checks import check_update, missing_loss_explained
+from zero_jax.step.loop_checks import check_update
 from zero_jax.step.pieces.compiled import compiled_pieces
 from zero_jax.step.pieces.program import PiecewiseProgram
 from zero_jax.step.replicas import Replicas
@@ -93,8 +93,7 @@ class DiskTrainStep(StepThatBegins):
                 functools.partial(self._before_apply, plans), in_shardings=(
                     shardings, layout.gradients, None, None if variables is None else shardings.variables),
                 compiler_options=self._compiler_options or None), plans
-        with missing_loss_explained(loss):
-            return self._walk(self._programs[key], state, gradients, loss, variables)
+        return self._walk(self._programs[key], state, gradients, loss, variables)
 
     def from_train_state(self, rng: PRNGKey, batch: Batch, train_state: Any) -> ZeroState:
         """Refused: start from `params`, or restore a checkpoint of a step without files."""
