@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import flax.linen as nn
+import jax
 import numpy as np
 import pytest
-from support.slices import STREAMING, batches, bits, make, trained
+from support.slices import STREAMING, VOCABULARY, batches, bits, make, trained
 
 import zero_jax
 
@@ -61,3 +63,16 @@ def test_synchronous_training_goes_on_from_the_outer_parameters():
     assert int(count) == int(synchronous.step) == 3
     synchronous, metrics = diloco.step(synchronous, given[3])
     assert np.isfinite(metrics["loss"])
+
+
+def test_the_outer_parameters_of_a_larger_model_are_refused(tmp_path):
+    """The control is the model itself."""
+    layers, given = [nn.Embed(VOCABULARY, 8), nn.Dense(VOCABULARY), nn.Dense(VOCABULARY)], batches(1)[0]
+    plain = [zero_jax.make_zero_train_step(nn.Sequential(layers[:number]), 3) for number in (3, 2)]
+    diloco = zero_jax.make_diloco_step(zero_jax.make_zero_train_step(
+        nn.Sequential(layers), 3, mesh=zero_jax.make_mesh(replica=2)), every=2)
+    with zero_jax.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(diloco, diloco.init(jax.random.key(0), given), wait=True)
+        assert checkpoints.load_params(plain[0], given)[0].keys() == {"layers_0", "layers_1", "layers_2"}
+        with pytest.raises(zero_jax.CheckpointError, match="params/layers_2/bias .* in the checkpoint and not in this"):
+            checkpoints.load_params(plain[1], given)

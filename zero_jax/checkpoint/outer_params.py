@@ -39,8 +39,10 @@ def read_outer(path: Any, manifest: Manifest, layout: Layout, num_slices: int, *
     saved_as = logical_state_of(_layout_of_slices(layout, num_slices))
     names = [name for name in saved_as.names if name.split("/")[0] in PARAMS]
     sources = {name: OUTER + name.removeprefix("params/") if name.startswith("params/") else name for name in names}
-    saved = {name: manifest.leaves[source] for name, source in sources.items() if source in manifest.leaves}
+    saved = {f"params/{name.removeprefix(OUTER)}" if name.startswith(OUTER) else name: leaf
+             for name, leaf in manifest.leaves.items() if name.startswith((OUTER, "frozen/", "variables/"))}
     check_fit(dataclasses.replace(manifest, leaves=saved), saved_as.leaves(names), str(path), cast=cast)
+    saved = {name: saved[name] for name in names}
     files = read_arrays(path, {sources[name]: leaf for name, leaf in saved_as.abstract(saved).items()})
     arrays, digests = saved_as.to_arrays(
         {name: files[sources[name]] for name, leaf in saved.items() if math.prod(leaf.shape)}, saved)
