@@ -21,13 +21,13 @@ OUTER = "opt_state/outer/params/"
 
 
 def slices_in(manifest: Manifest) -> int | None:
-    """Of how many slices a checkpoint is; None: of one state, or of parameters alone."""
-    leaves, rng = manifest.leaves, manifest.leaves.get("rng")
+    """Of how many slices a checkpoint is, of states or of parameters alone; None: of one model."""
+    leaves = manifest.leaves
     params = {name.partition("/")[2]: leaf.shape for name, leaf in leaves.items() if name.startswith("params/")}
     outer = {name.removeprefix(OUTER): leaf.shape for name, leaf in leaves.items() if name.startswith(OUTER)}
-    if rng is None or len(rng.shape) != 1 or not outer:
+    if not outer or not all(params.values()):
         return None
-    number = rng.shape[0]
+    number = next(iter(params.values()), (0,))[0]
     return number if params == {name: (number, *shape) for name, shape in outer.items()} else None
 
 
