@@ -132,7 +132,7 @@ class Preferences(Objective):
 
     def _read_reference(self, path: Path) -> None:
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 kept = [(file[f"pairs_{k}"], int(file[f"data_{k}"])) for k in range(len(self._rows))]
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise UsageError(f"{path} cannot be read ({error}): the run cannot be resumed without the "
