@@ -4,6 +4,7 @@ import functools
 import json
 import logging
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,6 +119,19 @@ def test_parameters_alone(folder, tmp_path):
     assert logits.shape == (*BATCH["inputs"].shape, 61)
     with pytest.raises(zero_jax.CheckpointError, match="only_params=True and holds no step: read it with load_params"):
         only.restore(step, BATCH)
+
+
+def test_parameters_of_a_larger_model_are_refused(tmp_path):
+    """Of a checkpoint of parameters alone as of one of a state; the control is the model itself."""
+    step, names = step_for(3, 8), ("params", "state")
+    state = trained(step, 1)
+    smaller = make_step(3, 8, nn.Sequential(MODEL.layers[:2]))
+    for name in names:
+        checkpoints = zero_jax.Checkpoints(tmp_path / name)
+        checkpoints.save(step, state, only_params=name == "params", wait=True)
+        checkpoints.load_params(step, BATCH)
+        with pytest.raises(zero_jax.CheckpointError, match="params/layers_3/bias .* in the checkpoint and not in"):
+            checkpoints.load_params(smaller, BATCH)
 
 
 def test_a_cast_is_asked_for(tmp_path):

@@ -13,8 +13,10 @@ from support.saved import BATCH, WORDS, difference, dump, make_step, trained
 
 import zero_jax
 from zero_jax import Checkpoints
-from zero_jax.checkpoint import integrity
+from zero_jax.checkpoint import integrity, retention
 from zero_jax.checkpoint.manifest import check_names
+from zero_jax.checkpoint.plain_params import export_orbax
+from zero_jax.cli.train_config import TrainConfig
 from zero_jax.errors import CheckpointError
 
 
@@ -159,6 +161,8 @@ def test_a_manifest_that_is_none(saved, tmp_path, text):
     (lambda root, step, state: Checkpoints(root / "nowhere").restore(step, BATCH), "has no checkpoint: there is"),
     (lambda root, step, state: Checkpoints(root).restore(step, BATCH, at=7), "has no checkpoint 7: there are 3"),
     (lambda root, step, state: Checkpoints(root).restore(step, BATCH, at=-1), "has no checkpoint -1"),
+    (lambda root, step, state: Checkpoints(root).restore(step, BATCH, at=3.0), r"at=3.0 is not a .* one of \[3\]"),
+    (lambda root, step, state: Checkpoints(root).manifest("3"), "at='3' is not a checkpoint number: give an integer"),
     (lambda root, step, state: Checkpoints(root / "3").restore(step, BATCH), "has no checkpoint"),
     (lambda root, step, state: Checkpoints(root).save(step, state), "has a checkpoint 3 already"),
     (lambda root, step, state: Checkpoints(root).save(step, state, at=-1), "at=-1: give at least 0"),
@@ -180,6 +184,24 @@ def test_bad_arguments(saved, call, message):
         call(root, step, state)
     assert Checkpoints(root).steps() == [3] and [path.name for path in root.iterdir()] == ["3"]
     assert difference(before, dump(step, Checkpoints(root).restore(step, BATCH).state)) == []
+
+
+@pytest.mark.parametrize("name", ["lr=[0.1]", "a\\b", "what?", "*"])
+def test_a_path_whose_arrays_could_not_be_read_again(saved, tmp_path, monkeypatch, name):
+    """Orbax takes it for a pattern, finds nothing to merge, and reports success; TensorStore writes to another one."""
+    root, step, _ = saved
+    state = Checkpoints(root, read_only=True).restore(step, BATCH).state
+    for call in (Checkpoints(tmp_path / name / "run").lock, lambda: Checkpoints(tmp_path / name).save(step, state),
+                 lambda: export_orbax(tmp_path / name, step.params(state)),
+                 TrainConfig(out=tmp_path / name)._check_checkpoints):
+        with pytest.raises(zero_jax.UsageError, match="cannot be read again: give a folder whose whole path has no"):
+            call()
+    assert not list(tmp_path.iterdir())
+    if name == "lr=[0.1]":  # the control
+        monkeypatch.setattr(retention, "check_target", lambda path: None)
+        Checkpoints(tmp_path / name).save(step, state, wait=True)
+        with pytest.raises(zero_jax.DamagedCheckpointError, match="cannot be read"):
+            Checkpoints(tmp_path / name).restore(step, BATCH)
 
 
 def test_names_that_would_meet_in_one_file():

@@ -146,6 +146,14 @@ def test_those_of_one_process_share_it(tmp_path):
     assert not (tmp_path / "run.lock").exists()
 
 
+def test_a_link_to_the_folder_has_its_lock(owner):
+    folder, process = owner
+    folder.mkdir()
+    (folder.parent / "latest").symlink_to(folder)
+    with pytest.raises(zero_jax.CheckpointError, match=f"process {process.pid}"):
+        Checkpoints(folder.parent / "latest").lock()
+
+
 def test_only_one_of_many_processes_gets_it(tmp_path):
     write_lock(tmp_path / "run.lock", machine=run_lock._machine(), started="1", pid=2**30)
     env = os.environ | {"PYTHONPATH": str(ROOT)}

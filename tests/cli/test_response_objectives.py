@@ -84,6 +84,10 @@ def test_preferences_start_at_the_reference_and_are_learned(base, tmp_path):
     (again.out / "reference.npz").rename(tmp_path / "kept")
     with pytest.raises(UsageError, match="cannot be resumed without the log-probabilities of its reference"):
         train(again, console=quiet)
+    for damaged in (b"", (tmp_path / "kept").read_bytes()[:100]):
+        (again.out / "reference.npz").write_bytes(damaged)
+        with pytest.raises(UsageError, match="cannot be resumed without the log-probabilities of its reference"):
+            train(again, console=quiet)
     (tmp_path / "kept").rename(again.out / "reference.npz")
     train(again, console=quiet)
     second = losses(again.out)

@@ -20,6 +20,7 @@ from zero_jax.cli.train_config import InspectConfig, TrainConfig
 from zero_jax.cli.training.metrics_log import MetricsLog
 from zero_jax.cli.training.resume import FIXED, differences, fixed
 from zero_jax.cli.training.train import train
+from zero_jax.errors import DamagedCheckpointError
 
 ROOT = Path(__file__).parents[2]
 TINY = TrainConfig(model="gpt2:tiny", batch_size=8, seq_len=32, max_bytes=200_000, eval_every=8, steps=12, samples=0,
@@ -180,6 +181,17 @@ def test_there_may_be_nothing_to_go_on_from(tmp_path):
     summary = train(config, console=Console(quiet=True))
     assert (summary.steps, summary.steps_taken) == (2, 2)
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_checkpoints_that_are_all_damaged_are_not_nothing(whole, tmp_path):
+    """Without the files that say that they are complete; the run would start again, and remove them and its log."""
+    out = shutil.copytree(whole, tmp_path / "run")
+    for file in out.glob("checkpoints/*/commit_success.txt"):
+        file.unlink()
+    log = (out / "train.jsonl").read_bytes()
+    with pytest.raises(DamagedCheckpointError, match="is intact: .*12 is damaged: .*commit_success.txt is gone"):
+        train(dataclasses.replace(TINY, out=out, resume=True), console=Console(quiet=True))
+    assert (out / "train.jsonl").read_bytes() == log and len([*out.glob("checkpoints/*")]) == 2
 
 
 @pytest.mark.slow

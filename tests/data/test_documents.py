@@ -101,6 +101,22 @@ class Letters(ByteTokenizer):
     vocab_size, fingerprint, specials = 257, "letters", Specials(eos=256, ids=(256,))
 
 
+def test_ids_are_integers_that_int32_holds():
+    """Others would be cut or become other ids, of which no vocabulary would tell."""
+    offsets = np.array([0, 5, 9])
+    for tokens, told in ((np.arange(9) + 0.5, "float64"), ([*range(9)], "list"), (np.ones((9, 1), int), "9, 1")):
+        with pytest.raises(ValueError, match=f"tokens: .*{told}.* is not a 1-D NumPy array of integers"):
+            Documents(tokens, offsets)
+    with pytest.raises(ValueError, match="offsets: list is not a 1-D NumPy array"):
+        Documents(np.arange(9), [0, 5, 9])
+    for dtype, large in ((np.int64, 2**32 + 7), (np.uint32, 2**31)):
+        documents = Documents(np.array([*range(8), large], dtype), offsets)
+        for source in (Windows(documents, 8, causal=True), DocumentRows(documents, 8, pack=True, causal=True)):
+            with pytest.raises(ValueError, match=f"hold ids .*{large}, and int32 ends at 2147483647"):
+                source.row(0)
+    assert Windows(Documents(np.arange(9, dtype=np.uint32), offsets), 8, causal=True).row(0)["targets"][-1] == 8
+
+
 def test_tokenizing_ends_each_document():
     found = tokenize(["ab", "", "c"], Letters())
     assert found.tokens.tolist() == [97, 98, 256, 99, 256] and found.offsets.tolist() == [0, 3, 5]

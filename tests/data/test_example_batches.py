@@ -140,6 +140,9 @@ def test_what_makes_no_batch():
         batches = ExampleBatches([Windows(Documents(np.arange(16), np.array([0, 16])), 16, causal=False)], batch_size=1,
                                  vocab_size=10)
         batches[0]
+    with pytest.raises(ValueError, match="What hide makes of example 0 of source 0 has ids .*16, but 0..15 are"):
+        ExampleBatches([Windows(Documents(np.arange(16), np.array([0, 16])), 16, causal=False)], batch_size=1,
+                       vocab_size=16, name="hide", make=lambda row, key: {"inputs": np.full_like(row["inputs"], 16)})
     mesh = Mesh(np.array(jax.devices()), ("data",))
     with pytest.raises(ValueError, match=r"shape \(6, 16\) does not divide over"):
         make(batch_size=6, sharding=NamedSharding(mesh, P("data")))

@@ -78,6 +78,23 @@ def test_an_error_is_raised_by_the_next_of_its_batch():
         Prefetched(order, depth=-1)
 
 
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_batch_that_is_asked_for_again_is_the_one_that_failed(depth):
+    class Failing(Counted):
+        def __getitem__(self, position):
+            if position == 2 and 2 not in self.reads:
+                self.reads.append(position)
+                raise OSError("the file system is away")
+            return super().__getitem__(position)
+
+    expected, counted = inputs(Counted(), 6), Failing()
+    with Prefetched(counted, depth=depth) as batches:
+        found = inputs(batches, 2)
+        with pytest.raises(OSError, match="is away"):
+            next(batches)
+        assert counted.position == 2 and found + inputs(batches, 4) == expected
+
+
 def test_a_starving_step_is_told_once_a_window():
     monitor = StarvationMonitor(window=10)
     told = [monitor.observe(waited=0.2, seconds=1.0) for _ in range(20)]

@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import chex
+import flax.linen as nn
+import jax
 import numpy as np
 import pytest
-from support.slices import STREAMING, batches, bits, make, trained
+from support.slices import STREAMING, VOCABULARY, batches, bits, make, trained
 
 import zero_jax
 
@@ -61,3 +64,22 @@ def test_synchronous_training_goes_on_from_the_outer_parameters():
     assert int(count) == int(synchronous.step) == 3
     synchronous, metrics = diloco.step(synchronous, given[3])
     assert np.isfinite(metrics["loss"])
+
+
+def test_the_outer_parameters_alone(tmp_path):
+    """Of a checkpoint with `only_params` as of one of the state; a larger model's are refused."""
+    layers, given = [nn.Embed(VOCABULARY, 8), nn.Dense(VOCABULARY), nn.Dense(VOCABULARY)], batches(1)[0]
+    plain = [zero_jax.make_zero_train_step(nn.Sequential(layers[:number]), 3) for number in (3, 2)]
+    diloco = zero_jax.make_diloco_step(zero_jax.make_zero_train_step(
+        nn.Sequential(layers), 3, mesh=zero_jax.make_mesh(replica=2)), every=2)
+    with zero_jax.Checkpoints(tmp_path / "run") as checkpoints:
+        state = diloco.init(jax.random.key(0), given)
+        state = dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf + 1, state.params))
+        checkpoints.save(diloco, state, at=0, wait=True)
+        checkpoints.save(diloco, state, at=1, only_params=True, wait=True)
+        for step, at in ((plain[0], 0), (plain[0], 1), (diloco, 1)):
+            loaded, variables = checkpoints.load_params(step, given, at=at)
+            chex.assert_trees_all_equal(loaded, diloco.params(state))
+            assert variables == {}
+        with pytest.raises(zero_jax.CheckpointError, match="params/layers_2/bias .* in the checkpoint and not in this"):
+            checkpoints.load_params(plain[1], given)

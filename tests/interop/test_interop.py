@@ -26,6 +26,7 @@ from zero_jax.cli.training.train import train
 from zero_jax.data import corpus
 from zero_jax.data.batches import Batches
 from zero_jax.interop.naming import Names
+from zero_jax.interop.params_io import export_tree
 from zero_jax.interop.safetensors_file import Tensor, find_tensors
 from zero_jax.sharding import shard_reader
 from zero_jax.tree import named_leaves
@@ -264,6 +265,12 @@ def test_what_cannot_be_exported(tmp_path, options, message):
     step, state = some_state()
     with pytest.raises(ValueError, match=message):
         export_params(tmp_path / "x.safetensors", state, step.layout(BATCH), **options)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_dtype_that_the_format_lacks(tmp_path):
+    with pytest.raises(ValueError, match="a/b is of complex64, which the format lacks: write an Orbax checkpoint"):
+        export_tree(tmp_path / "x.safetensors", {"a": {"b": jnp.ones(3, jnp.complex64)}})
     assert [*tmp_path.iterdir()] == []
 
 

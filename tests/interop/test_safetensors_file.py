@@ -1,5 +1,6 @@
 """The format beside its own library, and each way in which a file can be wrong."""
 
+import functools
 import json
 import resource
 from pathlib import Path
@@ -104,6 +105,28 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     with pytest.raises(RuntimeError, match="lost"):
         write_tensors(path, broken, max_file_bytes=10**6, metadata={})
     assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
+
+
+def test_files_of_two_exports_are_not_read_as_one(tmp_path):
+    """Of several files some are replaced when a write fails: there is no index of them then."""
+    def write(value, fails_at=None):
+        def number(name):
+            if name == fails_at:
+                raise RuntimeError("lost")
+            return np.full(4, value, np.float32)
+
+        parts = [Piece(name, np.dtype(np.float32), (4,), functools.partial(number, name)) for name in "uv"]
+        return write_tensors(tmp_path / "m.safetensors", parts, max_file_bytes=16, metadata={})[-1]
+
+    index = write(1)
+    with pytest.raises(RuntimeError, match="lost"):
+        write(2, fails_at="u")
+    assert [tensor.read()[0] for tensor in find_tensors(index).values()] == [1, 1]  # the control: nothing is replaced
+    with pytest.raises(RuntimeError, match="lost"):
+        write(2, fails_at="v")
+    with pytest.raises(ValueError, match="cannot be read"):
+        find_tensors(index)
+    assert [tensor.read()[0] for tensor in find_tensors(write(3)).values()] == [3, 3]
 
 
 @pytest.mark.parametrize(("out", "message"), [("x.bin", "does not end in"), ("no/x.safetensors", "cannot be written")])

@@ -21,7 +21,7 @@ from zero_jax.checkpoint.manifest import (
     check_names,
 )
 from zero_jax.checkpoint.new_manifest import NewManifest, check_adapters, check_given, run_of
-from zero_jax.checkpoint.outer_params import read_outer, slices_in
+from zero_jax.checkpoint.outer_params import OUTER, read_outer, slices_in
 from zero_jax.checkpoint.retention import LOG, Folder
 from zero_jax.distributed.agreement import all_or_none
 from zero_jax.errors import UsageError
@@ -114,7 +114,7 @@ class Checkpoints:
           at: the checkpoint's number. Default: the number of steps that `state` has taken.
           data: position in the data, as `Batches.state()`; plain JSON.
           config: the configuration of the run; plain JSON.
-          only_params: save parameters, frozen ones and variables only, for `load_params`.
+          only_params: save parameters (of slices the outer ones, too), frozen ones and variables, for `load_params`.
           wait: return when the checkpoint is complete.
 
         Returns: the checkpoint's number. Raises CheckpointError if a checkpoint of that number exists that is not
@@ -126,7 +126,7 @@ class Checkpoints:
         check_state(state, step.layout())
         all_or_none(self.wait)
         logical = logical_state_of(in_arrays(step.layout()))
-        names = [name for name in logical.names if not only_params or name.split("/")[0] in PARAMS]
+        names = [name for name in logical.names if not only_params or name.split("/")[0] in PARAMS or OUTER in name]
         check_names(names, "This state")
         number = int(state.step) if at is None else whole("at", at, 0)
         if number >= 2**53:

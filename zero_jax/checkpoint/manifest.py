@@ -150,7 +150,7 @@ def check_fit(manifest: Manifest, wanted: Mapping[str, Leaf], where: str, *, cas
 
     cast: floating dtypes may differ.
     """
-    saved = {name: leaf for name, leaf in manifest.leaves.items() if manifest.kind == "state" or name in wanted}
+    saved = manifest.leaves
     if manifest.kind != "state" and (lacking := [name for name in wanted if _kind(name) not in PARAMS]):
         raise CheckpointError(
             f"{where} was saved with only_params=True and holds no {_kind(lacking[0])}: read it with load_params, and "

@@ -45,6 +45,16 @@ def check_scheme(path: Any) -> None:
     conf.setdefault(SCHEME, {}).setdefault("use_listings_cache", False)  # others change what is in a bucket, too
 
 
+def check_target(path: Any) -> None:
+    """Raises UsageError for a local folder that Orbax writes arrays to which it does not read again.
+
+    It looks for them with the whole path as a pattern, and TensorStore takes a backslash for a slash.
+    """
+    if not is_remote(path) and (found := sorted(set(full := os.path.abspath(os.path.expanduser(path))) & set("*?[\\"))):
+        raise UsageError(f"{full}: what Orbax writes to a path with {' and '.join(found)} cannot be read again: give a "
+                         "folder whose whole path has no *, ?, [ or backslash.")
+
+
 def numbers_in(path: str) -> list[int]:
     """The names that are numbers of what a folder in an object store has; UsageError where it cannot be read."""
     check_scheme(path)

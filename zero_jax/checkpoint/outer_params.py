@@ -21,13 +21,13 @@ OUTER = "opt_state/outer/params/"
 
 
 def slices_in(manifest: Manifest) -> int | None:
-    """Of how many slices a checkpoint is; None: of one state, or of parameters alone."""
-    leaves, rng = manifest.leaves, manifest.leaves.get("rng")
+    """Of how many slices a checkpoint is, of states or of parameters alone; None: of one model."""
+    leaves = manifest.leaves
     params = {name.partition("/")[2]: leaf.shape for name, leaf in leaves.items() if name.startswith("params/")}
     outer = {name.removeprefix(OUTER): leaf.shape for name, leaf in leaves.items() if name.startswith(OUTER)}
-    if rng is None or len(rng.shape) != 1 or not outer:
+    if not outer or not all(params.values()):
         return None
-    number = rng.shape[0]
+    number = next(iter(params.values()), (0,))[0]
     return number if params == {name: (number, *shape) for name, shape in outer.items()} else None
 
 
@@ -39,8 +39,10 @@ def read_outer(path: Any, manifest: Manifest, layout: Layout, num_slices: int, *
     saved_as = logical_state_of(_layout_of_slices(layout, num_slices))
     names = [name for name in saved_as.names if name.split("/")[0] in PARAMS]
     sources = {name: OUTER + name.removeprefix("params/") if name.startswith("params/") else name for name in names}
-    saved = {name: manifest.leaves[source] for name, source in sources.items() if source in manifest.leaves}
+    saved = {f"params/{name.removeprefix(OUTER)}" if name.startswith(OUTER) else name: leaf
+             for name, leaf in manifest.leaves.items() if name.startswith((OUTER, "frozen/", "variables/"))}
     check_fit(dataclasses.replace(manifest, leaves=saved), saved_as.leaves(names), str(path), cast=cast)
+    saved = {name: saved[name] for name in names}
     files = read_arrays(path, {sources[name]: leaf for name, leaf in saved_as.abstract(saved).items()})
     arrays, digests = saved_as.to_arrays(
         {name: files[sources[name]] for name, leaf in saved.items() if math.prod(leaf.shape)}, saved)

@@ -7,6 +7,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from zero_jax.arguments import check_path
+from zero_jax.checkpoint.object_store import check_target
 from zero_jax.errors import UsageError
 from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.tree import cast_floating
@@ -20,6 +21,7 @@ def export_orbax(path: Path | str, params: Any, *, dtype: Any = None) -> Path:
     must call this, and each writes what its own devices hold. Raises UsageError for a folder that is not empty.
     """
     check_path("export_orbax: path", path)
+    check_target(path)
     folder = Path(path).expanduser().absolute()
     if folder.exists():
         if not folder.is_dir() or any(folder.iterdir()):

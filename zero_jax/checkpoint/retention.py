@@ -11,7 +11,7 @@ from typing import Any
 from zero_jax.checkpoint import orbax_store as storage
 from zero_jax.checkpoint.history import PLACE, History
 from zero_jax.checkpoint.integrity import changed_files, read_manifest
-from zero_jax.checkpoint.object_store import is_remote
+from zero_jax.checkpoint.object_store import check_target, is_remote
 from zero_jax.disk.durable_files import make_folder, replace_json
 from zero_jax.disk.run_lock import RunLock
 from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, is_first
@@ -47,8 +47,9 @@ class Folder:
         """Claims the folder for this run; raises CheckpointError while another has it.
 
         Returns a message, on process 0, where the folder is taken over from a dead process, and the first time where it
-        is in an object store, which has no locks.
+        is in an object store, which has no locks. Raises UsageError for a path that Orbax cannot save to.
         """
+        check_target(self.path)
         if self._lock is None:
             told, self._told = self._told, True
             return "" if told or not is_first() else (
@@ -73,8 +74,10 @@ class Folder:
     def candidates(self, at: int | None) -> list[int]:
         """The checkpoint `at`, or the latest one for None, and then those to fall back to, in this order.
 
-        Raises CheckpointError where there is none.
+        Raises CheckpointError where there is none, and UsageError for `at` that is no integer.
         """
+        if at is not None and (isinstance(at, bool) or not hasattr(at, "__index__")):
+            raise UsageError(f"at={at!r} is not a checkpoint number: give an integer, one of {self.steps()}.")
         candidates = [number for number in self._candidates(at) if number not in self.damaged]
         if not candidates or at is not None and candidates[0] != at:
             steps = self.steps()

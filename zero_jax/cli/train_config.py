@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from zero_jax.arguments import check_path
-from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
+from zero_jax.checkpoint.object_store import check_scheme, check_target, is_remote, numbers_in
 from zero_jax.cli.environment import check_folder, check_no_checkpoints, checkpoint_folder, simulates
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest, with_remat
 from zero_jax.cli.options.attention import AttentionOptions
@@ -182,6 +182,8 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
     def _check_checkpoints(self) -> None:
         if self.dry_run:
             return  # it writes none
+        if self.save_every:
+            check_target(self.checkpoints)
         if not self.resume:
             check_no_checkpoints(self.checkpoints)
         elif isinstance(self.checkpoints, str):

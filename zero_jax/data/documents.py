@@ -25,6 +25,11 @@ class Documents:
     offsets: np.ndarray
 
     def __post_init__(self) -> None:
+        for name in ("tokens", "offsets"):
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+                kind = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+                raise UsageError(f"{name}: {kind} is not a 1-D NumPy array of integers: give np.asarray(...) of some.")
         if len(self.offsets) < 2 or self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens):
             raise UsageError(f"offsets do not cover {len(self.tokens)} tokens: the first is 0, the last their number.")
         if (np.diff(self.offsets) <= 0).any():

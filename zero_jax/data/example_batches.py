@@ -109,16 +109,22 @@ class ExampleBatches(NumberedBatches):
 
     def _row(self, place: int) -> Row:
         source, example = self._mixture[place]
-        row = self.sources[source].row(example)
-        for name in ("inputs", "targets"):
+        row = self._checked(self.sources[source].row(example), f"Example {example} of source {source} has")
+        if self._make is None:
+            return row
+        return self._checked(self._make(row, (self.seed, place)),
+                             f"What {self._name or 'make'} makes of example {example} of source {source} has")
+
+    def _checked(self, row: Row, what: str) -> Row:
+        """`row`; raises ValueError for ids beyond the vocabulary, which XLA clamps or drops in silence."""
+        for name in ("inputs", "targets") if self.vocab_size is not None else ():
             ids = row.get(name)
-            if self.vocab_size is not None and ids is not None and ids.dtype.kind in "iu" and ids.size:
+            if ids is not None and ids.dtype.kind in "iu" and ids.size:
                 low, high = int(ids.min()), int(ids.max())
                 if low < 0 or high >= self.vocab_size:
-                    raise UsageError(f"Example {example} of source {source} has ids {low}..{high}, but 0.."
-                                     f"{self.vocab_size - 1} are allowed (vocab_size={self.vocab_size}): tokenizer and "
-                                     "model disagree.")
-        return row if self._make is None else self._make(row, (self.seed, place))
+                    raise UsageError(f"{what} ids {low}..{high}, but 0..{self.vocab_size - 1} are allowed (vocab_size="
+                                     f"{self.vocab_size}): tokenizer and model disagree.")
+        return row
 
     def _sharding_of(self, shape: tuple[int, ...]) -> Any:
         if self.sharding is None:

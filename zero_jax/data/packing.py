@@ -112,9 +112,9 @@ class DocumentRows:
         end = 0
         for segment, (start, slots) in enumerate(zip(self._plan.starts[pieces], self._plan.slots[pieces], strict=True)):
             place = slice(end, end + slots)
-            row["inputs"][place] = self._tokens[start:start + slots]
+            row["inputs"][place] = _ids(self._tokens[start:start + slots])
             if self._causal:
-                row["targets"][place] = self._tokens[start + 1:start + slots + 1]
+                row["targets"][place] = _ids(self._tokens[start + 1:start + slots + 1])
             row["segment_ids"][place], row["positions"][place] = segment + 1, np.arange(slots)
             end += slots
         return row
@@ -134,5 +134,14 @@ class Windows:
     def row(self, number: int) -> dict[str, np.ndarray]:
         """Window `number`."""
         start = number * self._length
-        tokens = self._tokens[start:start + self._length + self._causal].astype(np.int32)
+        tokens = _ids(self._tokens[start:start + self._length + self._causal])
         return {"inputs": tokens[:-1], "targets": tokens[1:]} if self._causal else {"inputs": tokens}
+
+
+def _ids(tokens: np.ndarray) -> np.ndarray:
+    """`tokens` as int32; raises ValueError for ids that it cannot hold, which would become others."""
+    ids = tokens.astype(np.int32)
+    if tokens.dtype.itemsize > 2 and (ids != tokens).any():
+        raise UsageError(f"tokens hold ids {tokens.min()}..{tokens.max()}, and int32 ends at {2**31 - 1}: give the "
+                         "dtype that they were written in.")
+    return ids

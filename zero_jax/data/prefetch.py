@@ -22,7 +22,7 @@ class Prefetched:
     Attributes:
       waited: seconds that the last `next` waited for its batch.
 
-    An error in reading is raised by the `next` of its batch.
+    An error in reading is raised by the `next` of its batch, and the `next` after that reads it again.
     """
 
     def __init__(self, batches: NumberedBatches, *, depth: int = 2) -> None:
@@ -50,7 +50,11 @@ class Prefetched:
                 self._drop()
             while len(self._pending) < self._depth:
                 self._read(position + len(self._pending))
-            batch = self._pending.popleft().result()
+            try:
+                batch = self._pending.popleft().result()
+            except BaseException:
+                self._drop()  # whoever goes on gets this batch, and not the one after it
+                raise
             self._read(position + self._depth)
         self._batches.seek(position + 1)
         self._next = position + 1

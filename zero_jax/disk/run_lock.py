@@ -29,7 +29,7 @@ class RunLock:
     """The lock of a folder of checkpoints, as one of its users in this process; they share it."""
 
     def __init__(self, folder: Any):
-        self.path = f"{folder}.lock"
+        self.path = f"{os.path.realpath(folder)}.lock"  # one for all links to the folder
         self._is_user = False
 
     def acquire(self) -> str:

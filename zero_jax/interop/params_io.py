@@ -152,6 +152,9 @@ def export_leaves(path: Path, leaves: Mapping[str, LogicalLeaf], names: Names, d
     for name, each in parts.items():
         stored = np.dtype(leaves[name].dtype)
         kind = dtype if dtype is not None and jnp.issubdtype(stored, jnp.floating) else stored
+        if kind not in DTYPES.values():
+            raise UsageError(f"{name} is of {kind}, which the format lacks: write an Orbax checkpoint (export --format "
+                             "orbax).")
         pieces += [Piece(names.written(of), kind, each.tensor_shape, functools.partial(tensor, name, number, kind))
                    for number, of in enumerate(each.names)]
     if is_first():

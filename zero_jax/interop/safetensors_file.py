@@ -217,7 +217,7 @@ def write_tensors(path: Path, pieces: Sequence[Piece], *, max_file_bytes: int, m
     written, names = [], {}
     for number, part in enumerate(files, 1):
         written.append(path.with_name(f"{path.stem}-{number:05d}-of-{len(files):05d}{SUFFIX}"))
-        _write_file(written[-1], part, metadata)
+        _write_file(written[-1], part, metadata, index)
         names |= {piece.name: written[-1].name for piece in part}
     contents = {"metadata": {"total_size": sum(piece.bytes for piece in pieces)}, "weight_map": names}
     with _replacing(index) as file:
@@ -255,7 +255,7 @@ def _cut(pieces: Sequence[Piece], max_file_bytes: int) -> list[list[Piece]]:
     return files
 
 
-def _write_file(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str]) -> None:
+def _write_file(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str], index: Path | None = None) -> None:
     codes, end = {dtype: code for code, dtype in DTYPES.items()}, 0
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     for piece in pieces:
@@ -264,7 +264,7 @@ def _write_file(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str]
         end += piece.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with _replacing(path) as file:
+    with _replacing(path, index) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for piece in pieces:
             value = np.asarray(piece.value(), piece.dtype, order="C")
@@ -273,9 +273,10 @@ def _write_file(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str]
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
+def _replacing(path: Path, index: Path | None = None) -> Iterator[BinaryIO]:
     """A temporary file that replaces `path` when all of it is on disk, and is removed if anything fails before.
 
+    An earlier `index`, which would then name tensors of two exports, is removed first.
     Raises UsageError where it cannot be written, as to a full disk.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -284,6 +285,8 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if index is not None:
+            index.unlink(missing_ok=True)
         temporary.replace(path)
     except OSError as error:
         if error.filename not in (None, str(temporary)):

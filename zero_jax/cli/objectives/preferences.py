@@ -1,6 +1,7 @@
 """Which of two responses is better: direct preference optimization, held to the model that the run starts from."""
 
 import functools
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -131,9 +132,9 @@ class Preferences(Objective):
 
     def _read_reference(self, path: Path) -> None:
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 kept = [(file[f"pairs_{k}"], int(file[f"data_{k}"])) for k in range(len(self._rows))]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise UsageError(f"{path} cannot be read ({error}): the run cannot be resumed without the "
                              "log-probabilities of its reference: start it again in another folder.") from error
         for rows, (reference, fingerprint) in zip(self._rows, kept, strict=True):
