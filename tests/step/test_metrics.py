@@ -124,7 +124,8 @@ def test_what_is_no_name():
         metrics_of(lambda model, batch: (reporting(model, batch)[0], {1: 1.0}))
 
 
-@pytest.mark.parametrize("metric", [Metric(1j, "max"), Metric(jax.random.key(0), "sum"), jax.random.key(0)], ids=str)
+@pytest.mark.parametrize("metric", [Metric(1j, "max"), Metric(jax.random.key(0), "sum"), jax.random.key(0)],
+                         ids=["complex", "key in a Metric", "key"])
 def test_what_microbatches_cannot_combine(metric):
     with pytest.raises(ValueError, match="a metric of .*, which has no (max|sum|mean) over microbatches"):
         metrics_of(lambda model, batch: (reporting(model, batch)[0], {"odd": metric}), accumulate=2)

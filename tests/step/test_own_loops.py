@@ -129,7 +129,7 @@ def test_an_optimizer_that_looks_at_the_loss_needs_it():
     ({"dtype": jnp.int32}, "gradients: BatchNorm_0/bias has dtype int32"),
     ({"variables": {}}, "variables differ from those of the state in batch_stats/BatchNorm_0/mean"),
     ({"variables": {"batch_stats": {"BatchNorm_0": {"mean": np.zeros(3), "var": np.zeros(67)}}}}, "variables differ"),
-], ids=str)
+], ids=["loss of 3", "text", "complex loss", "complex", "integers", "no variables", "wrong variables"])
 def test_what_cannot_be_applied(change, message):
     step = step_of(guard=zero_jax.Guard(skip=1))
     state = step.init(KEY, batch_of())
@@ -141,7 +141,7 @@ def test_what_cannot_be_applied(change, message):
 @pytest.mark.parametrize("options, message", [
     ({"params": variables_of}, "params differ from the parameters as they are stored in"),
     ({"params": jnp.int32}, "params: BatchNorm_0/bias has dtype int32"), ({"loss": "l2"}, "is a str: give a function"),
-], ids=str)
+], ids=["true shapes", "integers", "no function"])
 def test_where_gradients_cannot_be_taken(options, message):
     step = step_of()
     state = step.init(KEY, batch_of())

@@ -117,7 +117,9 @@ class ExampleBatches(NumberedBatches):
 
     def _checked(self, row: Row, what: str) -> Row:
         """`row`; raises ValueError for ids beyond the vocabulary, which XLA clamps or drops in silence."""
-        for name in ("inputs", "targets") if self.vocab_size is not None else ():
+        if self.vocab_size is None:
+            return row
+        for name in ("inputs", "targets"):
             ids = row.get(name)
             if ids is not None and ids.dtype.kind in "iu" and ids.size:
                 low, high = int(ids.min()), int(ids.max())
