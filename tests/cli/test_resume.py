@@ -139,8 +139,10 @@ def test_another_run_is_refused(whole, option, values, message):
                                     {"model": "gpt2_nnx:tiny"}, {"ema": 0.5}, {"max_bytes": 199_999}])
 def test_every_option_that_matters_is_compared(whole, change):
     name = next(iter(change))
-    with pytest.raises(ValueError, match=rf"belongs to another run: {name}=.* saved but {name}=.* given\. Give"):
+    with pytest.raises(ValueError, match=rf"belongs to another run: {name}=.* saved but {name}=.* given\. Give"
+                       ) as told:
         train(dataclasses.replace(TINY, out=whole, resume=True, **change), console=Console(quiet=True))
+    assert told.traceback and not (whole / "checkpoints.lock").exists()  # what is told of holds what the run had
 
 
 def test_what_may_change_and_what_may_not_are_all_options():

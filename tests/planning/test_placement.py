@@ -78,7 +78,7 @@ MODEL = nn.Sequential([nn.Embed(256, 64), nn.Dense(256), nn.gelu, nn.Dense(256)]
 
 @pytest.mark.parametrize("options, words", [
     ({}, "devices of kind 'cpu' do not say how much memory.*memory_bytes=.*target="),
-    ({"memory_bytes": 0}, "give a number of bytes"), ({"memory_bytes": 1e9}, "give a number of bytes"),
+    ({"memory_bytes": 0}, "memory_bytes=0: give at least 1"), ({"memory_bytes": 1e9}, "give a whole number of"),
     ({"memory_bytes": 10**9, "offload": "optimizer"}, "that is what is chosen"),
     ({"target": "h100:4", "mesh": True}, "h100:4' has 4 devices, and the mesh {'data': 8} 8"),
     ({"memory_bytes": 10_000}, "no placement fits.*345,872 of 10,000 bytes.*state alone.*198,416 of 10,000")])

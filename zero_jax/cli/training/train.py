@@ -97,11 +97,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     """
     objective = objective_of(config)
     initialize(distributed=config.distributed, heartbeat_seconds=config.heartbeat)
-    with Preemption() as preemption:
-        return _train(config, objective, console, preemption)
+    with Preemption() as preemption, contextlib.ExitStack() as closing:
+        return _train(config, objective, console, preemption, closing)
 
 
-def _train(config: TrainConfig, objective: Objective, console: Console | None, preemption: Preemption) -> Summary:
+def _train(config: TrainConfig, objective: Objective, console: Console | None, preemption: Preemption,
+           closing: contextlib.ExitStack) -> Summary:
     started, choice = time.perf_counter(), objective.choice
     devices = devices_of(config)
     check_start(config)
@@ -114,7 +115,7 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
     step: Any = slices or together
     batches, held_out = data.batches(step.batch_sharding)
     layout = step.layout(batches[0])
-    checkpoints = Checkpoints(config.checkpoints, keep_last=config.max_to_keep)
+    checkpoints = closing.enter_context(Checkpoints(config.checkpoints, keep_last=config.max_to_keep))
     if config.save_every and (message := checkpoints.lock()):
         console.print(message, soft_wrap=True)
     copies = LocalCopies(config.local_checkpoints, fixed(config)) if config.local_checkpoints else None
@@ -124,7 +125,6 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         if on_disk is not None:
             on_disk.note(manifest.step, manifest.data)
 
-    closing = contextlib.ExitStack()
     if on_disk is not None:
         closing.callback(step.close)
     restored = None
@@ -138,6 +138,7 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
                                     ) if is_first() else []
     log = MetricsLog(config.out / "train.jsonl", after=after if config.resume else None, writes=is_first(),
                      writers=writers)
+    closing.callback(log.close)
     if log.lost:
         console.print(f"Lost: {log.lost} steps that were taken after step {after}; they are taken again.")
     interrupted, samples = False, ()
@@ -230,8 +231,6 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
                 objective.measures))
     finally:
         closing.close()
-        log.close()
-        checkpoints.close()
     for sample in samples:
         console.print(sample, soft_wrap=True)
     console.print(summary_table(_plain(summary), objective.measures))
