@@ -149,6 +149,25 @@ def test_what_makes_no_batch():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("other", [
+    {"others": np.arange(4)}, {"inputs": np.arange(5)}, {"inputs": np.arange(4.0)},
+    {"inputs": np.arange(4), "more": np.arange(4)}])
+def test_sources_of_other_arrays_are_refused(other):
+    class Same:
+        num_examples, fingerprint = 8, 1
+
+        def __init__(self, row):
+            self._row = row
+
+        def row(self, number):
+            return self._row
+
+    batches = ExampleBatches([Same({"inputs": np.arange(4)}), Same(other)], batch_size=8)
+    with pytest.raises(ValueError, match="the same names, shapes and dtypes"):
+        for number in range(2):
+            batches[number]
+
+
 def test_digits():
     pytest.importorskip("sklearn")
     images = digits()

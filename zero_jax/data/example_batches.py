@@ -82,6 +82,7 @@ class ExampleBatches(NumberedBatches):
             sizes = [source.num_examples for source in self.sources]
             raise UsageError(f"Sources with {sizes} examples are fewer than a batch of batch_size={batch_size} takes "
                              "without one twice: give more data, or a smaller batch_size or seq_len.")
+        self.shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
         self.shapes = {name: ((self.batch_size, *array.shape), array.dtype) for name, array in self._row(0).items()}
         for shape, _ in self.shapes.values():
             self._sharding_of(shape)
@@ -109,11 +110,17 @@ class ExampleBatches(NumberedBatches):
 
     def _row(self, place: int) -> Row:
         source, example = self._mixture[place]
-        row = self._checked(self.sources[source].row(example), f"Example {example} of source {source} has")
-        if self._make is None:
-            return row
-        return self._checked(self._make(row, (self.seed, place)),
-                             f"What {self._name or 'make'} makes of example {example} of source {source} has")
+        what = f"Example {example} of source {source} has"
+        row = self._checked(self.sources[source].row(example), what)
+        if self._make is not None:
+            what = f"What {self._name or 'make'} makes of example {example} of source {source} has"
+            row = self._checked(self._make(row, (self.seed, place)), what)
+        found = {name: (array.shape, array.dtype) for name, array in row.items()}
+        first = {name: (shape[1:], dtype) for name, (shape, dtype) in self.shapes.items()}
+        if self.shapes and found != first:
+            raise UsageError(f"{what} {found}, and the first one {first}: give examples of the same names, shapes and "
+                             "dtypes.")
+        return row
 
     def _checked(self, row: Row, what: str) -> Row:
         """`row`; raises ValueError for ids beyond the vocabulary, which XLA clamps or drops in silence."""
