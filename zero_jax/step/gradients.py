@@ -16,8 +16,9 @@ from zero_jax.sharding.memory.host_arrays import carrier_of, is_on_host
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.step.losses import loss_and_metrics, with_key
 from zero_jax.step.options import StepOptions
-from zero_jax.step.overlap import gathers_ahead, scatters_beside_products
+from zero_jax.step.overlap import gathers_ahead, multiplies_before_loops, scatters_beside_products
 from zero_jax.transforms.activation_partitioning import Activations
+from zero_jax.transforms.before_loops import multiply_before_loops
 from zero_jax.transforms.derived_weights import scatter_derived_gradients
 from zero_jax.transforms.explicit_scatter import scatter_partial_gradients
 from zero_jax.transforms.gather_again import gather_again, value_and_grad
@@ -145,6 +146,8 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
             scatter_derived_gradients, batch_size=activations.batch_size, axes=layout.axes, hops=hops)),
         (reduced and scatters_beside_products(options, layout), functools.partial(
             scatter_beside_products, batch_size=activations.batch_size, axes=layout.axes)),
+        (reduced and multiplies_before_loops(options, layout), functools.partial(
+            multiply_before_loops, batch_size=activations.batch_size, axes=layout.axes)),
         (reduced, functools.partial(
             scatter_partial_gradients, batch_size=activations.batch_size, axes=layout.axes, uneven=uneven_only,
             split=activations.sequence, hops=hops)),

@@ -37,6 +37,11 @@ def scatters_beside_products(options: StepOptions, layout: Layout) -> bool:
     return not options.stage.shards_params and not layout.axes.tensor_enabled and _sends_within_work(options, layout)
 
 
+def multiplies_before_loops(options: StepOptions, layout: Layout) -> bool:
+    """Whether loops over layers wait for the gradients before them: see `transforms.before_loops`."""
+    return layout.mesh.size > 1 and sparse_cores_gather(layout.mesh.devices.flat[0], options.overlap)
+
+
 def _sends_within_work(options: StepOptions, layout: Layout) -> bool:
     """Whether v5e is asked to send within products and elementwise work."""
     return options.overlap is not False and sends_within_products(layout.mesh.devices.flat[0])

@@ -20,9 +20,10 @@ On the differentiated loss, which `gather_again.value_and_grad` makes:
 12. `loop_communication.communicate_once_per_loop`
 13. `derived_weights.scatter_derived_gradients`
 14. `scatter_beside.scatter_beside_products`, on TPU v5e unless `overlap=False`
-15. `explicit_scatter.scatter_partial_gradients`
-16. `gather_ahead.gather_ahead`, on TPU v5e unless `overlap=False`
-17. `update_order.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
+15. `before_loops.multiply_before_loops`, on TPU v5p and v6e unless `overlap=False`
+16. `explicit_scatter.scatter_partial_gradients`
+17. `gather_ahead.gather_ahead`, on TPU v5e unless `overlap=False`
+18. `update_order.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
 
 On a whole step, by `diloco` with `overlap`: `loop_rounds.run_in_rounds`.
 

@@ -25,6 +25,7 @@ from zero_jax.jaxpr.equations import (
     shape_of,
 )
 from zero_jax.jaxpr.primitives import (
+    BARRIER,
     CONSTRAINT,
     CONV,
     CONVERT,
@@ -149,8 +150,9 @@ class PartialGradient:
     def _comes_from_devices(self, atom: Any) -> bool:
         """Whether the leading dim of `atom` counts the devices, each of which made its own."""
         eqn = self._maker(atom)
-        while eqn is not None and primitive_of(eqn) in (CONVERT, "copy"):
-            eqn = self.makers.get(eqn.invars[0])
+        while eqn is not None and primitive_of(eqn) in (CONVERT, "copy", BARRIER):
+            atom = eqn.invars[eqn.outvars.index(atom)]
+            eqn = self._maker(atom)
         return eqn is not None and primitive_of(eqn) == SHARD_MAP
 
     def _sides(self, eqn: JaxprEqn, dim: int | None) -> tuple[Split, Split] | None:
