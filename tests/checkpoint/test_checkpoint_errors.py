@@ -194,8 +194,10 @@ def test_a_path_whose_arrays_could_not_be_read_again(saved, tmp_path, monkeypatc
     for call in (Checkpoints(tmp_path / name / "run").lock, lambda: Checkpoints(tmp_path / name).save(step, state),
                  lambda: export_orbax(tmp_path / name, step.params(state)),
                  TrainConfig(out=tmp_path / name)._check_checkpoints):
-        with pytest.raises(zero_jax.UsageError, match="cannot be read again: give a folder whose whole path has no"):
+        with pytest.raises(zero_jax.UsageError, match="cannot be read again: give a folder whose whole path has no"
+                           ) as told:
             call()
+        assert not isinstance(told.value, zero_jax.CheckpointError), "as if the disk were full"
     assert not list(tmp_path.iterdir())
     if name == "lr=[0.1]":  # the control
         monkeypatch.setattr(retention, "check_target", lambda path: None)

@@ -9,8 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import safetensors.numpy as safetensors_numpy
 from support import command_line
@@ -281,6 +284,61 @@ def test_parameters_of_two_processes_are_read_and_written_whole(tmp_path):
     assert "0 2\n" in second and "Process 0 failed" in second
     written = safetensors_numpy.load_file(tmp_path / "y.safetensors")
     assert written.keys() == tensors.keys() and all((written[name] == tensors[name]).all() for name in tensors)
+
+
+UNEVEN = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, optax
+import flax.linen as nn
+import zero_jax
+from zero_jax.checkpoint.plain_params import export_orbax
+zero_jax.initialize()
+step = zero_jax.make_zero_train_step(nn.Sequential([nn.Dense(8), nn.gelu, nn.Dense(1)]), stage=3,
+                                     optimizer=optax.adam(1e-2), loss=lambda model, x: jnp.mean(model(x) ** 2))
+x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+batch = jax.make_array_from_callback(x.shape, step.batch_sharding, x.__getitem__)
+state = step.init(jax.random.key(0), batch)
+with zero_jax.Checkpoints(sys.argv[1]) as checkpoints:
+    restored = checkpoints.restore(step, batch).state if checkpoints.latest() is not None else None
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        print("LOSS", float(metrics["loss"]).hex())
+    if restored is not None:
+        print("RESTORED", float(step(restored, batch)[1]["loss"]).hex())
+    for save in checkpoints.lock, lambda: checkpoints.save(step, state), lambda: export_orbax(
+            sys.argv[1] + "_params", step.params(state)):
+        try:
+            save()
+        except ValueError as error:
+            print("REFUSED", error)
+"""
+
+
+@pytest.mark.slow
+def test_processes_with_different_numbers_of_devices_train_and_restore_and_save_nothing(tmp_path):
+    def run(*devices):
+        address = f"127.0.0.1:{launch._free_port()}"
+        started = [start_process(["-c", UNEVEN, str(tmp_path / "run")], number, address, devices=each)
+                   for number, each in enumerate(devices)]
+        ended = [process.communicate(timeout=200) for process in started]
+        assert [process.returncode for process in started] == [0, 0], ended
+        found = [[line.split(maxsplit=1) for line in output.splitlines()
+                  if line.split(" ")[0] in ("LOSS", "RESTORED", "REFUSED")] for output, _ in ended]
+        assert found[0] == found[1]
+        return [[value for word, value in found[0] if word == kind] for kind in ("LOSS", "RESTORED", "REFUSED")]
+
+    even, uneven = run(2, 2), run(1, 3)
+    assert even[1:] == [[], []] and uneven[0] == even[0] and len({*even[0]}) == 3
+    model, optimizer, losses = nn.Sequential([nn.Dense(8), nn.gelu, nn.Dense(1)]), optax.adam(1e-2), []
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    first = jax.random.fold_in(jax.random.split(jax.random.key(0))[0], 0)  # as a step draws parameters
+    moments = optimizer.init(params := model.init({"params": first}, x))
+    for _ in range(4):
+        loss, gradients = jax.value_and_grad(lambda params: jnp.mean(model.apply(params, x) ** 2))(params)
+        updates, moments = optimizer.update(gradients, moments)
+        params, losses = optax.apply_updates(params, updates), [*losses, float(loss)]
+    np.testing.assert_allclose([float.fromhex(loss) for loss in uneven[0] + uneven[1]], losses, rtol=1e-6)
+    assert len(uneven[2]) == 3 and all("and these have 1, 3: start each" in told for told in uneven[2]), uneven
 
 
 def start_process(args: list[str], number: int, address: str, *, devices: int = 4) -> subprocess.Popen:

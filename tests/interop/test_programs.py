@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,6 +179,27 @@ def test_a_trained_model_is_served_by_jax_alone(tmp_path, saved, module, flavour
                         (lambda: served.forward([[0] * 65]), "more than max_length=64"),
                         (lambda: served.forward([0.5]), "give integers"),
                         (lambda: served.call("backward"), "no program 'backward'")):
+        with pytest.raises(ValueError, match=error):
+            call()
+
+
+@pytest.mark.slow
+def test_a_text_of_fixed_sizes_is_generated_a_token_at_a_time(tmp_path, saved):
+    folder, state, step = saved("gpt2:tiny")
+    export_command(ExportConfig(str(folder), tmp_path / "x", format="programs", platforms=("cpu",), batch_size=2,
+                                seq_len=9), devices=jax.devices()[:2])
+    served, prompts = program_loader.load(tmp_path / "x"), np.random.default_rng(0).integers(0, 256, (2, 7))
+    model, params = gpt2.build(gpt2.PRESETS["tiny"]), jax.device_get(step.params(state))
+    expected = greedy(model, params, prompts, 6)
+    np.testing.assert_array_equal(served.generate(prompts, 6), expected)
+    assert (served.generate(prompts[:, ::-1], 6) != expected).any()
+    wrong: Any = (0, -1, 2.5, True)
+    for call, error in ((lambda: served.generate(prompts[:1], 6), r"shape \(1, 1\), .* exported for \(2, 1\)"),
+                        (lambda: served.forward(prompts), r"shape \(2, 7\), .* exported for \(2, 9\)"),
+                        *((lambda number=number: served.generate(prompts, number), "num_tokens=")
+                          for number in wrong),
+                        *((lambda value=value: served.generate(prompts, 2, temperature=value), "temperature=")
+                          for value in (-1.0, float("nan"), float("inf")))):
         with pytest.raises(ValueError, match=error):
             call()
 

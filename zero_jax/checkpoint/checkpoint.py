@@ -14,7 +14,6 @@ from zero_jax.checkpoint.integrity import read_arrays, read_manifest, verify
 from zero_jax.checkpoint.logical_state import logical_state_of
 from zero_jax.checkpoint.manifest import (
     PARAMS,
-    CheckpointError,
     DamagedCheckpointError,
     Manifest,
     check_fit,
@@ -143,7 +142,7 @@ class Checkpoints:
             if message := self._folder.lock():
                 LOG.warning(message)
             place = self._folder.prepare(number)
-        except CheckpointError:
+        except UsageError:
             raise
         except Exception as error:
             raise self._folder.unwritten(number, error) from error

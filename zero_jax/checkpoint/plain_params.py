@@ -8,6 +8,7 @@ import orbax.checkpoint as ocp
 
 from zero_jax.arguments import check_path
 from zero_jax.checkpoint.object_store import check_target
+from zero_jax.distributed.agreement import check_same_numbers
 from zero_jax.errors import UsageError
 from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.tree import cast_floating
@@ -22,6 +23,7 @@ def export_orbax(path: Path | str, params: Any, *, dtype: Any = None) -> Path:
     """
     check_path("export_orbax: path", path)
     check_target(path)
+    check_same_numbers(f"{path}: Orbax saves nothing")
     folder = Path(path).expanduser().absolute()
     if folder.exists():
         if not folder.is_dir() or any(folder.iterdir()):

@@ -14,7 +14,7 @@ from zero_jax.checkpoint.integrity import changed_files, read_manifest
 from zero_jax.checkpoint.object_store import check_target, is_remote
 from zero_jax.disk.durable_files import make_folder, replace_json
 from zero_jax.disk.run_lock import RunLock
-from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, is_first
+from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, check_same_numbers, is_first
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UnwrittenCheckpointError, UsageError
 
 LOG = logging.getLogger("zero_jax")
@@ -47,9 +47,10 @@ class Folder:
         """Claims the folder for this run; raises CheckpointError while another has it.
 
         Returns a message, on process 0, where the folder is taken over from a dead process, and the first time where it
-        is in an object store, which has no locks. Raises UsageError for a path that Orbax cannot save to.
+        is in an object store, which has no locks. Raises UsageError for a path or processes of which Orbax saves none.
         """
         check_target(self.path)
+        check_same_numbers(f"{self.path}: Orbax saves nothing")
         if self._lock is None:
             told, self._told = self._told, True
             return "" if told or not is_first() else (

@@ -1,5 +1,6 @@
 """Agreement between the processes of a run; with one process nothing is sent."""
 
+import collections
 import hashlib
 import platform
 from collections.abc import Callable, Sequence
@@ -8,10 +9,10 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from zero_jax.errors import UsageError
+from zero_jax.errors import UsageError, few
 
 T = TypeVar("T")
 
@@ -25,18 +26,32 @@ def broadcast_from_first(numbers: Sequence[int]) -> list[int]:
     """The `numbers` of process 0, on every process."""
     if jax.process_count() == 1:
         return list(numbers)
-    (count,) = multihost_utils.broadcast_one_to_all(np.array([len(numbers)], np.int32))
+    (count,), *_ = gather(np.array([len(numbers)], np.int32))
     mine = np.zeros((int(count), 2), np.uint32)
     if not mine.size:
         return []
     if is_first():
         mine[:] = [(number >> 32, number & 0xFFFFFFFF) for number in numbers]
-    return [(int(high) << 32) + int(low) for high, low in multihost_utils.broadcast_one_to_all(mine)]
+    return [(int(high) << 32) + int(low) for high, low in gather(mine)[0]]
 
 
 def gather(array: np.ndarray) -> np.ndarray:
-    """The `array` of every process, stacked by process; of one process a view of its own."""
-    return array[None] if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(array))
+    """The `array` of every process, stacked by process; of one process a view of its own.
+
+    One device of each process takes part: JAX's `process_allgather` needs as many devices in each.
+    """
+    if jax.process_count() == 1:
+        return array[None]
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    mesh = Mesh(np.array([first[process] for process in sorted(first)]), "process")
+    own = jax.device_put(array[None], first[jax.process_index()])
+    parts = jax.make_array_from_single_device_arrays(
+        (len(first), *array.shape), NamedSharding(mesh, P("process")), [own])
+    return np.asarray(jax.jit(_same, out_shardings=NamedSharding(mesh, P()))(parts).addressable_data(0))
+
+
+def _same(value: jax.Array) -> jax.Array:
+    return value
 
 
 def spans_processes(mesh: Mesh) -> bool:
@@ -55,6 +70,15 @@ def check_same(what: str, value: str | bytes, advice: str) -> None:
     others = np.flatnonzero((digests != digests[0]).any(axis=1))
     if others.size:
         raise UsageError(f"{what} of process {others[0]} is another than that of process 0: {advice}.")
+
+
+def check_same_numbers(what: str) -> None:
+    """Raises UsageError where processes have different numbers of devices; what: that cannot be, in a message."""
+    numbers = collections.Counter(device.process_index for device in jax.devices())
+    if len(set(numbers.values())) > 1:
+        raise UsageError(f"{what} by processes with different numbers of devices, and these have "
+                         f"{few(numbers[process] for process in sorted(numbers))}: start each with the same "
+                         "number, as by CUDA_VISIBLE_DEVICES.")
 
 
 def devices_on_host(mesh: Mesh) -> int:
@@ -81,7 +105,7 @@ def all_or_none(do: Callable[[], T]) -> T:
     except Exception as raised:
         error = raised
     if jax.process_count() > 1:
-        failed = np.flatnonzero(multihost_utils.process_allgather(np.array(error is not None)))
+        failed = np.flatnonzero(gather(np.array(error is not None)))
         if error is None and failed.size:
             raise RuntimeError(f"Process {failed[0]} failed: see its output.")
     if error is not None:

@@ -57,7 +57,7 @@ class Programs:
         if len(inputs) != len(expected):
             raise ValueError(f"forward takes {len(expected)} inputs, and {len(inputs)} were given.")
         return self.call("forward", *(
-            self._checked(each, 0) if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
+            self._checked(each, 0, leaf) if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
             else jnp.asarray(each, leaf.dtype) for each, leaf in zip(inputs, expected, strict=True)))
 
     def new_cache(self, batch: int) -> Cache:
@@ -77,7 +77,7 @@ class Programs:
 
         `cache` is donated: use the returned one. Raises ValueError for more tokens than the model's max_length.
         """
-        tokens = self._checked(tokens, cache.used)
+        tokens = self._checked(tokens, cache.used, self.exported["decode"].in_avals[-1])
         logits, arrays = self.call("decode", cache.arrays, tokens)
         return logits, Cache(arrays, cache.used + tokens.shape[1])
 
@@ -86,9 +86,18 @@ class Programs:
 
         temperature: 0 takes the most likely token each time; otherwise it divides the logits of the draw.
         """
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, (int, np.integer)) or num_tokens < 1:
+            raise ValueError(f"num_tokens={num_tokens!r}: give a whole number of at least 1.")
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature={temperature!r}: give 0 or more; below 0 the least likely token would win.")
         prompts = self._checked(prompts, 0)
         self._check_length(prompts.shape[1] + num_tokens)
-        cache, tokens, found = self.new_cache(prompts.shape[0]), prompts, []
+        cache, found = self.new_cache(prompts.shape[0]), []
+        length, size = prompts.shape[1], self.exported["decode"].in_avals[-1].shape[1]
+        size = size if isinstance(size, int) else length  # an integer where it was exported with --seq-len
+        *before, tokens = (prompts[:, start : start + size] for start in range(0, length, size))
+        for part in before:
+            _, cache = self.decode(cache, part)
         for key in jax.random.split(jax.random.key(seed), num_tokens):
             logits, cache = self.decode(cache, tokens)
             last = logits[:, -1]
@@ -97,7 +106,7 @@ class Programs:
             found.append(tokens)
         return np.asarray(jnp.concatenate(found, axis=1))
 
-    def _checked(self, tokens: Any, used: int) -> jax.Array:
+    def _checked(self, tokens: Any, used: int, taken: Any = None) -> jax.Array:
         tokens = np.asarray(tokens)
         if tokens.ndim != 2 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(f"tokens are {tokens.dtype} of shape {tokens.shape}: give integers (batch, length).")
@@ -105,6 +114,9 @@ class Programs:
         if vocab is not None and not 0 <= tokens.min() <= tokens.max() < vocab:
             raise ValueError(f"tokens are from {tokens.min()} to {tokens.max()}, and vocab_size is {vocab}.")
         self._check_length(used + tokens.shape[1])
+        if taken is not None and any(
+                isinstance(dim, int) and dim != size for dim, size in zip(taken.shape, tokens.shape, strict=True)):
+            raise ValueError(f"tokens are of shape {tokens.shape}, and this program was exported for {taken.shape}.")
         return jnp.asarray(tokens, jnp.int32)
 
     def _check_length(self, length: int) -> None:

@@ -63,7 +63,7 @@ class ExportConfig:
     """Of programs: rows of the inputs. None: any number."""
 
     seq_len: int | None = None
-    """Of programs: tokens of a row. None: any number, up to the model's max_length."""
+    """Of programs: tokens of a row; decode then takes one at a time. None: any number, up to the model's max_length."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "out", Path(self.out).expanduser())

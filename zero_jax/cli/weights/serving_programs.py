@@ -31,7 +31,8 @@ def model_programs(choice: ModelChoice, params: Any, variables: Any, *, batch: i
                    dtype: Any = None) -> Programs:
     """`forward` and, where the model has a decoder, `decode`, of `weights_of`, as `export_programs` takes them.
 
-    params, variables: of the trained state. batch, length: of the inputs; None: any, up to the model's max_length.
+    params, variables: of the trained state. batch, length: of the inputs; None: any, up to the model's max_length. With
+    a `length` `decode` takes one token of each row.
     dtype: of floating weights; None: as they are. Keys and values of the cache have the dtype that follows from it.
     """
     inputs = _inputs(choice, batch, length)
@@ -56,6 +57,8 @@ def model_programs(choice: ModelChoice, params: Any, variables: Any, *, batch: i
     if choice.decoder is None:
         return programs
     decoder, tokens = choice.decoder(choice.config), inputs[0]
+    if length is not None:  # what is generated comes a token at a time
+        tokens = jax.ShapeDtypeStruct((tokens.shape[0], 1), tokens.dtype)
 
     def step(model: Any, args: Any) -> tuple[jax.Array, Any]:
         bound = {"params": model.variables["params"] if hasattr(model, "variables") else model}
