@@ -22,7 +22,8 @@ On the differentiated loss, which `gather_again.value_and_grad` makes:
 14. `scatter_beside.scatter_beside_products`, on TPU v5e unless `overlap=False`
 15. `explicit_scatter.scatter_partial_gradients`
 16. `gather_ahead.gather_ahead`, on TPU v5e unless `overlap=False`
-17. `update_order.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
+17. `own_convolutions.convolve_on_own_device`, with `reduce="once"` alone
+18. `update_order.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
 
 On a whole step, by `diloco` with `overlap`: `loop_rounds.run_in_rounds`.
 
