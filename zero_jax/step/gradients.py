@@ -31,6 +31,7 @@ from zero_jax.transforms.gather_remat import (
 from zero_jax.transforms.gradient_layout import order_stacked_gradients
 from zero_jax.transforms.host_gradients import add_on_host, check_on_host, stack_on_host
 from zero_jax.transforms.loop_communication import communicate_once_per_loop
+from zero_jax.transforms.own_convolutions import convolve_on_own_device
 from zero_jax.transforms.padded_products import multiply_padded
 from zero_jax.transforms.reduce_dtype import compute_grads_in_reduce_dtype
 from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints
@@ -152,6 +153,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
             scatter_partial_gradients, batch_size=activations.batch_size, axes=layout.axes, uneven=uneven_only,
             split=activations.sequence, hops=hops)),
         (gathers_ahead(options, layout), gather_ahead),
+        (not reduced, functools.partial(convolve_on_own_device, axes=layout.axes)),
     ]
     loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled),
                                 first=remat_blocks, last=with_shared_calls)
