@@ -273,6 +273,17 @@ class TestValues:
                 with pytest.raises(zero_jax.CheckpointError, match=r"adapters of alpha=6.0, .* alpha=4.0, .* give"):
                     read(other, batch)
 
+    def test_a_checkpoint_of_another_rank_is_told_by_shapes(self, tmp_path):
+        batch, mesh = token_batches(1)[0], zero_jax.make_mesh(2)
+        saved, other = (zero_jax.make_zero_train_step(
+            zero_jax.lora(gpt2.build(CONFIG), rank, QKV_UP), 3, mesh=mesh) for rank in (2, 3))
+        with zero_jax.Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(saved, saved.init(jax.random.key(0), batch), wait=True)
+            for read in (checkpoints.restore, checkpoints.load_params):
+                with pytest.raises(zero_jax.CheckpointError, match=r"_a.*, 2\].*, 3\]") as error:
+                    read(other, batch)
+                assert "alpha" not in str(error.value)
+
 
 class TestCompiled:
     """Of the compiled programs of targets: the contract, what is held, and what is sent for the base."""

@@ -42,6 +42,7 @@ SAMPLES = {
     "transpose": (jnp.transpose, X), "reduce_sum": (jnp.sum, X), "copy": (jax.lax.copy_p.bind, X),
     primitives.RESHAPE: (lambda x: x.reshape(-1), X), primitives.SQUEEZE: (lambda x: jax.lax.squeeze(x[None], [0]), X),
     primitives.RANDOM_BITS: (lambda key: jax.random.bits(key, (4,)), jax.random.key(0)),
+    primitives.RANDOM_WRAP: (lambda key: jax.random.bits(key, (4,)), jax.random.PRNGKey(0)),
     "stop_gradient": (jax.lax.stop_gradient, X),
     "broadcast_in_dim": (lambda x: jnp.broadcast_to(x, (2, 8, 4)), X),
     "add_any": (jax.grad(lambda x: (jnp.sin(x) * jnp.cos(x)).sum()), X),

@@ -159,6 +159,55 @@ def test_a_key_that_the_model_writes_moves_on(reduce):
     assert {key["kept"].tobytes() for key in keys} == {np.array(jax.random.key_data(jax.random.key(8))).tobytes()}
 
 
+class Draws(nn.Module):
+    """Draws from a raw key or from one seeded by a counter, in a call under `nn.remat` and `jax.jit`."""
+
+    raw: bool
+    stacked: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        counter = self.variable("keys", "counter", lambda: jnp.array([3, 4], jnp.uint32))
+        make = (lambda: jax.random.split(jax.random.PRNGKey(7), 3)) if self.stacked else lambda: jax.random.PRNGKey(7)
+        key = self.variable("keys", "raw", make) if self.raw else None
+
+        @jax.jit
+        @jax.checkpoint
+        def noise(count, key):
+            seeded = jax.random.fold_in(jax.random.PRNGKey(count[0]), count[1])
+            own = jnp.zeros(()) if key is None else jax.random.normal(key[2] if self.stacked else key, x.shape)
+            return own + jax.random.normal(seeded, x.shape), count + jnp.uint32(1)
+
+        drawn, moved = noise(counter.value, key and key.value)
+        if not self.is_initializing():
+            counter.value = moved
+        return self.param("scale", nn.initializers.ones, ()) * (x + drawn)
+
+
+def drawn_step(model, **options):
+    return zero_jax.make_zero_train_step(
+        model, 2, loss=lambda model, batch: model(batch["x"]).mean(), optimizer=optax.sgd(0.0), **options)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_raw_keys_that_all_devices_would_share_are_refused(stacked):
+    batch = {"x": np.ones((16, 16), np.float32)}
+    mesh = zero_jax.make_mesh(4, replica=2)
+    once = drawn_step(Draws(True, stacked), mesh=mesh, accumulate=2, reduce="once")
+    slices = zero_jax.make_diloco_step(drawn_step(Draws(True, stacked), mesh=mesh), every=2)
+    for step in (once, slices):
+        with pytest.raises(zero_jax.UsageError, match=r"keys/raw is a raw random key.*jax\.random\.key"):
+            step(step.init(jax.random.key(0), batch), batch)
+    drawn_step(Draws(True, stacked), mesh=mesh, accumulate=2)(once.init(jax.random.key(0), batch), batch)
+
+
+def test_counters_as_wide_as_a_key_are_none():
+    step = drawn_step(Draws(False), mesh=zero_jax.make_mesh(8), accumulate=2, reduce="once")
+    batch = {"x": np.ones((16, 16), np.float32)}
+    state, _ = step(step.init(jax.random.key(0), batch), batch)
+    assert np.array(state.variables["keys"]["counter"]).tolist() == [5, 6]
+
+
 class Masks(nn.Module):
     @nn.compact
     def __call__(self, x):

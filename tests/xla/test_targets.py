@@ -115,6 +115,7 @@ def test_unknown_targets_name_the_nearest(text, nearest):
         ("v5e:8", "v5e:XxY"),
         ("h100:64", "at most 8 GPUs; write it as h100:HOSTSxGPUS_PER_HOST"),
         ("gb200:9x8", "at most 4 GPUs"),
+        ("h100:100000x8", "at most 131072 GPUs"),
         ("v6e:32x32", "at most 256 chips"),
         ("v5e:3x5", "2x2 chips"),
         ("v5p:4x3x4", "2x2x1 chips"),

@@ -180,9 +180,9 @@ class Checkpoints:
         def attempt(path: Any, manifest: Manifest) -> ZeroState:
             if accept is not None:
                 accept(manifest)
-            check_adapters(step, manifest, str(path))
             wanted = logical.leaves(logical.names)
             check_fit(manifest, wanted, str(path), cast=cast)
+            check_adapters(step, manifest, str(path))
             saved = {name: manifest.leaves[name] for name in wanted}
             if step.layout().disk:
                 return step.from_pieces(PiecesToRead(logical, path, saved))
@@ -212,10 +212,10 @@ class Checkpoints:
         def attempt(path: Any, manifest: Manifest) -> dict[str, Any]:
             if (num_slices := slices_in(manifest)) is not None:
                 return read_outer(path, manifest, layout.one_slice or layout, num_slices, cast=cast)
-            check_adapters(step, manifest, str(path))
             wanted = logical.leaves(names)
             known = {name: leaf for name, leaf in manifest.leaves.items() if name.split("/")[0] in PARAMS}
             check_fit(dataclasses.replace(manifest, leaves=known), wanted, str(path), cast=cast)
+            check_adapters(step, manifest, str(path))
             saved = {name: manifest.leaves[name] for name in names}
             arrays, digests = logical.to_arrays(read_arrays(path, logical.abstract(saved)), saved)
             verify(path, saved, digests)

@@ -47,7 +47,8 @@ SUM = "reduce_sum"
 BROADCAST, IOTA = "broadcast_in_dim", "iota"
 """Primitives whose results have in each place what follows from a scalar and from the place."""
 
-RESHAPE, SQUEEZE, TRANSPOSE, RANDOM_BITS = "reshape", "squeeze", "transpose", "random_bits"
+RESHAPE, SQUEEZE, TRANSPOSE = "reshape", "squeeze", "transpose"
+RANDOM_BITS, RANDOM_WRAP = "random_bits", "random_wrap"
 
 
 def call_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,7 +123,7 @@ def _checked(devices: Any) -> list[jax.Device]:
                          "give some of jax.devices().")
     if not listed:
         raise UsageError("make_mesh: devices is empty: give some of jax.devices(), or leave it out for all of them.")
-    if twice := [device for number, device in enumerate(listed) if device in listed[:number]]:
+    if twice := [device for device, times in Counter(listed).items() if times > 1]:
         raise UsageError(f"make_mesh: devices has {twice[0]} twice: give each once.")
     return listed
 

@@ -17,6 +17,7 @@ from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.step.losses import loss_and_metrics, with_key
 from zero_jax.step.options import StepOptions
 from zero_jax.step.overlap import gathers_ahead, multiplies_before_loops, scatters_beside_products
+from zero_jax.step.raw_keys import check_no_raw_keys
 from zero_jax.transforms.activation_partitioning import Activations
 from zero_jax.transforms.before_loops import multiply_before_loops
 from zero_jax.transforms.derived_weights import scatter_derived_gradients
@@ -195,6 +196,10 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         stored = {name: leaf for name, leaf in named_leaves(weights) if is_on_host(leaf)}
         run = gradient_of if sums is None else gradient_added
         carried = None if sums is None else ([sums.stacks[name] for name in on_host], sums.is_first)
+        if layout.axes.slices or not reduced:
+            check_no_raw_keys(lambda variables: gradient_of(
+                None, jax.tree.map(carrier_of, weights), stored, by_gradient, inputs._replace(variables=variables),
+                batch, scale), inputs.variables)
         grads, _, new, _, output = run(
             carried, jax.tree.map(carrier_of, weights), stored, by_gradient, inputs, batch, scale)
         check_on_host(grads, layout.host_gradients)

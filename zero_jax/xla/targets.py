@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from zero_jax.errors import UsageError, printable
 from zero_jax.xla.chip import Chip, Tpu, built_in, chip_files, nearest, read_chip
 
+MAX_GPUS = 1 << 17
+
 
 @dataclasses.dataclass(frozen=True)
 class Link:
@@ -114,6 +116,8 @@ def target_of(text: str) -> Target:
     hosts, gpus = (1, *dims)[-2:]
     if chip.gpu and gpus > chip.gpu.gpus_per_host:
         raise UsageError(f"target {text!r}: a host has at most {chip.gpu.gpus_per_host} GPUs; write it as {forms[1]}")
+    if hosts * gpus > MAX_GPUS:
+        raise UsageError(f"target {text!r}: a target has at most {MAX_GPUS} GPUs")
     return Target(text, chip, (hosts, gpus))
 
 
