@@ -154,7 +154,8 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
             scatter_partial_gradients, batch_size=activations.batch_size, axes=layout.axes, uneven=uneven_only,
             split=activations.sequence, hops=hops)),
         (gathers_ahead(options, layout), gather_ahead),
-        (not reduced, functools.partial(convolve_on_own_device, axes=layout.axes)),
+        (not reduced or bool(layout.axes.slices), functools.partial(
+            convolve_on_own_device, axes=layout.axes, once=not reduced)),
     ]
     loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled),
                                 first=remat_blocks, last=with_shared_calls)

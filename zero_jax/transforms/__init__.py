@@ -23,7 +23,7 @@ On the differentiated loss, which `gather_again.value_and_grad` makes:
 15. `before_loops.multiply_before_loops`, on TPU v5p and v6e unless `overlap=False`
 16. `explicit_scatter.scatter_partial_gradients`
 17. `gather_ahead.gather_ahead`, on TPU v5e unless `overlap=False`
-18. `own_convolutions.convolve_on_own_device`, with `reduce="once"` alone
+18. `own_convolutions.convolve_on_own_device`, with `reduce="once"` and in slices (DiLoCo)
 19. `update_order.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
 
 On a whole step, by `diloco` with `overlap`: `loop_rounds.run_in_rounds`.

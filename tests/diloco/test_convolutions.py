@@ -1,0 +1,53 @@
+"""Models that convolve, in slices that train by themselves: each has kernels of its own."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from support.oracle import by_name, oracle
+
+import zero_jax
+from zero_jax.step import gradients
+
+OPTIMIZER = optax.sgd(0.5)
+
+
+class Net(nn.Module):
+    """Two convolutions, one of them 1 x 1, which XLA's partitioner takes another way."""
+
+    @nn.compact
+    def __call__(self, images):
+        hidden = nn.relu(nn.Conv(12, (4, 4), (2, 2))(images))
+        return nn.Dense(5)((hidden + nn.Conv(12, (1, 1))(hidden)).mean((1, 2)))
+
+
+def loss(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["targets"]).mean()
+
+
+def difference(stage, data, *, rows=16, **options):
+    """Of the parameters after a step: slices that are averaged in each step, and a plain loop."""
+    random = np.random.default_rng(0)
+    batch = {"inputs": random.normal(size=(rows, 8, 8, 3)).astype(np.float32), "targets": random.integers(0, 5, rows)}
+    step = zero_jax.make_zero_train_step(Net(), stage, mesh=zero_jax.make_mesh(data, replica=4), optimizer=OPTIMIZER,
+                                         loss=loss, **options)
+    slices = zero_jax.make_diloco_step(step, every=1, learning_rate=1.0, momentum=0.0, nesterov=False)
+    state, _ = slices(slices.init(jax.random.key(0), batch), batch)
+    expected = oracle(Net(), batches=[batch], loss=loss, optimizer=OPTIMIZER).params
+    return max(np.abs(value - expected[name]).max() for name, value in by_name(slices.params(state)).items())
+
+
+@pytest.mark.parametrize(("stage", "data", "options"), [
+    (0, 1, {}), (3, 2, {}), (2, 2, {"accumulate": 2})])
+def test_the_numbers_are_those_of_a_plain_loop(stage, data, options, monkeypatch):
+    """The control: left to the partitioner they are not (one device a slice)."""
+    assert difference(stage, data, **options) < 1e-6
+    if not stage:
+        monkeypatch.setattr(gradients, "convolve_on_own_device", lambda jaxpr, **_: jaxpr)
+        assert difference(stage, data) > 1e-3
+
+
+def test_with_reduce_once_they_are_refused():
+    with pytest.raises(zero_jax.UsageError, match='reduce="every"'):
+        difference(2, 2, accumulate=2, reduce="once")
