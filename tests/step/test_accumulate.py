@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from support.oracle import loss_difference, oracle, param_difference, slow, train
+from support.plain_training import plain_training
 from support.programs import program
 from support.workloads import Mlp, NnxMlp, classify, token_batches, vector_batches
 
@@ -103,7 +104,7 @@ def test_gradients_of_convolutions_that_are_reduced_once(rows):
 
 def test_convolutions_that_the_partitioner_splits_are_caught(monkeypatch):
     """Negative control: XLA's partitioner computes the gradients of their kernels wrongly, as of jax 0.10.2."""
-    monkeypatch.setattr(gradients, "convolve_on_own_device", lambda jaxpr, axes: jaxpr)
+    monkeypatch.setattr(gradients, "convolve_on_own_device", lambda jaxpr, **_: jaxpr)
     assert convolution_difference(1) > 1e-3
 
 
@@ -114,6 +115,62 @@ def test_an_empty_microbatch_counts_nothing():
     one = train(gpt2.build(GPT2), 0, 1, batches=empty, optimizer=SGD)
     many = train(gpt2.build(GPT2), 3, 8, batches=empty, optimizer=SGD, accumulate=4, reduce="once")
     assert loss_difference(many, one) < 1e-6
+
+
+def over_valid(model, batch):
+    """The mean over rows that have a weight, as one writes it: 0 / 0 of none."""
+    logits, weights = model(batch["x"]), batch["weights"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    right = logits.argmax(-1) == batch["y"]
+    return (losses * weights).sum() / weights.sum(), {"right": (right * weights).sum() / weights.sum()}, weights.sum()
+
+
+def of_valid(rows, values=1.0):
+    """Batches of 16 rows, those of `rows` with the weights `values`, which are two microbatches of a row a device."""
+    weights = np.zeros(16, np.float32)
+    weights[rows] = values
+    return [{**batch, "weights": weights} for batch in vector_batches(3, size=16)]
+
+
+@pytest.mark.parametrize("stage", [slow(0), 2, slow(3)])
+@pytest.mark.parametrize("reduce", ["every", "once"])
+@pytest.mark.parametrize("rows", [[0, 2, 3, 4, 7, 9, 11, 15], slice(None, None, 2)], ids=["rows", "a microbatch"])
+def test_the_mean_of_nothing_has_no_weight(rows, reduce, stage):
+    """Of a device's row, and of a whole microbatch; each is 0 / 0, and the whole batch is not."""
+    batches, model = of_valid(rows), nn.Dense(8)
+    plain = plain_training(model, SGD, over_valid, batches)
+    many = train(model, stage, 8, batches=batches, loss=over_valid, optimizer=SGD, accumulate=2, reduce=reduce)
+    np.testing.assert_allclose(many.losses, plain.losses, rtol=1e-6)
+    np.testing.assert_allclose(many.norms, plain.norms, rtol=1e-5)
+    for name, leaf in named_leaves(plain.params):
+        np.testing.assert_allclose(many.params[name], leaf, atol=1e-6)
+    _, metrics = many.step(many.state, batches[0])
+    right = over_valid(nn.Dense(8).bind({"params": plain.params}), batches[0])[1]["right"]
+    np.testing.assert_allclose(metrics["right"], right, rtol=1e-6)
+
+
+@pytest.mark.parametrize("reduce", ["every", "once"])
+def test_a_batch_of_no_weight_is_what_its_loss_says(reduce):
+    """NaN, as without microbatches; 0 for a loss that divides by 1 then."""
+    def of_at_least_one(model, batch):
+        loss, metrics, total = over_valid(model, batch)
+        return jnp.where(total == 0, 0.0, 1.0) * jnp.sum(model(batch["x"])), {}, total
+
+    many = train(nn.Dense(8), 2, 8, batches=of_valid([])[:1], loss=over_valid, accumulate=2, reduce=reduce)
+    assert np.isnan(many.losses[0]) and np.isnan(many.norms[0])
+    many = train(nn.Dense(8), 2, 8, batches=of_valid([])[:1], loss=of_at_least_one, accumulate=2, reduce=reduce)
+    assert many.losses[0] == many.norms[0] == 0
+
+
+@pytest.mark.parametrize("reduce", ["every", "once"])
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=["nan", "inf"])
+def test_what_is_not_finite_and_has_a_weight_is_seen(value, reduce):
+    """A weight that is NaN, and rows that overflow: only what has weight 0 is left out."""
+    model = nn.Dense(8)
+    for batches in (of_valid([3], value), of_valid([3])):
+        batches[0]["x"][3] = value if batches[0]["weights"][3] == 1 else 1
+        many = train(model, 2, 8, batches=batches[:1], loss=over_valid, accumulate=2, reduce=reduce)
+        assert not np.isfinite(many.losses[0]) and not np.isfinite(many.norms[0])
 
 
 @pytest.mark.grid

@@ -158,6 +158,34 @@ def test_sums_over_microbatches_are_those_of_a_plain_loop(model, precision, comp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("valid", [slice(None, None, 2), slice(1, None, 2)], ids=["the first", "the last"])
+def test_a_microbatch_of_no_weight_adds_nothing(valid):
+    """Its loss is 0 / 0, and so is its gradient; the whole batch's is not."""
+    def over_valid(model, batch):
+        losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["targets"])
+        weights = jnp.broadcast_to(batch["weights"][:, None], losses.shape)
+        return (losses * weights).sum() / weights.sum(), {}, weights.sum()
+
+    def trained_on(rows):
+        batch, optimizer = {**BATCH, "weights": jnp.zeros(16).at[rows].set(1)}, optax.sgd(0.1, momentum=0.9)
+        step = zero_jax.make_zero_train_step(
+            Stacked(), 3, loss=over_valid, optimizer=optimizer, offload=GRADIENTS, accumulate=2)
+        state = step.init(jax.random.key(0), batch)
+        for _ in range(2):
+            state, metrics = step(state, batch)
+        assert len(step.layout().host_gradients) == 2
+        return step.params(state), metrics, plain_training(Stacked(), optimizer, over_valid, [batch] * 2)
+
+    params, metrics, plain = trained_on(valid)
+    np.testing.assert_allclose(metrics["loss"], plain.losses[-1], rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], plain.norms[-1], rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(plain.params), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    params, metrics, plain = trained_on(slice(0))
+    assert all(np.isnan(leaf).all() for tree in (params, plain.params) for leaf in jax.tree.leaves(tree["blocks"]))
+
+
+@pytest.mark.slow
 def test_what_host_memory_had_before_a_step_is_not_added(monkeypatch):
     """XLA leaves it as it was; taken for a number, it is found."""
     def stale(shape, dtype):

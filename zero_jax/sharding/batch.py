@@ -51,6 +51,15 @@ def sum_dtype(dtype: DType) -> DType:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def add_weighted(total: Any, value: jax.Array, weight: Any) -> jax.Array:
+    """`total + weight * value`, and `total` where `weight` is 0, whatever `value` is: a mean over no token is 0 / 0.
+
+    The sum is selected, as with the addend selected XLA:GPU stores all gradients once more, at stage 3, reduced once
+    (50.0 in place of 37.4 MB of temporaries, GPT-2 of 4 layers of width 256).
+    """
+    return jnp.where(weight == 0, total, total + weight * value)
+
+
 def check_dtype(name: str, leaf: Any) -> None:
     """Raises ValueError for a leaf of the batch, not on devices, of a dtype that JAX lacks: objects, texts, dates."""
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):

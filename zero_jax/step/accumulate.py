@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.jaxpr.primitives import empty_on_host
-from zero_jax.sharding.batch import Accumulation, sum_dtype
+from zero_jax.sharding.batch import Accumulation, add_weighted, sum_dtype
 from zero_jax.sharding.gather import compute_spec
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.reduce_scatter import reduce_parts
@@ -34,9 +34,10 @@ def accumulate_gradients(
 ) -> tuple[ForwardOutput, Gradients]:
     """The output and gradient of a whole batch as the weighted mean over its microbatches.
 
-    Gradients are summed in float32, or what is wider, and sharded as `layout.gradients`. Those in host memory are the
-    sums: `weight_divisor(output.weight)` makes a mean of them, which the update takes block by block. prefetch: whether
-    XLA moves the gathers of a round of a loop to the round before.
+    A microbatch of weight 0 adds nothing, whatever its loss is. Gradients are summed in float32, or what is wider, and
+    sharded as `layout.gradients`. Those in host memory are the sums: `weight_divisor(output.weight, output.loss)` makes
+    a mean of them, which the update takes block by block. prefetch: whether XLA moves the gathers of a round of a loop
+    to the round before.
     """
     run = _reduce_once if accumulation.once else _reduce_every
     return run(gradient, microbatches, layout, weights, inputs, scale, _in_this_round if prefetch else _as_they_are)
@@ -80,7 +81,7 @@ def _reduce_every(
         grads = _barrier(grads, on_host)
         grad_sum = map_named(
             lambda name, total, grad, sharding: grad if name in on_host else constrain(
-                total + output.weight * grad.astype(total.dtype), sharding),
+                add_weighted(total, grad.astype(total.dtype), output.weight), sharding),
             grad_sum, grads, layout.gradients)
         return (grad_sum, with_dtypes_of(output.variables, variables)), output._replace(variables=None)
 
@@ -129,7 +130,7 @@ def _reduce_once(
         output, grads = gradient_of_each(
             own, ForwardInputs(inputs.frozen, variables, keys), microbatches.one(examples, index, devices), scale)
         grad_sum = jax.tree.map(lambda total, grad, sharding: constrain(
-            total + jnp.reshape(output.weight, (-1, *[1] * (grad.ndim - 1))) * grad.astype(total.dtype),
+            add_weighted(total, grad.astype(total.dtype), jnp.reshape(output.weight, (-1, *[1] * (grad.ndim - 1)))),
             by_device(sharding)), grad_sum, grads, layout.gradients)
         return (grad_sum, with_dtypes_of(output.variables, variables)), output._replace(variables=None)
 
@@ -159,17 +160,21 @@ def _reduce_once(
 
 
 def _weighted_mean(outputs: ForwardOutput) -> tuple[ForwardOutput, Scalar]:
-    """The outputs of all microbatches as one, metrics as declared, and the sum of their weights; 1 where that is 0."""
+    """The outputs of all microbatches as one, metrics as declared, and their `weight_divisor`."""
     weights = jnp.broadcast_to(outputs.weight, outputs.loss.shape)
     total = jnp.sum(weights)
-    divisor = weight_divisor(total)
-    loss = jnp.sum(outputs.loss * weights) / divisor
+    divisor = weight_divisor(total, outputs.loss)
+    loss = jnp.sum(add_weighted(0, outputs.loss, weights)) / divisor
     return ForwardOutput(loss, combine(outputs.metrics, weights, divisor), total, None), divisor
 
 
-def weight_divisor(weight: Scalar) -> Scalar:
-    """What a sum over microbatches whose weights are `weight` together is divided by for its mean."""
-    return jnp.where(weight == 0, 1, weight)
+def weight_divisor(weight: Scalar, loss: jax.Array) -> Scalar:
+    """What a sum over microbatches whose weights are `weight` together is divided by for its mean.
+
+    loss: that of each, or that mean. Where the weight is 0: 1, or NaN for a loss that is not finite, as 0 / 0, which
+    that of the large batch then is, too.
+    """
+    return jnp.where(weight == 0, jnp.where(jnp.all(jnp.isfinite(loss)), 1, jnp.nan), weight)
 
 
 def _copy_to_devices(leaf: Any, num_devices: int) -> Pytree:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
+from zero_jax.sharding.batch import add_weighted
 from zero_jax.typing import Metrics, Scalar
 
 REDUCTIONS = ("mean", "sum", "max", "min")
@@ -77,7 +78,7 @@ def values(metrics: Any) -> Any:
 def combine(metrics: Metrics, weights: jax.Array, divisor: Scalar) -> Metrics:
     """The metrics of all microbatches as one; every value has the dims of `weights` before its own.
 
-    divisor: the sum of `weights`, or 1 where that is 0.
+    divisor: the sum of `weights`; where that is 0, 1, or NaN where so is the loss.
     """
     dims = tuple(range(weights.ndim))
 
@@ -93,7 +94,7 @@ def combine(metrics: Metrics, weights: jax.Array, divisor: Scalar) -> Metrics:
             return Metric((jnp.max if metric.reduce == "max" else jnp.min)(value, dims), metric.reduce)
         share = weights.reshape(*weights.shape, *[1] * (value.ndim - weights.ndim))
         narrow = value.dtype.itemsize == 1  # which JAX does not promote
-        mean = jnp.sum((value.astype(jnp.float32) if narrow else value) * share, dims) / divisor
+        mean = jnp.sum(add_weighted(0, value.astype(jnp.float32) if narrow else value, share), dims) / divisor
         return Metric(mean.astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.inexact) else mean)
 
     return jax.tree.map(one, metrics, is_leaf=_is_metric)

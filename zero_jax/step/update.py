@@ -194,7 +194,7 @@ def _with_gradients_streamed(
         new, cast = update(old, {**given, "grads": grads, "is_good": judged.is_good})
         return (new, stored), (cast, judged)
 
-    given = {**given, "divisor": weight_divisor(output.weight) if sums else None,
+    given = {**given, "divisor": weight_divisor(output.weight, output.loss) if sums else None,
              "output": output._replace(metrics={}, weight=None, written=None), "before": dataclasses.replace(
                  state, params=None, weights=None, frozen=None, opt_state=None, ema=None)}
     # Behind a barrier: XLA would bring the first round's layer up again from a copy of its own in host memory.

@@ -23,6 +23,7 @@ from zero_jax.jaxpr.equations import (
     variable_on_host,
 )
 from zero_jax.jaxpr.primitives import SCAN, Scan, call_jaxpr, inlined, with_call_jaxpr
+from zero_jax.sharding.batch import add_weighted
 from zero_jax.sharding.memory.host_arrays import fetch, is_on_host, put_on_host
 from zero_jax.tree import named_leaves
 
@@ -150,7 +151,7 @@ def _with_addend(stack: Any, grad: Any, layer: Any, first: Any, weight: Any, sha
     with jax.named_scope(GRADIENT_SCOPE):
         part = jax.lax.dynamic_slice(stack, start, (1, *grad.shape), allow_negative_indices=False)
         before = constrain(jnp.where(first, 0, fetch(part)[0]), of_layer)
-        total = constrain(before + weight * grad.astype(stack.dtype), of_layer)
+        total = constrain(add_weighted(before, grad.astype(stack.dtype), weight), of_layer)
         return jax.lax.dynamic_update_slice(stack, put_on_host(total[None]), start, allow_negative_indices=False)
 
 

@@ -25,8 +25,8 @@ def convolve_on_own_device(jaxpr: Jaxpr, *, axes: MeshAxes, once: bool) -> Jaxpr
     if not any(primitive_of(eqn) == CONV for eqn in jaxpr.eqns):
         return jaxpr
     if once and axes.slices:
-        raise UsageError('reduce="once" in the slices of DiLoCo with a model that convolves: XLA\'s partitioner computes '
-                         'such convolutions wrongly. Give reduce="every".')
+        raise UsageError('reduce="once" in the slices of DiLoCo with a model that convolves: XLA\'s partitioner '
+                         'computes such convolutions wrongly. Give reduce="every".')
     over = axes.batch if once else (axes.slices,)
     return jaxpr.replace(eqns=[
         _on_own_device(eqn, axes.mesh, over) if primitive_of(eqn) == CONV else eqn for eqn in jaxpr.eqns])
