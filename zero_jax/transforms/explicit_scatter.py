@@ -151,8 +151,7 @@ class PartialGradient:
         """Whether the leading dim of `atom` counts the devices, each of which made its own."""
         eqn = self._maker(atom)
         while eqn is not None and primitive_of(eqn) in (CONVERT, "copy", BARRIER):
-            atom = eqn.invars[eqn.outvars.index(atom)]
-            eqn = self._maker(atom)
+            eqn = self._maker(atom := eqn.invars[eqn.outvars.index(atom)])
         return eqn is not None and primitive_of(eqn) == SHARD_MAP
 
     def _sides(self, eqn: JaxprEqn, dim: int | None) -> tuple[Split, Split] | None:
