@@ -79,7 +79,6 @@ BAD_INPUT = {
     "profile of nothing": (["train", "--profile", "steps=15:10"], "profile=steps=15:10 has no step"),
     "profile too late": (["train", "--profile", "steps=9:11", "--steps", "10"], "ends after the last of steps=10"),
     "inspected profile": (["inspect", "--profile", "steps=1:2"], "profile: inspect trains nothing"),
-    "inspected resume": (["inspect", "--resume"], "resume: inspect trains nothing"),
     "no evaluation": (["train", "--eval-batches", "0"], "eval_batches=0: give at least 1"),
     "batch": (["train", "--batch-size", "12"], "batch_size=12 does not divide over 8 devices"),
     "batch, told devices": (["train", "--batch-size", "4", "--devices", "3"], "batch_size=4 does not divide over 3"),

@@ -196,7 +196,7 @@ class InspectConfig(TrainConfig):
     def check_reports(self) -> None:
         """As for a run, and raises ValueError for what only a run does."""
         super().check_reports()
-        for name in ("log_to", "profile", "dry_run", "resume"):
+        for name in ("log_to", "profile", "dry_run"):
             if getattr(self, name):
                 raise UsageError(f"{name}: inspect trains nothing: leave it out, or give it to train.")
 
