@@ -4,12 +4,13 @@
     python scripts/tables/overlap.py h100:8 3 1.5b '{}' '{"prefetch": true}'       # 3 minutes
 
 Each argument behind target, stage and model is a set of arguments of `make_zero_train_step`, as JSON; what it has under
-"xla" are options of XLA, under "communication" the arguments of `Communication`, under "clip" the norm of all
-gradients that AdamW clips by, so that no update begins before the last of them; with "ahead": false the pass
-`gather_ahead` is left out, with "beside": false `scatter_beside_products`. Of each it prints the shares of the bytes of
-gathers and reductions that are sent asynchronously and, of these, beside a matrix product; temporaries, and as
-predicted from the schedule the seconds in which nothing but communication runs, those of a step, and MFU. Blocks are
-rematerialised; the batch is `MODELS`', or that behind "@": `1.5b@1` has one sequence on each device.
+"xla" are options of XLA, under "communication" the arguments of `Communication`, under "clip" the norm of all gradients
+that AdamW clips by, so that no update begins before the last of them; with "ahead": false the pass `gather_ahead` is
+left out, with "beside": false `scatter_beside_products`, with "before": false `multiply_before_loops`. Of each it
+prints the shares of the bytes of gathers and reductions that are sent asynchronously and, of these, beside a matrix
+product; temporaries, and as predicted from the schedule the seconds in which nothing but communication runs, those of a
+step, and MFU. Blocks are rematerialised; the batch is `MODELS`', or that behind "@": `1.5b@1` has one sequence on each
+device.
 """
 
 import contextlib
@@ -46,8 +47,8 @@ HEADER = """| target, stage, model | arguments | asynchronous | beside a product
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
-PASSES = {"ahead": "gathers_ahead", "beside": "scatters_beside_products"}
-"""By argument, what says whether a pass is applied: `gather_ahead`, and `scatter_beside_products`."""
+PASSES = {"ahead": "gathers_ahead", "beside": "scatters_beside_products", "before": "multiplies_before_loops"}
+"""By argument, what says whether a pass is applied."""
 
 
 @contextlib.contextmanager

@@ -148,7 +148,6 @@ def test_what_makes_no_batch():
         make(batch_size=6, sharding=NamedSharding(mesh, P("data")))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("other", [
     {"others": np.arange(4)}, {"inputs": np.arange(5)}, {"inputs": np.arange(4.0)},
     {"inputs": np.arange(4), "more": np.arange(4)}])
@@ -168,6 +167,7 @@ def test_sources_of_other_arrays_are_refused(other):
             batches[number]
 
 
+@pytest.mark.slow
 def test_digits():
     pytest.importorskip("sklearn")
     images = digits()

@@ -2,6 +2,8 @@
 
 import types
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.oracle import loss_difference, oracle, param_difference, slow, train
@@ -89,3 +91,19 @@ def test_products_that_leave_more_than_they_take_are_left(before):
 def test_it_is_for_v5p_and_v6e(target, options, expected):
     step = zero_jax.make_zero_train_step(gpt2.build(GPT2), 2, mesh=mesh_of(target), **options)
     assert multiplies_before_loops(step.options, step.layout(BATCHES[0])) == expected
+
+
+@pytest.mark.slow
+def test_logits_are_not_alive_in_backward(monkeypatch):
+    """The control makes the head's gradient when XLA pleases: behind the loop."""
+    def temporaries():
+        model = gpt2.build(gpt2.Config(16, 512, 8, vocab_size=8192, max_length=512, remat=True))
+        step = zero_jax.make_zero_train_step(model, 3, mesh=mesh_of("v5p:2x2x2"), precision="bf16")
+        tokens = jax.ShapeDtypeStruct((32, 512), jnp.int32)
+        program = step.compiled_step({"inputs": tokens, "targets": tokens})
+        assert not program.report.violations
+        return program.memory.temp_size_in_bytes
+
+    found = temporaries()
+    monkeypatch.setattr(gradients, "multiplies_before_loops", lambda *_: False)
+    assert found < 0.85 * temporaries()
