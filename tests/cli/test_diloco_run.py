@@ -121,8 +121,9 @@ def until_five(whole, tmp_path):
 def test_a_run_is_the_librarys_loop_and_exports_the_outer_parameters(whole, tmp_path):
     """Control: synchronous training is another run, and a slice's own parameters are others."""
     out, (said, losses, rows) = whole
-    diloco = library_step(CONFIG)
-    wanted, state, evaluations = library_loop(diloco, CONFIG)
+    config = dataclasses.replace(CONFIG, out=tmp_path)
+    diloco = library_step(config)
+    wanted, state, evaluations = library_loop(diloco, config)
     assert losses == wanted and len(losses) == 10
     found = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
     assert found == pytest.approx(evaluations, rel=1e-6) and found.keys() == {5, 10}
@@ -133,19 +134,19 @@ def test_a_run_is_the_librarys_loop_and_exports_the_outer_parameters(whole, tmp_
     assert (sent[2], sent[4]) == pytest.approx([diloco.fragment_bytes(number) for number in range(2)], abs=1)
     assert "2 slices of 4 devices" in said and "0 B in a step without an average" in said
     assert "Breaks its contract" not in said and "after step 6 of 10 not all" in said
-    defaults = {name: getattr(TrainConfig, name) for name in vars(CONFIG) if name.startswith("diloco")}
+    defaults = {name: getattr(TrainConfig, name) for name in vars(config) if name.startswith("diloco")}
     _, synchronous, _ = run(tmp_path / "sync", save_every=0, **defaults)
     assert not np.allclose(list(losses.values())[4:], list(synchronous.values())[4:], rtol=1e-4)
 
     (file,) = export_command(ExportConfig(str(out / "checkpoints"), tmp_path / "x.safetensors",
-                                          model=CONFIG.model), devices=jax.devices()[:1])
+                                          model=config.model), devices=jax.devices()[:1])
     exported, params = safetensors_numpy.load_file(file), dict(named_leaves(diloco.params(state)))
     assert {name: np.array_equal(exported[name], params[name]) for name in params} == dict.fromkeys(exported, True)
     slice_params = dict(named_leaves(diloco.layout().load(state).params))
     assert not all(np.array_equal(exported[name], slice_params[name][0]) for name in exported)
-    alone = step_of(TrainConfig(model=CONFIG.model), objective_of(CONFIG).choice, jax.devices()[:2])
+    alone = step_of(TrainConfig(model=config.model, out=tmp_path), objective_of(config).choice, jax.devices()[:2])
     with Checkpoints(out / "checkpoints", read_only=True) as checkpoints:
-        one = saved_state(checkpoints, alone, abstract_batch(objective_of(CONFIG).choice, 2, 8),
+        one = saved_state(checkpoints, alone, abstract_batch(objective_of(config).choice, 2, 8),
                           checkpoints.manifest())
     assert all(np.array_equal(leaf, params[name]) for name, leaf in named_leaves(alone.params(one)))
 
@@ -162,7 +163,7 @@ def test_a_run_that_ended_early_goes_on_bit_for_bit(whole, tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_on_in_another_number_of_slices(whole, tmp_path):
     """As the library's `resized` does; control: two slices are another run."""
-    out, config = until_five(whole, tmp_path), dataclasses.replace(CONFIG, replica=4)
+    out, config = until_five(whole, tmp_path), dataclasses.replace(CONFIG, replica=4, out=tmp_path / "four")
     four = library_step(config)
     batch = abstract_batch(objective_of(config).choice, 8, 8)
     four.layout(batch)

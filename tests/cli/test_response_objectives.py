@@ -101,7 +101,7 @@ def test_what_is_cut_or_left_out_is_counted_in_both_sets(tmp_path, objective):
         return [{"prompt": prompt, "completion": answer, "chosen": answer, "rejected": "c"} for prompt, answer in each]
 
     data, held_out = write(tmp_path / "a.jsonl", rows(10, 2, 1)), write(tmp_path / "b.jsonl", rows(9, 3, 4))
-    config = dataclasses.replace(RUN, objective=objective, data=(data,), eval_data=(held_out,),
+    config = dataclasses.replace(RUN, out=tmp_path / "run", objective=objective, data=(data,), eval_data=(held_out,),
                                  documents="pad" if objective == "instruct" else "concatenate")
     for eval_data, cut, left_out in (((held_out,), 5, 5), ((), 2, 1)):
         chosen = objective_of(dataclasses.replace(config, eval_data=eval_data, batch_size=2, devices=1))
