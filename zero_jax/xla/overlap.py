@@ -94,9 +94,9 @@ def overlap_options(device: jax.Device, overlap: Overlap, *, at_once: bool = Fal
         return {}
     own: dict[str, Any] = {}
     if device.device_kind in ASKED:
-        own = _SPARSE_CORES | _GATHERS | ({} if at_once else _QUEUE) | (_ALL_TO_ALLS if codes else {})
+        own = _PACKED | _SPARSE_CORES | _GATHERS | ({} if at_once else _QUEUE) | (_ALL_TO_ALLS if codes else {})
     elif device.device_kind in WITHIN_PRODUCTS and scatters:
-        own = _WITHIN_OTHER_WORK
+        own = _PACKED | _WITHIN_OTHER_WORK
     if overlap != "auto" and not own and not (changes and device.platform == "tpu"):
         reason = _REASONS.get(device.device_kind) or _REASONS.get(
             device.platform, "nothing is known of its compiler's options")
@@ -104,6 +104,11 @@ def overlap_options(device: jax.Device, overlap: Overlap, *, at_once: bool = Fal
                          f"it is for TPU v5e, {_ASKED_NAMES}.")
     return own | dict(changes)
 
+
+_PACKED: dict[str, Any] = {"xla_tpu_buffer_assignment_enable_fast_merge_fallback": False}
+"""Temporaries are laid out by the better of two searches for best fits. Else libtpu takes the first layout that a faster
+search finds to fit the chip: with buffers that collectives hold for longer it left 0.95 of 3.47 GB unused where these
+leave 0.2 of 2.72 (1.5B at stage 3 on v5p)."""
 
 _PIPELINED: dict[str, Any] = {
     "xla_tpu_enable_collective_pipeliner": True,
