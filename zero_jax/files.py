@@ -1,9 +1,13 @@
-"""Opens the files that a user names: none of them can block a process or fill its memory."""
+"""Opens the files that a user names, none of which can block a process or fill its memory; errors of writing them."""
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from typing import Any, BinaryIO
+
+from zero_jax.errors import UsageError
 
 
 def open_regular(path: Any) -> BinaryIO:
@@ -33,3 +37,12 @@ def read_regular(path: Any, most: int) -> bytes:
 def read_file(path: Any, remote: bool) -> bytes:
     """The bytes of a local file, of at most 256 MiB, or of one in an object store, where nothing blocks."""
     return path.read_bytes() if remote else read_regular(path, 1 << 28)
+
+
+@contextlib.contextmanager
+def writing(path: Any) -> Iterator[None]:
+    """Raises UsageError, that `path` cannot be written, for an OSError, as of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written ({error.strerror}): free space, or give another place.") from error

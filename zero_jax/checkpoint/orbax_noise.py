@@ -19,6 +19,12 @@ def is_not_raised_too(record: logging.LogRecord) -> bool:
     return "_SignalingThread.run() raised an exception" not in record.getMessage()
 
 
+def log_no_raised() -> None:
+    """Leaves out of the log, from now on, what `is_not_raised_too` is False for."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_not_raised_too)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Suppresses what Orbax's other concurrent reads print when one of them fails and its error is raised."""

@@ -7,7 +7,6 @@ unfinished folder is.
 """
 
 import json
-import logging
 import math
 import os
 import re
@@ -23,7 +22,7 @@ from orbax.checkpoint.experimental import v1 as ocp
 from zero_jax.checkpoint.history import EARLIEST, PLACE, Place, parse_place
 from zero_jax.checkpoint.manifest import FORMAT
 from zero_jax.checkpoint.object_store import check_scheme, is_remote
-from zero_jax.checkpoint.orbax_noise import is_not_raised_too, quiet
+from zero_jax.checkpoint.orbax_noise import log_no_raised, quiet
 from zero_jax.checkpoint.orbax_pieces import INDEX, ArraysAndPieces, Pieces, WithPieces
 from zero_jax.disk.durable_files import new_file, rename, sync_tree
 from zero_jax.errors import CheckpointError, UsageError
@@ -126,8 +125,7 @@ def write(path: epath.Path, arrays: Mapping[str, jax.Array], manifest: dict[str,
     body = manifest | {"order": place}
     saved: Any = dict(arrays) if pieces is None else WithPieces(
         arrays, pieces.names, lambda folder: body.update(pieces.write(folder)))
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(is_not_raised_too)
+    log_no_raised()
     staged = path if is_remote(path) else _temporary(path)
     if is_remote(path) and jax.process_index() == 0:
         (_temporary(path) / "saving").write_text(json.dumps(place))

@@ -19,7 +19,7 @@ from zero_jax.arguments import check_path, is_number
 from zero_jax.distributed.agreement import all_or_none, is_first
 from zero_jax.distributed.initialize import on_host
 from zero_jax.errors import UsageError, few
-from zero_jax.files import read_regular
+from zero_jax.files import read_regular, writing
 from zero_jax.frontends.composition import Composed, group_parts
 from zero_jax.frontends.lora import Lora
 from zero_jax.interop.naming import OWN, Names, Parts
@@ -128,9 +128,10 @@ def export_lora(path: Path | str, step: Any, state: ZeroState, *, names: Names, 
 
     def write() -> list[Path]:
         folder = Path(path).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        written = write_tensors(folder / WEIGHTS, pieces, max_file_bytes=_MAX_BYTES, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(_config(lora, modules, base), indent=2, sort_keys=True) + "\n")
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            written = write_tensors(folder / WEIGHTS, pieces, max_file_bytes=_MAX_BYTES, metadata={"format": "pt"})
+            (folder / CONFIG).write_text(json.dumps(_config(lora, modules, base), indent=2, sort_keys=True) + "\n")
         return [folder / CONFIG, *written]
 
     return all_or_none(write if is_first() else lambda: [])

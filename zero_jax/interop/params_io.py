@@ -1,5 +1,6 @@
 """A model's parameters from and to safetensors files, sharded on the way in, gathered leaf by leaf on the way out."""
 
+import collections
 import dataclasses
 import functools
 import gc
@@ -157,11 +158,25 @@ def export_leaves(path: Path, leaves: Mapping[str, LogicalLeaf], names: Names, d
                              "orbax).")
         pieces += [Piece(names.written(of), kind, each.tensor_shape, functools.partial(tensor, name, number, kind))
                    for number, of in enumerate(each.names)]
-    if is_first():
-        return write_tensors(path, pieces, max_file_bytes=max_file_bytes, metadata={"format": "pt"})
-    for piece in pieces:
-        piece.value()  # gathering is a collective: every process takes part
-    return []
+    ungathered = collections.deque(pieces)
+
+    def gather_next() -> np.ndarray:
+        return ungathered.popleft().value()
+
+    def gather_rest() -> list[Path]:
+        while ungathered:
+            gather_next()
+        return []
+
+    def write() -> list[Path]:
+        in_turn = [dataclasses.replace(piece, value=gather_next) for piece in pieces]
+        try:
+            return write_tensors(path, in_turn, max_file_bytes=max_file_bytes, metadata={"format": "pt"})
+        except Exception:
+            gather_rest()  # a collective: the others wait in it
+            raise
+
+    return all_or_none(write if is_first() else gather_rest)
 
 
 def floating_dtype(dtype: Any) -> np.dtype | None:

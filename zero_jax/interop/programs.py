@@ -22,6 +22,7 @@ from zero_jax.arguments import check_path
 from zero_jax.distributed.agreement import all_or_none, is_first
 from zero_jax.distributed.initialize import on_host
 from zero_jax.errors import UsageError
+from zero_jax.files import writing
 from zero_jax.interop import program_loader
 from zero_jax.interop.params_io import MAX_FILE_BYTES, export_tree, floating_dtype
 from zero_jax.sharding.auto_axes import in_any_context
@@ -91,39 +92,45 @@ def export_programs(path: Path | str, programs: Mapping[str, tuple[Callable[...,
     def written() -> tuple[Path, dict[str, Any]] | None:
         if not is_first():
             return None
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        staged.chmod(0o755)
-        try:
-            entries = {name: _write(staged / f"{name}.jax_export", flat(fun), [abstract, *args], platforms)
-                       for name, (fun, args) in programs.items()}
-        except BaseException:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise
+        with writing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+            staged.chmod(0o755)
+            try:
+                entries = {name: _write(staged / f"{name}.jax_export", flat(fun), [abstract, *args], platforms)
+                           for name, (fun, args) in programs.items()}
+            except BaseException:
+                shutil.rmtree(staged, ignore_errors=True)
+                raise
         return staged, entries
 
     done = all_or_none(written)
+
+    def published() -> list[Path]:
+        if done is None:
+            return []
+        staged, entries = done
+        tensors = [file.name for file in files if file.suffix == ".safetensors"]
+        manifest = {"format": program_loader.FORMAT, "version": program_loader.VERSION, "programs": entries,
+                    "platforms": [*platforms], "weights": tensors, "num_weights": len(leaves), "weight_bytes": size,
+                    "model": {**(model or {})}, "jax": jax.__version__, "zero_jax": installed_version("zero-jax")}
+        with writing(folder):
+            (staged / "README.md").write_text(_readme(folder.name, manifest))
+            shutil.copyfile(str(program_loader.__file__), staged / LOADER)
+            (staged / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+            if folder.exists():
+                folder.rmdir()
+            staged.rename(folder)
+        return [folder / file.name for file in sorted(folder.iterdir())]
+
     try:
         files = [] if constants else export_tree(
             (done[0] if done else folder) / WEIGHTS, params, dtype=dtype, max_file_bytes=max_file_bytes)
+        return all_or_none(published)
     except BaseException:
         if done is not None:
             shutil.rmtree(done[0], ignore_errors=True)
         raise
-    if done is None:
-        return []
-    staged, entries = done
-    tensors = [file.name for file in files if file.suffix == ".safetensors"]
-    manifest = {"format": program_loader.FORMAT, "version": program_loader.VERSION, "programs": entries,
-                "platforms": [*platforms], "weights": tensors, "num_weights": len(leaves), "weight_bytes": size,
-                "model": {**(model or {})}, "jax": jax.__version__, "zero_jax": installed_version("zero-jax")}
-    (staged / "README.md").write_text(_readme(folder.name, manifest))
-    shutil.copyfile(str(program_loader.__file__), staged / LOADER)
-    (staged / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    if folder.exists():
-        folder.rmdir()
-    staged.rename(folder)
-    return [folder / file.name for file in sorted(folder.iterdir())]
 
 
 def _check(folder: Path, programs: Mapping[str, Any], platforms: Sequence[str], weights: str) -> None:
