@@ -389,7 +389,8 @@ class Chosen(nn.Module):
             return nn.Dense(self.hidden, name="inner")(x)
 
         if self.is_initializing():
-            scaled(self, x), product(self, x)
+            scaled(self, x)
+            product(self, x)
         x = nn.cond(x.sum() > 0, scaled, product, self, x)
         return nn.Dense(1)(x)
 
