@@ -12,6 +12,7 @@ from support.oracle import slow
 
 import zero_jax
 from zero_jax.frontends import nnx as nnx_frontend
+from zero_jax.transforms import gather_remat
 from zero_jax.tree import named_leaves
 
 
@@ -370,3 +371,37 @@ def test_a_loop_over_something_else_is_told_apart(model, plain):
     """Negative control: the comparison fails where the plain loop trains another model."""
     with pytest.raises(AssertionError):
         compare(model, 3, vectors(16), plain=plain)
+
+
+class Chosen(nn.Module):
+    """A branch that the data choose, between blocks, with parameters of its own."""
+
+    hidden: int
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(self.hidden)(x)
+
+        def scaled(module, x):
+            return x * module.param("scale", nn.initializers.ones, (1, self.hidden))
+
+        def product(module, x):
+            return nn.Dense(self.hidden, name="inner")(x)
+
+        if self.is_initializing():
+            scaled(self, x)
+            product(self, x)
+        x = nn.cond(x.sum() > 0, scaled, product, self, x)
+        return nn.Dense(1)(x)
+
+
+def test_a_branch_between_blocks_that_are_computed_again():
+    compare(Chosen(17), 3, vectors(11), remat="full")
+
+
+def test_without_their_tangents_removed_integers_of_a_block_choose_no_branch(monkeypatch):
+    monkeypatch.setattr(gather_remat, "_without_tangents_of_integers", lambda call: call)
+    step = zero_jax.make_zero_train_step(Chosen(17), 3, loss=squares, remat="full")
+    state = step.init(jax.random.key(0), vectors(11)[0])
+    with pytest.raises(AssertionError):
+        step(state, vectors(11)[0])

@@ -89,6 +89,24 @@ def test_means_are_weighted_as_the_loss_is(options):
     assert found["valid"] == weights.sum()
 
 
+@pytest.mark.parametrize("options", [{"accumulate": 4}, {"accumulate": 2, "reduce": "once"}], ids=str)
+def test_what_is_0_over_0_of_no_rows_is_left_out_and_what_is_counted_there_is_not(options):
+    def masked(model, batch):
+        error = ((model(batch["x"]) - batch["y"]) ** 2).mean(1) * batch["weights"]
+        total = batch["weights"].sum()
+        return error.sum() / total, {
+            "weight": Metric(total / total * total, "sum"), "largest": Metric(error.max() * total / total, "max"),
+            "smallest": Metric(total / total, "min"), "padding": Metric((batch["weights"] == 0).sum(), "sum")}, total
+
+    weights = (np.arange(32) % 4 == 3).astype(np.float32)
+    found, params = metrics_of(masked, batch={**batch_of(), "weights": weights}, **options)
+    _, expected, _ = masked(Net().bind({"params": jax.device_get(params)}), {**batch_of(), "weights": weights})
+    for name, metric in expected.items():
+        np.testing.assert_allclose(found[name], metric.value, rtol=1e-5, err_msg=name)
+    found, _ = metrics_of(masked, batch={**batch_of(), "weights": 0 * weights}, **options)
+    assert np.isnan(found["weight"]) and found["padding"] == 32, "as of the large batch"
+
+
 def test_the_mean_of_integers_is_no_integer():
     def counts(model, batch):
         return reporting(model, batch)[0], {"positive": (batch["y"] > 0).sum()}

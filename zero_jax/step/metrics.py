@@ -78,6 +78,8 @@ def values(metrics: Any) -> Any:
 def combine(metrics: Metrics, weights: jax.Array, divisor: Scalar) -> Metrics:
     """The metrics of all microbatches as one; every value has the dims of `weights` before its own.
 
+    What is not finite of a microbatch of weight 0 is left out: a sum over no token, divided by their number.
+
     divisor: the sum of `weights`; where that is 0, 1, or NaN where so is the loss.
     """
     dims = tuple(range(weights.ndim))
@@ -88,11 +90,15 @@ def combine(metrics: Metrics, weights: jax.Array, divisor: Scalar) -> Metrics:
                 jnp.issubdtype(value.dtype, jnp.complexfloating)):
             raise UsageError(f"The loss returned a metric of {value.dtype}, which has no {metric.reduce} over "
                              "microbatches: leave it out, or give real numbers.")
-        if metric.reduce == "sum":
-            return Metric(jnp.sum(value, dims, dtype=jnp.int32 if value.dtype == bool else value.dtype), "sum")
-        if metric.reduce != "mean":
-            return Metric((jnp.max if metric.reduce == "max" else jnp.min)(value, dims), metric.reduce)
         share = weights.reshape(*weights.shape, *[1] * (value.ndim - weights.ndim))
+        if metric.reduce != "mean":  # a count of padding, say, counts where there is nothing else
+            counts = jnp.isfinite(value) | (share != 0) | jnp.all(weights == 0)
+            if metric.reduce == "sum":
+                dtype = jnp.int32 if value.dtype == bool else value.dtype
+                return Metric(jnp.sum(jnp.where(counts, value, jnp.zeros_like(value)), dims, dtype=dtype), "sum")
+            run, none = (jnp.max, -jnp.inf) if metric.reduce == "max" else (jnp.min, jnp.inf)
+            floats = jnp.issubdtype(value.dtype, jnp.floating)
+            return Metric(run(jnp.where(counts, value, none) if floats else value, dims), metric.reduce)
         narrow = value.dtype.itemsize == 1  # which JAX does not promote
         mean = jnp.sum(add_weighted(0, value.astype(jnp.float32) if narrow else value, share), dims) / divisor
         return Metric(mean.astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.inexact) else mean)

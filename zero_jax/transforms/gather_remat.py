@@ -21,6 +21,7 @@ from zero_jax.jaxpr.equations import (
     is_on_host_atom,
     jaxpr_to_fun,
     primitive_of,
+    shape_of,
     variable_like,
     variables,
 )
@@ -127,6 +128,8 @@ def isolate_inner_remat(jaxpr: Jaxpr, *, activations: Any = None, host_in_barrie
             prevent_cse = tuple(not is_on_host_atom(atom) for atom in eqn.invars)
         call = _with_own_policy(jaxpr_to_fun(call_jaxpr(eqn)), checkpoint.policy, prevent_cse=prevent_cse,
                                 on_host=[is_on_host_atom(atom) for atom in eqn.invars], activations=activations)
+        if any(not jnp.issubdtype(shape_of(var).dtype, jnp.inexact) for var in eqn.outvars):
+            call = jax.jit(_without_tangents_of_integers(call))
         return eqn_of(call, eqn.invars, eqn.outvars)
 
     return jaxpr.replace(eqns=[isolated(eqn) if primitive_of(eqn) == REMAT else eqn for eqn in jaxpr.eqns])
@@ -191,6 +194,12 @@ def _with_own_policy(fun: Callable[..., Any], policy: Any, *, prevent_cse: Any, 
     call = jax.custom_vjp(checkpointed)
     call.defvjp(forward, backward)
     return call
+
+
+def _without_tangents_of_integers(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, a custom_vjp, of whose integers JAX has tangents, which a `lax.cond` refuses of its index."""
+    return lambda *args: [out if jnp.issubdtype(out.dtype, jnp.inexact) else jax.lax.stop_gradient(out)
+                          for out in call(*args)]
 
 
 def _tagged(eqn: JaxprEqn) -> JaxprEqn:
