@@ -72,6 +72,18 @@ def test_state_is_the_same_by_formula_as_placed_and_as_compiled(stage, precision
         assert report.temporaries.compiled == memory.temp_size_in_bytes
 
 
+@pytest.mark.parametrize("offload, away", [("optimizer", ("master", "momentum")), ("parameters", ("parameters",))])
+def test_what_is_in_host_memory_counts_there_and_is_told(offload, away):
+    step = zero_jax.make_zero_train_step(
+        gpt2.build(SMALL), 3, mesh=zero_jax.make_mesh(8), precision="bf16", offload=offload)
+    layout = step.layout(tokens(8, 16))
+    report = memory_report(layout)
+    assert report["host memory"].placed == layout.host_bytes > 0
+    assert report.state.placed == layout.device_bytes
+    assert all("in host memory" in report[name].note for name in away)
+    assert "in host memory" not in report["other state"].note
+
+
 @pytest.mark.parametrize("target", ["cpu", "h100", "v5e"])
 def test_the_classes_are_all_there_is(target):
     """With fragmentation they are the compiler's temporaries, and fragmentation is not where things are hidden."""

@@ -9,14 +9,7 @@ import jax
 
 from zero_jax.planning import formulas
 from zero_jax.planning.formulas import ZERO_JAX, ZERO_JAX_FP32, ByteCounts
-from zero_jax.planning.temporaries import (
-    ACTIVATIONS,
-    GATHERED,
-    GRADIENTS,
-    OTHER,
-    LiveBuffer,
-    LiveTemporaries,
-)
+from zero_jax.planning.temporaries import ACTIVATIONS, GATHERED, GRADIENTS, OTHER, LiveBuffer, LiveTemporaries
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.placement import Placement
 from zero_jax.step.compiled import CompiledStep
@@ -39,6 +32,7 @@ _FIXED = {
     FRAGMENTATION: "allocated, but not alive at the peak",
     METRICS: "and what else is not updated in place",
 }
+_AWAY = {"host": "in host memory", "disk": "in files"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,10 +172,11 @@ def memory_report(
     placed = _placed(layout)
     measured, program = _compiled(layout, compiled) if compiled is not None else ({}, None)
     order = (*STATE, *placed, BATCH, PADDING, ACTIVATIONS, GATHERED, OTHER, FRAGMENTATION, METRICS, CODE, HOST)
-    rows = [
-        Row(name, formula.get(name), sum(row.device_bytes for row in placed[name]) if name in placed else None,
-            measured.get(name))
-        for name in dict.fromkeys(order) if name in formula or name in placed or name in measured]
+    stored = {name: sum(each.device_bytes for each in some if each.memory == "device") for name, some in placed.items()}
+    if layout.host_bytes:
+        stored[HOST] = layout.host_bytes
+    rows = [Row(name, formula.get(name), stored.get(name), measured.get(name))
+            for name in dict.fromkeys(order) if name in formula or name in stored or name in measured]
     rows = tuple(
         dataclasses.replace(row, note=_note(layout, row, placed.get(row.name, ()), activations, program))
         for row in rows)
@@ -272,7 +267,10 @@ def _note(layout: Layout, row: Row, placements: Sequence[Placement], transformer
     if row.name == ACTIVATIONS and transformer:
         formulas_text = (f"{name} {size / 1e9:.3g}" for name, size in transformer.activations.items())
         parts += ["GB by formula: " + ", ".join(formulas_text)]
-    if row.formula is not None and row.placed is not None:
+    for memory, name in _AWAY.items():
+        if size := sum(each.device_bytes for each in placements if each.memory == memory):
+            parts += [f"{size:,} {name}"]
+    if row.formula is not None and row.placed is not None and all(each.memory == "device" for each in placements):
         replicated = [each for each in placements if each.note.startswith("replicated")]
         extra = sum(each.device_bytes - each.bytes / layout.num_shards / layout.tensor_size for each in replicated)
         padded = sum(each.padding / each.stored_bytes * each.device_bytes for each in placements if each.padding)
