@@ -43,7 +43,7 @@ _SPARSE_CORES: dict[str, Any] = {
     "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,  # else these gathers stay on the TensorCore
 }
-_PACKED: dict[str, Any] = {"xla_tpu_buffer_assignment_enable_fast_merge_fallback": False}
+_BEST_FIT: dict[str, Any] = {"xla_tpu_buffer_assignment_enable_fast_merge_fallback": False}
 """Temporaries are laid out by the better of two searches for best fits. Else libtpu takes the first layout of a faster
 search that fits the chip, and counts what it leaves unused twice besides: of 1.5B at stage 3 on v5p, of which 2.71 GB
 are alive at one time, it takes 3.47 GB and tells 4.85, and with these 2.72 and 3.36."""
@@ -98,9 +98,9 @@ def overlap_options(device: jax.Device, overlap: Overlap, *, at_once: bool = Fal
         return {}
     own: dict[str, Any] = {}
     if device.device_kind in ASKED:
-        own = _PACKED | _SPARSE_CORES | _GATHERS | ({} if at_once else _QUEUE) | (_ALL_TO_ALLS if codes else {})
+        own = _BEST_FIT | _SPARSE_CORES | _GATHERS | ({} if at_once else _QUEUE) | (_ALL_TO_ALLS if codes else {})
     elif device.device_kind in WITHIN_PRODUCTS and scatters:
-        own = _PACKED | _WITHIN_OTHER_WORK
+        own = _BEST_FIT | _WITHIN_OTHER_WORK
     if overlap != "auto" and not own and not (changes and device.platform == "tpu"):
         reason = _REASONS.get(device.device_kind) or _REASONS.get(
             device.platform, "nothing is known of its compiler's options")
