@@ -1,6 +1,7 @@
 """What the tests compare: a training run of the library, and the same by Flax and Optax alone on one device."""
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from support.plain_training import plain_training
 from zero_jax.tree import named_leaves
 
 ADAMW = optax.adamw(3e-4, eps=1e-6)
+VIEW = {"view": os.environ["ZERO_JAX_TEST_VIEW"]} if "ZERO_JAX_TEST_VIEW" in os.environ else {}
 COMPUTE = {None: None, "fp32": None, "bf16": jnp.bfloat16}
 """What the named precisions are to a plain loop: the dtype in which parameters and batches are used."""
 
@@ -55,7 +57,7 @@ def train(model, stage, devices, *, batches, optimizer=None, seed=0, **options) 
     """
     mesh = devices if isinstance(devices, jax.sharding.Mesh) else zero_jax.make_mesh(devices)
     step = zero_jax.make_zero_train_step(
-        model, stage, mesh=mesh, optimizer=optimizer or ADAMW, **options)
+        model, stage, mesh=mesh, optimizer=optimizer or ADAMW, **{**VIEW, **options})
     state = step.init(jax.random.key(seed), batches[0])
     losses, norms = [], []
     for batch in batches:

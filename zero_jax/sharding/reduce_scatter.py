@@ -56,13 +56,13 @@ def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P, hops: Sequence[
             value, behind_first = value if behind_first is None else behind_first(value), None
     else:
         for dim, axes in splits:
-            for together in _mesh_ordered_runs(axes, mesh):
+            for together in mesh_ordered_runs(axes, mesh):
                 value = jax.lax.psum_scatter(value, together, scatter_dimension=dim, tiled=True)
                 value, behind_first = value if behind_first is None else behind_first(value), None
     return jax.lax.psum(value, rest) if rest else value
 
 
-def _mesh_ordered_runs(axes: Sequence[str], mesh: Any) -> list[tuple[str, ...]]:
+def mesh_ordered_runs(axes: Sequence[str], mesh: Any) -> list[tuple[str, ...]]:
     """`axes` in runs that follow the order of the mesh: one `psum_scatter` for each, the major run first."""
     runs: list[tuple[str, ...]] = []
     for axis in axes:

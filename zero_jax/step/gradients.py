@@ -1,15 +1,17 @@
 """Forward and backward: the loss of a batch, or of one microbatch, and the gradient of each trainable parameter."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.jaxpr.shared_calls import with_shared_calls
+from zero_jax.sharding.batch_layout import BatchLayout
 from zero_jax.sharding.gather import HostParam
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.host_arrays import carrier_of, is_on_host
@@ -42,6 +44,8 @@ from zero_jax.transforms.tiled_products import tile_products
 from zero_jax.transforms.update_order import wait_for_reads
 from zero_jax.tree import map_named, merge, named_leaves, with_dtypes_of
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
+from zero_jax.views.local import local_view
+from zero_jax.views.loops import read_before_loops
 
 
 class ForwardOutput(NamedTuple):
@@ -97,7 +101,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
     activations: how those of the batches that it will get are sharded. reads: how `loss` reads parameters. With
     `options.accumulation.once` gradients are left as sums over what the function sees.
     """
-    remat, reduced = options.remat, not options.accumulation.once
+    remat, reduced, local = options.remat, not options.accumulation.once, options.view == "local"
 
     def loss_of(weights: Params, stored: dict[str, Any], by_gradient: Any, inputs: ForwardInputs, batch: Batch,
                 scale: Scalar) -> tuple[Scalar, ForwardOutput]:
@@ -125,7 +129,8 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
     is_even = all(stored_shape.is_identity for stored_shape in jax.tree.leaves(layout.stored_shapes.params))
     scatters = reduced and (not (uneven_only and is_even) or bool(hops))
     on_loss = [
-        (True, duplicate_param_reads),
+        (local, read_before_loops),
+        (True, functools.partial(duplicate_param_reads, duplicate=not local)),
         (bool(layout.tiles), tile_products),
         (not activations.sequence, multiply_padded),
         (activations.sequence, activations.split_sequence),
@@ -157,6 +162,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         (not reduced or bool(layout.axes.slices), functools.partial(
             convolve_on_own_device, axes=layout.axes, once=not reduced)),
     ]
+    on_gradients = on_gradients[:1] if local else on_gradients
     loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled),
                                 first=remat_blocks, last=with_shared_calls)
     backward = value_and_grad(loss_of, argnums=(0, 2), barrier=again)
@@ -182,10 +188,16 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         return add_on_host(closed, list(on_host.values()), weight=len(shardings),
                            shardings=[shardings[name] for name in on_host])
 
-    gradient_of, gradient_added = (with_jaxpr_passes(
-        gradients_first, *(each for enabled, each in on_gradients if enabled),
-        last=functools.partial(to_host, added=added) if on_host or whole else None,
-        as_call="" if layout.host_params else "gradient") for added in (False, True))
+    def in_parts(closed: Any, *, specs: Sequence[P]) -> Any:
+        outs = [sharding.spec for sharding in shardings.values()]
+        return local_view(closed, layout.axes, specs, [*outs, *[None] * (len(closed.jaxpr.outvars) - len(outs))])
+
+    def with_passes(last: Any) -> Any:
+        return with_jaxpr_passes(gradients_first, *(each for enabled, each in on_gradients if enabled), last=last,
+                                 as_call="" if layout.host_params else "gradient")
+
+    gradient_of, gradient_added = (with_passes(
+        functools.partial(to_host, added=added) if on_host or whole else None) for added in (False, True))
 
     def gradient(weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar, sums: HostSums | None = None
                  ) -> tuple[ForwardOutput, Gradients]:
@@ -201,9 +213,29 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
             check_no_raw_keys(lambda variables: gradient_of(
                 None, jax.tree.map(carrier_of, weights), stored, by_gradient, inputs._replace(variables=variables),
                 batch, scale), inputs.variables)
+        if local:
+            run = with_passes(functools.partial(in_parts, specs=_input_specs(
+                layout, BatchLayout(layout.axes, options.batch_specs), weights, by_gradient, inputs, batch, scale)))
         grads, _, new, _, output = run(
             carried, jax.tree.map(carrier_of, weights), stored, by_gradient, inputs, batch, scale)
         check_on_host(grads, layout.host_gradients)
         return output._replace(variables={**output.variables, **new}), grads
 
     return gradient
+
+
+def _input_specs(layout: Layout, batches: BatchLayout, weights: Params, by_gradient: Any, inputs: ForwardInputs,
+                 batch: Batch, scale: Any) -> list[P]:
+    """How the flat inputs of a gradient are sharded: parameters as they are stored, the batch by its rules."""
+    state = layout.state
+    stored = dict(named_leaves(merge(state.params if state.weights is None else state.weights, state.frozen)))
+
+    def of_params(tree: Params) -> Any:
+        return map_named(lambda name, _: stored[name].sharding.spec, tree)
+
+    def whole(tree: Any) -> Any:
+        return jax.tree.map(lambda _: P(), tree)
+
+    return jax.tree.leaves((
+        of_params(weights), whole(by_gradient), of_params(inputs.frozen), whole((inputs.variables, inputs.rng)),
+        map_named(lambda name, leaf: batches.spec(name, leaf), batch), whole(scale)))

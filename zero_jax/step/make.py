@@ -28,7 +28,7 @@ from zero_jax.step.call_checks import check_loss
 from zero_jax.step.disk.step import DiskTrainStep
 from zero_jax.step.guard import Guard
 from zero_jax.step.losses import next_token_loss
-from zero_jax.step.options import StepOptions
+from zero_jax.step.options import StepOptions, View
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.transforms.remat import Remat, remat_of
 from zero_jax.typing import Loss, Pattern
@@ -65,6 +65,7 @@ def make_zero_train_step(
     communication: Communication | None = None,
     offload: Offload | str | None = None,
     tiling: Tiling | None = None,
+    view: View = "global",
     streams: Sequence[str] | None = None,
     secondary: str | Sequence[str] | None = None,
 ) -> ZeroTrainStep:
@@ -146,6 +147,9 @@ def make_zero_train_step(
         reduced in tiles (memory-centric tiling, arXiv 2104.07857): {pattern: number of tiles}, as
         {"mlp/up/kernel": 16}; or a number of bytes, above which a gathered copy is made in as many tiles as bring it
         below. A weight that is named must be used by one matrix product alone.
+      view: "global": XLA's partitioner splits the program of the gradient. "local": that is one `jax.shard_map`, where
+        each device computes its examples, and each collective is written where it runs; a primitive without a rule is
+        computed whole on every device, with a warning that names it. The numbers are the same.
       streams: deprecated, the former name of `rng_streams`.
       secondary: deprecated, the former name of `hpz_axes`.
 
@@ -176,7 +180,7 @@ def make_zero_train_step(
         hpz_axes=texts("hpz_axes", hpz_axes, "(\"data_1\",)"), combine_bytes=combine_bytes,
         overlap=overlap, prefetch=prefetch, batch_specs=tuple(batch_specs),
         communication=communication_of(communication), offload=offload_of(offload),
-        tiling=tiling_of(tiling))
+        tiling=tiling_of(tiling), view=view)
     loss = next_token_loss if loss is None else loss
     check_loss(loss)
     with computing_on(axes.mesh), sharding_errors_explained():

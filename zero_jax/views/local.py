@@ -1,0 +1,470 @@
+"""A program of global arrays, computed by many devices, each of which computes its examples.
+
+`local_view` evaluates the differentiated loss inside of one `jax.shard_map` over the mesh. It follows how the devices
+hold each value (`spread.Spread`), by the table of primitives in `rules`. A batch is split by its examples; parameters
+and gradients as the layout stores them. What a sum over examples leaves on each device is summed over the devices where
+something needs the sum, and scattered where a gradient is stored. Where no rule holds, operands are gathered and every
+device computes the whole: right for any program, and named in a warning.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.random import threefry2x32_p
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.errors import UsageError
+from zero_jax.jaxpr.equations import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Var,
+    bind_eqn,
+    closed_jaxpr,
+    inner_jaxprs,
+    is_literal,
+    primitive_of,
+    run_eqns,
+    scope_of,
+    shape_of,
+    trace,
+    value_of,
+)
+from zero_jax.jaxpr.primitives import (
+    BROADCAST,
+    CALLS,
+    COND,
+    CONSTRAINT,
+    ELEMENTWISE,
+    IOTA,
+    RANDOM_BITS,
+    REMAT,
+    RESHAPE,
+    SCAN,
+    SHARD_MAP,
+    Scan,
+    bind_unsharded,
+    branches,
+    call_jaxpr,
+    draws_by_key,
+    in_specs,
+    iota_dim,
+    jit_name,
+    out_shardings,
+    own_use,
+)
+from zero_jax.sharding.gather import GATHER_SCOPE, SCATTER, SCATTER_QUANTIZED, SCATTER_WHOLE, ParamUse
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.views.rules import Plan, plan_back, plan_of, plan_whole
+from zero_jax.views.spread import (
+    Split,
+    Spread,
+    gathered_param,
+    local_shape,
+    moved,
+    positions,
+    spread_of,
+    whole,
+)
+
+_READS = ("zero_read", "zero_last_read")
+_GATHERS = (GATHER_SCOPE, "zero_read_tangent")
+_SCATTERS = (SCATTER, SCATTER_QUANTIZED, SCATTER_WHOLE)
+_MADE_IN_PARTS = frozenset({*ELEMENTWISE, BROADCAST, RESHAPE, IOTA, RANDOM_BITS})
+"""Primitives of whole operands of which a device may compute just the part that it needs, once that is known."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Value:
+    """A value of the program: a device's part of it, how it is spread, and from what a whole one was made."""
+
+    array: Any
+    spread: Spread
+    shape: tuple[int, ...]
+    eqn: JaxprEqn | None = None
+    operands: tuple["_Value", ...] = ()
+    parts: dict[Spread, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class LocalView:
+    """Evaluates programs in parts. whole: what every device computed whole, by primitive and source line."""
+
+    axes: MeshAxes
+    whole: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def ways(self, names: Sequence[str]) -> int:
+        """The number of devices along mesh axes."""
+        return self.axes.size(*names)
+
+    # How values are spread, without computing them -------------------------------------------------------------------
+
+    def spreads(self, closed: ClosedJaxpr, inputs: Sequence[Spread]) -> list[Spread]:
+        """How the results of `closed` are spread, of inputs that are spread as `inputs`."""
+        jaxpr = closed.jaxpr
+        env: dict[Var, Spread] = {var: whole(_ndim(var)) for var in jaxpr.constvars}
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Spread:
+            return whole(_ndim(atom)) if is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self._outs(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _outs(self, eqn: JaxprEqn, ins: Sequence[Spread]) -> Sequence[Spread]:
+        name = primitive_of(eqn)
+        if name in _READS:
+            return [ins[1]]
+        if name in _GATHERS:
+            return [whole(_ndim(eqn.outvars[0]))]
+        if name in (CONSTRAINT, "reshard"):
+            return ins
+        if name == SHARD_MAP:
+            return [spread_of(spec, _ndim(var), self.axes)
+                    for spec, var in zip(eqn.params["out_specs"], eqn.outvars, strict=True)]
+        if jit_name(eqn) in _SCATTERS:
+            return [self._scattered(eqn)]
+        if all(spread.is_whole for spread in ins) and not _holds_own(eqn):
+            return plan_whole(eqn).outs
+        if name in CALLS:
+            return self.spreads(call_jaxpr(eqn), ins)
+        if name == SCAN:
+            return self._scan_spreads(eqn, ins)[1]
+        if name == COND:
+            return self._cond_spreads(eqn, ins)[1]
+        if name == "while":
+            return self._while_spreads(eqn, ins)
+        return (plan_of(eqn, ins, self.ways) or plan_whole(eqn)).outs
+
+    def _scattered(self, eqn: JaxprEqn) -> Spread:
+        spec = getattr(out_shardings(eqn)[0], "spec", P())  # unspecified where a loss itself differentiates
+        return spread_of(spec, _ndim(eqn.outvars[0]), self.axes)
+
+    def _scan_spreads(self, eqn: JaxprEqn, ins: Sequence[Spread]) -> tuple[list[Spread], list[Spread]]:
+        """(Of the operands, of the results): the carry is spread as one round leaves it to the next."""
+        scan, body = Scan.of(eqn), call_jaxpr(eqn)
+        ends = scan.num_consts, scan.num_consts + scan.num_carry
+        consts, carry, xs = list(ins[:ends[0]]), list(ins[ends[0]:ends[1]]), list(map(_unstacked, ins[ends[1]:]))
+
+        def step(carry: Sequence[Spread]) -> list[Spread]:
+            return self.spreads(body, [*consts, *carry, *xs])
+
+        carry = _settled(lambda carry: step(carry)[:scan.num_carry], carry)
+        ys = [Spread((None, *each.dims), each.partial) for each in step(carry)[scan.num_carry:]]
+        return [*consts, *carry, *(Spread((None, *each.dims), each.partial) for each in xs)], [*carry, *ys]
+
+    def _cond_spreads(self, eqn: JaxprEqn, ins: Sequence[Spread]) -> tuple[list[Spread], list[Spread]]:
+        outs = [self.spreads(branch, ins[1:]) for branch in branches(eqn)]
+        return [whole(0), *ins[1:]], [functools.reduce(_join, each) for each in zip(*outs, strict=True)]
+
+    def _while_parts(self, eqn: JaxprEqn) -> tuple[Any, Any, int, int]:
+        params = eqn.params
+        return params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"], params["body_nconsts"]
+
+    def _while_spreads(self, eqn: JaxprEqn, ins: Sequence[Spread]) -> list[Spread]:
+        condition, body, first, second = self._while_parts(eqn)
+        carry = _settled(lambda carry: self.spreads(body, [*ins[first:first + second], *carry]),
+                         list(ins[first + second:]))
+        (test,) = self.spreads(condition, [*ins[:first], *carry])
+        return carry if test.is_whole or test.partial else [whole(len(each.dims)) for each in carry]
+
+    # Computing them ---------------------------------------------------------------------------------------------------
+
+    def evaluate(self, closed: ClosedJaxpr, inputs: Sequence[_Value]) -> list[_Value]:
+        """The results of `closed` on `inputs`."""
+        jaxpr = closed.jaxpr
+        env: dict[Var, _Value] = {var: _constant(value) for var, value in zip(
+            jaxpr.constvars, closed.consts, strict=True)}
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> _Value:
+            return _constant(atom.val) if is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            with jax.named_scope(scope_of(eqn)):
+                env.update(zip(eqn.outvars, self._results(eqn, operands), strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def to(self, value: _Value, want: Spread) -> Any:
+        """A device's part of `value`, spread as `want`."""
+        if value.spread == want:
+            return value.array
+        if want not in value.parts:
+            made = self._made_in_parts(value, want) if value.spread.is_whole and not want.partial else None
+            value.parts[want] = moved(value.array, value.spread, want, self.axes) if made is None else made
+        return value.parts[want]
+
+    def _made_in_parts(self, value: _Value, want: Spread) -> Any:
+        """The part of a whole value that `want` says, from the parts of what it was made of; None: it is to be cut."""
+        eqn = value.eqn
+        if eqn is None:
+            return None
+        name = primitive_of(eqn)
+        splits = [(dim, split) for dim, split in enumerate(want.dims) if split]
+        if name == IOTA:
+            (array,) = bind_unsharded(eqn.replace(params={
+                **eqn.params, "shape": local_shape(value.shape, want, self.axes)}), [])
+            if (split := want.dims[iota_dim(eqn)]) is None:
+                return array
+            here = positions(value.shape[iota_dim(eqn)], split, self.axes).astype(array.dtype)
+            return jnp.broadcast_to(jnp.expand_dims(here, [i for i in range(array.ndim) if i != iota_dim(eqn)]),
+                                    array.shape)
+        if name == RANDOM_BITS:
+            counted = (eqn.params["bit_width"] == 32 and tuple(eqn.params["shape"]) == value.shape
+                       and math.prod(value.shape) < 2**32 and draws_by_key(eqn.invars[0])
+                       and jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
+            if not counted:
+                return None
+            return _bits_at(value.operands[0].array, value.shape, dict(splits), self.axes)
+        plan = plan_back(eqn, want, self.ways)
+        if plan is None:
+            return None
+        return self._bound(eqn, plan, value.operands)[0].array
+
+    def _results(self, eqn: JaxprEqn, operands: Sequence[_Value]) -> Sequence[_Value]:
+        name, ins = primitive_of(eqn), [operand.spread for operand in operands]
+        if name in _READS:
+            return [operands[1]]
+        if name in _GATHERS:
+            return [self._gathered(own_use(eqn), operands[0], eqn)]
+        if name in (CONSTRAINT, "reshard"):
+            return [operands[0]]
+        if name == SHARD_MAP:
+            return self._mapped(eqn, operands)
+        if jit_name(eqn) in _SCATTERS:
+            return [self._reduced(eqn, operands[0])]
+        if eqn.effects and name not in (*CALLS, SCAN, COND, "while"):
+            raise UsageError(f"view=\"local\": the loss calls back to the host ({name}), which every device would do: "
+                             "leave view out, or the call.")
+        is_whole = all(spread.is_whole for spread in ins)
+        if name in CALLS and not (name == REMAT and eqn.params["differentiated"]):
+            return self.evaluate(call_jaxpr(eqn), operands)
+        if is_whole and not _holds_own(eqn):
+            results = bind_unsharded(eqn, [operand.array for operand in operands])
+            keep = (eqn, tuple(operands)) if name in _MADE_IN_PARTS else (None, ())
+            return [_Value(array, whole(_ndim(var)), _shape(var), *keep)
+                    for array, var in zip(results, eqn.outvars, strict=True)]
+        if name == REMAT:
+            return self._checkpointed(eqn, operands)
+        if name == SCAN:
+            return self._scanned(eqn, operands)
+        if name == COND:
+            return self._branched(eqn, operands)
+        if name == "while":
+            return self._looped(eqn, operands)
+        plan = plan_of(eqn, ins, self.ways)
+        if plan is None:
+            plan = plan_whole(eqn)
+            self._note(eqn)
+        return self._bound(eqn, plan, operands)
+
+    def _note(self, eqn: JaxprEqn) -> None:
+        where = "/".join(filter(None, (scope_of(eqn), primitive_of(eqn))))
+        self.whole[where] = self.whole.get(where, 0) + 1
+
+    def _bound(self, eqn: JaxprEqn, plan: Plan, operands: Sequence[_Value]) -> list[_Value]:
+        args = [self.to(operand, want) for operand, want in zip(operands, plan.ins, strict=True)]
+        results = bind_unsharded(eqn.replace(params={**eqn.params, **dict(plan.shapes)}), args)
+        if plan.combine:
+            results = [_combined(result, plan.combine, plan.over) for result in results]
+        return [_Value(array, spread, _shape(var))
+                for array, spread, var in zip(results, plan.outs, eqn.outvars, strict=True)]
+
+    # Parameters and their gradients -----------------------------------------------------------------------------------
+
+    def _gathered(self, use: ParamUse, stored: _Value, eqn: JaxprEqn) -> _Value:
+        array = self.to(stored, spread_of(use.stored, len(stored.shape), self.axes))
+        value = use.stored_shape.load(gathered_param(use.cast(array), use.stored, self.axes))
+        return _Value(value, whole(value.ndim), value.shape)
+
+    def _reduced(self, eqn: JaxprEqn, gradient: _Value) -> _Value:
+        """A gradient as it is stored: padded or merged on each device, then reduced and scattered."""
+        partial = Spread((None,) * len(gradient.shape), gradient.spread.partial)
+        here = _Value(self.to(gradient, partial), whole(len(gradient.shape)), gradient.shape)
+        (stored,) = self.evaluate(call_jaxpr(eqn), [here])
+        value = _Value(stored.array, Spread(stored.spread.dims, partial.partial), stored.shape)
+        return _Value(self.to(value, self._scattered(eqn)), self._scattered(eqn), stored.shape)
+
+    # Loops, branches, calls -------------------------------------------------------------------------------------------
+
+    def _function(self, closed: ClosedJaxpr, ins: Sequence[Spread], outs: Sequence[Spread]
+                  ) -> Callable[..., list[Any]]:
+        """`closed` as a function of flat parts to flat parts."""
+        def fun(*args: Any) -> list[Any]:
+            inputs = [_Value(arg, spread, _shape(var)) for arg, spread, var in zip(
+                args, ins, closed.jaxpr.invars, strict=True)]
+            return [self.to(value, want) for value, want in zip(self.evaluate(closed, inputs), outs, strict=True)]
+
+        return fun
+
+    def _values(self, eqn: JaxprEqn, arrays: Sequence[Any], spreads: Sequence[Spread]) -> list[_Value]:
+        return [_Value(array, spread, _shape(var))
+                for array, spread, var in zip(arrays, spreads, eqn.outvars, strict=True)]
+
+    def _scanned(self, eqn: JaxprEqn, operands: Sequence[_Value]) -> list[_Value]:
+        scan, body = Scan.of(eqn), call_jaxpr(eqn)
+        ins, outs = self._scan_spreads(eqn, [operand.spread for operand in operands])
+        args = [self.to(operand, want) for operand, want in zip(operands, ins, strict=True)]
+        ends = scan.num_consts, scan.num_consts + scan.num_carry
+        inner = [*ins[:ends[1]], *map(_unstacked, ins[ends[1]:])]
+        run = self._function(body, inner, [*outs[:scan.num_carry], *map(_unstacked, outs[scan.num_carry:])])
+
+        def step(carry: Any, xs: Any) -> Any:
+            results = run(*args[:ends[0]], *carry, *xs)
+            return results[:scan.num_carry], results[scan.num_carry:]
+
+        carry, ys = jax.lax.scan(step, args[ends[0]:ends[1]], args[ends[1]:], length=scan.length, reverse=scan.reverse,
+                                 unroll=scan.unroll)
+        return self._values(eqn, [*carry, *ys], outs)
+
+    def _branched(self, eqn: JaxprEqn, operands: Sequence[_Value]) -> list[_Value]:
+        ins, outs = self._cond_spreads(eqn, [operand.spread for operand in operands])
+        index, *args = [self.to(operand, want) for operand, want in zip(operands, ins, strict=True)]
+        runs = [self._function(branch, ins[1:], outs) for branch in branches(eqn)]
+        return self._values(eqn, jax.lax.switch(index, runs, *args), outs)
+
+    def _looped(self, eqn: JaxprEqn, operands: Sequence[_Value]) -> list[_Value]:
+        condition, body, first, second = self._while_parts(eqn)
+        outs = self._while_spreads(eqn, [operand.spread for operand in operands])
+        in_parts = not all(each.is_whole for each in outs)
+        consts = [operand.spread if in_parts else whole(len(operand.shape)) for operand in operands[:first + second]]
+        args = [self.to(operand, want) for operand, want in zip(operands, [*consts, *outs], strict=True)]
+        test = self._function(condition, [*consts[:first], *outs], [whole(0)])
+        run = self._function(body, [*consts[first:], *outs], outs)
+        carry = jax.lax.while_loop(lambda carry: test(*args[:first], *carry)[0],
+                                   lambda carry: run(*args[first:first + second], *carry), args[first + second:])
+        return self._values(eqn, carry, outs)
+
+    def _checkpointed(self, eqn: JaxprEqn, operands: Sequence[_Value]) -> list[_Value]:
+        body, ins = call_jaxpr(eqn), [operand.spread for operand in operands]
+        outs = self.spreads(body, ins)
+        args = [operand.array for operand in operands]
+        inner = trace(self._function(body, ins, outs), *map(jax.typeof, args))
+        jaxpr = inner.jaxpr
+        if inner.consts:
+            jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+        params = dict(eqn.params)
+        if isinstance(params.get("prevent_cse"), tuple):
+            params["prevent_cse"] = (True,) * len(inner.consts) + params["prevent_cse"]
+        results = bind_eqn(eqn, [*inner.consts, *args], **{**params, "jaxpr": jaxpr})
+        return self._values(eqn, results, outs)
+
+    def _mapped(self, eqn: JaxprEqn, operands: Sequence[_Value]) -> list[_Value]:
+        """A `jax.shard_map` of the model's or of an attention kernel's: this is one already."""
+        wants = [spread_of(spec, len(operand.shape), self.axes)
+                 for spec, operand in zip(in_specs(eqn), operands, strict=True)]
+        args = [self.to(operand, want) for operand, want in zip(operands, wants, strict=True)]
+        return self._values(eqn, _run_manual(call_jaxpr(eqn), args), self._outs(eqn, wants))
+
+
+def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_specs: Sequence[P | None]) -> ClosedJaxpr:
+    """`closed`, a program of global arrays, as one `jax.shard_map` over the mesh.
+
+    specs: how each input is sharded. out_specs: how each result is to be; None: as it is computed, where that is a
+    sharding, else whole.
+    """
+    view, jaxpr = LocalView(axes), closed.jaxpr
+    ins = [spread_of(spec, _ndim(var), axes) for spec, var in zip(specs, jaxpr.invars, strict=True)]
+    outs = []
+    for found, spec, var in zip(view.spreads(closed, ins), out_specs, jaxpr.outvars, strict=True):
+        plain = all(split is None or split.outer == 1 for split in found.dims)
+        free = found.without_sum if plain else whole(_ndim(var))
+        outs.append(free if spec is None else spread_of(spec, _ndim(var), axes))
+    run = jax.shard_map(view._function(closed, ins, outs), mesh=axes.mesh, in_specs=tuple(each.spec for each in ins),
+                        out_specs=[each.spec for each in outs], check_vma=False)
+    local = trace(run, *map(shape_of, jaxpr.invars))
+    if view.whole:
+        warnings.warn("view=\"local\": every device computes the whole of " + ", ".join(sorted(view.whole))
+                      + ": no rule is known by which each computes its part.", stacklevel=2)
+    return local
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(atom.aval.shape)
+
+
+def _ndim(atom: Any) -> int:
+    return len(atom.aval.shape)
+
+
+def _constant(value: Any) -> _Value:
+    return _Value(value, whole(np.ndim(value)), np.shape(value))
+
+
+def _unstacked(spread: Spread) -> Spread:
+    return Spread(spread.dims[1:], spread.partial)
+
+
+def _join(one: Spread, other: Spread) -> Spread:
+    """How a value is spread that is now as `one` and now as `other`."""
+    if one == other or other.is_whole:
+        return one
+    if one.is_whole:
+        return other
+    return whole(len(one.dims))
+
+
+def _settled(step: Callable[[list[Spread]], Sequence[Spread]], carry: list[Spread]) -> list[Spread]:
+    """How the carry of a loop is spread in every round, from how it begins and what a round makes of it.
+
+    What two rounds leave in different ways is whole from then on, so that this ends.
+    """
+    pinned: set[int] = set()
+    while True:
+        after = []
+        for at, (one, other) in enumerate(zip(carry, step(carry), strict=True)):
+            joined = _join(one, other)
+            if joined.is_whole and not (one.is_whole and other.is_whole):
+                pinned.add(at)
+            after.append(whole(len(one.dims)) if at in pinned else joined)
+        if after == carry:
+            return carry
+        carry = after
+
+
+def _run_manual(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """The body of a shard_map, where JAX does not check which values differ between devices."""
+    def bind(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
+        if primitive_of(eqn) in ("pvary", "pcast"):
+            return args
+        if primitive_of(eqn) == "psum_invariant":
+            return jax.lax.psum(args, eqn.params["axes"])
+        return _run_manual(call_jaxpr(eqn), args) if primitive_of(eqn) in CALLS else bind_eqn(eqn, args)
+
+    jaxpr = closed.jaxpr
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
+    run_eqns(closed.jaxpr.eqns, env, bind)
+    return [value_of(atom, env) for atom in closed.jaxpr.outvars]
+
+
+def _holds_own(eqn: JaxprEqn) -> bool:
+    """Whether a loop, branch or call holds a read or a gradient of a parameter."""
+    return any(primitive_of(inner).startswith("zero_") or jit_name(inner) in _SCATTERS or _holds_own(inner)
+               for jaxpr in inner_jaxprs(eqn) for inner in closed_jaxpr(jaxpr).jaxpr.eqns)
+
+
+def _combined(value: jax.Array, combine: str, over: Sequence[str]) -> jax.Array:
+    if value.dtype == bool:
+        return _combined(value.astype(jnp.int8), combine, over).astype(bool)
+    return (jax.lax.pmax if combine == "max" else jax.lax.pmin)(value, tuple(over))
+
+
+def _bits_at(key: jax.Array, shape: Sequence[int], splits: Mapping[int, Split], axes: MeshAxes) -> jax.Array:
+    """uint32: a device's part of what `jax.random.bits` draws for the global `shape`: Threefry counts by position."""
+    part = [size if dim not in splits else size // axes.size(*splits[dim].axes) for dim, size in enumerate(shape)]
+    position, stride = jnp.zeros(part, jnp.uint32), 1
+    for dim in reversed(range(len(shape))):
+        here = positions(shape[dim], splits[dim], axes) if dim in splits else jax.lax.iota(jnp.int32, shape[dim])
+        here = here.astype(jnp.uint32).reshape([-1 if at == dim else 1 for at in range(len(shape))])
+        position, stride = position + here * jnp.uint32(stride), stride * shape[dim]
+    first, second = (jnp.broadcast_to(word, part) for word in jax.random.key_data(key))
+    high, low = threefry2x32_p.bind(first, second, jnp.zeros(part, jnp.uint32), position)
+    return high ^ low

@@ -1,0 +1,537 @@
+"""What each primitive makes of operands that the devices hold in parts: one table, a function for each family.
+
+A rule takes the equation, of the global shapes, and how its operands are spread. It returns a `Plan`: how the operands
+must be spread so that each device computes its part of the results from its parts of the operands alone, and how the
+results then are. None: no such way is known, and every device computes the whole.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zero_jax.jaxpr import primitives
+from zero_jax.jaxpr.equations import JaxprEqn, is_literal, shape_of
+from zero_jax.typing import AxisNames, Shape
+from zero_jax.views.spread import Split, Spread, whole
+
+Ways = Callable[[AxisNames], int]
+"""The number of devices along mesh axes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """ins, outs: how operands and results are spread. shapes: parameters that are shapes, by name, of local sizes.
+
+    combine: "max" or "min": results of devices are to be combined so, over `over`.
+    """
+
+    ins: tuple[Spread, ...]
+    outs: tuple[Spread, ...]
+    shapes: tuple[tuple[str, Any], ...] = ()
+    combine: str = ""
+    over: AxisNames = ()
+
+
+Rule = Callable[[JaxprEqn, Sequence[Spread], Ways], Plan | None]
+
+LINEAR = frozenset("neg copy name real imag add sub add_any mul div select_n convert_element_type".split())
+"""Elementwise primitives that, of values that are yet to be summed over devices, may be taken before the sum."""
+
+
+def plan_of(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    """How devices compute `eqn` in parts; None: they do not."""
+    name = eqn.primitive.name
+    rule = RULES.get(name) or (_leading if name.startswith("dot_product_attention") else None)
+    if all(spread.is_whole for spread in spreads):
+        return plan_whole(eqn)
+    if name not in SUMS_PASS:
+        spreads = [spread.without_sum for spread in spreads]
+    return rule(eqn, spreads, ways) if rule else None
+
+
+def plan_whole(eqn: JaxprEqn) -> Plan:
+    """Every device computes all of it."""
+    return Plan(tuple(whole(_ndim(atom)) for atom in eqn.invars), tuple(whole(_ndim(var)) for var in eqn.outvars))
+
+
+def plan_back(eqn: JaxprEqn, want: Spread, ways: Ways) -> Plan | None:
+    """How devices compute just their parts of the one result of `eqn`, of whole operands, so that it is as `want`."""
+    name = eqn.primitive.name
+    if name in primitives.ELEMENTWISE and len(eqn.outvars) == 1:
+        return Plan(tuple(_fitting(want, _shape(atom), _shape(eqn.outvars[0])) for atom in eqn.invars), (want,))
+    if name == primitives.BROADCAST:
+        dims, shape = primitives.broadcast_dims(eqn), _shape(eqn.invars[0])
+        operand = Spread(tuple(want.dims[dim] if shape[i] == _shape(eqn.outvars[0])[dim] else None
+                               for i, dim in enumerate(dims)))
+        return Plan((operand,), (want,), _sizes(eqn, "shape", want, ways))
+    if name == primitives.RESHAPE:
+        operand = _reshaped(_shape(eqn.outvars[0]), want, _shape(eqn.invars[0]), ways)
+        return operand and Plan((operand,), (want,), _sizes(eqn, "new_sizes", want, ways))
+    return None
+
+
+# Shapes -------------------------------------------------------------------------------------------------------------
+
+
+def _shape(atom: Any) -> Shape:
+    return tuple(atom.aval.shape)
+
+
+def _ndim(atom: Any) -> int:
+    return len(atom.aval.shape)
+
+
+def _local(shape: Shape, spread: Spread, ways: Ways) -> tuple[int, ...]:
+    return tuple(size if dim is None else size // ways(dim.axes) for size, dim in zip(shape, spread.dims, strict=True))
+
+
+def _sizes(eqn: JaxprEqn, name: str, spread: Spread, ways: Ways) -> tuple[tuple[str, Any], ...]:
+    return ((name, _local(_shape(eqn.outvars[0]), spread, ways)),)
+
+
+def _fitting(spread: Spread, shape: Shape, result: Shape) -> Spread:
+    """`spread` of an elementwise result of shape `result` as that of an operand of `shape`; scalars, 1s are whole."""
+    if len(shape) != len(result):
+        return whole(len(shape))
+    return Spread(tuple(dim if size == other else None
+                        for dim, size, other in zip(spread.dims, shape, result, strict=True)), spread.partial)
+
+
+def _joint(spreads: Sequence[Spread]) -> Spread:
+    """The first of equal ranks that is split, else the first."""
+    return next((spread for spread in spreads if any(spread.dims)), spreads[0])
+
+
+def _is_zero(atom: Any) -> bool:
+    return is_literal(atom) and _ndim(atom) == 0 and atom.val == 0
+
+
+# Families -----------------------------------------------------------------------------------------------------------
+
+
+def _elementwise(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    result, partial = _shape(eqn.outvars[0]), _sum_passes(eqn, spreads)
+    dims: list[Split | None] = [None] * len(result)
+    taken: set[str] = set()
+    for atom, spread in zip(eqn.invars, spreads, strict=True):
+        for dim, split in enumerate(spread.dims if len(spread.dims) == len(result) else ()):
+            if split and _shape(atom)[dim] == result[dim] and dims[dim] is None and taken.isdisjoint(split.axes):
+                dims[dim] = split
+                taken |= {*split.axes}
+    joint, summed = Spread(tuple(dims)), _summed(eqn, spreads)
+    return Plan(tuple(Spread(_fitting(joint, _shape(atom), result).dims, partial if i in summed else ())
+                      for i, atom in enumerate(eqn.invars)), (Spread(joint.dims, partial),) * len(eqn.outvars))
+
+
+def _summed(eqn: JaxprEqn, spreads: Sequence[Spread]) -> Sequence[int]:
+    """The operands in which an elementwise primitive is linear: of those, sums over devices may be taken later."""
+    name = eqn.primitive.name
+    if name in ("add", "sub", "add_any"):
+        return range(len(spreads))
+    if name == "select_n":
+        return range(1, len(spreads))
+    return [i for i, spread in enumerate(spreads) if spread.partial]
+
+
+def _sum_passes(eqn: JaxprEqn, spreads: Sequence[Spread]) -> AxisNames:
+    """The axes over which the result is yet to be summed: none where the sum is taken before."""
+    sums = {spread.partial for spread in spreads if spread.partial}
+    name = eqn.primitive.name
+    split = any(any(spread.dims) for spread in spreads)
+    if name not in LINEAR or len(sums) != 1 or split:
+        return ()
+    summed = [i for i, spread in enumerate(spreads) if spread.partial]
+    dtypes = [shape_of(atom).dtype.kind for atom in (*(eqn.invars[i] for i in summed), *eqn.outvars)]
+    if name == "convert_element_type" and any(kind in "biu" for kind in dtypes):
+        return ()
+    if name == "mul" and len(summed) > 1 or name == "div" and summed != [0] or name == "select_n" and 0 in summed:
+        return ()
+    return sums.pop()
+
+
+def _reshape(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    out = _reshaped(_shape(eqn.invars[0]), spreads[0], _shape(eqn.outvars[0]), ways)
+    return None if out is None else Plan((spreads[0],), (out,), _sizes(eqn, "new_sizes", out, ways))
+
+
+def _reshaped(shape: Shape, spread: Spread, result: Shape, ways: Ways) -> Spread | None:
+    """How an array of `shape` that is spread so is spread once it has the shape `result`; None: not as a `Spread`."""
+    dims: list[Split | None] = [None] * len(result)
+    if 0 in shape:
+        return None
+    for at, split in enumerate(spread.dims):
+        if split is None:
+            continue
+        outer, number = math.prod(shape[:at]) * split.outer, ways(split.axes)
+        for dim, size in enumerate(result):
+            before = math.prod(result[:dim])
+            if outer % before == 0 and size % (outer // before * number) == 0 and size > 1 and dims[dim] is None:
+                dims[dim] = Split(split.axes, outer // before)
+                break
+        else:
+            return None
+    return Spread(tuple(dims), spread.partial)
+
+
+def _broadcast(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    dims: list[Split | None] = [None] * _ndim(eqn.outvars[0])
+    for i, dim in enumerate(primitives.broadcast_dims(eqn)):
+        dims[dim] = spreads[0].dims[i]
+    out = Spread(tuple(dims), spreads[0].partial)
+    return Plan((spreads[0],), (out,), _sizes(eqn, "shape", out, ways))
+
+
+def _transpose(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    return Plan((spreads[0],), (Spread(tuple(spreads[0].dims[dim] for dim in primitives.permutation(eqn)),
+                                       spreads[0].partial),))
+
+
+def _dropped(spread: Spread, dims: Sequence[int], partial: AxisNames | None = None) -> Spread:
+    kept = tuple(split for dim, split in enumerate(spread.dims) if dim not in dims)
+    return Spread(kept, spread.partial if partial is None else partial)
+
+
+def _squeeze(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    return Plan((spreads[0],), (_dropped(spreads[0], primitives.squeezed_dims(eqn)),))
+
+
+def _sum(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    axes = primitives.reduced_axes(eqn)
+    over = _over(spreads[0], axes)
+    if over and spreads[0].partial:
+        spreads = [spreads[0].without_sum]
+    return Plan((spreads[0],), (_dropped(spreads[0], axes, over or spreads[0].partial),))
+
+
+def _over(spread: Spread, dims: Sequence[int]) -> AxisNames:
+    """The mesh axes that split one of `dims`."""
+    return tuple(name for dim in dims if spread.dims[dim] for name in spread.dims[dim].axes)  # type: ignore[union-attr]
+
+
+def _combined(combine: str) -> Rule:
+    def rule(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+        axes = primitives.reduced_axes(eqn)
+        over = _over(spreads[0], axes)
+        if over and not combine:
+            return None
+        return Plan((spreads[0],), (_dropped(spreads[0], axes),), combine=combine if over else "", over=over)
+
+    return rule
+
+
+def _along(*names: str) -> Rule:
+    """Of what works along the dims that the first of these parameters names: none of them may be split."""
+    def rule(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+        given = next(eqn.params[name] for name in names if name in eqn.params)
+        along = (given,) if isinstance(given, int) else tuple(given)
+        joint = _joint(spreads)
+        along = tuple(dim % len(joint.dims) for dim in along)
+        if _over(joint, along):
+            return None
+        if any(spread.partial for spread in spreads):
+            if any(any(spread.dims) for spread in spreads):
+                spreads = [spread.without_sum for spread in spreads]
+            partial = next((spread.partial for spread in spreads if spread.partial), ())
+            joint = Spread(_joint(spreads).dims, partial)
+        return Plan((joint,) * len(eqn.invars), (joint,) * len(eqn.outvars))
+
+    return rule
+
+
+def _top_k(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    along = eqn.params.get("axis", -1) % len(spreads[0].dims)
+    return None if spreads[0].dims[along] else Plan((spreads[0],), (spreads[0],) * len(eqn.outvars))
+
+
+def _pad(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    operand = spreads[0]
+    if not _is_zero(eqn.invars[1]):
+        operand = operand.without_sum
+    if any(split and tuple(amounts) != (0, 0, 0)
+           for split, amounts in zip(operand.dims, eqn.params["padding_config"], strict=True)):
+        return None
+    return Plan((operand, whole(0)), (operand,))
+
+
+def _slice(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    shape, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    strides = eqn.params["strides"] or (1,) * len(shape)
+    if any(split and (size != kept or stride != 1)
+           for split, size, kept, stride in zip(spreads[0].dims, shape, result, strides, strict=True)):
+        return None
+    limits = tuple(size if split is None else size // ways(split.axes)
+                   for size, split in zip(eqn.params["limit_indices"], spreads[0].dims, strict=True))
+    return Plan((spreads[0],), (spreads[0],), (("limit_indices", limits),))
+
+
+def _dynamic_slice(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    operand, *starts = spreads
+    if any(any(start.dims) for start in starts) or any(split and size != kept for split, size, kept in zip(
+            operand.dims, _shape(eqn.invars[0]), _shape(eqn.outvars[0]), strict=True)):
+        return None
+    return Plan((operand, *(start.without_sum for start in starts)), (operand,),
+                _sizes(eqn, "slice_sizes", operand, ways))
+
+
+def _dynamic_update_slice(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    operand, update, *starts = spreads
+    joint = Spread(_joint([operand, update]).dims, operand.partial or update.partial)
+    if any(joint.dims) and joint.partial:
+        joint = joint.without_sum
+    if any(any(start.dims) for start in starts) or any(split and size != part for split, size, part in zip(
+            joint.dims, _shape(eqn.invars[0]), _shape(eqn.invars[1]), strict=True)):
+        return None
+    return Plan((joint, joint, *(start.without_sum for start in starts)), (joint,))
+
+
+def _rev(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    return None if _over(spreads[0], eqn.params["dimensions"]) else Plan((spreads[0],), (spreads[0],))
+
+
+def _split(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    if spreads[0].dims[eqn.params["axis"]]:
+        return None
+    return Plan((spreads[0],), (spreads[0],) * len(eqn.outvars))
+
+
+def _window(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    """reduce_window and its like, select_and_scatter_add: windows of one along the split dims."""
+    params, joint = eqn.params, _joint(spreads)
+    sizes = params.get("window_dimensions")
+    if sizes is None or len(joint.dims) != len(sizes):
+        return None
+    for dim, split in enumerate(joint.dims):
+        alone = sizes[dim] == 1 and params["window_strides"][dim] == 1 and tuple(params["padding"][dim]) == (0, 0)
+        if split and not (alone and all((params.get(name) or (1,) * len(sizes))[dim] == 1
+                                        for name in ("base_dilation", "window_dilation"))):
+            return None
+    ins = tuple(joint if _ndim(atom) == len(joint.dims) else whole(_ndim(atom)) for atom in eqn.invars)
+    return Plan(ins, (joint,) * len(eqn.outvars))
+
+
+def _dot(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    (contracted, batched) = primitives.dot_dims(eqn)
+    partial = _bilinear(spreads)
+    if partial:
+        outs = Spread((None,) * _ndim(eqn.outvars[0]), partial)
+        return Plan(tuple(spreads), (outs,))
+    lhs, rhs = (list(spread.dims) for spread in spreads)
+    taken: set[str] = set()
+
+    def kept(split: Split | None) -> Split | None:
+        """`split`, unless a dim before has one of its mesh axes."""
+        if split is None or not taken.isdisjoint(split.axes):
+            return None
+        taken.update(split.axes)
+        return split
+
+    # Dims of both operands are split alike, and first; then those of the left one, where two want the same mesh axes.
+    for left, right in [*zip(*batched, strict=True), *zip(*contracted, strict=True)]:
+        lhs[left] = rhs[right] = kept(lhs[left] or rhs[right])
+    summed = tuple(name for dim in contracted[0] if lhs[dim] for name in lhs[dim].axes)  # type: ignore[union-attr]
+    for dims, common in ((lhs, (*batched[0], *contracted[0])), (rhs, (*batched[1], *contracted[1]))):
+        for dim in range(len(dims)):
+            dims[dim] = dims[dim] if dim in common else kept(dims[dim])
+    out = Spread((*(lhs[dim] for dim in batched[0]),
+                  *(split for dim, split in enumerate(lhs) if dim not in (*batched[0], *contracted[0])),
+                  *(split for dim, split in enumerate(rhs) if dim not in (*batched[1], *contracted[1]))), summed)
+    return Plan((Spread(tuple(lhs)), Spread(tuple(rhs))), (out,))
+
+
+def _bilinear(spreads: Sequence[Spread]) -> AxisNames:
+    """Of a product: the axes over which its result is yet to be summed, where one operand is and the other is whole."""
+    if sum(bool(spread.partial) for spread in spreads) == 1 and not any(any(spread.dims) for spread in spreads):
+        return spreads[0].partial or spreads[1].partial
+    return ()
+
+
+def _conv(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    lhs_dims, kernel_dims, out_dims = eqn.params["dimension_numbers"]
+    out: list[Split | None] = [None] * _ndim(eqn.outvars[0])
+    partial = _bilinear(spreads)
+    if partial:
+        return Plan(tuple(spreads), (Spread(tuple(out), partial),))
+    lhs, kernel = spreads[0].dims, spreads[1].dims
+    batch, features = lhs[lhs_dims[0]], lhs[lhs_dims[1]] or kernel[kernel_dims[1]]
+    if features is not None:
+        if eqn.params["feature_group_count"] != 1:
+            return None
+        return Plan((_only(lhs, lhs_dims[1], features), _only(kernel, kernel_dims[1], features)),
+                    (Spread(tuple(out), features.axes),))
+    if batch is not None:
+        if eqn.params["batch_group_count"] != 1:
+            return None
+        return Plan((_only(lhs, lhs_dims[0], batch), whole(len(kernel))), (_only(out, out_dims[0], batch),))
+    if (split := kernel[kernel_dims[0]]) is not None and (
+            eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1):
+        return Plan((whole(len(lhs)), _only(kernel, kernel_dims[0], split)), (_only(out, out_dims[1], split),))
+    return None
+
+
+def _only(dims: Sequence[Any], dim: int, split: Split) -> Spread:
+    return Spread(tuple(split if at == dim else None for at in range(len(dims))))
+
+
+def _gather(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    numbers, sizes = eqn.params["dimension_numbers"], list(map(int, eqn.params["slice_sizes"]))
+    shape = _shape(eqn.invars[0])
+    operand, indices = spreads
+    if operand.partial and (any(indices.dims) or any(operand.dims) or indices.partial):
+        operand = operand.without_sum
+    indices = indices.without_sum
+    offsets = list(map(int, numbers.offset_dims))
+    gone = {*map(int, numbers.collapsed_slice_dims), *map(int, numbers.operand_batching_dims)}
+    windows = [dim for dim in range(len(shape)) if dim not in gone]
+    rows = [dim for dim in range(_ndim(eqn.outvars[0])) if dim not in offsets]  # of the result, as dims of the indices
+    pairs = dict(zip(map(int, numbers.operand_batching_dims), map(int, numbers.start_indices_batching_dims),
+                     strict=True))
+    ins_operand: list[Split | None] = [None] * len(shape)
+    ins_indices: list[Split | None] = [*indices.dims[:-1], None]
+    out: list[Split | None] = [None] * _ndim(eqn.outvars[0])
+    for own, row in pairs.items():
+        ins_operand[own] = ins_indices[row] = operand.dims[own] or ins_indices[row]
+        if ins_operand[own]:
+            sizes[own] = 1
+    taken = {name for split in ins_indices if split for name in split.axes}
+    for dim, split in enumerate(operand.dims):
+        if split and dim in windows and sizes[dim] == shape[dim] and taken.isdisjoint(split.axes):
+            ins_operand[dim] = out[offsets[windows.index(dim)]] = split
+            sizes[dim] //= ways(split.axes)
+    for row, split in zip(rows, ins_indices, strict=False):
+        out[row] = split
+    return Plan((Spread(tuple(ins_operand), operand.partial), Spread(tuple(ins_indices))),
+                (Spread(tuple(out), operand.partial),), (("slice_sizes", tuple(sizes)),))
+
+
+def _scatter(*, adds: bool) -> Rule:
+    def rule(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+        numbers, shape = eqn.params["dimension_numbers"], _shape(eqn.invars[0])
+        operand, indices, updates = (spread.without_sum for spread in spreads)
+        window = list(map(int, numbers.update_window_dims))
+        pairs = dict(zip(map(int, numbers.operand_batching_dims), map(int, numbers.scatter_indices_batching_dims),
+                         strict=True))
+        gone = {*map(int, numbers.inserted_window_dims), *pairs}
+        windows = [dim for dim in range(len(shape)) if dim not in gone]
+        rows = [dim for dim in range(_ndim(eqn.invars[2])) if dim not in window]  # of updates, as dims of the indices
+        ins_operand: list[Split | None] = [None] * len(shape)
+        ins_indices: list[Split | None] = [None] * _ndim(eqn.invars[1])
+        ins_updates: list[Split | None] = [None] * _ndim(eqn.invars[2])
+        for own, row in pairs.items():
+            split = operand.dims[own] or indices.dims[row] or updates.dims[rows[row]]
+            ins_operand[own] = ins_indices[row] = ins_updates[rows[row]] = split
+        taken = {name for split in ins_operand if split for name in split.axes}
+        for dim, at in zip(windows, window, strict=True):
+            split = operand.dims[dim] or updates.dims[at]
+            if split and _shape(eqn.invars[2])[at] == shape[dim] and taken.isdisjoint(split.axes):
+                ins_operand[dim] = ins_updates[at] = split
+                taken |= {*split.axes}
+        summed: list[str] = []
+        for row, at in enumerate(rows):
+            split = indices.dims[row] or updates.dims[at]
+            if split and ins_updates[at] is None and taken.isdisjoint(split.axes):
+                if not adds:
+                    return None
+                ins_indices[row] = ins_updates[at] = split
+                taken |= {*split.axes}
+                summed += split.axes
+        if summed and any(ins_operand):
+            return None
+        partial = tuple(summed)
+        if not summed and adds and spreads[0].partial and not taken:
+            partial = spreads[0].partial  # a sum of which a part is added to: by one device
+            return Plan((Spread(tuple(ins_operand), partial), Spread(tuple(ins_indices)),
+                         Spread(tuple(ins_updates), partial)), (Spread(tuple(ins_operand), partial),))
+        return Plan((Spread(tuple(ins_operand), partial), Spread(tuple(ins_indices)), Spread(tuple(ins_updates))),
+                    (Spread(tuple(ins_operand), partial),))
+
+    return rule
+
+
+def _leading(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    """What works on each entry of the first dim by itself; operands whose first dim is another are whole."""
+    first = next((spread for spread in spreads if spread.dims and spread.dims[0]), None)
+    if first is None or any(any(spread.dims[1:]) for spread in spreads):
+        return None
+    size = _shape(eqn.invars[list(spreads).index(first)])[0]
+
+    def spread(atom: Any) -> Spread:
+        ndim = _ndim(atom)
+        return _only((None,) * ndim, 0, first.dims[0]) if ndim and _shape(atom)[0] == size else whole(ndim)  # type: ignore[arg-type]
+
+    return Plan(tuple(map(spread, eqn.invars)), tuple(map(spread, eqn.outvars)))
+
+
+def _matrices(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    """Decompositions and transforms, whose last dims are those of each matrix."""
+    last = len(eqn.params["fft_lengths"]) if "fft_lengths" in eqn.params else 2
+    joint = _joint(spreads)
+    if any(joint.dims[-last:]) or any(len(spread.dims) != len(joint.dims) for spread in spreads):
+        return None
+    lead = joint.dims[:-last]
+    return Plan((joint,) * len(eqn.invars), tuple(
+        Spread((*lead, *[None] * (_ndim(var) - len(lead)))) for var in eqn.outvars))
+
+
+def _barrier(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    return Plan(tuple(spreads), tuple(spreads))
+
+
+def _random_bits(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    """Of an array of keys, each of which draws by itself."""
+    if not primitives.draws_by_key(eqn.invars[0]):
+        return None
+    return Plan((spreads[0],), (Spread((*spreads[0].dims, *[None] * len(eqn.params["shape"]))),))
+
+
+def _keys(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    """random_wrap, random_unwrap, random_split and random_fold_in of arrays of keys."""
+    name = eqn.primitive.name
+    if name == "random_fold_in":
+        joint = _joint(spreads) if len(spreads[0].dims) == len(spreads[1].dims) else None
+        return joint and Plan((joint, joint), (joint,))
+    if name == "random_wrap":
+        out = Spread(spreads[0].dims[:_ndim(eqn.outvars[0])])
+        return None if any(spreads[0].dims[_ndim(eqn.outvars[0]):]) else Plan((spreads[0],), (out,))
+    return Plan((spreads[0],), (Spread((*spreads[0].dims, *[None] * (_ndim(eqn.outvars[0]) - len(spreads[0].dims)))),))
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(primitives.ELEMENTWISE | {"stop_gradient", "random_clone"}, _elementwise),
+    primitives.RESHAPE: _reshape,
+    primitives.BROADCAST: _broadcast,
+    primitives.TRANSPOSE: _transpose,
+    primitives.SQUEEZE: _squeeze,
+    primitives.SUM: _sum,
+    **dict.fromkeys(("reduce_max", "reduce_or"), _combined("max")),
+    **dict.fromkeys(("reduce_min", "reduce_and"), _combined("min")),
+    **dict.fromkeys(("reduce_prod", "reduce_xor", "argmax", "argmin"), _combined("")),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
+    **dict.fromkeys(("sort", "concatenate"), _along("dimension")),
+    "top_k": _top_k,
+    "pad": _pad,
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "rev": _rev,
+    "split": _split,
+    **dict.fromkeys(("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum",
+                     "select_and_scatter_add", "select_and_gather_add"), _window),
+    primitives.DOT: _dot,
+    primitives.CONV: _conv,
+    primitives.GATHER_ROWS: _gather,
+    primitives.SCATTER_ADD: _scatter(adds=True),
+    **dict.fromkeys(("scatter", "scatter-mul", "scatter-min", "scatter-max", "scatter_mul", "scatter_min",
+                     "scatter_max"), _scatter(adds=False)),
+    **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve", "fft", "householder_product"),
+                    _matrices),
+    primitives.BARRIER: _barrier,
+    primitives.RANDOM_BITS: _random_bits,
+    **dict.fromkeys(("random_wrap", "random_unwrap", "random_split", "random_fold_in"), _keys),
+}
+
+SUMS_PASS = LINEAR | {
+    primitives.RESHAPE, primitives.BROADCAST, primitives.TRANSPOSE, primitives.SQUEEZE, primitives.SUM, "cumsum",
+    "concatenate", "pad", "slice", "dynamic_slice", "dynamic_update_slice", "rev", "split", primitives.DOT,
+    primitives.CONV, primitives.GATHER_ROWS, primitives.SCATTER_ADD, primitives.BARRIER}
+"""Primitives that are linear, so that a sum over devices may be taken after them."""
