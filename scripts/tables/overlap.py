@@ -36,6 +36,7 @@ MODELS = {name: (gpt2.PRESETS[name], 4) for name in ("124m", "1.5b", "6.7b")} | 
     **{f"{layers}x512": (gpt2.Config(layers, 512, 8, vocab_size=8192, max_length=256), 1) for layers in (2, 4)},
     "16x512": (gpt2.Config(16, 512, 8, vocab_size=8192, max_length=512), 4),
     "12x2048": (gpt2.Config(12, 2048, 16, vocab_size=8192, max_length=1024), 4),
+    "24x2048": (gpt2.Config(24, 2048, 16, vocab_size=50304, max_length=1024), 4),
     "2x2048": (gpt2.Config(2, 2048, 16, vocab_size=8192, max_length=1024), 4),
     "4x1024-8k": (gpt2.Config(4, 1024, 8, vocab_size=8192, max_length=512), 4),
     "8x1024": (gpt2.Config(8, 1024, 16, max_length=1024), 4),

@@ -1,7 +1,10 @@
-"""Which inputs of a traced program are random keys, though their dtype does not say so."""
+"""Random keys: which inputs of a traced program they are, though their dtype does not say so, and bits by place."""
 
 from collections.abc import Sequence
 from typing import Any
+
+import jax
+from jax.extend.random import threefry2x32_p
 
 from zero_jax.jaxpr.equations import ClosedJaxpr, Jaxpr, inner_jaxprs, is_literal, primitive_of
 from zero_jax.jaxpr.primitives import RANDOM_WRAP
@@ -15,6 +18,16 @@ def raw_keys(closed: ClosedJaxpr) -> set[int]:
     found = set[int]()
     _results(closed.jaxpr, [{number} for number in range(len(closed.jaxpr.invars))], found)
     return found
+
+
+def bits_at(key: jax.Array, position: jax.Array) -> jax.Array:
+    """uint32 of the shape of `position`: what a Threefry `key` draws at these places of an array of up to 2**32.
+
+    position: uint32, row-major. With `jax_threefry_partitionable` bits depend on the place alone.
+    """
+    first, second = (jax.numpy.broadcast_to(word, position.shape) for word in jax.random.key_data(key))
+    high, low = threefry2x32_p.bind(first, second, jax.numpy.zeros(position.shape, position.dtype), position)
+    return high ^ low
 
 
 def _results(jaxpr: Jaxpr, origins: Sequence[set[int]], found: set[int]) -> list[set[int]]:

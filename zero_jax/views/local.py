@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.random import threefry2x32_p
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
@@ -59,6 +58,7 @@ from zero_jax.jaxpr.primitives import (
     out_shardings,
     own_use,
 )
+from zero_jax.jaxpr.random_keys import bits_at
 from zero_jax.sharding.gather import GATHER_SCOPE, SCATTER, SCATTER_QUANTIZED, SCATTER_WHOLE, ParamUse
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.views.rules import Plan, plan_back, plan_of, plan_whole
@@ -465,6 +465,4 @@ def _bits_at(key: jax.Array, shape: Sequence[int], splits: Mapping[int, Split], 
         here = positions(shape[dim], splits[dim], axes) if dim in splits else jax.lax.iota(jnp.int32, shape[dim])
         here = here.astype(jnp.uint32).reshape([-1 if at == dim else 1 for at in range(len(shape))])
         position, stride = position + here * jnp.uint32(stride), stride * shape[dim]
-    first, second = (jnp.broadcast_to(word, part) for word in jax.random.key_data(key))
-    high, low = threefry2x32_p.bind(first, second, jnp.zeros(part, jnp.uint32), position)
-    return high ^ low
+    return bits_at(key, position)
