@@ -1,13 +1,51 @@
-"""Opens the files that a user names, none of which can block a process or fill its memory; errors of writing them."""
+"""Opens the files that a user names, none of which can block a process or fill its memory; errors of files."""
 
 import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, TypeVar
 
-from zero_jax.errors import UsageError
+from zero_jax.errors import CheckpointError, UsageError
+
+T = TypeVar("T")
+
+WAITS = (0.1, 0.3, 1.0, 3.0)
+"""Seconds before each further try of a read that failed."""
+
+_MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError
+_FINAL = errno.EACCES, errno.EPERM, errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same read may succeed later: an OSError of the device, server or system, or too little memory.
+
+    It proves nothing of what is stored. What is missing, forbidden or no regular file stays so.
+    """
+    is_final = isinstance(error, _MISSING) or isinstance(error, OSError) and error.errno in _FINAL
+    return isinstance(error, OSError | MemoryError) and not is_final
+
+
+def retried(read: Callable[[], T], *, what: object) -> T:
+    """The result of `read()`, called again after each of `WAITS` seconds while its error `is_transient`.
+
+    Raises CheckpointError, that `what` cannot be read, for other OSErrors and for that of the last try.
+    FileNotFoundError and its like, and what is no OSError, as of a parser, are raised at once as they are.
+    """
+    for wait in (*WAITS, None):
+        try:
+            return read()
+        except _MISSING:
+            raise
+        except (OSError, MemoryError) as error:
+            if wait is None or not is_transient(error):
+                tries = f", after {len(WAITS) + 1} tries" if is_transient(error) else ""
+                raise CheckpointError(f"{what} cannot be read ({str(error) or type(error).__name__}{tries}): mend or "
+                                      "allow it, or name another folder.") from error
+            time.sleep(wait)
+    raise AssertionError
 
 
 def open_regular(path: Any) -> BinaryIO:
