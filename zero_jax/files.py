@@ -15,6 +15,9 @@ T = TypeVar("T")
 WAITS = (0.1, 0.3, 1.0, 3.0)
 """Seconds before each further try of a read that failed."""
 
+PATIENCE = 30.0
+"""Seconds after which a read is not tried again: those of servers wait and try again themselves."""
+
 _MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError
 _FINAL = errno.EACCES, errno.EPERM, errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG
 
@@ -29,23 +32,22 @@ def is_transient(error: BaseException) -> bool:
 
 
 def retried(read: Callable[[], T], *, what: object) -> T:
-    """The result of `read()`, called again after each of `WAITS` seconds while its error `is_transient`.
+    """The result of `read()`, called again after each of `WAITS` while its error `is_transient`.
 
     Raises CheckpointError, that `what` cannot be read, for other OSErrors and for that of the last try.
     FileNotFoundError and its like, and what is no OSError, as of a parser, are raised at once as they are.
     """
-    for wait in (*WAITS, None):
+    start, waits = time.monotonic(), list(WAITS)
+    while True:
         try:
             return read()
         except _MISSING:
             raise
         except (OSError, MemoryError) as error:
-            if wait is None or not is_transient(error):
-                tries = f", after {len(WAITS) + 1} tries" if is_transient(error) else ""
-                raise CheckpointError(f"{what} cannot be read ({str(error) or type(error).__name__}{tries}): mend or "
-                                      "allow it, or name another folder.") from error
-            time.sleep(wait)
-    raise AssertionError
+            if not is_transient(error) or not waits or time.monotonic() - start > PATIENCE:
+                raise CheckpointError(f"{what} cannot be read ({str(error) or type(error).__name__}): mend or allow "
+                                      "it, or name another folder.") from error
+            time.sleep(waits.pop(0))
 
 
 def open_regular(path: Any) -> BinaryIO:
@@ -70,11 +72,6 @@ def read_regular(path: Any, most: int) -> bytes:
         if size > most:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, and such a file has at most {most:,}", str(path))
         return file.read()
-
-
-def read_file(path: Any, remote: bool) -> bytes:
-    """The bytes of a local file, of at most 256 MiB, or of one in an object store, where nothing blocks."""
-    return path.read_bytes() if remote else read_regular(path, 1 << 28)
 
 
 @contextlib.contextmanager

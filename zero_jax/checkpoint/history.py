@@ -105,9 +105,9 @@ class History:
         """The count of the save of a checkpoint."""
         return self._places[number].saved
 
-    def new_place(self, number: int) -> Place:
-        """The place of a checkpoint `number` that is saved now. It descends from no higher numbers."""
-        return Place(self._count() + 1, 0, tuple(each for each in reversed(self.branch(self.head)) if each < number))
+    def new_place(self, number: int, head: int | None) -> Place:
+        """The place of a checkpoint `number` that is saved now, after `head`. It descends from no higher numbers."""
+        return Place(self._count() + 1, 0, tuple(each for each in reversed(self.branch(head)) if each < number))
 
     def restored_place(self, number: int) -> Place:
         """The place of a checkpoint that is restored now."""

@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 from zero_jax.checkpoint.checkpoint import Restored
 from zero_jax.distributed.agreement import broadcast_from_first, gather, is_first
 from zero_jax.errors import CheckpointError
+from zero_jax.files import retried
 from zero_jax.state import ZeroState
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.tree import key_impl, named_leaves
@@ -130,9 +131,15 @@ class LocalCopies:
             self._error = None
 
     def clear(self) -> None:
-        """Removes this process's copies, which a checkpoint has made superfluous, or which are not of this run."""
+        """Removes this process's copies, which a checkpoint has made superfluous, or which are not of this run.
+
+        With them what a killed process left of one, and the copies of runs of another number of processes.
+        """
         self.wait()
-        for path in self._files():
+        count = f"-of-{jax.process_count()}"
+        others = [path for path in self._folder.parent.glob("process-*-of-*/*.*")
+                  if path.suffix in (".copy", ".tmp") and not path.parent.name.endswith(count)]
+        for path in (*self._files(), *self._folder.glob("*.tmp"), *others):
             path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
@@ -158,11 +165,16 @@ class LocalCopies:
             text = json.dumps(header).encode()
             files = self._files()
             path = self._folder / f"{int(files[0].stem) + 1 if files else 0:012d}.copy"
+            for left in self._folder.glob("*.tmp"):  # by a process that was killed: it may fill the memory
+                left.unlink(missing_ok=True)
             temporary = path.with_suffix(".tmp")
-            with temporary.open("wb") as file:
-                file.write(_PREFIX.pack(len(text), zlib.crc32(text)) + text)
-                file.writelines(blob.data for blob in blobs)
-            temporary.rename(path)  # not synced: after a power loss the shared folder is what there is
+            try:
+                with temporary.open("wb") as file:
+                    file.write(_PREFIX.pack(len(text), zlib.crc32(text)) + text)
+                    file.writelines(blob.data for blob in blobs)
+                temporary.rename(path)  # not synced: after a power loss the shared folder is what there is
+            finally:
+                temporary.unlink(missing_ok=True)
             for old in self._files()[KEPT:]:
                 old.unlink(missing_ok=True)
         except OSError as error:
@@ -183,9 +195,12 @@ def _index(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 def _read_header(path: Path) -> dict[str, Any] | None:
     """The header of a copy; None where it is damaged."""
     try:
-        with path.open("rb") as file:
-            length, crc = _PREFIX.unpack(file.read(_PREFIX.size))
-            text = file.read(min(length, path.stat().st_size))
+        def read() -> tuple[int, int, bytes]:
+            with path.open("rb") as file:
+                length, crc = _PREFIX.unpack(file.read(_PREFIX.size))
+                return length, crc, file.read(min(length, path.stat().st_size))
+
+        length, crc, text = retried(read, what=path)
         header = json.loads(text) if zlib.crc32(text) == crc else {}
         return header | {"start": _PREFIX.size + length} if header.get("format") == FORMAT else None
     except (OSError, ValueError, struct.error):
@@ -198,7 +213,7 @@ def _state(path: Path, header: dict[str, Any], template: ZeroState) -> ZeroState
     names = [name for name, _ in named_leaves(template)]
     if list(saved) != names:
         raise CheckpointError(f"{path} has other leaves than this step.")
-    data = np.memmap(path, np.uint8, "r", header["start"])
+    data = retried(lambda: np.memmap(path, np.uint8, "r", header["start"]), what=path)
     leaves = [_array(path, saved[name], leaf, data) for name, leaf in named_leaves(template)]
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 

@@ -12,9 +12,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.errors import UsageError, few
+from zero_jax.errors import DamagedCheckpointError, UsageError, few
+from zero_jax.files import is_transient
 
 T = TypeVar("T")
+
+_KINDS = {1: DamagedCheckpointError, 2: OSError, 3: RuntimeError}
 
 
 def is_first() -> bool:
@@ -97,17 +100,22 @@ def _machine() -> str:
 
 
 def all_or_none(do: Callable[[], T]) -> T:
-    """The result of `do()`. Raises on every process if it raises on any, so that none continues alone."""
+    """The result of `do()`. Raises on every process if it raises on any, so that none continues alone.
+
+    On all of them the error is of one kind: damage, an OSError that is transient (`files.retried` then tries again on
+    all), or another; the last of these that any process has.
+    """
     error: Exception | None = None
     result: T | None = None
     try:
         result = do()
     except Exception as raised:
         error = raised
+    kind = 0 if error is None else 1 if isinstance(error, DamagedCheckpointError) else 2 if is_transient(error) else 3
     if jax.process_count() > 1:
-        failed = np.flatnonzero(gather(np.array(error is not None)))
-        if error is None and failed.size:
-            raise RuntimeError(f"Process {failed[0]} failed: see its output.")
+        kinds = gather(np.array(kind))
+        if kind < (worst := kinds.max()):
+            raise _KINDS[int(worst)](f"Process {kinds.argmax()} failed: see its output.") from error
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
