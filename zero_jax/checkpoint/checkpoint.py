@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -84,7 +85,7 @@ class Checkpoints:
         check_path("Checkpoints: path", path)
         self._folder = Folder(path, *kept)
         self._read_only = read_only
-        self._threads = self._folder.threads
+        self._threads, self._process = self._folder.threads, os.getpid()
         self._saving: tuple[int, Any] | None = None
 
     @_one_at_a_time
@@ -251,7 +252,7 @@ class Checkpoints:
 
         Raises CheckpointError if it could not be written; the ones before it are unchanged.
         """
-        if self._saving is None:
+        if self._saving is None or os.getpid() != self._process:  # a forked child has none of the threads that write
             return
         (number, response), self._saving = self._saving, None
         try:
@@ -280,12 +281,11 @@ class Checkpoints:
         folder, messages = self._folder, []
         candidates = folder.candidates(at)
         for number in candidates:
-            def one(number: int = number) -> tuple[Manifest, Any]:
-                manifest = read_manifest(folder.at(number))
-                return manifest, attempt(folder.at(number), manifest)
-
             try:
-                manifest, result = proven(one, folder.at(number))
+                # The attempt has collectives: no process is in it while another cannot read the manifest.
+                path = folder.at(number)
+                manifest = proven(functools.partial(read_manifest, path), path)
+                result = proven(functools.partial(attempt, path, manifest), path)
             except DamagedCheckpointError as error:
                 folder.damaged[number] = str(error)
                 if not fallback:

@@ -17,7 +17,7 @@ from zero_jax.checkpoint.array_files import files_of
 from zero_jax.checkpoint.manifest import Leaf, Manifest, parse
 from zero_jax.checkpoint.object_store import contents
 from zero_jax.checkpoint.orbax_noise import quiet
-from zero_jax.distributed.agreement import all_or_none, is_first
+from zero_jax.distributed.agreement import all_or_none, is_first, on_any
 from zero_jax.errors import DamagedCheckpointError
 from zero_jax.files import is_transient, retried
 
@@ -53,7 +53,7 @@ def proven(read: Callable[[], T], path: Any) -> T:
         all_or_none(lambda: _find_files(path) if is_first() else None)
         return all_or_none(read)
 
-    return retried(attempt, what=path)
+    return retried(attempt, what=path, agreed=on_any)
 
 
 def _find_files(path: Any) -> None:
@@ -71,9 +71,13 @@ def _find_files(path: Any) -> None:
 
 
 def read_arrays(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays; raises as `reading`."""
-    with quiet(), reading(path, abstract):
-        return storage.read(path, abstract)
+    """The arrays, on all processes or on none; raises as `reading`."""
+    def read() -> dict[str, jax.Array]:
+        with reading(path, abstract):
+            return storage.read(path, abstract)
+
+    with quiet():
+        return all_or_none(read)
 
 
 @contextlib.contextmanager

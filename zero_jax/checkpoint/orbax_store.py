@@ -74,7 +74,7 @@ def is_ours(path: epath.Path) -> bool:
         return True
     manifest = _json(manifest_path(path))
     body = manifest.get("manifest") if isinstance(manifest, dict) else None
-    return isinstance(body, dict) and body.get("format") == FORMAT
+    return isinstance(body, dict) and str(body.get("format")).startswith(FORMAT.rpartition(" ")[0])
 
 
 def is_free(path: epath.Path) -> bool:

@@ -17,7 +17,7 @@ from zero_jax.checkpoint.integrity import changed_files, read_manifest
 from zero_jax.checkpoint.object_store import check_target, is_remote, numbers_in
 from zero_jax.disk.durable_files import make_folder, replace_json
 from zero_jax.disk.run_lock import RunLock
-from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, check_same_numbers, is_first
+from zero_jax.distributed.agreement import all_or_none, check_same_numbers, from_first, is_first
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UnwrittenCheckpointError, UsageError
 
 LOG = logging.getLogger("zero_jax")
@@ -83,8 +83,7 @@ class Folder:
 
     def steps(self) -> list[int]:
         """The numbers of the complete checkpoints that are not known to be damaged, ascending."""
-        committed = self._from_first(lambda: storage.committed(self.path))
-        return [number for number in committed if number not in self.damaged]
+        return self._undamaged(lambda: storage.committed(self.path))
 
     def latest(self) -> int | None:
         """The last of `steps()` that was saved or restored; None where there is none."""
@@ -98,7 +97,7 @@ class Folder:
         """
         if at is not None and (isinstance(at, bool) or not hasattr(at, "__index__")):
             raise UsageError(f"at={at!r} is not a checkpoint number: give an integer, one of {self.steps()}.")
-        candidates = [number for number in self._candidates(at) if number not in self.damaged]
+        candidates = self._candidates(at)
         if not candidates or at is not None and candidates[0] != at:
             steps = self.steps()
             known = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
@@ -118,11 +117,15 @@ class Folder:
         return [f"{self.at(each)} is empty: if it was a checkpoint, that is lost." for each in self._from_first(empty)]
 
     def _candidates(self, at: int | None) -> list[int]:
-        return self._from_first(lambda: self._history().candidates(at))
+        return self._undamaged(lambda: self._history().candidates(at))
+
+    def _undamaged(self, numbers: Callable[[], list[int]]) -> list[int]:
+        """Those that are not known to be damaged: to process 0, which alone looks at files that are to be removed."""
+        return self._from_first(lambda: [number for number in numbers() if number not in self.damaged])
 
     def _from_first(self, numbers: Callable[[], list[int]]) -> list[int]:
         """The `numbers()` of process 0 on every process."""
-        return broadcast_from_first(all_or_none(lambda: numbers() if is_first() else []))
+        return from_first(numbers)
 
     def _history(self) -> History:
         return History({number: storage.place_of(self.at(number)) for number in storage.present(self.path)})

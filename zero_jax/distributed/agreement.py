@@ -12,12 +12,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.errors import DamagedCheckpointError, UsageError, few
+from zero_jax.errors import (
+    MAX_MESSAGE,
+    CheckpointError,
+    DamagedCheckpointError,
+    UnwrittenCheckpointError,
+    UsageError,
+    few,
+)
 from zero_jax.files import is_transient
 
 T = TypeVar("T")
 
-_KINDS = {1: DamagedCheckpointError, 2: OSError, 3: RuntimeError}
+_KINDS: tuple[type[Exception], ...] = (
+    DamagedCheckpointError, OSError, UnwrittenCheckpointError, CheckpointError, UsageError, RuntimeError)
+"""Kinds of errors that processes agree upon: OSError for what `is_transient`, RuntimeError for what is none of them."""
 
 
 def is_first() -> bool:
@@ -102,8 +111,8 @@ def _machine() -> str:
 def all_or_none(do: Callable[[], T]) -> T:
     """The result of `do()`. Raises on every process if it raises on any, so that none continues alone.
 
-    On all of them the error is of one kind: damage, an OSError that is transient (`files.retried` then tries again on
-    all), or another; the last of these that any process has.
+    All raise an error of one kind, so that an `except` around this, or a further try, is the same on all of them. That
+    is the last of `_KINDS` that any process met: damage, which a fallback may answer, only where none met another.
     """
     error: Exception | None = None
     result: T | None = None
@@ -111,11 +120,37 @@ def all_or_none(do: Callable[[], T]) -> T:
         result = do()
     except Exception as raised:
         error = raised
-    kind = 0 if error is None else 1 if isinstance(error, DamagedCheckpointError) else 2 if is_transient(error) else 3
     if jax.process_count() > 1:
-        kinds = gather(np.array(kind))
-        if kind < (worst := kinds.max()):
-            raise _KINDS[int(worst)](f"Process {kinds.argmax()} failed: see its output.") from error
+        own = -1 if error is None else _KINDS.index(_kind_of(error))
+        kinds = gather(np.array(own)).tolist()
+        if (worst := max(kinds)) >= 0:
+            process, text = kinds.index(worst), np.zeros(4 * MAX_MESSAGE, np.uint8)
+            message = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+            encoded = message.encode(errors="replace")[:text.size]
+            text[:len(encoded)] = np.frombuffer(encoded, np.uint8)
+            message = gather(text)[process].tobytes().rstrip(b"\0").decode(errors="replace")
+            if own != worst:
+                raise _KINDS[worst](f"Process {process} failed: {message}") from error
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
+
+
+def _kind_of(error: Exception) -> type[Exception]:
+    if is_transient(error):
+        return OSError
+    return next((kind for kind in _KINDS if kind is not OSError and isinstance(error, kind)), RuntimeError)
+
+
+def on_any(condition: bool) -> bool:
+    """Whether it holds on any process, on every process."""
+    return bool(gather(np.array(condition)).any())
+
+
+def from_first(do: Callable[[], Sequence[int]]) -> list[int]:
+    """The numbers that `do()` returns on process 0, on every process: for what processes may see differently.
+
+    A condition before anything that all processes do together is agreed upon so. `do` runs on process 0 alone, and
+    calls nothing of that kind itself. Raises as `all_or_none`.
+    """
+    return broadcast_from_first(all_or_none(lambda: do() if is_first() else []))
