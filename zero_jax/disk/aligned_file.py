@@ -36,6 +36,7 @@ class AlignedFile:
         Raises CheckpointError where the disk is too small or the file cannot be opened, and DamagedCheckpointError
         where a file to be read is gone or has another size.
         """
+        self.close()
         flags = os.O_RDWR | (os.O_CREAT if create else 0) | getattr(os, "O_CLOEXEC", 0)
         try:
             self._descriptor = self._direct(flags) if create else retried(lambda: self._direct(flags), what=self.path)
