@@ -281,9 +281,8 @@ class Checkpoints:
         folder, messages = self._folder, []
         candidates = folder.candidates(at)
         for number in candidates:
-            try:
-                # The attempt has collectives: no process is in it while another cannot read the manifest.
-                path = folder.at(number)
+            path = folder.at(number)
+            try:  # the attempt has collectives: no process is in it while another cannot read the manifest
                 manifest = proven(functools.partial(read_manifest, path), path)
                 result = proven(functools.partial(attempt, path, manifest), path)
             except DamagedCheckpointError as error:
