@@ -65,12 +65,12 @@ class _Proxy(http.server.BaseHTTPRequestHandler):
         elif fault is not None:
             self._answer(200 if fault == "page" else fault, b"<html>", {})
         else:
-            server = http.client.HTTPConnection(self.bucket.server)
             headers = {name: value for name, value in self.headers.items() if name.lower() != "transfer-encoding"}
-            server.request(self.command, self.path, body, headers)
-            answer = server.getresponse()
-            self._answer(answer.status, answer.read(), dict(answer.getheaders()))
-            server.close()
+            with contextlib.closing(http.client.HTTPConnection(self.bucket.server)) as server:
+                server.request(self.command, self.path, body, headers)
+                with server.getresponse() as answer:
+                    status, content, headers = answer.status, answer.read(), dict(answer.getheaders())
+            self._answer(status, content, headers)
 
     do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = do_GET
 
@@ -94,6 +94,7 @@ def served() -> Iterator[Bucket]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Proxy", (_Proxy,), {}))
+    proxy.handle_error = lambda request, client_address: None  # type: ignore[method-assign]  # a client has gone
     url = f"http://127.0.0.1:{proxy.server_port}"
     # The package's own class reads none of what the server writes for each request, which then hangs at 64 KiB.
     command = [str(_server._get_binary_path()), "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend",

@@ -174,8 +174,9 @@ def verify(path: Any, saved: Mapping[str, Leaf], digests: Mapping[str, str]) -> 
 
 def changed_files(path: Any) -> str:
     """The files that are missing or have another size, as text; empty where their sizes were not recorded."""
+    text = contents(path / storage.SIZES)
     try:
-        recorded: dict[str, Any] = dict(json.loads(contents(path / storage.SIZES) or b"{}"))
+        recorded: dict[str, Any] = dict(json.loads(text or b"{}"))
     except (ValueError, TypeError, RecursionError):
         return ""
     sizes = storage.sizes(path)

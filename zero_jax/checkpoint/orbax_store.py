@@ -194,8 +194,9 @@ def place_of(path: epath.Path) -> Place | None:
 
 def _json(path: epath.Path) -> Any:
     """The contents of a file of JSON; None where there is none, or it is no JSON."""
+    text = contents(path)  # whose CheckpointError is a ValueError, too
     try:
-        return json.loads(contents(path) or b"")
+        return json.loads(text or b"")
     except (ValueError, RecursionError):
         return None
 
