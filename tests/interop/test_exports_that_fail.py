@@ -91,7 +91,7 @@ print("LOSS", float(step(state, batch)[1]["loss"]) > 0)
 @pytest.mark.slow
 def test_an_export_that_fails_on_one_process_fails_on_both(tmp_path):
     with two_processes(PROGRAM, str(tmp_path)) as processes:
-        ended = [process.communicate(timeout=120) for process in processes]
+        ended = [process.communicate(timeout=240) for process in processes]
         assert [process.returncode for process in processes] == [0, 0], [(out, err[-2000:]) for out, err in ended]
     first, second = [[line for line in output.splitlines() if line.startswith(("DONE", "TOLD", "LOSS"))]
                      for output, _ in ended]
