@@ -326,7 +326,8 @@ class TwoProcesses:
             try:
                 os.environ |= variables | {PROCESS_ID: str(number)}
                 descriptor = os.open(out / f"output{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(descriptor, 1), os.dup2(descriptor, 2)
+                for stream in (1, 2):
+                    os.dup2(descriptor, stream)
                 from zero_jax.cli.main import main
 
                 os._exit(main(args))
@@ -334,13 +335,13 @@ class TwoProcesses:
                 os._exit(70)
 
     def ended(self):
-        """The statuses of those that have ended since this was asked last."""
-        statuses = []
+        """The numbers of those that have ended since this was asked last."""
+        numbers = []
         for number, pid in list(self.running.items()):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 del self.running[number]
-                statuses.append(number)
-        return statuses
+                numbers.append(number)
+        return numbers
 
     def kill(self, numbers=(0, 1)):
         """SIGKILL to those that run; returns when they are gone."""
