@@ -94,6 +94,8 @@ def reading(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator
         if failed := _of_reading(errors):
             raise failed from error
         index, changed = storage.broken_index(path), changed_files(path)
+        if not index and not changed and isinstance(errors[-1], LookupError | OSError):
+            raise OSError(_cause(errors)) from error  # Orbax takes what it cannot look at for missing
         leaf = "" if index else _named(errors, abstract) or _unreadable(path, abstract)
         raise DamagedCheckpointError(
             f"{path} is damaged: {f'leaf {leaf} in ' if leaf else ''}{index or _file(errors) or _files_of(path, leaf)} "
