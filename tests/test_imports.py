@@ -36,7 +36,7 @@ ONLY: dict[str, set[str]] = {
     "rich": {"cli"}, "tyro": {"cli"},
     "jax.extend": {"jaxpr"},
     "grain": {"data"}, "tokenizers": {"data"}, "sentencepiece": {"data"}, "pyarrow": {"data"}, "sklearn": {"data"},
-    "jinja2": {"data"},
+    "jinja2": {"data"}, "xxhash": {"files"},
 }
 """The packages that alone may import a dependency."""
 

@@ -3,6 +3,7 @@
     python scripts/reliability/disk_kills.py                 # 200 kills, 200 torn files, 8 kills of whole train steps
     python scripts/reliability/disk_kills.py --kills 20 --torn 20 --train-kills 0
     python scripts/reliability/disk_kills.py --kills 0 --torn 0 --layers    # of steps with parameters in files
+    python scripts/reliability/disk_kills.py --kills 0 --torn 0 --train-kills 0 --process-kills 40 --folder /dev/shm
 
 A kill: a process commits generation after generation of records whose every byte follows from the generation, through
 the same threads and buffers as a step, until SIGKILL at a random moment. The next one resumes: what it finds must be a
@@ -14,13 +15,19 @@ loss may leave it. The newest generation that is whole must be found; where both
 A kill of train steps: `make_zero_train_step(offload=Offload(disk=...))` in a process, killed at a random moment and
 resumed with `stored_state`; every loss, and the state at the end, must be bitwise those of a run that was not killed.
 `--layers`: of a stack of layers, whose parameters, gradients and activations are in files, too.
+
+A kill of one of two processes of `train --offload disk`, while it starts, resumes, trains or commits. Then the other is
+ended and both start again with --resume, as `launch --restarts` does it. Each time the run must go on from the last
+step in the log, or the next, and its losses and last checkpoint must be bitwise those of a run that was not killed.
 Exits 1 on any fault.
 """
 
 import argparse
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,8 +40,10 @@ from zero_jax.disk.aligned_file import aligned_buffer
 from zero_jax.disk.generations import Generations
 from zero_jax.disk.records import RecordLayout
 from zero_jax.disk.streaming import Streaming
+from zero_jax.distributed.launch import COORDINATOR, LAUNCHER, LOCAL_DEVICES, NUM_PROCESSES, PROCESS_ID, _free_port
 from zero_jax.errors import CheckpointError, DamagedCheckpointError
 
+ROOT = Path(__file__).parents[2]
 RECORDS, ELEMENTS = 12, 40_000
 
 
@@ -298,11 +307,149 @@ def train_kills(folder, count, seed, steps=30, layers=False):
     return faults
 
 
+class TwoProcesses:
+    """Two processes of one `zero_jax train --offload disk`, forked from this one, which has no JAX backend yet."""
+
+    def __init__(self, out, steps, *, resume=False):
+        out.mkdir(parents=True, exist_ok=True)
+        variables = {COORDINATOR: f"127.0.0.1:{_free_port()}", NUM_PROCESSES: "2", LOCAL_DEVICES: "1",
+                     LAUNCHER: str(os.getpid()), "COLUMNS": "1000"}
+        args = ["train", "--model", "support.pairs:small", "--batch-size", "4", "--seq-len", "16", "--max-bytes",
+                "20000", "--samples", "0", "--steps", str(steps), "--save-every", "7", "--eval-every", str(steps),
+                "--no-html", "--stage", "1", "--offload", "disk", "--offload-disk", str(out / "states"), "--out",
+                str(out / "run"), "--heartbeat", "10", *["--resume"] * resume]
+        self.running = {}
+        for number in (0, 1):
+            if pid := os.fork():
+                self.running[number] = pid
+                continue
+            try:
+                os.environ |= variables | {PROCESS_ID: str(number)}
+                descriptor = os.open(out / f"output{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                for stream in (1, 2):
+                    os.dup2(descriptor, stream)
+                from zero_jax.cli.main import main
+
+                os._exit(main(args))
+            finally:
+                os._exit(70)
+
+    def ended(self):
+        """The numbers of those that have ended since this was asked last."""
+        numbers = []
+        for number, pid in list(self.running.items()):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del self.running[number]
+                numbers.append(number)
+        return numbers
+
+    def kill(self, numbers=(0, 1)):
+        """SIGKILL to those that run; returns when they are gone."""
+        for number in numbers:
+            if number in self.running:
+                os.kill(self.running[number], signal.SIGKILL)
+                os.waitpid(self.running.pop(number), 0)
+
+
+def logged(out):
+    """Losses by step in the log of a run."""
+    path = out / "run/train.jsonl"
+    text = path.read_text() if path.exists() else ""
+    rows = [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def last_digests(out, steps):
+    """Of the leaves of the last checkpoint."""
+    manifest = json.loads((out / f"run/checkpoints/{steps}/manifest/data.json").read_text())["manifest"]
+    return {name: leaf["digest"] for name, leaf in manifest["leaves"].items()}
+
+
+def resumed_after(out):
+    """After which step each start of a run went on, 0 for the beginning."""
+    lines = (out / "output0").read_text().splitlines()
+    return [0 if "starts from the beginning" in line else int(line.split("after step ")[1].split()[0])
+            for line in lines if line.startswith("Resumed after step") or "starts from the beginning" in line]
+
+
+def process_kills(folder, count, seed, forget=False):
+    """(faults, number of kills that were right) of a run of two processes of which one is killed `count` times.
+
+    forget: as a control, the states are removed after each kill, so that the run goes on from a checkpoint.
+    """
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(Path(folder) / "compiled"),
+                   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    os.chdir(ROOT / "tests")
+    sys.path.insert(0, str(ROOT / "tests"))
+    import zero_jax.cli.training.train  # noqa: F401  what all processes need, once
+
+    rng, faults, right, steps, seconds = random.Random(seed), [], 0, 3 * count // 2 + 12, 400
+    whole, killed = Path(folder) / "whole", Path(folder) / "killed"
+
+    def wait(run, condition):
+        """Whether `condition` comes true while both processes run."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not run.ended():
+            if condition():
+                return True
+            time.sleep(0.01)
+        return False
+
+    def finish(run, out):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and run.running:
+            run.ended()
+            time.sleep(0.05)
+        return bool(run.running) or max(logged(out), default=0) != steps
+
+    unhurt, run, in_start, last = TwoProcesses(whole, steps), TwoProcesses(killed, steps), 0, 0
+    for number in range(count):
+        more = last + rng.randrange(3) // 2 + (not number)
+        if in_start:  # the kill is within the start after the last one
+            time.sleep(rng.uniform(0, 4))
+        elif wait(run, lambda more=more: max(logged(killed), default=0) >= more):
+            time.sleep(rng.uniform(0, 0.05))
+        else:
+            faults.append(f"kill {number}: the run ended or hung before: {(killed / 'output0').read_text()[-2000:]}")
+            break
+        first = rng.randrange(2)
+        run.kill([first])
+        time.sleep(rng.choice([0, 0, rng.uniform(0, 1)]))  # what the other one does meanwhile
+        run.kill()
+        last, starts, in_start = max(logged(killed), default=0), len(resumed_after(killed)), in_start + 1
+        if forget:
+            shutil.rmtree(killed / "states")
+        run = TwoProcesses(killed, steps, resume=True)
+        if rng.random() < 0.3 and number < count - 1:
+            continue
+        ready = wait(run, lambda starts=starts: len(resumed_after(killed)) > starts)
+        if not ready or not last <= (found := resumed_after(killed)[-1]) <= last + 1:
+            faults.append(f"kill {number}: the log ends with step {last}, and the run "
+                          + (f"went on after step {found}" if ready else "did not go on"))
+            if not ready:
+                break
+        else:
+            right += in_start
+        in_start = 0
+        print(f"kill {number + 1}: {right} right", file=sys.stderr, flush=True)
+    for each, out in ((run, killed), (unhurt, whole)):
+        if finish(each, out):
+            faults.append(f"the run {out.name} did not end: {(out / 'output0').read_text()[-2000:]}")
+        each.kill()
+    if logged(killed) != logged(whole) or len(logged(whole)) != steps:
+        faults.append("the losses are others than without kills")
+    elif last_digests(killed, steps) != last_digests(whole, steps):
+        faults.append("the last state is another one than without kills")
+    return faults, right
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--torn", type=int, default=200)
     parser.add_argument("--train-kills", type=int, default=8)
+    parser.add_argument("--process-kills", type=int, default=0)
+    parser.add_argument("--forget", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="on the disk to test; default: a temporary one")
@@ -327,9 +474,13 @@ def main():
             Path(folder) / "train", options.train_kills, options.seed, layers=options.layers) if (
             options.train_kills) else []
         print(json.dumps({"kills of train steps": options.train_kills, "faults": train_faults}), flush=True)
+        process_faults, right = process_kills(Path(folder) / "processes", options.process_kills, options.seed,
+                                              options.forget) if options.process_kills else ([], 0)
+        print(json.dumps({"kills of one of two processes": options.process_kills, "right": right,
+                          "faults": process_faults}), flush=True)
     finally:
         shutil.rmtree(folder)
-    return 1 if faults or torn_faults or train_faults else 0
+    return 1 if faults or torn_faults or train_faults or process_faults else 0
 
 
 if __name__ == "__main__":

@@ -79,6 +79,25 @@ def test_the_heads_of_a_folder(tmp_path):
     assert rolled_back.heads() == [(10, 3)]
 
 
+@pytest.mark.parametrize("by", ["save", "clear"])
+def test_what_killed_processes_left_is_removed(tmp_path, by):
+    """And the controls: the copies of this run stay until `clear`, and what is not of copies always."""
+    step = step_for(3, 2)
+    copied(tmp_path, step, 4)
+    (here,) = tmp_path.iterdir()
+    others = tmp_path / "process-1-of-9"
+    others.mkdir()
+    for path in (here / "000000000007.tmp", others / "000000000003.tmp", others / "000000000002.copy", others / "mine"):
+        path.write_bytes(b"x" * 100)
+    if by == "save":
+        copied(tmp_path, step, 5)
+        assert sorted(path.name for path in here.iterdir()) == ["000000000000.copy", "000000000001.copy"]
+        assert found(tmp_path, step).step == 5
+    else:
+        LocalCopies(tmp_path, "run").clear()
+        assert not [*here.iterdir()] and [*others.iterdir()] == [others / "mine"]
+
+
 def test_what_cannot_be_written_is_logged(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     copied(tmp_path / "file", step_for(3, 2), 1)

@@ -1,10 +1,13 @@
 """gs:// paths, on a server of this machine, and what is refused in their place."""
 
+import asyncio
+import contextlib
 import os
 import re
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -190,3 +193,87 @@ def test_states_in_files_are_saved_in_pieces_there(root, tmp_path):
         found = checkpoints.restore(other, batch).state
     assert differing(step.in_memory(state)[0], other.in_memory(found)[0]) == []
     assert differing(step.in_memory(run(step, state, 1)[0])[0], other.in_memory(found)[0])  # the control
+
+
+LISTING, PARTS = r"GET /storage/v1/b/bucket/o(\?|$)", r"GET .*state(%2F|/)"
+"""The requests for the names in a folder, and for what arrays are in."""
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The same tries with shorter waits."""
+    from zero_jax import files
+
+    monkeypatch.setattr(files, "WAITS", (0.01,) * 4)
+    monkeypatch.setattr("gcsfs.retry.asyncio", types.SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 99)))
+
+
+@contextlib.contextmanager
+def failing(bucket, requests, fault, times=10**9):
+    """Of the `requests` the first so many fail by `fault`; yields those that did."""
+    failed = []
+
+    def of(method, path):
+        if re.match(requests, f"{method} {path}") and len(failed) < times:
+            failed.append(path)
+            return fault
+        return None
+
+    bucket.fault = of
+    try:
+        yield failed
+    finally:
+        bucket.fault = lambda method, path: None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("requests", [LISTING, PARTS], ids=["listing", "parts"])
+@pytest.mark.parametrize("fault", [401, 403, 404, 408, 412, 429, 500, 503, "drop", "page"])
+def test_a_bucket_that_refuses_is_not_empty_and_nothing_is_damaged(root, bucket, quick, fault, requests):
+    """Once: as if nothing had been. For ever: one clear error, and all is as it was. The control: no such folder."""
+    step, states = saved(root, 1, 2)
+    before = bucket.names()
+    with failing(bucket, requests, fault, 1) as failed:
+        restored = Checkpoints(root).restore(step, BATCH, fallback=True)
+    assert restored.step == 2 and restored.damaged == ()  # bytes that are others are read again, too
+    assert failed and dump(step, restored.state) == states[2] and bucket.names() == before
+    if requests == LISTING or fault in (401, 403, 404, 412):  # of others tensorstore goes on trying for minutes
+        with failing(bucket, requests, fault) as failed:
+            calls = [lambda: Checkpoints(root).restore(step, BATCH, fallback=True)]
+            if requests == LISTING:
+                calls += [Checkpoints(root).steps, Checkpoints(root).latest, Checkpoints(root).manifest,
+                          lambda: Checkpoints(root).save(step, trained(step, 1), at=3, wait=True),
+                          lambda: object_store.numbers_in(root)]
+            for call in calls:
+                with pytest.raises(zero_jax.CheckpointError, match="cannot be read") as raised:
+                    call()
+                assert not isinstance(raised.value, zero_jax.DamagedCheckpointError)
+    assert bucket.names() == before
+    assert Checkpoints(root).restore(step, BATCH).step == 2 and Checkpoints(root).steps() == [1, 2]
+    assert Checkpoints(f"{root}/none").steps() == []
+
+
+@pytest.mark.slow
+def test_a_server_that_never_answers_ends_in_one_error(root, bucket, quick, monkeypatch):
+    saved(root, 1)
+    monkeypatch.setattr(object_store, "ANSWER_SECONDS", 1.0)
+    with failing(bucket, LISTING, "hang"):
+        start = time.monotonic()
+        with pytest.raises(zero_jax.CheckpointError, match="cannot be read .*no answer in 1 s"):
+            Checkpoints(root).steps()
+        assert time.monotonic() - start < 30
+    assert Checkpoints(root).steps() == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [403, 404, 412])
+def test_train_that_resumes_from_such_a_bucket_does_not_begin_anew(root, bucket, tmp_path, fault):
+    args = ["train", "--model", "support.pairs:small", "--batch-size", "8", "--seq-len", "8", "--max-bytes", "50000",
+            "--samples", "0", "--steps", "2", "--save-every", "2", "--out", str(tmp_path), "--save-to", root]
+    assert command_line.run(*args).returncode == 0
+    before = {name: bucket.read(name) for name in bucket.names()}
+    with failing(bucket, LISTING, fault):
+        for more in ([], ["--resume"]):
+            done = command_line.run(*args, *more)
+            assert done.returncode == 2 and "cannot be read" in done.stderr and "Traceback" not in done.stderr
+    assert {name: bucket.read(name) for name in bucket.names()} == before

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import pytest
 from support.saved import BATCH, step_for, trained
@@ -98,10 +99,68 @@ def test_a_save_that_fails_keeps_the_abandoned_one(copy, trained_state, monkeypa
 @pytest.mark.parametrize("keep_last, numbers, kept", [(1, (5, 1), [1]), (2, (5, 6, 1, 2), [1, 2]), (3, (9, 3), [3])])
 def test_the_newest_save_wins(tmp_path, trained_state, keep_last, numbers, kept):
     step, state = trained_state
+    checkpoints = Checkpoints(tmp_path, keep_last=keep_last)
     for number in numbers:
-        Checkpoints(tmp_path, keep_last=keep_last).save(step, state, at=number, wait=True)
+        checkpoints.save(step, state, at=number, wait=True)
         assert Checkpoints(tmp_path).latest() == number
     assert Checkpoints(tmp_path).steps() == kept
+
+
+@pytest.mark.parametrize("read_first", ["nothing", "steps", "load_params", "an earlier restore", "restore", "rollback"])
+def test_a_run_that_does_not_continue_another_removes_nothing_of_it(copy, trained_state, read_first):
+    """The controls: one that has restored from there may go back, and the older ones are then those that need not stay.
+
+    What is saved by another object after a restore is of another run, too.
+    """
+    step, state = trained_state
+    checkpoints = Checkpoints(copy)
+    {"steps": checkpoints.steps, "load_params": lambda: checkpoints.load_params(step, BATCH),
+     "restore": lambda: checkpoints.restore(step, BATCH), "rollback": lambda: checkpoints.restore(step, BATCH, at=10),
+     "an earlier restore": lambda: checkpoints.restore(step, BATCH)}.get(read_first, lambda: None)()
+    if read_first == "an earlier restore":
+        Checkpoints(copy).save(step, state, at=40, wait=True)
+    before = names(copy)
+    if read_first in ("restore", "rollback"):
+        for number in (11, 12, 13):
+            checkpoints.save(step, state, at=number, wait=True)
+        assert names(copy) == ["11", "12", "13"]
+        return
+    for number in (1, 12, 29, 35)[:4 if read_first == "an earlier restore" else 3]:
+        with pytest.raises(zero_jax.CheckpointError, match=f"has a checkpoint {before[-1]} of another run"):
+            checkpoints.save(step, state, at=number, wait=True)
+    assert names(copy) == before
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_two_objects_of_a_process_save_one_after_the_other(tmp_path, trained_state, monkeypatch, shared):
+    """A notebook's cell that is run again: the save in progress of the first object stays, and so does its number.
+
+    Where each object knows of its own saves alone (the control) the second removes it.
+    """
+    from zero_jax.checkpoint import orbax_store, retention
+
+    step, state = trained_state
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    sync = orbax_store.sync_tree
+    monkeypatch.setattr(orbax_store, "sync_tree", lambda folder: (time.sleep(0.5), sync(folder)))
+    first = Checkpoints(tmp_path / "run", keep_last=None)
+    first.save(step, state, at=0, data=0)
+    if not shared:
+        monkeypatch.setattr(retention, "_FOLDERS", {})
+    second = Checkpoints(tmp_path / "link", keep_last=None)
+    second.save(step, state, at=1, data=1)
+    if not shared:
+        with pytest.raises(zero_jax.CheckpointError, match="0 could not be written"):
+            first.close()
+        second.close()
+        return
+    for number in (0, 1):
+        with pytest.raises(zero_jax.CheckpointError, match=f"has a checkpoint {number} "):
+            first.save(step, state, at=number)
+    first.close()
+    second.close()
+    assert Checkpoints(tmp_path / "run").steps() == [0, 1] and names(tmp_path / "run") == ["0", "1"]
+    assert Checkpoints(tmp_path / "run", read_only=True).restore(step, BATCH, at=0).data == 0
 
 
 def test_fallback_follows_the_branch_and_abandoned_ones_come_last(copy, trained_state):
@@ -182,7 +241,7 @@ def test_histories():
     assert (history.head, history.branch(20), history.abandoned()) == (20, [20, 10], [30])
     assert history.candidates(None) == [20, 10, 30] and history.candidates(30) == [30, 20, 10]
     assert history.candidates(10) == [10] and history.candidates(15) == []
-    assert history.new_place(25) == Place(5, 0, (10, 20)) and history.restored_place(10) == Place(1, 5, ())
-    assert History({}).head is None and History({}).candidates(None) == [] and History({}).new_place(1).saved == 1
+    assert history.new_place(25, 20) == Place(5, 0, (10, 20)) and history.restored_place(10) == Place(1, 5, ())
+    assert History({}).head is None and History({}).candidates(None) == [] and History({}).new_place(1, None).saved == 1
     # The control: by numbers alone 30 would be the latest.
     assert max((10, 20, 30)) != history.head

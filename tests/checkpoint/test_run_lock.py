@@ -61,6 +61,33 @@ def test_a_second_run_is_refused_and_a_dead_one_taken_over(owner):
     assert sorted(path.name for path in folder.parent.iterdir()) == ["run"]
 
 
+FORKS = """
+import atexit, os, sys
+parent = os.getpid()
+atexit.register(lambda: os.getpid() == parent or os._exit(3))  # called last: a child of JAX's threads would not end
+from zero_jax import Checkpoints, CheckpointError
+with Checkpoints(sys.argv[1]) as checkpoints:
+    checkpoints.lock()
+    if not (child := os.fork()):
+        try:
+            Checkpoints(sys.argv[1]).lock()
+        except CheckpointError as error:
+            assert f"says that process {parent}" in str(error)
+            sys.exit()  # through the `with`, and what is called at the end of a process
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print("LEFT", status, os.path.exists(sys.argv[1] + ".lock"))
+print("LEFT", 0, os.path.exists(sys.argv[1] + ".lock"))
+"""
+
+
+def test_a_forked_child_gives_no_lock_back(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path / "run")], timeout=240, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+    # The control: the parent's own end does.
+    assert [line for line in done.stdout.splitlines() if line.startswith("LEFT")] == ["LEFT 3 True", "LEFT 0 False"], (
+        done.stdout, done.stderr)
+
+
 def test_a_reader_beside_a_run_changes_nothing(owner, caplog):
     folder, process = owner
     step = step_for(0, 1)

@@ -1,8 +1,10 @@
 """Where the command line puts the state: what goes together, known before JAX starts."""
 
 import dataclasses
+import errno
 import io
 import json
+import os
 import re
 import shutil
 import signal
@@ -100,7 +102,7 @@ def test_a_run_goes_on_from_the_newer_of_its_files_and_its_checkpoints(tmp_path,
         patch.setattr(DiskTrainStep, "__call__", ends)
         said(at("run", resume=False))
     assert len(losses(tmp_path / "run")) == 5
-    for name in ("damaged", "other"):
+    for name in ("damaged", "other", "records"):
         for kind in ("", "-states"):
             shutil.copytree(tmp_path / f"run{kind}", tmp_path / f"{name}{kind}")
 
@@ -123,7 +125,24 @@ def test_a_run_goes_on_from_the_newer_of_its_files_and_its_checkpoints(tmp_path,
     assert "to go on from the beginning, remove" in text
     assert files == {path: path.read_bytes() for path in files}
 
-    # With damaged files the checkpoint is taken.
+    # What cannot be read is neither damaged nor absent.
+    with monkeypatch.context() as patch:
+        def fails(*args):
+            raise OSError(errno.EIO, "I/O")
+        patch.setattr("time.sleep", lambda seconds: None)
+        patch.setattr(os, "preadv", fails)
+        assert "at byte 0 cannot be read ([Errno 5] I/O" in (text := said(at("records"))), text
+        assert "give the options" not in text
+
+    # With damaged files the checkpoint is taken, and of none a run that has begun is not begun again.
+    for path in (tmp_path / "records-states").rglob("commit-*.json"):
+        path.write_text("{}")
+    shutil.copytree(tmp_path / "records", tmp_path / "none")
+    shutil.rmtree(tmp_path / "none/checkpoints")
+    shutil.copytree(tmp_path / "records-states", tmp_path / "none-states")
+    assert "There is no checkpoint: remove" in (text := said(at("none"))) and "no generation is whole" in text, text
+    assert "The run goes on from the checkpoint after step 4." in said(at("records"))
+    assert losses(tmp_path / "records") == losses(tmp_path / "whole")
     for path in (tmp_path / "damaged-states").rglob("generation-*.bin"):
         path.write_bytes(bytes(path.stat().st_size))
     text = said(at("damaged"))

@@ -163,13 +163,15 @@ def unsigned_manifest():
 
 
 def parse_resigned(text):
-    from zero_jax.checkpoint.manifest import _checksum
+    from zero_jax.files import checksum
 
     try:
         body = json.loads(text)
-    except ValueError:
+        del body["checksum"]
+        body["checksum"] = checksum(body)
+    except (ValueError, TypeError, KeyError):
         body = None
-    return parse(json.dumps({"manifest": body, "sha256": _checksum(body)}), "manifest")
+    return parse(json.dumps({"manifest": body}), "manifest")
 
 
 def safetensors():
@@ -195,7 +197,7 @@ FORMATS = {
     "a.txt": (b"some text", lambda path: load(path, max_bytes=5)),
     "manifest": (manifest(), lambda path: parse(path.read_bytes(), "manifest")),
     "manifest, resigned": (unsigned_manifest(), lambda path: parse_resigned(path.read_bytes())),
-    "order.json": (b'{"format": "zero_jax order", "saved": 1, "restored": 0, "after": [1], "sha256": ""}',
+    "order.json": (b'{"format": "zero_jax order 2", "saved": 1, "restored": 0, "after": [1], "checksum": ""}',
                    lambda path: parse_place(json.loads(path.read_bytes()) if path.read_bytes()[:1] == b"{" else None)),
 }
 

@@ -1,6 +1,11 @@
 """Kills and torn files, fewer than `scripts/reliability/disk_kills.py` has."""
 
+import json
+import subprocess
+import sys
+
 import pytest
+from support.pages import ROOT
 from support.scripts import script
 
 
@@ -28,3 +33,19 @@ def test_kills_leave_a_committed_generation(disk_kills, tmp_path):
 def test_train_steps_that_are_killed_go_on_as_if_not(disk_kills, tmp_path):
     assert disk_kills.train_kills(tmp_path / "states", 1, 5, steps=12) == []
     assert disk_kills.train_kills(tmp_path / "layers", 1, 5, steps=12, layers=True) == []
+
+
+def process_kills(folder, count, *options):
+    """What the script says of kills of two processes, in a process without JAX, which it forks."""
+    args = ["--kills", "0", "--torn", "0", "--train-kills", "0", "--process-kills", str(count), "--folder", folder]
+    done = subprocess.run([sys.executable, ROOT / "scripts/reliability/disk_kills.py", *args, *options],
+                          capture_output=True, text=True, timeout=900)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_one_is_killed_go_on_as_if_not(tmp_path):
+    said = process_kills(str(tmp_path), 2)
+    assert said["right"] == 2 and said["faults"] == []
+    # The control: without their files they do not go on from where they were.
+    assert process_kills(str(tmp_path), 1, "--forget")["right"] == 0

@@ -109,19 +109,20 @@ def test_pipes_folders_and_devices(name, tmp_path):
 MANIFESTS = {
     "a long name": {"leaves": {LONG: {}}}, "a long kind": {"kind": LONG}, "many leaves": {
         "leaves": {f"params/{number}": None for number in range(200_000)}},
-    "another version": {"version": 2, "versions": {"a": LONG}},
+    "another version": {"format": LONG},
 }
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_manifests(name):
-    from zero_jax.checkpoint.manifest import FORMAT, _checksum
+    from zero_jax.checkpoint.manifest import FORMAT
+    from zero_jax.files import sealed
 
-    body = {"format": FORMAT, "version": 1, "step": 1, "kind": "state", "leaves": {}, "run": {}, "data": None,
+    body = {"step": 1, "kind": "state", "leaves": {}, "run": {}, "data": None,
             "config": None, "versions": {}, **MANIFESTS[name]}
-    refused(parse, json.dumps({"manifest": body, "sha256": _checksum(body)}), "manifest")
+    refused(parse, json.dumps({"manifest": sealed(FORMAT, body)}), "manifest")
     if name == "a long kind":
-        refused(parse, json.dumps({"manifest": body, "sha256": LONG}), "manifest")
+        refused(parse, json.dumps({"manifest": body | {"checksum": LONG}}), "manifest")
 
 
 @pytest.mark.parametrize("text", [b"[" * 10**6, b'{"manifest":' * 10**5, b"", b"\xff", b"9" * 10**6])

@@ -213,6 +213,41 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, monkeypa
         small(tmp_path / "e").init(jax.random.key(0), BATCH)
 
 
+def test_commit_records_that_are_not_whole_are_refused_by_init_and_named(tmp_path, caplog):
+    step = small(tmp_path / "run", optimizer=optax.adam(1e-2))
+    state = step.init(jax.random.key(0), BATCH)
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    step.close()
+    own = tmp_path / "run" / "process-00000-of-00001"
+    whole = {path: path.read_bytes() for path in own.iterdir()}
+    older, newer = own / "commit-0.json", own / "commit-1.json"
+    newer.write_bytes(whole[newer][:-40])
+    assert int(step.stored_state(BATCH).step) == 1
+    assert "commit-1.json is damaged" in caplog.text and "The state after step 1 is taken." in caplog.text
+    step.close()
+    for damage in (b"", b"{}", whole[newer][:-40], whole[newer].replace(b"1", b"2")):
+        for path in (older, newer):
+            path.write_bytes(damage)
+        before = {path: path.read_bytes() for path in own.iterdir()}
+        with pytest.raises(zero_jax.DamagedCheckpointError, match="commit-0.json is damaged.*commit-1.json is damaged.*"
+                           "no generation is whole: restore a checkpoint, or remove"):
+            step.init(jax.random.key(0), BATCH)
+        with pytest.raises(zero_jax.DamagedCheckpointError, match="no generation is whole"):
+            step.stored_state(BATCH)
+        assert before == {path: path.read_bytes() for path in own.iterdir()}
+    for path in (older, newer):
+        path.write_bytes(whole[path])
+    other = own.rename(own.with_name("process-00000-of-00002"))
+    for call in (step.stored_state, lambda batch: step.init(jax.random.key(0), batch)):
+        with pytest.raises(zero_jax.CheckpointError, match="has the states of process-00000-of-00002, and"):
+            call(BATCH)
+    # The control: as they were written.
+    other.rename(own)
+    assert int(step.stored_state(BATCH).step) == 2
+    step.close()
+
+
 @pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("stage, options", [

@@ -10,7 +10,7 @@ import numpy as np
 
 from zero_jax.checkpoint import orbax_store as storage
 from zero_jax.checkpoint.array_pieces import PieceReader, PieceWriter, joined
-from zero_jax.checkpoint.integrity import read_arrays, unreadable, verify
+from zero_jax.checkpoint.integrity import read_arrays, reading, verify
 from zero_jax.checkpoint.logical_pieces import LogicalPieces
 from zero_jax.checkpoint.logical_state import LogicalState
 from zero_jax.checkpoint.manifest import Leaf
@@ -122,10 +122,8 @@ class PiecesToRead:
 
     def _read(self, name: str, read: Callable[[], Any]) -> Any:
         def attempt() -> Any:
-            try:
+            with reading(self._path, self._logical.abstract({name: self._saved[name]})):
                 return read()
-            except Exception as error:  # of TensorStore: of a damaged file anything at all
-                raise unreadable(self._path, self._logical.abstract({name: self._saved[name]}), error) from error
 
         return all_or_none(attempt)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import threading
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from zero_jax.arguments import check_path, whole
 from zero_jax.checkpoint import orbax_store as storage
 from zero_jax.checkpoint.by_piece import PiecesToRead, PiecesToSave
-from zero_jax.checkpoint.integrity import read_arrays, read_manifest, verify
+from zero_jax.checkpoint.integrity import proven, read_arrays, read_manifest, verify
 from zero_jax.checkpoint.logical_state import logical_state_of
 from zero_jax.checkpoint.manifest import (
     PARAMS,
@@ -85,7 +85,7 @@ class Checkpoints:
         check_path("Checkpoints: path", path)
         self._folder = Folder(path, *kept)
         self._read_only = read_only
-        self._threads = threading.RLock()
+        self._threads, self._process = self._folder.threads, os.getpid()
         self._saving: tuple[int, Any] | None = None
 
     @_one_at_a_time
@@ -117,7 +117,8 @@ class Checkpoints:
           wait: return when the checkpoint is complete.
 
         Returns: the checkpoint's number. Raises CheckpointError if a checkpoint of that number exists that is not
-        abandoned, and if the one before this, or with `wait` this one, could not be written.
+        abandoned, or a later one that this object did not save and that was not there when it restored; and if the one
+        before this, or with `wait` this one, could not be written.
         """
         if self._read_only:
             raise UsageError(f"read_only=True and saves to {self._folder.path}: leave read_only out.")
@@ -147,7 +148,8 @@ class Checkpoints:
         except Exception as error:
             raise self._folder.unwritten(number, error) from error
         try:  # with the leaves that are in files, of which there may be CheckpointErrors, too
-            self._saving = number, storage.write(self._folder.at(number), arrays, manifest.json(), place, pieces)
+            self._saving = number, self._folder.begin(lambda: storage.write(
+                self._folder.at(number), arrays, manifest.json(), place, pieces))
         except Exception as error:
             raise self._folder.unwritten(number, error) from error
         if wait:
@@ -167,12 +169,14 @@ class Checkpoints:
           step: gives the layout; its model, optimizer and options must be those of the run that saved.
           batch: any batch for it, arrays or `jax.ShapeDtypeStruct`s.
           at: the checkpoint's number. Default: the latest.
-          fallback: where a checkpoint is damaged, log it and restore the one that was saved before it.
+          fallback: where a checkpoint is damaged, log it and restore the one that was saved before it. Nothing is
+            written by that; a save that follows continues from what was restored.
           cast: convert floating leaves that were saved in another dtype.
           accept: called with the manifest first of all; it raises an error if this is not the expected checkpoint.
 
-        Raises CheckpointError where there is no checkpoint or it does not fit the step, with the leaf and both values;
-        DamagedCheckpointError where a leaf or file is not as it was saved.
+        Raises CheckpointError where there is no checkpoint, it does not fit the step (with the leaf and both values),
+        or it cannot be read, after some tries: that is no damage. DamagedCheckpointError where a file is gone or a
+        checksum or parser says that a leaf or file is not as it was saved.
         """
         check_step(step)
         logical = logical_state_of(in_arrays(step.layout(batch)))
@@ -192,7 +196,7 @@ class Checkpoints:
 
         number, manifest, state, damaged = self._first_good(at, fallback, attempt)
         if not self._read_only:
-            self._folder.note_restored(number)
+            self._folder.note_restored(number, is_wanted=number == at)
         return Restored(state, number, manifest.data, manifest.config, manifest.run, damaged)
 
     @_one_at_a_time
@@ -240,7 +244,7 @@ class Checkpoints:
     def manifest(self, at: int | None = None) -> Manifest:
         """The manifest of the checkpoint `at` (default: the latest); no array is read. Raises CheckpointError."""
         number = self._folder.candidates(at)[0]
-        return all_or_none(lambda: read_manifest(self._folder.at(number)))
+        return proven(lambda: read_manifest(self._folder.at(number)), self._folder.at(number))
 
     @_one_at_a_time
     def wait(self) -> None:
@@ -248,11 +252,11 @@ class Checkpoints:
 
         Raises CheckpointError if it could not be written; the ones before it are unchanged.
         """
-        if self._saving is None:
+        if self._saving is None or os.getpid() != self._process:  # a forked child has none of the threads that write
             return
         (number, response), self._saving = self._saving, None
         try:
-            response.result()
+            self._folder.finish(response)
         except Exception as error:
             raise self._folder.unwritten(number, error) from error
         self._folder.complete(number)
@@ -277,12 +281,10 @@ class Checkpoints:
         folder, messages = self._folder, []
         candidates = folder.candidates(at)
         for number in candidates:
-            def one(number: int = number) -> tuple[Manifest, Any]:
-                manifest = read_manifest(folder.at(number))
-                return manifest, attempt(folder.at(number), manifest)
-
-            try:
-                manifest, result = all_or_none(one)
+            path = folder.at(number)
+            try:  # the attempt has collectives: no process is in it while another cannot read the manifest
+                manifest = proven(functools.partial(read_manifest, path), path)
+                result = proven(functools.partial(attempt, path, manifest), path)
             except DamagedCheckpointError as error:
                 folder.damaged[number] = str(error)
                 if not fallback:

@@ -6,12 +6,12 @@ checkpoints that it descends from are its branch; all others are abandoned.
 """
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
-PLACE, FORMAT = "order.json", "zero_jax order"
+from zero_jax.files import sealed, unsealed
+
+PLACE, FORMAT = "order.json", "zero_jax order 2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,7 @@ class Place:
 
     def to_json(self) -> dict[str, Any]:
         """This as a dict that `json` can write, with a checksum."""
-        body = {"format": FORMAT, **dataclasses.asdict(self), "after": list(self.after)}
-        return body | {"sha256": _checksum(body)}
+        return sealed(FORMAT, dataclasses.asdict(self) | {"after": list(self.after)})
 
 
 EARLIEST = Place(0, 0, ())
@@ -43,12 +42,10 @@ EARLIEST = Place(0, 0, ())
 def parse_place(body: Any) -> Place | None:
     """The place of which `body` is the JSON; None where it is damaged."""
     try:
-        body = dict(body)
-        if body.pop("sha256") == _checksum(body) and body.pop("format") == FORMAT:
-            return Place(int(body["saved"]), int(body["restored"]), tuple(map(int, body["after"])))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
-    return None
+        body = unsealed(body, FORMAT, PLACE)
+        return Place(int(body["saved"]), int(body["restored"]), tuple(map(int, body["after"])))
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 class History:
@@ -105,9 +102,9 @@ class History:
         """The count of the save of a checkpoint."""
         return self._places[number].saved
 
-    def new_place(self, number: int) -> Place:
-        """The place of a checkpoint `number` that is saved now. It descends from no higher numbers."""
-        return Place(self._count() + 1, 0, tuple(each for each in reversed(self.branch(self.head)) if each < number))
+    def new_place(self, number: int, head: int | None) -> Place:
+        """The place of a checkpoint `number` that is saved now, after `head`. It descends from no higher numbers."""
+        return Place(self._count() + 1, 0, tuple(each for each in reversed(self.branch(head)) if each < number))
 
     def restored_place(self, number: int) -> Place:
         """The place of a checkpoint that is restored now."""
@@ -118,7 +115,3 @@ class History:
 
     def _newest_first(self) -> list[int]:
         return sorted(self._places, key=lambda number: (self._places[number].saved, number), reverse=True)
-
-
-def _checksum(body: Any) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,19 +1,27 @@
 """Whether a checkpoint's files and leaves are as they were saved, and the message where they are not."""
 
 import contextlib
+import errno
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
+import tensorstore
 
 from zero_jax.checkpoint import orbax_store as storage
 from zero_jax.checkpoint.array_files import files_of
 from zero_jax.checkpoint.manifest import Leaf, Manifest, parse
+from zero_jax.checkpoint.object_store import contents
 from zero_jax.checkpoint.orbax_noise import quiet
-from zero_jax.errors import CheckpointError, DamagedCheckpointError
-from zero_jax.files import read_file
+from zero_jax.distributed.agreement import all_or_none, is_first, on_any
+from zero_jax.errors import DamagedCheckpointError
+from zero_jax.files import is_transient, retried
+
+T = TypeVar("T")
 
 FALLBACK = ("restore(..., fallback=True) restores the last intact checkpoint; generate and export take the number of "
             "one as --at.")
@@ -22,12 +30,9 @@ FALLBACK = ("restore(..., fallback=True) restores the last intact checkpoint; ge
 def read_manifest(path: Any) -> Manifest:
     """The manifest of the checkpoint at `path`, a folder whose name is its number; raises CheckpointError."""
     file = storage.manifest_path(path)
-    try:
-        text = read_file(file, storage.is_remote(file)).decode()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError) as error:
-        raise DamagedCheckpointError(f"{path} is damaged: {file} cannot be read ({error}).") from error
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error}): allow it, or name another folder.") from error
+    text = contents(file)
+    if text is None:
+        raise DamagedCheckpointError(f"{path} is damaged: {file} is gone. {FALLBACK}")
     manifest = parse(text, str(file))
     if not storage.is_committed(path):
         raise DamagedCheckpointError(f"{path} is damaged: {storage.commit_path(path)} is gone. {FALLBACK}")
@@ -36,46 +41,102 @@ def read_manifest(path: Any) -> Manifest:
     return manifest
 
 
+def proven(read: Callable[[], T], path: Any) -> T:
+    """The result of `read()`, of the checkpoint at `path`; all processes call this, and try again together.
+
+    It raises DamagedCheckpointError only where it finds the same again after every file of the checkpoint was found,
+    and CheckpointError where reading fails in another way.
+    """
+    def attempt() -> T:
+        with contextlib.suppress(DamagedCheckpointError):
+            return all_or_none(read)
+        all_or_none(lambda: _find_files(path) if is_first() else None)
+        return all_or_none(read)
+
+    return retried(attempt, what=path, agreed=on_any)
+
+
+def _find_files(path: Any) -> None:
+    """Raises OSError where a file that is listed cannot be read, by what reads the arrays: it takes one for empty."""
+    folder = str(path).rstrip("/") + "/"
+    store = tensorstore.KvStore.open(
+        folder if storage.is_remote(folder) else {"driver": "file", "path": folder}).result()
+    for name, size in storage.sizes(path).items():
+        try:
+            state = store.read(name, byte_range=slice(max(size - 1, 0), size)).result().state
+        except Exception as error:
+            raise _of_reading([error]) or OSError(_cause([error])) from error
+        if state == "missing":
+            raise OSError(f"{path / name} is listed and not found")
+
+
 def read_arrays(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays. An error of Orbax becomes a DamagedCheckpointError that names a leaf which cannot be read."""
+    """The arrays, on all processes or on none; raises as `reading`."""
+    def read() -> dict[str, jax.Array]:
+        with reading(path, abstract):
+            return storage.read(path, abstract)
+
     with quiet():
-        return _read_arrays(path, abstract)
+        return all_or_none(read)
 
 
-def _read_arrays(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+@contextlib.contextmanager
+def reading(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[None]:
+    """Raises, for any error of Orbax or TensorStore, DamagedCheckpointError or OSError.
+
+    DamagedCheckpointError, with a leaf that cannot be read, is for what a parser or a checksum says of the bytes.
+    """
+    handled = sys.exc_info()[1]  # by the caller: it caused nothing here
     try:
-        return storage.read(path, abstract)
+        yield
     except Exception as error:
-        raise unreadable(path, abstract, error) from error
+        errors = [*itertools.takewhile(lambda each: each is not handled, _chain(error))]
+        if failed := _of_reading(errors):
+            raise failed from error
+        index, changed = storage.broken_index(path), changed_files(path)
+        if not index and not changed and isinstance(errors[-1], LookupError | OSError):
+            raise OSError(_cause(errors)) from error  # Orbax takes what it cannot look at for missing
+        leaf = "" if index else _named(errors, abstract) or _unreadable(path, abstract)
+        raise DamagedCheckpointError(
+            f"{path} is damaged: {f'leaf {leaf} in ' if leaf else ''}{index or _file(errors) or _files_of(path, leaf)} "
+            f"cannot be read{f'; {changed}' if changed else ''} ({_cause(errors)}). {FALLBACK}") from error
 
 
-def unreadable(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct], error: Exception) -> CheckpointError:
-    """What to raise where arrays of a checkpoint cannot be read; `error`: of Orbax or TensorStore."""
-    if isinstance(error, PermissionError):
-        return CheckpointError(f"{path} cannot be read ({error}): allow it, or name another folder.")
-    index, changed = storage.broken_index(path), changed_files(path)
-    leaf = "" if index else _named(error, abstract) or _unreadable(path, abstract)
-    return DamagedCheckpointError(
-        f"{path} is damaged: {f'leaf {leaf} in ' if leaf else ''}{index or _file(error) or _files_of(path, leaf)} "
-        f"cannot be read{f'; {changed}' if changed else ''} ({_cause(error)}). {FALLBACK}")
+_OF_BYTES = "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"
+"""What TensorStore's errors of parsers and checksums begin with, or with none of these words."""
 
 
-def _chain(error: BaseException | None) -> Iterator[str]:
-    """The messages of `error` and of the errors that caused it."""
+def _of_reading(errors: Sequence[BaseException]) -> OSError | None:
+    """The OSError by which a read failed that gave no bytes; else None. It is transient but for what is forbidden."""
+    for error in errors:
+        status = re.match("[A-Z]+(_[A-Z]+)*(?=: )", str(error))
+        if isinstance(error, PermissionError) or status and status[0] == "PERMISSION_DENIED":
+            return PermissionError(errno.EACCES, _cause(errors))
+        if is_transient(error) or status and status[0] not in _OF_BYTES:
+            return OSError(_cause(errors))
+    return OSError(_cause(errors)) if isinstance(errors[-1], RuntimeError) else None  # as of threads that do not start
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """`error` and the errors that caused it."""
     while error is not None:
-        yield f"{type(error).__name__}: {' '.join(str(error).split())}"
+        yield error
         error = error.__cause__ or error.__context__
 
 
-def _named(error: BaseException, names: Iterable[str]) -> str:
-    """The leaf of `names` that a quoted path in the messages of `error` begins with; empty if there is none."""
-    quoted = [text for line in _chain(error) for text in re.findall(r'"([^"]+/[^"]*)"', line)]
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _named(errors: Iterable[BaseException], names: Iterable[str]) -> str:
+    """The leaf of `names` that a quoted path in the messages of `errors` begins with; empty if there is none."""
+    quoted = [text for error in errors for text in re.findall(r'"([^"]+/[^"]*)"', _text(error))]
     return max((name for name in names if any(text.startswith(f"{name}/") for text in quoted)), key=len, default="")
 
 
-def _file(error: BaseException) -> str:
+def _file(errors: Iterable[BaseException]) -> str:
     """The last file that tensorstore names in its message; empty if there is none."""
-    return next((files[-1] for line in _chain(error) if (files := re.findall(r'file "([^"]+[^"/])"', line))), "")
+    return next((files[-1] for error in errors if (files := re.findall(r'file "([^"]+[^"/])"', _text(error)))), "")
 
 
 def _files_of(path: Any, leaf: str) -> str:
@@ -84,10 +145,9 @@ def _files_of(path: Any, leaf: str) -> str:
     return ", ".join(str(path / file) for file in files) if 0 < len(files) < 4 else str(path / storage.ARRAYS)
 
 
-def _cause(error: BaseException) -> str:
-    """The first cause of `error`, without tensorstore's specifications."""
-    *_, last = _chain(error)
-    return last.partition(" [tensorstore_spec")[0].rpartition('": ')[2][:300]
+def _cause(errors: Sequence[BaseException]) -> str:
+    """The first cause, without tensorstore's specifications."""
+    return _text(errors[-1]).partition(" [tensorstore_spec")[0].rpartition('": ')[2][:300]
 
 
 def _unreadable(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> str:
@@ -116,10 +176,12 @@ def verify(path: Any, saved: Mapping[str, Leaf], digests: Mapping[str, str]) -> 
 
 def changed_files(path: Any) -> str:
     """The files that are missing or have another size, as text; empty where their sizes were not recorded."""
+    text = contents(path / storage.SIZES)
     try:
-        recorded, sizes = json.loads((path / storage.SIZES).read_text()), storage.sizes(path)
-        changed = [f"{name} has {sizes[name]} bytes and had {size}" if name in sizes else f"{name} is gone"
-                   for name, size in recorded.items() if sizes.get(name) != size]
-    except (OSError, ValueError, AttributeError):
+        recorded: dict[str, Any] = dict(json.loads(text or b"{}"))
+    except (ValueError, TypeError, RecursionError):
         return ""
+    sizes = storage.sizes(path)
+    changed = [f"{name} has {sizes[name]} bytes and had {size}" if name in sizes else f"{name} is gone"
+               for name, size in recorded.items() if sizes.get(name) != size]
     return "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more files" if len(changed) > 3 else "")

@@ -6,13 +6,12 @@ of another run, of other devices, or older than the last checkpoint is passed ov
 gone: the shared folder is then what there is.
 """
 
+import functools
 import json
 import logging
 import os
-import struct
 import threading
-import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,17 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zero_jax.checkpoint.checkpoint import Restored
-from zero_jax.distributed.agreement import broadcast_from_first, gather, is_first
-from zero_jax.errors import CheckpointError
+from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, gather, is_first
+from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
+from zero_jax.files import checksum, retried, sealed, unsealed
 from zero_jax.state import ZeroState
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.tree import key_impl, named_leaves
 
 LOG = logging.getLogger("zero_jax")
-FORMAT, KEPT = "zero_jax local copy 1", 2
-_PREFIX = struct.Struct("<QI")  # bytes of the header, its CRC-32
+FORMAT, KEPT = "zero_jax local copy 2", 2
+
+_MAX_HEADER_BYTES = 2**28
 
 Heads = list[tuple[int, int] | None]
 """What `Checkpoints.heads` returns."""
@@ -81,7 +82,7 @@ class LocalCopies:
                     blobs.append(blob)
                     offset += blob.size
             leaves.append({"name": name, "dtype": str(array.dtype), "shape": list(array.shape), "parts": parts})
-        header = {"format": FORMAT, "number": at, "token": self._token, "data": data, "config": self._config,
+        header = {"number": at, "token": self._token, "data": data, "config": self._config,
                   "heads": heads, "stage": step.stage.number, "devices": step.mesh.size, "leaves": leaves}
         self._writing = threading.Thread(target=self._write, args=(header, blobs), name="zero_jax local copy")
         self._writing.start()
@@ -96,11 +97,9 @@ class LocalCopies:
         """
         self.wait()
         template = step.layout(batch).state
-        mine = {}
-        for path in self._files():
-            header = _read_header(path)
-            if header is not None and self._continues(header, heads):
-                mine[header["number"], header["token"]] = path, header
+        mine = all_or_none(lambda: {
+            (header["number"], header["token"]): (path, header) for path in self._files()
+            if (header := _read_header(path)) is not None and self._continues(header, heads)})
         table = np.full((KEPT, 3), 2**32 - 1, np.uint32)
         for row, (number, token) in zip(table, mine, strict=False):
             row[:] = number >> 32, number & 0xFFFFFFFF, token
@@ -108,15 +107,15 @@ class LocalCopies:
                      for rows in gather(table)]
         for key in sorted(set.intersection(*everyones) - {(2**64 - 1, 2**32 - 1)}, reverse=True):
             path, header = mine[key]
-            state, why = None, ""
             try:
-                state = _state(path, header, template)
-            except (OSError, ValueError) as error:
-                why = str(error)
-            if gather(np.array(state is not None)).all():
+                state = all_or_none(functools.partial(_state, path, header, template))
+            except UsageError as error:
+                if isinstance(error, CheckpointError) and not isinstance(error, DamagedCheckpointError):
+                    raise  # it cannot be read
+                LOG.warning("The local copy after step %d is passed over: %s", key[0], error)
+            else:
                 run = {"stage": header["stage"], "devices": header["devices"]}
-                return Restored(state, key[0], header["data"], header["config"], run, ())  # type: ignore[arg-type]
-            LOG.warning("The local copy after step %d is passed over: %s", key[0], why or "of another process.")
+                return Restored(state, key[0], header["data"], header["config"], run, ())
         return None
 
     def wait(self) -> None:
@@ -130,9 +129,15 @@ class LocalCopies:
             self._error = None
 
     def clear(self) -> None:
-        """Removes this process's copies, which a checkpoint has made superfluous, or which are not of this run."""
+        """Removes this process's copies, which a checkpoint has made superfluous, or which are not of this run.
+
+        With them what a killed process left of one, and the copies of runs of another number of processes.
+        """
         self.wait()
-        for path in self._files():
+        count = f"-of-{jax.process_count()}"
+        others = [path for path in self._folder.parent.glob("process-*-of-*/*.*")
+                  if path.suffix in (".copy", ".tmp") and not path.parent.name.endswith(count)]
+        for path in (*self._files(), *self._folder.glob("*.tmp"), *others):
             path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
@@ -154,15 +159,20 @@ class LocalCopies:
             rest = iter(blobs := list(blobs))
             for leaf in header["leaves"]:
                 for part in leaf["parts"].values():
-                    part["crc"] = zlib.crc32(next(rest).data)
-            text = json.dumps(header).encode()
+                    part["checksum"] = checksum(next(rest).data)
+            text = json.dumps(sealed(FORMAT, header)).encode() + b"\n"
             files = self._files()
             path = self._folder / f"{int(files[0].stem) + 1 if files else 0:012d}.copy"
+            for left in self._folder.glob("*.tmp"):  # by a process that was killed: it may fill the memory
+                left.unlink(missing_ok=True)
             temporary = path.with_suffix(".tmp")
-            with temporary.open("wb") as file:
-                file.write(_PREFIX.pack(len(text), zlib.crc32(text)) + text)
-                file.writelines(blob.data for blob in blobs)
-            temporary.rename(path)  # not synced: after a power loss the shared folder is what there is
+            try:
+                with temporary.open("wb") as file:
+                    file.write(text)
+                    file.writelines(blob.data for blob in blobs)
+                temporary.rename(path)  # not synced: after a power loss the shared folder is what there is
+            finally:
+                temporary.unlink(missing_ok=True)
             for old in self._files()[KEPT:]:
                 old.unlink(missing_ok=True)
         except OSError as error:
@@ -181,43 +191,54 @@ def _index(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 
 
 def _read_header(path: Path) -> dict[str, Any] | None:
-    """The header of a copy; None where it is damaged."""
-    try:
+    """The header of a copy, its first line; None where it is damaged or of an earlier version, which is logged."""
+    def line() -> bytes:
         with path.open("rb") as file:
-            length, crc = _PREFIX.unpack(file.read(_PREFIX.size))
-            text = file.read(min(length, path.stat().st_size))
-        header = json.loads(text) if zlib.crc32(text) == crc else {}
-        return header | {"start": _PREFIX.size + length} if header.get("format") == FORMAT else None
-    except (OSError, ValueError, struct.error):
+            return file.readline(_MAX_HEADER_BYTES)
+
+    try:
+        text = retried(line, what=path)
+        return unsealed(text, FORMAT, path) | {"start": len(text)}
+    except (FileNotFoundError, DamagedCheckpointError) as error:
+        LOG.warning("%s The local copy is passed over.", error)
         return None
 
 
 def _state(path: Path, header: dict[str, Any], template: ZeroState) -> ZeroState:
-    """The state of a copy; raises CheckpointError where it lacks a shard of this process, or has another one."""
+    """The state of a copy; raises UsageError where it lacks a shard of this process, or has another one."""
     saved = {leaf["name"]: leaf for leaf in header["leaves"]}
     names = [name for name, _ in named_leaves(template)]
     if list(saved) != names:
-        raise CheckpointError(f"{path} has other leaves than this step.")
-    data = np.memmap(path, np.uint8, "r", header["start"])
-    leaves = [_array(path, saved[name], leaf, data) for name, leaf in named_leaves(template)]
+        raise UsageError(f"{path} has other leaves than this step.")
+    with retried(lambda: path.open("rb", buffering=0), what=path) as file:
+        def read(offset: int, size: int) -> np.ndarray:
+            data = np.empty(size, np.uint8)
+            file.seek(header["start"] + offset)
+            done = 0
+            while count := file.readinto(data[done:].data):  # a call may read fewer
+                done += count
+            return data[:done]
+
+        leaves = [_array(path, saved[name], leaf, read) for name, leaf in named_leaves(template)]
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-def _array(path: Path, saved: dict[str, Any], leaf: jax.ShapeDtypeStruct, data: np.ndarray) -> jax.Array:
+def _array(path: Path, saved: dict[str, Any], leaf: jax.ShapeDtypeStruct, read: Callable[[int, int], np.ndarray]
+           ) -> jax.Array:
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     plain, sharding = jax.eval_shape(_plain, leaf) if is_key else leaf, leaf.sharding
     assert isinstance(sharding, NamedSharding)
     if (tuple(saved["shape"]), saved["dtype"]) != (plain.shape, str(plain.dtype)):
-        raise CheckpointError(f"{path}: {saved['name']} is {saved['dtype']} {saved['shape']}, and in this step "
+        raise UsageError(f"{path}: {saved['name']} is {saved['dtype']} {saved['shape']}, and in this step "
                               f"{plain.dtype} {list(plain.shape)}.")
 
     def part(index: Any) -> np.ndarray:
         place = saved["parts"].get(_index(index, plain.shape))
         if place is None:
-            raise CheckpointError(f"{path}: {saved['name']} is sharded in another way.")
-        raw = np.array(data[place["offset"]: place["offset"] + place["bytes"]])
-        if raw.size != place["bytes"] or zlib.crc32(raw.data) != place["crc"]:
-            raise CheckpointError(f"{path} is damaged: {saved['name']} is not as it was saved.")
+            raise UsageError(f"{path}: {saved['name']} is sharded in another way.")
+        raw = retried(lambda: read(place["offset"], place["bytes"]), what=path)
+        if raw.size != place["bytes"] or checksum(raw.data) != place["checksum"]:
+            raise DamagedCheckpointError(f"{path} is damaged: {saved['name']} is not as it was saved.")
         shape = [len(range(*each.indices(size))) for each, size in zip(index, plain.shape, strict=True)]
         return raw.view(plain.dtype).reshape(shape)
 

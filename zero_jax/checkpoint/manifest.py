@@ -6,7 +6,6 @@ It is read, and compared with what the step expects, before any array is read.
 import contextlib
 import dataclasses
 import difflib
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -14,8 +13,9 @@ from importlib import metadata
 from typing import Any
 
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
+from zero_jax.files import sealed, unsealed
 
-FORMAT, VERSION = "zero_jax checkpoint", 1
+FORMAT = "zero_jax checkpoint 2"
 
 PARAMS = ("params", "frozen", "variables")
 """The parts of a state that inference needs: all that a checkpoint of kind "params" contains."""
@@ -53,8 +53,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """This as a dict that `json` can write, with the checksum over all of it."""
-        body = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-        return {"sha256": _checksum(body), "manifest": body}
+        return {"manifest": sealed(FORMAT, dataclasses.asdict(self))}
 
 
 def parse(text: str | bytes, where: str) -> Manifest:
@@ -63,20 +62,10 @@ def parse(text: str | bytes, where: str) -> Manifest:
     Raises DamagedCheckpointError for what no version of zero_jax wrote, CheckpointError for what another version did.
     """
     try:
-        outer = json.loads(text)
-        body, checksum = outer["manifest"], outer["sha256"]
-        intact = checksum == _checksum(body)
+        record = json.loads(text)["manifest"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{where} is damaged: it is no manifest ({error}).") from error
-    if not isinstance(body, dict):
-        raise DamagedCheckpointError(f"{where} is damaged: it is no manifest but {str(body)[:50]!r}.")
-    if not intact:
-        raise DamagedCheckpointError(f"{where} is damaged: its checksum is {checksum} and not {_checksum(body)}.")
-    _check_types(body, where, format=str, version=int)
-    if body["format"] != FORMAT or body["version"] != VERSION:
-        raise CheckpointError(
-            f"{where} has format={body['format']!r} version={body['version']!r}, and this zero_jax reads "
-            f"{FORMAT!r} version {VERSION}: restore it with the zero_jax that saved it, {body.get('versions')}.")
+    body = unsealed(record, FORMAT, where)
     _check_types(body, where, step=int, kind=str, leaves=dict, run=dict, versions=dict)
     if lacking := {"data", "config"} - body.keys():
         raise DamagedCheckpointError(f"{where} lacks what a manifest has: {', '.join(sorted(lacking))}.")
@@ -210,7 +199,3 @@ def _advice(names: Iterable[str]) -> str:
     if kinds <= {"ema", "guard"}:
         return f"Build the step with the {' and '.join(sorted(kinds))} (or precision) that saved it."
     return "Build the step as it was when this was saved."
-
-
-def _checksum(body: Any) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -21,12 +21,11 @@ from orbax.checkpoint.experimental import v1 as ocp
 
 from zero_jax.checkpoint.history import EARLIEST, PLACE, Place, parse_place
 from zero_jax.checkpoint.manifest import FORMAT
-from zero_jax.checkpoint.object_store import check_scheme, is_remote
+from zero_jax.checkpoint.object_store import check_scheme, contents, is_remote, listed
 from zero_jax.checkpoint.orbax_noise import log_no_raised, quiet
 from zero_jax.checkpoint.orbax_pieces import INDEX, ArraysAndPieces, Pieces, WithPieces
 from zero_jax.disk.durable_files import new_file, rename, sync_tree
 from zero_jax.errors import CheckpointError, UsageError
-from zero_jax.files import read_file
 
 ARRAYS, MANIFEST, SIZES = "state", "manifest", "sizes.json"
 MIN_LAYER_BYTES = 2**20
@@ -49,20 +48,19 @@ def committed(root: epath.Path) -> list[int]:
 
 def is_committed(path: epath.Path) -> bool:
     """Whether the file that says that a checkpoint is complete exists."""
-    return commit_path(path).exists()
+    return _COMMITTED in listed(path)
 
 
 def present(root: epath.Path) -> list[int]:
     """The steps whose checkpoints are complete or have lost the file that says so, ascending."""
-    if not root.is_dir():
-        return []
-    return sorted(int(each.name) for each in root.iterdir() if re.fullmatch(r"0|[1-9]\d{0,17}", each.name)
-                  and is_ours(each) and (not is_remote(root) or _was_complete(each)))
+    return sorted(int(name) for name, size in listed(root).items()
+                  if size is None and re.fullmatch(r"0|[1-9]\d{0,17}", name)
+                  and is_ours(root / name) and (not is_remote(root) or _was_complete(root / name)))
 
 
 def _was_complete(path: epath.Path) -> bool:
     """Whether a folder in an object store was a complete checkpoint: its commit file may be lost since."""
-    return is_committed(path) or (path / SIZES).exists()
+    return not {_COMMITTED, SIZES}.isdisjoint(listed(path))
 
 
 def is_ours(path: epath.Path) -> bool:
@@ -76,12 +74,12 @@ def is_ours(path: epath.Path) -> bool:
         return True
     manifest = _json(manifest_path(path))
     body = manifest.get("manifest") if isinstance(manifest, dict) else None
-    return isinstance(body, dict) and body.get("format") == FORMAT
+    return isinstance(body, dict) and str(body.get("format")).startswith(FORMAT.rpartition(" ")[0])
 
 
 def is_free(path: epath.Path) -> bool:
     """Whether there is nothing at `path`, or an empty folder."""
-    return not path.exists() or path.is_dir() and not any(path.iterdir())
+    return listed(path.parent).get(path.name) is None and not listed(path)
 
 
 def unfinished(root: epath.Path) -> list[epath.Path]:
@@ -89,15 +87,13 @@ def unfinished(root: epath.Path) -> list[epath.Path]:
 
     Earlier versions of zero_jax staged under a name of Orbax: of those only what has a manifest of ours is listed.
     """
-    if not root.is_dir():
-        return []
-    children = list(root.iterdir())
-    names = {each.name for each in children}
-    in_place = [each for each in children if is_remote(root) and each.name.isdigit() and not _was_complete(each)
-                and (f"{each.name}{_TEMPORARY}" in names or is_ours(each))]
+    names = listed(root)
+    in_place = [name for name in names if is_remote(root) and name.isdigit() and not _was_complete(root / name)
+                and (f"{name}{_TEMPORARY}" in names or is_ours(root / name))]
     # Last what says whose those are: a removal may be interrupted, too.
-    return in_place + [each for each in children if re.fullmatch(rf"\d+{_TEMPORARY}.*", each.name)
-                       or re.fullmatch(r"\d+\.orbax-checkpoint-tmp.*", each.name) and is_ours(each)]
+    return [root / name for name in in_place] + [
+        root / name for name in names if re.fullmatch(rf"\d+{_TEMPORARY}.*", name)
+        or re.fullmatch(r"\d+\.orbax-checkpoint-tmp.*", name) and is_ours(root / name)]
 
 
 def remove(path: epath.Path) -> None:
@@ -109,7 +105,7 @@ def remove(path: epath.Path) -> None:
         return
     for file in (path / SIZES, commit_path(path)):
         file.unlink(missing_ok=True)
-    if (path / ARRAYS).exists():
+    if ARRAYS in listed(path):
         (path / ARRAYS).rmtree()
     path.rmtree()
 
@@ -191,16 +187,17 @@ def place_of(path: epath.Path) -> Place | None:
     if place := parse_place(_json(path / PLACE)):
         return place
     manifest = _json(manifest_path(path))
-    if isinstance(manifest, dict) and "order" not in manifest and not (path / PLACE).exists():
+    if isinstance(manifest, dict) and "order" not in manifest and PLACE not in listed(path):
         return EARLIEST
     return parse_place(manifest.get("order") if isinstance(manifest, dict) else None)
 
 
 def _json(path: epath.Path) -> Any:
-    """The contents of a file of JSON; None where it cannot be read or is none."""
+    """The contents of a file of JSON; None where there is none, or it is no JSON."""
+    text = contents(path)  # whose CheckpointError is a ValueError, too
     try:
-        return json.loads(read_file(path, is_remote(path)))
-    except (OSError, ValueError, RecursionError):
+        return json.loads(text or b"")
+    except (ValueError, RecursionError):
         return None
 
 
@@ -229,13 +226,12 @@ def broken_index(path: epath.Path) -> epath.Path | None:
     """A metadata file of a checkpoint's arrays that is not JSON; None where all are, or are missing."""
     per_process = path / ARRAYS / "array_metadatas"
     files = [path / "_CHECKPOINT_METADATA", path / ARRAYS / INDEX, path / ARRAYS / "_sharding"]
-    for file in files + (sorted(per_process.iterdir()) if per_process.is_dir() else []):
+    for file in files + [per_process / name for name in sorted(listed(per_process))]:
+        text = contents(file)
         try:
-            json.loads(file.read_bytes())
+            json.loads("null" if text is None else text)
         except ValueError:
             return file
-        except OSError:
-            continue
     return None
 
 
@@ -250,13 +246,14 @@ def _stored_by_layer(keypath: Any, value: Any) -> Any:
 
 def sizes(path: epath.Path) -> dict[str, int]:
     """Bytes of each file of a checkpoint, by its relative path, without those that are not part of it."""
-    bytes_by_file, waiting = {}, [path]
+    bytes_by_file, waiting = {}, [""]
     while waiting:
-        for each in waiting.pop().iterdir():
-            if each.is_dir():
-                waiting.append(each)
-            elif each.name not in (SIZES, PLACE, f"{PLACE}.tmp"):
-                bytes_by_file[str(each.relative_to(path))] = each.stat().length
+        folder = waiting.pop()
+        for name, size in listed(path / folder).items():
+            if size is None:
+                waiting.append(f"{folder}{name}/")
+            elif name not in (SIZES, PLACE, f"{PLACE}.tmp"):
+                bytes_by_file[f"{folder}{name}"] = size
     return dict(sorted(bytes_by_file.items()))
 
 

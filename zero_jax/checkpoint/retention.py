@@ -1,8 +1,11 @@
 """A folder of checkpoints: which it has, which are intact, and which to remove when a newer one is complete."""
 
 import contextlib
+import dataclasses
 import json
 import logging
+import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -11,13 +14,24 @@ from typing import Any
 from zero_jax.checkpoint import orbax_store as storage
 from zero_jax.checkpoint.history import PLACE, History
 from zero_jax.checkpoint.integrity import changed_files, read_manifest
-from zero_jax.checkpoint.object_store import check_target, is_remote
+from zero_jax.checkpoint.object_store import check_target, is_remote, numbers_in
 from zero_jax.disk.durable_files import make_folder, replace_json
 from zero_jax.disk.run_lock import RunLock
-from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, check_same_numbers, is_first
+from zero_jax.distributed.agreement import all_or_none, check_same_numbers, from_first, is_first
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UnwrittenCheckpointError, UsageError
 
 LOG = logging.getLogger("zero_jax")
+
+
+@dataclasses.dataclass
+class _InProcess:
+    """What all objects of this process for one folder share. saving: the save that was begun last, by any of them."""
+
+    threads: Any = dataclasses.field(default_factory=threading.RLock)
+    saving: Any = None
+
+
+_FOLDERS: dict[str, _InProcess] = {}
 
 
 class Folder:
@@ -25,7 +39,8 @@ class Folder:
 
     A damaged checkpoint does not count as one of the last. It is removed when enough newer ones are intact, or when a
     new checkpoint of its number replaces it. One that a restore to an earlier one has abandoned is removed when as many
-    have been saved since, or when a new checkpoint of its number replaces it.
+    have been saved since, or when a new checkpoint of its number replaces it. Only what a checksum, a parser or a
+    listing proves is damage: where something cannot be read, CheckpointError is raised, and nothing is removed.
     """
 
     def __init__(self, path: Any, keep_last: int | None, keep_every: int | None):
@@ -37,6 +52,10 @@ class Folder:
         if self._lock is not None:
             weakref.finalize(self, self._lock.release)
         self._heads: list[tuple[int, int] | None] = []
+        self._known: set[int] = set()  # those that this object saved, or that were there when it restored
+        where = str(self.path).rstrip("/")
+        self._in_process = _FOLDERS.setdefault(where if is_remote(where) else os.path.realpath(where), _InProcess())
+        self.threads = self._in_process.threads
         self._keep_last, self._keep_every, self._told = keep_last, keep_every, False
 
     def at(self, number: int) -> Any:
@@ -64,8 +83,7 @@ class Folder:
 
     def steps(self) -> list[int]:
         """The numbers of the complete checkpoints that are not known to be damaged, ascending."""
-        committed = self._from_first(lambda: storage.committed(self.path))
-        return [number for number in committed if number not in self.damaged]
+        return self._undamaged(lambda: storage.committed(self.path))
 
     def latest(self) -> int | None:
         """The last of `steps()` that was saved or restored; None where there is none."""
@@ -79,7 +97,7 @@ class Folder:
         """
         if at is not None and (isinstance(at, bool) or not hasattr(at, "__index__")):
             raise UsageError(f"at={at!r} is not a checkpoint number: give an integer, one of {self.steps()}.")
-        candidates = [number for number in self._candidates(at) if number not in self.damaged]
+        candidates = self._candidates(at)
         if not candidates or at is not None and candidates[0] != at:
             steps = self.steps()
             known = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
@@ -94,20 +112,20 @@ class Folder:
     def emptied(self, number: int) -> list[str]:
         """A message for each empty folder with a higher number: it may have been a checkpoint."""
         def empty() -> list[int]:
-            folders = [each for each in self.path.iterdir() if each.name.isdecimal() and each.is_dir()]
-            return [int(each.name) for each in folders if int(each.name) > number and storage.is_free(each)]
+            return [each for each in numbers_in(self.path) if each > number and storage.is_free(self.at(each))]
 
         return [f"{self.at(each)} is empty: if it was a checkpoint, that is lost." for each in self._from_first(empty)]
 
     def _candidates(self, at: int | None) -> list[int]:
-        return self._from_first(lambda: self._history().candidates(at))
+        return self._undamaged(lambda: self._history().candidates(at))
+
+    def _undamaged(self, numbers: Callable[[], list[int]]) -> list[int]:
+        """Those that are not known to be damaged: to process 0, which alone looks at files that are to be removed."""
+        return self._from_first(lambda: [number for number in numbers() if number not in self.damaged])
 
     def _from_first(self, numbers: Callable[[], list[int]]) -> list[int]:
         """The `numbers()` of process 0 on every process."""
-        try:
-            return broadcast_from_first(all_or_none(lambda: numbers() if is_first() else []))
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read ({error}): allow it, or name another folder.") from error
+        return from_first(numbers)
 
     def _history(self) -> History:
         return History({number: storage.place_of(self.at(number)) for number in storage.present(self.path)})
@@ -117,20 +135,28 @@ class Folder:
 
         A copy of a later state that was made under one of these continues from it (`local_copies`). On process 0.
         """
-        if not is_first():
-            return [None]
-        return self._heads or [self._history().position]
+        return all_or_none(lambda: self._heads or [self._history().position] if is_first() else [None])
 
     def prepare(self, number: int) -> dict[str, Any] | None:
         """Removes what unfinished saves left. Returns the place of the checkpoint that is about to be saved; process 0.
 
-        Raises CheckpointError if there is an intact one of that number which is not abandoned.
+        Waits for the save of another object in this process. Raises CheckpointError if there is an intact one of that
+        number which is not abandoned, and where another run, which this one does not continue, has saved a later one.
         """
+        if self._in_process.saving is not None:
+            with contextlib.suppress(Exception):  # the object that began it raises it
+                self.finish(self._in_process.saving)
+
         def clear() -> dict[str, Any]:
             if not is_remote(self.path):
                 make_folder(self.path)
             self.clear_unfinished()
             history = self._history()
+            head = next((each for each in history.candidates(None) if each not in self.damaged), None)
+            if head is not None and head > number and head not in self._known:
+                raise CheckpointError(
+                    f"{self.path} has a checkpoint {head} of another run, which would be removed after {number} is "
+                    "saved: restore from there first, or save to another folder.")
             if number in storage.present(self.path):
                 if number in history.abandoned():
                     LOG.warning("The new checkpoint %d replaces one of %s that was abandoned.", number, self.path)
@@ -144,20 +170,24 @@ class Folder:
             elif not storage.is_free(self.at(number)):
                 raise CheckpointError(
                     f"{self.at(number)} is no checkpoint of zero_jax and stays as it is: save to another folder.")
-            place = history.new_place(number)
+            place = history.new_place(number, head)
             self._heads = [history.position, (number, place.last)]
             return place.to_json()
 
         return all_or_none(lambda: clear() if is_first() else None)
 
-    def note_restored(self, number: int) -> None:
-        """Makes the checkpoint `number` the latest one, which it may not be because others were saved later."""
+    def note_restored(self, number: int, *, is_wanted: bool) -> None:
+        """What is there is known to this run, which may replace it; is_wanted: `number` is the latest from now on.
+
+        Where it is not wanted but what a fallback has left, nothing is written.
+        """
         self._heads = []
         if not is_first():
             return
         try:
             history = self._history()
-            if history.head == number:
+            self._known |= {*history.candidates(None)}
+            if history.head == number or not is_wanted:
                 return
             if self._lock is not None and (message := self._lock.acquire()):
                 LOG.warning(message)
@@ -168,9 +198,22 @@ class Folder:
                 replace_json(path, place)
             LOG.warning("Checkpoint %d of %s is restored: %s are abandoned.", number, self.path,
                         ", ".join(map(str, self._history().abandoned())))
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # of gcsfs, too
             LOG.warning("That checkpoint %d of %s is restored cannot be noted there (%s): a later start restores the "
                         "one that was saved last.", number, self.path, error)
+
+    def begin(self, write: Callable[[], Any]) -> Any:
+        """What `write()` returns, which begins a save: in this process the next one waits for it."""
+        self._in_process.saving = response = write()
+        return response
+
+    def finish(self, response: Any) -> None:
+        """Waits for the end of the save of `begin`; raises what went wrong."""
+        try:
+            response.result()
+        finally:
+            if self._in_process.saving is response:
+                self._in_process.saving = None
 
     def clear_unfinished(self) -> None:
         """Removes what interrupted saves and removals left. None may be in progress."""
@@ -178,7 +221,7 @@ class Folder:
             leftovers = storage.unfinished(self.path)
             if not leftovers:
                 return
-            with contextlib.suppress(OSError):  # threads of a failed save may still write, and recreate the folder
+            with contextlib.suppress(Exception):  # threads of a failed save may still write, and recreate the folder
                 for path in leftovers:
                     path.rmtree()
             time.sleep(0.1)
@@ -188,14 +231,18 @@ class Folder:
     def complete(self, number: int) -> None:
         """Called once the checkpoint `number` is complete: removes the older ones that need not stay."""
         self.damaged.pop(number, None)
+        self._known.add(number)
         if is_first():
-            self._remove_old()
+            try:
+                self._remove_old()
+            except CheckpointError as error:
+                LOG.warning("What need not stay in %s stays, since it cannot be read: %s", self.path, error)
 
     def unwritten(self, number: int, error: Exception) -> CheckpointError:
         """The error for a checkpoint that could not be written; what was written of it is removed."""
         left = ""
-        with contextlib.suppress(OSError):
-            if is_first():
+        with contextlib.suppress(Exception):  # of gcsfs, too
+            if is_first() and self._in_process.saving is None:
                 self.clear_unfinished()
             left = ", ".join(map(str, storage.committed(self.path)))
         message = " ".join(str(error).split())[:500] or type(error).__name__
@@ -208,7 +255,7 @@ class Folder:
             if not (self._keep_every and number % self._keep_every == 0):
                 try:
                     storage.remove(self.at(number))
-                except OSError as error:
+                except Exception as error:  # of gcsfs, too
                     LOG.warning("%s need not stay and cannot be removed (%s).", self.at(number), error)
 
     def _need_not_stay(self, keep_last: int) -> list[int]:
@@ -227,12 +274,18 @@ class Folder:
 
     def _is_intact(self, number: int) -> bool:
         """Whether its manifest and the sizes of its files are as they were saved; the arrays are not read."""
+        def check() -> None:
+            read_manifest(self.at(number))
+            if changed := changed_files(self.at(number)):
+                raise DamagedCheckpointError(f"{self.at(number)} is damaged: {changed}.")
+
         if number not in self.damaged:
+            with contextlib.suppress(DamagedCheckpointError):
+                check()
+                return True
             try:
-                read_manifest(self.at(number))
-                if changed := changed_files(self.at(number)):
-                    raise DamagedCheckpointError(f"{self.at(number)} is damaged: {changed}.")
-            except CheckpointError as error:
+                check()  # of a read that gave other bytes the next one gives those that are there
+            except DamagedCheckpointError as error:
                 self.damaged[number] = str(error)
                 LOG.warning("%s", error)
         return number not in self.damaged

@@ -9,7 +9,8 @@ import jax
 from zero_jax.cli.objectives.objective import Objective
 from zero_jax.cli.step_from_config import step_of
 from zero_jax.cli.train_config import TrainConfig
-from zero_jax.disk.commits import has_commits
+from zero_jax.disk.commits import records_in
+from zero_jax.distributed.agreement import all_or_none, on_any
 from zero_jax.errors import UsageError
 from zero_jax.planning.memory import Transformer
 from zero_jax.planning.offload_choice import DISK, DISK_PARAMETERS, OffloadArgument, OffloadChoice
@@ -47,7 +48,7 @@ def with_chosen_offload(config: Config, objective: Objective, devices: list[jax.
     choice = choose_for(make, objective.batch_shapes(), target=target, memory_bytes=limit, disk=config.offload_disk,
                         transformer=transformer)
     if config.resume and config.offload_disk is not None and choice.name not in (
-            DISK, DISK_PARAMETERS) and has_commits(config.offload_disk):
+            DISK, DISK_PARAMETERS) and on_any(bool(all_or_none(lambda: records_in(config.offload_disk)))):
         raise UsageError(f"offload=auto: {choice.reason}; and offload_disk={config.offload_disk} has the states of a "
                          "run: give offload=disk to go on from them, or leave offload_disk out.")
     return placed(choice.offload), choice

@@ -26,11 +26,7 @@ def simulates() -> bool:
 
 def check_no_checkpoints(folder: Path | str) -> None:
     """Raises UsageError if `folder` has checkpoints: a new run must not mix its own with them."""
-    if isinstance(folder, str):
-        steps = numbers_in(folder)
-    else:
-        steps = _numbers(folder)
-    if steps:
+    if steps := numbers_in(folder):
         raise UsageError(
             f"{folder} has checkpoints of an earlier run, up to step {max(steps)}: --resume continues from there; for "
             "a new run give another out, or remove that folder.")
@@ -39,14 +35,10 @@ def check_no_checkpoints(folder: Path | str) -> None:
 def checkpoint_folder(path: Path) -> Path | None:
     """The folder of checkpoints that `path` is, or that the run in the folder `path` has; None where there is none."""
     path = path.expanduser()
-    return next((folder for folder in (path, path / "checkpoints") if _numbers(folder)), None)
+    return next((folder for folder in (path, path / "checkpoints") if numbers_in(folder)), None)
 
 
 def checkpoints_of(name: str) -> str:
     """Where the checkpoints of `name` are, a folder of them or of a run that has some; else `name` as it is."""
     folder = None if is_remote(name) else checkpoint_folder(Path(name))
     return name if folder is None else str(folder)
-
-
-def _numbers(folder: Path) -> list[int]:
-    return [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []

@@ -10,6 +10,7 @@ from zero_jax.cli.environment import checkpoint_folder
 from zero_jax.cli.model_lookup import ModelChoice, saved_name
 from zero_jax.cli.step_from_config import abstract_batch, step_of
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.distributed.agreement import from_first
 from zero_jax.errors import UsageError
 from zero_jax.interop.naming import OWN, Names
 from zero_jax.interop.params_io import file_leaves, init_from_file
@@ -27,14 +28,14 @@ def first_state(config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep, b
     path, key = config.init_from, jax.random.key(config.seed)
     if path is None:
         return step.init(key, batch)
-    if (folder := checkpoint_folder(path)) is not None:
+    if (folder := _run_at(path)) is not None:
         return step.init(key, batch, params=_saved_params(folder, config, choice, step))
     return init_from_file(path, step, key, batch, names=_names_in(path, choice, file_leaves(step, step.layout(batch))))
 
 
 def check_start(config: TrainConfig) -> None:
     """Raises UsageError where `config.init_from` is a run that this one cannot start from; no array is read."""
-    folder = None if config.init_from is None else checkpoint_folder(config.init_from)
+    folder = None if config.init_from is None else _run_at(config.init_from)
     if folder is None:
         return
     saved = Checkpoints(folder, read_only=True).manifest().config
@@ -45,6 +46,13 @@ def check_start(config: TrainConfig) -> None:
     if run.get("lora_rank") is not None:
         raise UsageError(f"init_from={config.init_from} is of a run of adapters: write the whole model with "
                          "zero-jax export --merge, and start from that.")
+
+
+def _run_at(path: Path) -> Path | None:
+    """`checkpoint_folder(path)` as process 0 sees it: what is read there is read by all processes, or by none."""
+    folders = path.expanduser(), path.expanduser() / "checkpoints"
+    found = from_first(lambda: [] if (folder := checkpoint_folder(path)) is None else [folders.index(folder)])
+    return folders[found[0]] if found else None
 
 
 def _saved_params(folder: Path, config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep) -> dict[str, Any]:

@@ -1,15 +1,17 @@
 """The record by which a generation of states on disk becomes valid: what it says, and which ones a folder has."""
 
 import dataclasses
-import json
-import zlib
+import os
 from pathlib import Path
 from typing import Any
 
-from zero_jax.errors import CheckpointError, UsageError, few
-from zero_jax.files import read_regular
+from zero_jax.errors import CheckpointError, DamagedCheckpointError, few
+from zero_jax.files import read_regular, retried, sealed, unsealed
 
-FORMAT, VERSION = "zero_jax states on disk", 1
+FORMAT = "zero_jax states on disk 2"
+
+RECORDS = "commit-0.json", "commit-1.json"
+"""The files of a process's commit records, each of the generation file of its number."""
 
 _MAX_COMMIT_BYTES = 2**28
 
@@ -31,7 +33,7 @@ class Commit:
     generation: int
     session: int
     step: int
-    checksums: tuple[int, ...]
+    checksums: tuple[str, ...]
     fingerprint: str
     leaves: dict[str, Any]
     note: Any = None
@@ -42,23 +44,25 @@ class Commit:
         return self.session, self.generation
 
 
-def has_commits(folder: Any) -> bool:
-    """Whether some process committed a state in `folder`."""
-    return any(Path(folder).glob("process-*/commit-*.json"))
+def records_in(folder: Any) -> list[Path]:
+    """The commit records of all processes in `folder`, whole or not; raises CheckpointError where it cannot be read."""
+    def entries(path: Path) -> list[Path]:
+        try:
+            return sorted(path / name for name in retried(lambda: os.listdir(path), what=path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    return [path for own in entries(Path(folder)) if own.name.startswith("process-")
+            for path in entries(own) if path.name in RECORDS]
 
 
-def newest_commit(folder: Any, *, process: int = 0, num_processes: int = 1) -> Commit | None:
-    """The last commit of a process, by its record alone; None where it has none.
-
-    Raises CheckpointError where only a run of another number of processes has committed there.
-    """
-    own = Path(folder) / process_folder(process, num_processes)
-    commits = [commit for slot in (0, 1) if (commit := read_commit(own / f"commit-{slot}.json")) is not None]
-    if not commits and (others := sorted({path.parent.name for path in Path(folder).glob("process-*/commit-*.json")})):
+def check_processes(folder: Any, num_processes: int) -> None:
+    """Raises CheckpointError where all commits in `folder` are of runs of other numbers of processes."""
+    owners = sorted({path.parent.name for path in records_in(folder)})
+    if owners and not any(owner.endswith(f"-of-{num_processes:05}") for owner in owners):
         raise CheckpointError(
-            f"disk: {folder} has the states of {few(others)}, and this is a run of {num_processes} processes: start as "
+            f"disk: {folder} has the states of {few(owners)}, and this is a run of {num_processes} processes: start as "
             "many as before, or remove the folder to go on from a checkpoint.")
-    return max(commits, key=lambda commit: commit.generation, default=None)
 
 
 def process_folder(process: int, num_processes: int) -> str:
@@ -66,27 +70,28 @@ def process_folder(process: int, num_processes: int) -> str:
     return f"process-{process:05}-of-{num_processes:05}"
 
 
-def with_checksum(commit: Commit) -> dict[str, Any]:
+def sealed_commit(commit: Commit) -> dict[str, Any]:
     """What the record of a commit has."""
-    body = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(commit)}
-    return {**body, "checksum": _checksum(body)}
+    return sealed(FORMAT, dataclasses.asdict(commit))
 
 
-def read_commit(path: Path) -> Commit | None:
-    """The commit in a file; None where there is none, or not the whole of one."""
-    try:
-        body = json.loads(read_regular(path, _MAX_COMMIT_BYTES))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError):
-        return None
-    if not isinstance(body, dict) or body.pop("checksum", None) != _checksum(body):
-        return None
-    if (body.pop("format", None), body.pop("version", None)) != (FORMAT, VERSION):
-        raise UsageError(f"disk: {path} is of another version of zero_jax: name another folder.")
-    body["checksums"] = tuple(body["checksums"])
-    return Commit(**body)
+def read_commits(own: Path) -> tuple[list[Commit | None], list[str]]:
+    """(the commit of each file in the folder of a process, None where it has no whole one; what is damaged, as text).
 
-
-def _checksum(body: dict[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
+    Raises CheckpointError where a record cannot be read, and where another version of zero_jax wrote it.
+    """
+    commits: list[Commit | None] = []
+    damaged = []
+    for path in (own / name for name in RECORDS):
+        commits.append(None)
+        try:
+            text = retried(lambda path=path: read_regular(path, _MAX_COMMIT_BYTES), what=path)
+            body = unsealed(text, FORMAT, path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (DamagedCheckpointError, IsADirectoryError) as error:
+            damaged.append(str(error))
+            continue
+        body["checksums"] = tuple(body["checksums"])
+        commits[-1] = Commit(**body)
+    return commits, damaged

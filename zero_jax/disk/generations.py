@@ -15,12 +15,13 @@ from typing import Any
 
 from zero_jax.arguments import shown
 from zero_jax.disk.aligned_file import AlignedFile, unwritten
-from zero_jax.disk.commits import Commit, process_folder, read_commit, with_checksum
+from zero_jax.disk.commits import RECORDS, Commit, process_folder, read_commits, sealed_commit
 from zero_jax.disk.durable_files import make_folder, replace_json
 from zero_jax.disk.records import Record, RecordLayout
 from zero_jax.disk.run_lock import RunLock
 from zero_jax.disk.scratch import SCRATCH
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError, few
+from zero_jax.files import retried
 
 _open: "weakref.WeakValueDictionary[str, Generations]" = weakref.WeakValueDictionary()
 
@@ -28,7 +29,9 @@ _open: "weakref.WeakValueDictionary[str, Generations]" = weakref.WeakValueDictio
 class Generations:
     """The two generations of one process in a folder.
 
-    scratch_bytes: of files that a step needs beside them there, for its own time; to be set before `create`.
+    Attributes:
+        scratch_bytes: of files that a step needs beside them there, for its own time; to be set before `create`.
+        damaged: the commit records that `found` came across and that are not as they were written, as text.
     """
 
     def __init__(self, folder: Any, layout: RecordLayout, *, process: int = 0, num_processes: int = 1):
@@ -41,10 +44,11 @@ class Generations:
         self.layout = layout
         self.committed: Commit | None = None
         self.scratch_bytes = 0
+        self.damaged: list[str] = []
         self._files = [AlignedFile(self.path / f"generation-{slot}.bin") for slot in (0, 1)]
         self._slots: list[Commit | None] = [None, None]
-        self._written: dict[int, int] = {}
-        self._once: list[dict[int, int]] = [{}, {}]
+        self._after, self._written = 0, dict[int, str]()
+        self._once: list[dict[int, str]] = [{}, {}]
         self._threads, self._lock, self._is_open = threading.Lock(), RunLock(self.path), False
 
     @property
@@ -68,19 +72,21 @@ class Generations:
             raise unwritten(self.path, error, 0) from error
 
     def found(self) -> list[Commit]:
-        """The commits in the folder, newest first; call `lock` before.
+        """The commits in the folder, newest first, and in `damaged` what might have been some; call `lock` before.
 
-        Raises UsageError where the folder holds something else, or another model's states, with the first difference.
-        A commit record that was cut off is none.
+        Raises UsageError where the folder holds something else, or another model's states, with the first difference,
+        and CheckpointError where it cannot be read.
         """
-        if not self.path.exists():
+        self._slots, self.damaged = [None, None], []
+        try:
+            names = retried(lambda: os.listdir(self.path), what=self.path)
+        except FileNotFoundError:
             return []
-        known = {"generation-0.bin", "generation-1.bin", "commit-0.json", "commit-1.json", "commit-0.json.tmp",
-                 "commit-1.json.tmp", SCRATCH}
-        if others := sorted({each.name for each in self.path.iterdir()} - known):
+        known = {"generation-0.bin", "generation-1.bin", *RECORDS, *(f"{name}.tmp" for name in RECORDS), SCRATCH}
+        if others := sorted(set(names) - known):
             raise UsageError(f"disk: {self.path} holds {few(others)}, which are no states of a run: name another "
                              "folder.")
-        self._slots = [read_commit(self.path / f"commit-{slot}.json") for slot in (0, 1)]
+        self._slots, self.damaged = read_commits(self.path)
         commits = sorted(filter(None, self._slots), key=lambda commit: -commit.generation)
         for commit in commits:
             if commit.fingerprint != self.layout.fingerprint():
@@ -88,8 +94,15 @@ class Generations:
                                  f"{_difference(commit.leaves, self.layout.leaves())}. Name another folder.")
         return commits
 
-    def create(self, session: int) -> None:
+    @property
+    def newest(self) -> int:
+        """The number of the newest generation that `found` came across, or that was committed; 0 where none was."""
+        return max((commit.generation for commit in (*self._slots, self.committed) if commit is not None), default=0)
+
+    def create(self, session: int, after: int = 0) -> None:
         """Reserves both files; what was committed before stays until the next commit but one.
+
+        after: the greatest `newest` of all processes, whose next generations have one number.
 
         Raises CheckpointError where the disk has too little space, before anything is written.
         """
@@ -103,7 +116,7 @@ class Generations:
                 file.open(self.layout.num_bytes, create=True)
             self._is_open = True
         self._start(session)
-        self._once = [{}, {}]
+        self._once, self._after = [{}, {}], after
 
     def resume(self, commit: Commit, session: int, buffer: memoryview) -> None:
         """Goes on from `commit`, one of `found()`, once every byte of it was read and is as it was written.
@@ -147,12 +160,13 @@ class Generations:
         assert len(self._written) == len(self.layout.records)
         slot = self._next % 2
         self._files[slot].sync()
-        self._lock.acquire()  # raises where another process has taken the folder over
         commit = Commit(self._next, self.session, step, tuple(self._written[i] for i in range(len(self._written))),
                         self.layout.fingerprint(), self.layout.leaves(), note)
-        path = self.path / f"commit-{slot}.json"
+        path = self.path / RECORDS[slot]
         try:
-            replace_json(path, with_checksum(commit))
+            self._check_files()
+            self._lock.acquire()  # raises where another process has taken the folder over
+            replace_json(path, sealed_commit(commit))
         except OSError as error:
             raise unwritten(path, error, 0) from error
         self.committed, self._slots[slot], self._once[slot] = commit, commit, self._once_of(commit)
@@ -175,14 +189,13 @@ class Generations:
 
     @property
     def _next(self) -> int:
-        newest = max((commit.generation for commit in (*self._slots, self.committed) if commit is not None), default=0)
         # After a fallback to the older generation, the damaged one is written again.
-        return newest + 1 if self.committed is None else self.committed.generation + 1
+        return 1 + (max(self.newest, self._after) if self.committed is None else self.committed.generation)
 
     def _start(self, session: int) -> None:
         self.session, self._written = session, {}
 
-    def _once_of(self, commit: Commit) -> dict[int, int]:
+    def _once_of(self, commit: Commit) -> dict[int, str]:
         return {record.number: commit.checksums[record.number] for record in self.layout.records if record.once}
 
     def _check_space(self) -> None:
@@ -196,12 +209,21 @@ class Generations:
                 f"{self.path.parent} has {free:,} bytes free: free space there, name a folder on another disk, or give "
                 "an optimizer with less state" + (" or a smaller batch" if beside else "") + ".")
 
-    def _verified(self, record: Record, value: int, commit: Commit) -> None:
+    def _check_files(self) -> None:
+        """Raises CheckpointError where what was committed, or is to be, is not in the folder any more."""
+        paths = [file.path for file in self._files if not file.is_there()]
+        if self.committed is not None and not (path := self.path / RECORDS[self.committed.generation % 2]).exists():
+            paths.append(path)
+        if paths:
+            raise CheckpointError(f"disk: {few(paths)}: removed or replaced while this run uses it. Nothing is "
+                                  "committed there from now on: restore a checkpoint, or start again.")
+
+    def _verified(self, record: Record, value: str, commit: Commit) -> None:
         if value != commit.checksums[record.number]:
             path, names = self._files[commit.generation % 2].path, few(dict.fromkeys(p.leaf for p in record.parts), 3)
             raise DamagedCheckpointError(
                 f"{path} is damaged: bytes {record.offset:,} to {record.offset + record.num_bytes:,}, which hold "
-                f"{names}, have the checksum {value:08x}, and {commit.checksums[record.number]:08x} was committed: "
+                f"{names}, have the checksum {value}, and {commit.checksums[record.number]} was committed: "
                 "start again from stored_state, which takes the generation before where that is whole, or from a "
                 "checkpoint.")
 

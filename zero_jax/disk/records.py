@@ -1,12 +1,12 @@
 """What lies where in a file of states: records that are read and written at once, each of one block of some leaves."""
 
 import dataclasses
-import json
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+
+from zero_jax.files import checksum
 
 ALIGNMENT = 4096
 """Bytes that offsets and lengths of direct reads and writes are multiples of, on every disk that is in use."""
@@ -110,7 +110,7 @@ class RecordLayout:
         """A checksum of where everything lies."""
         table = [[record.offset, record.num_bytes, record.once, [dataclasses.astuple(part) for part in record.parts]]
                  for record in self.records]
-        return f"{zlib.crc32(json.dumps(table).encode()):08x}"
+        return checksum(table)
 
     def _parts(self) -> Iterator[Part]:
         for record in self.records:

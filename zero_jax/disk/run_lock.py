@@ -25,6 +25,17 @@ _held: dict[str, "_Held"] = {}
 _guard = threading.Lock()
 
 
+def _forget() -> None:
+    """In a forked child: the locks are the parent's, which goes on."""
+    global _guard
+    _guard = threading.Lock()
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
 class RunLock:
     """The lock of a folder of checkpoints, as one of its users in this process; they share it."""
 
@@ -39,16 +50,16 @@ class RunLock:
         """
         message = ""
         with _guard:
-            if self.path not in _held:
-                try:
+            try:
+                if self.path not in _held:
                     _held[self.path] = _Held(self.path)
                     message = _held[self.path].taken_over
-                except OSError as error:
-                    LOG.warning("%s cannot be written (%s): another run in this folder would not be noticed.",
-                                self.path, error)
-                    return ""
-            held = _held[self.path]
-            held.check()
+                held = _held[self.path]
+                held.check()
+            except OSError as error:
+                LOG.warning("%s cannot be written (%s): another run in this folder would not be noticed.",
+                            self.path, error)
+                return ""
             held.users += not self._is_user
             self._is_user = True
         return message
@@ -76,9 +87,12 @@ class _Held:
         threading.Thread(target=self._beat, name="zero_jax lock", daemon=True).start()
 
     def check(self) -> None:
-        """Raises CheckpointError where another process has taken the lock over."""
+        """Writes the lock again where it was removed; raises CheckpointError where another process has it now."""
         owner = _read(self.path)
-        if owner is not None and owner.get("token") != self._token:
+        if owner is None:
+            LOG.warning("%s was removed while this process has it: it is written again.", self.path)
+            self._take()
+        elif owner.get("token") != self._token:
             raise CheckpointError(
                 f"{self.path} was taken over by {_text(owner)}, while this process did not run: end one of them.")
 

@@ -21,7 +21,7 @@ class ScratchFile:
         after_damage: what to say of the state where a record is not as it was written.
         """
         self.layout, self._after_damage = layout, after_damage
-        self._written: dict[int, int] = {}
+        self._written: dict[int, str] = {}
         self._file = AlignedFile(folder / SCRATCH)
         self._file.open(layout.num_bytes, create=True)
         os.unlink(self._file.path)  # so that the space is free again however the process ends

@@ -12,9 +12,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.errors import UsageError, few
+from zero_jax.errors import (
+    MAX_MESSAGE,
+    CheckpointError,
+    DamagedCheckpointError,
+    UnwrittenCheckpointError,
+    UsageError,
+    few,
+)
+from zero_jax.files import is_transient
 
 T = TypeVar("T")
+
+_KINDS: tuple[type[Exception], ...] = (
+    DamagedCheckpointError, OSError, UnwrittenCheckpointError, CheckpointError, UsageError, RuntimeError)
+"""Kinds of errors that processes agree upon: OSError for what `is_transient`, RuntimeError for what is none of them."""
 
 
 def is_first() -> bool:
@@ -97,7 +109,11 @@ def _machine() -> str:
 
 
 def all_or_none(do: Callable[[], T]) -> T:
-    """The result of `do()`. Raises on every process if it raises on any, so that none continues alone."""
+    """The result of `do()`. Raises on every process if it raises on any, so that none continues alone.
+
+    All raise an error of one kind, so that an `except` around this, or a further try, is the same on all of them. That
+    is the last of `_KINDS` that any process met: damage, which a fallback may answer, only where none met another.
+    """
     error: Exception | None = None
     result: T | None = None
     try:
@@ -105,9 +121,36 @@ def all_or_none(do: Callable[[], T]) -> T:
     except Exception as raised:
         error = raised
     if jax.process_count() > 1:
-        failed = np.flatnonzero(gather(np.array(error is not None)))
-        if error is None and failed.size:
-            raise RuntimeError(f"Process {failed[0]} failed: see its output.")
+        own = -1 if error is None else _KINDS.index(_kind_of(error))
+        kinds = gather(np.array(own)).tolist()
+        if (worst := max(kinds)) >= 0:
+            process, text = kinds.index(worst), np.zeros(4 * MAX_MESSAGE, np.uint8)
+            message = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+            encoded = message.encode(errors="replace")[:text.size]
+            text[:len(encoded)] = np.frombuffer(encoded, np.uint8)
+            message = gather(text)[process].tobytes().rstrip(b"\0").decode(errors="replace")
+            if own != worst:
+                raise _KINDS[worst](f"Process {process} failed: {message}") from error
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
+
+
+def _kind_of(error: Exception) -> type[Exception]:
+    if is_transient(error):
+        return OSError
+    return next((kind for kind in _KINDS if kind is not OSError and isinstance(error, kind)), RuntimeError)
+
+
+def on_any(condition: bool) -> bool:
+    """Whether it holds on any process, on every process."""
+    return bool(gather(np.array(condition)).any())
+
+
+def from_first(do: Callable[[], Sequence[int]]) -> list[int]:
+    """The numbers that `do()` returns on process 0, on every process: for what processes may see differently.
+
+    A condition before anything that all processes do together is agreed upon so. `do` runs on process 0 alone, and
+    calls nothing of that kind itself. Raises as `all_or_none`.
+    """
+    return broadcast_from_first(all_or_none(lambda: do() if is_first() else []))

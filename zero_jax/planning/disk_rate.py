@@ -14,7 +14,7 @@ from zero_jax.disk.generations import existing_folder
 from zero_jax.disk.records import Record, RecordLayout
 from zero_jax.disk.scratch import ScratchFile
 from zero_jax.disk.streaming import Streaming
-from zero_jax.distributed.agreement import gather
+from zero_jax.distributed.agreement import all_or_none, gather
 from zero_jax.errors import CheckpointError, UsageError
 from zero_jax.planning.host_link import PARTS_BY
 from zero_jax.planning.transfers import predicted_disk_rate
@@ -90,14 +90,14 @@ def agreed_disk(folder: str | os.PathLike[str]) -> DiskRate:
 
     Raises UsageError on every process where one cannot measure it.
     """
-    error, rate = "that of another process: see its output", DiskRate(0.0, False)
-    try:
-        rate = measured_disk(existing_folder(folder).resolve())
-    except (CheckpointError, OSError) as raised:
-        error = str(raised)
+    def measured() -> DiskRate:
+        try:
+            return measured_disk(existing_folder(folder).resolve())
+        except (CheckpointError, OSError) as error:
+            raise UsageError(f"not compared, since its disk cannot be measured: {error}") from error
+
+    rate = all_or_none(measured)
     rates = gather(np.array([rate.bytes_per_second, rate.is_direct], np.float32))
-    if not rates[:, 0].all():
-        raise UsageError(f"not compared, since its disk cannot be measured: {error}")
     return DiskRate(float(rates[:, 0].min()), bool(rates[:, 1].all()))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from zero_jax.cli.environment import simulates
 from zero_jax.cli.options.choices import FILES
-from zero_jax.disk.commits import has_commits
+from zero_jax.disk.commits import records_in
 from zero_jax.disk.generations import check_folder
 from zero_jax.errors import UsageError
 
@@ -52,7 +52,7 @@ def check_auto(config: Any) -> None:
 def check_no_states(config: Any) -> None:
     """Raises UsageError where a new run would find the states of another one in its folder."""
     folder = config.offload_disk
-    if folder is not None and not config.resume and not config.dry_run and has_commits(folder):
+    if folder is not None and not config.resume and not config.dry_run and records_in(folder):
         raise UsageError(f"offload_disk={folder} has the states of a run: --resume goes on from them; for a new "
                          "run remove the folder, or name another one.")
 

@@ -19,7 +19,7 @@ from zero_jax.cli.renamed import current_options
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.data.positions import NumberedBatches
 from zero_jax.diloco.step import DiLoCoStep
-from zero_jax.distributed.agreement import broadcast_from_first
+from zero_jax.distributed.agreement import from_first
 from zero_jax.errors import CheckpointError, DamagedCheckpointError
 
 LORA, DILOCO = (tuple(field.name for field in dataclasses.fields(options)) for options in (LoraOptions, DiLoCoOptions))
@@ -74,7 +74,8 @@ def resumed(config: TrainConfig, checkpoints: Checkpoints, copies: LocalCopies |
                           f"{config.local_checkpoints}.", soft_wrap=True)
             return restored
     # Of those that lost the file which says that they are complete there are heads, and no steps: not nothing.
-    if not checkpoints.steps() and not broadcast_from_first([int(checkpoints.heads()[-1] is not None)])[0]:
+    head = checkpoints.heads()[-1]
+    if not checkpoints.steps() and not from_first(lambda: [head is not None])[0]:
         if copies is not None:
             copies.clear()
         console.print(f"{config.checkpoints} has no checkpoint yet: the run starts from the beginning.", soft_wrap=True)

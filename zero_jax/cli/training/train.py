@@ -44,7 +44,7 @@ from zero_jax.cli.training.run_programs import programs_of
 from zero_jax.cli.training.slice_programs import slices_of
 from zero_jax.cli.training.states_on_disk import StatesOnDisk
 from zero_jax.data.prefetch import Prefetched
-from zero_jax.distributed.agreement import all_or_none, is_first
+from zero_jax.distributed.agreement import all_or_none, is_first, on_any
 from zero_jax.distributed.initialize import initialize, local
 from zero_jax.distributed.preemption import Preemption
 from zero_jax.distributed.watchdog import Watchdog
@@ -208,7 +208,8 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         checkpoints.wait()
         if copies is not None and config.save_every:
             copies.clear()  # the last state is saved
-        interrupted = interrupted or preemption.signal == signal.SIGINT
+        # Of one process, say, after the last step that all agree on: what follows has collectives.
+        interrupted = on_any(interrupted or preemption.signal == signal.SIGINT)
         asked = preemption.signal if loop.preempted or interrupted else None
         preemption.release()  # the run is saved: Ctrl-C ends what follows
         if not interrupted and not loop.preempted:

@@ -1,6 +1,7 @@
 """A step's state in files: opened, read whole and written whole. `step` has the step itself."""
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from jax.lax import with_sharding_constraint as constrain
 
 from zero_jax.arguments import shown
 from zero_jax.disk.streamed_scratch import StreamedScratch
+from zero_jax.distributed.agreement import all_or_none
 from zero_jax.errors import UsageError
 from zero_jax.sharding.compute_params import gather_copy
 from zero_jax.sharding.layout import Layout
@@ -70,8 +72,7 @@ class StepWithFiles(ZeroTrainStep):
             states = self._prepared(batch)
         scratch = self._scratch(states, batch)
         commit, layout = states.resume(), self.layout(batch)
-        for file in scratch:
-            file.open(states.generations.path)
+        self._open_scratch(scratch, states)
         self._note = commit.note
         copied = {name for name, _ in named_leaves(layout.state.weights) if f"weights/{name}" not in layout.disk}
         names = [name for name in states.leaves if not name.startswith("weights/") and (
@@ -192,9 +193,12 @@ class StepWithFiles(ZeroTrainStep):
         scratch = [] if batch is None else self._scratch(states, batch)
         if message := open_files(states):
             LOG.warning(message)
-        for file in scratch:
-            file.open(states.generations.path)
+        self._open_scratch(scratch, states)
         return states
+
+    def _open_scratch(self, scratch: list[StreamedScratch], states: DiskStates) -> None:
+        for file in scratch:
+            all_or_none(functools.partial(file.open, states.generations.path))
 
     def _scratch(self, states: DiskStates, batch: Batch) -> list[StreamedScratch]:
         """The files that a step needs beside the states, whose space is looked for with that of these.

@@ -68,7 +68,7 @@ class CommittedState:
     def chunks(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The `others` among `names`, some at a time, which take no more of a device than the largest of them."""
         for chunk in chunks(names, {name: self._states.leaves[name].like for name in names}):
-            yield all_or_none(functools.partial(self._states.read_leaves, chunk))
+            yield self._states.read_leaves(chunk)
 
 
 def stacked_leaves(states: DiskStates) -> set[str]:

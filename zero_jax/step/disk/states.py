@@ -4,15 +4,18 @@ A generation in the files is a whole state: the leaves that are only there, and 
 writes and does not read, so that a run that was killed goes on from the files alone.
 """
 
+import collections
 import contextlib
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from zero_jax.disk.commits import Commit
+from zero_jax.disk.commits import Commit, check_processes, process_folder, read_commits
 from zero_jax.disk.generations import Generations
 from zero_jax.disk.records import Record
 from zero_jax.disk.streaming import Streaming
@@ -24,6 +27,7 @@ from zero_jax.step.disk.plan import UpdatePlan
 from zero_jax.step.disk.state_records import StateRecords
 from zero_jax.tree import named_leaves
 
+LOG = logging.getLogger("zero_jax")
 FRESH = ("already holds the state of a run, after step {step:,}: go on from it with step.stored_state(batch), or "
          "remove the folder, or name another one")
 
@@ -53,29 +57,24 @@ class DiskStates:
 
         Raises UsageError where they have the state of another run, CheckpointError where the disk is too small.
         """
-        def attempt() -> str:
-            message = self.generations.lock()
-            if not self.is_open and (found := self.generations.found()):
-                raise UsageError(f"disk: {self.generations.path.parent} {FRESH.format(step=found[0].step)}.")
-            return message
+        def check(commits: list[Commit]) -> None:
+            folder = self.generations.path.parent
+            if common := in_common(commits, self.generations.damaged, folder):
+                raise UsageError(f"disk: {folder} {FRESH.format(step=common[0].step)}.")
 
-        return self._open(attempt)
+        return self._open(check)
 
     def replace(self) -> str:
         """As `create`, for a state that a checkpoint has: what the files have of the same model goes."""
-        def attempt() -> str:
-            message = self.generations.lock()
-            if not self.is_open:
-                self.generations.found()
-            return message
+        return self._open(lambda commits: None)
 
-        return self._open(attempt)
-
-    def _open(self, attempt: Callable[[], str]) -> str:
+    def _open(self, check: Callable[[list[Commit]], None]) -> str:
         with self._given_back_by_errors():
-            message = all_or_none(attempt)
-            session = _session()
-            all_or_none(lambda: self.generations.create(session))
+            message = all_or_none(self.generations.lock)
+            if not self.is_open:
+                check(all_or_none(self.generations.found))
+            session, after = _session(), int(gather(np.array(self.generations.newest, np.uint32)).max())
+            all_or_none(lambda: self.generations.create(session, after))
         self.is_open = True
         return message
 
@@ -99,28 +98,25 @@ class DiskStates:
 
     def _resumed(self) -> Commit:
         all_or_none(self.generations.lock)
-        found = {commit.token: commit for commit in all_or_none(self.generations.found)}
-        everywhere = _everywhere(list(found))
-        common = [token for token in found if all(token in each for each in everywhere)]
-        if not common and any(each - {(0, 0)} for each in everywhere):
-            raise DamagedCheckpointError(f"disk: {self.generations.path.parent}: there is no generation that all "
-                                         f"{len(everywhere)} processes have. Restore a checkpoint.")
-        if not common:
-            raise CheckpointError(f"disk: {self.generations.path.parent} holds no committed state: start with "
-                                  "step.init, or restore a checkpoint.")
-        messages, session = [], _session()
-        for token in sorted(common, key=lambda token: -token[1]):
-            def attempt(commit: Commit = found[token]) -> Commit:
+        commits, folder = all_or_none(self.generations.found), self.generations.path.parent
+        if not (common := in_common(commits, self.generations.damaged, folder)):
+            raise CheckpointError(f"disk: {folder} holds no committed state: start with step.init, or restore a "
+                                  "checkpoint.")
+        messages, session = list(self.generations.damaged), _session()
+        for commit in common:
+            def attempt(commit: Commit = commit) -> Commit:
                 with self.streaming.buffer() as buffer:
                     self.generations.resume(commit, session, buffer)
                 return commit
 
             try:
-                commit = all_or_none(attempt)
+                all_or_none(attempt)
             except DamagedCheckpointError as error:
                 messages.append(str(error))
             else:
                 self.is_open = True
+                for message in messages:
+                    LOG.warning("%s The state after step %d is taken.", message, commit.step)
                 return commit
         raise DamagedCheckpointError(f"disk: no generation is whole: {' '.join(messages)} Restore a checkpoint.")
 
@@ -190,7 +186,7 @@ class DiskStates:
         return self._layer_leaves[name]
 
     def read_leaves(self, names: Iterable[str]) -> dict[str, Any]:
-        """The named leaves as arrays."""
+        """The named leaves as arrays, on all processes or on none."""
         wanted = set(names)
         shards = {name: [np.empty(self.leaves[name].local, self.leaves[name].dtype) for _ in self.leaves[name].owners]
                   for name in wanted}
@@ -206,9 +202,11 @@ class DiskStates:
 
         records = [record for record in self.records.layout.records
                    if any(part.leaf in wanted for part in record.parts)]
-        with self.streaming.read(records, take) as ahead:
-            for _ in ahead:
-                pass
+        def read() -> None:
+            with self.streaming.read(records, take) as ahead:
+                collections.deque(ahead, 0)
+
+        all_or_none(read)  # what follows has collectives
         flat.clear()
         likes = dict(named_leaves(self.layout.shardings))
         return {name: resharded(self.leaves[name].array(shards.pop(name)), likes[name]) for name in sorted(wanted)}
@@ -265,9 +263,38 @@ def _session() -> int:
     return broadcast_from_first([secrets.randbits(32)])[0]
 
 
-def _everywhere(tokens: list[tuple[int, int]]) -> list[set[tuple[int, int]]]:
-    """The tokens that each process has; at most two."""
+def newest_commit(folder: Any) -> Commit | None:
+    """This process's commit of the newest generation that all have, by the records alone; all processes call this.
+
+    None where no run has begun there. Raises as `in_common`.
+    """
+    process, count = jax.process_index(), jax.process_count()
+    commits, damaged = all_or_none(lambda: read_commits(Path(folder) / process_folder(process, count)))
+    return next(iter(in_common([commit for commit in commits if commit is not None], damaged, Path(folder))), None)
+
+
+def in_common(commits: list[Commit], damaged: list[str], folder: Path) -> list[Commit]:
+    """Those of the `commits` that all processes have, newest first; all call this. Empty where no run has begun.
+
+    So it is, too, where some have the first generation and others none: a run was killed while it wrote that. damaged:
+    what is wrong with this process's records. Raises DamagedCheckpointError where a run has begun and there is nothing
+    in common, and CheckpointError where it was one of another number of processes.
+    """
     rows = np.zeros((2, 2), np.uint32)
-    for at, token in enumerate(tokens[:2]):
-        rows[at] = token
-    return [{(int(session), int(generation)) for session, generation in each} for each in gather(rows)]
+    for at, commit in enumerate(commits[:2]):
+        rows[at] = commit.token
+    everywhere = [{(int(session), int(generation)) for session, generation in each} for each in gather(rows)]
+
+    def check() -> None:
+        if damaged:
+            raise DamagedCheckpointError(f"disk: {' '.join(damaged)[:-1]}, and no generation is whole: restore a "
+                                         f"checkpoint, or remove {folder}.")
+        if max(generation for each in everywhere for _, generation in each) > 1:
+            raise DamagedCheckpointError(f"disk: {folder}: there is no generation that all {len(everywhere)} processes "
+                                         "have: restore a checkpoint, or remove the folder.")
+        check_processes(folder, len(everywhere))
+
+    common = [commit for commit in commits if all(commit.token in each for each in everywhere)]
+    if not common:
+        all_or_none(check)
+    return sorted(common, key=lambda commit: -commit.generation)
