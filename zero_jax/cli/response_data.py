@@ -1,7 +1,7 @@
 """What the objectives with responses share: checks of their options, rows as examples, answers of the model."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from zero_jax.data.conversations import read_rows
 from zero_jax.data.response_rows import Example, split_examples
 from zero_jax.data.tokenized import Tokenized
 from zero_jax.data.tokenizer import Tokenizer
-from zero_jax.errors import UsageError
+from zero_jax.errors import UsageError, few
 from zero_jax.step.step import ZeroTrainStep
 
 HEAD_ROWS = 100
@@ -77,12 +77,13 @@ def example_parts(config: TrainConfig, read: Callable[[tuple[str, ...]], tuple[l
     return kept, held_out, cut + eval_cut, left_out + eval_left_out
 
 
-def counted(train: Sequence[Any], held_out: Sequence[Any], *, cut: int, left_out: int,
+def counted(train: Sequence[Any], held_out: Sequence[Any], *, cut: int, left_out: int, unread: Set[str],
             why: str = "no response began within a row") -> str:
-    """How many examples there are, and what became of those that are too long."""
+    """How many examples there are, what became of those that are too long, and which fields of rows are `unread`."""
     text = counts_text(len(train), len(held_out), "examples")
     text += f" {cut:,} are longer than a row, and cut at their end." * bool(cut)
-    return text + f" {left_out:,} are left out: {why}." * bool(left_out)
+    text += f" {left_out:,} are left out: {why}." * bool(left_out)
+    return text + f" Fields that are not read: {few(sorted(unread), 20)}." * bool(unread)
 
 
 def answers(config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep, state: Any, examples: Sequence[Example],

@@ -37,14 +37,13 @@ class Example:
 
 
 def encode(examples: Sequence[Sequence[Piece]], tokenizer: Tokenizer) -> list[Example]:
-    """Pieces as tokens. Each piece is encoded by itself, so that a response begins where a token does."""
-    texts = [piece.text for pieces in examples for piece in pieces]
-    encoded = iter(tokenizer.encode(texts))
+    """Pieces as tokens, none of which is in two pieces, so that a response begins where a token does."""
+    encoded = tokenizer.encode_parts([[piece.text for piece in pieces] for pieces in examples])
     eos, result = tokenizer.specials.eos, []
-    for pieces in examples:
+    for pieces, parts in zip(examples, encoded, strict=True):
         ids, response = [], []
-        for piece in pieces:
-            own = [*next(encoded)] + ([eos] if piece.ends and eos is not None else [])
+        for piece, part in zip(pieces, parts, strict=True):
+            own = [*part] + ([eos] if piece.ends and eos is not None else [])
             ids += own
             response += [piece.response] * len(own)
         result.append(Example(np.array(ids, np.int32), np.array(response, bool)))

@@ -61,8 +61,9 @@ class Instruct(Objective):
 
         tokens, responses = (sum(numbers) for numbers in zip(*(
             (len(each.tokens), int(each.response.sum())) for each in train), strict=True))
-        summary = (f"{counted(train, held_out, cut=cut, left_out=left_out)} {responses:,} of {tokens:,} tokens are "
-                   f"responses; rows are {sets[0].used_fraction:.1%} tokens, the rest padding ({config.documents}).")
+        what = counted(train, held_out, cut=cut, left_out=left_out, unread=self.template.unread)
+        summary = (f"{what} {responses:,} of {tokens:,} tokens are responses; rows are "
+                   f"{sets[0].used_fraction:.1%} tokens, the rest padding ({config.documents}).")
         return RunData(batches, summary, held_out, self.tokenizer.decode)
 
     def samples(self, step: ZeroTrainStep, state: Any, data: RunData) -> tuple[str, ...]:

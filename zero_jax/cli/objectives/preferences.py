@@ -99,8 +99,8 @@ class Preferences(Objective):
                     ExampleBatches([self._rows[1]], **shape))
 
         why = "no response began within a row, or both are the same in it"
-        return RunData(batches, counted(train, held_out, cut=cut, left_out=left_out, why=why),
-                       [chosen for chosen, _ in held_out], self.tokenizer.decode)
+        what = counted(train, held_out, cut=cut, left_out=left_out, unread=self.template.unread, why=why)
+        return RunData(batches, what, [chosen for chosen, _ in held_out], self.tokenizer.decode)
 
     def prepare(self, step: ZeroTrainStep, state: Any, *, resumed: bool) -> str:
         """The reference of all pairs: of `state`, or if `resumed` as the run has kept it."""
