@@ -15,7 +15,7 @@ from zero_jax.cli.training.samples import continued
 from zero_jax.data import extras
 from zero_jax.data.chat_template import Template, load_template
 from zero_jax.data.conversations import read_rows
-from zero_jax.data.response_rows import Example, split_examples
+from zero_jax.data.response_rows import Example, response_text, split_examples
 from zero_jax.data.tokenized import Tokenized
 from zero_jax.data.tokenizer import Tokenizer
 from zero_jax.errors import UsageError, few
@@ -87,15 +87,14 @@ def counted(train: Sequence[Any], held_out: Sequence[Any], *, cut: int, left_out
 
 
 def answers(config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep, state: Any, examples: Sequence[Example],
-            tokenizer: Tokenizer) -> tuple[str, ...]:
+            tokenizer: Tokenizer, template: Template) -> tuple[str, ...]:
     """The model's responses to the prompts of `examples`, beside those of the data."""
     texts, devices = [], step.batch_sharding.num_devices
     for each in examples:
         if not 0 < len(each.prompt) < config.seq_len:
             continue
         new = continued(config, choice, step, state, np.tile(each.prompt, (devices, 1)))[0]
-        if tokenizer.specials.eos in new.tolist():
-            new = new[:new.tolist().index(tokenizer.specials.eos)]
-        prompt, wanted, said = (shown_text(tokenizer.decode(ids)) for ids in (each.prompt, each.answer, new))
+        said = shown_text(response_text(new.tolist(), template if template.used else None, tokenizer))
+        prompt, wanted = (shown_text(tokenizer.decode(ids)) for ids in (each.prompt, each.answer))
         texts.append(f"--- held-out prompt:\n{prompt}\n--- its response:\n{wanted}\n--- the model's:\n{said}")
     return tuple(texts)

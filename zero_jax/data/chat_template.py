@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,10 +42,10 @@ class SimpleTemplate:
     ['<|user|>\n2 + 2?\n<|assistant|>\n', '4', '\n']
     """
 
-    name, variables = "<|role|>, then the text", frozenset()
+    name, variables, fingerprint = "<|role|>, then the text", frozenset(), "simple"
 
     def __init__(self) -> None:
-        self.unread: set[str] = set()
+        self.unread, self.used = set[str](), False
 
     def unread_by(self, conversation: Conversation, where: str) -> set[str]:
         """The fields of messages that make no difference to the text."""
@@ -68,7 +69,11 @@ class SimpleTemplate:
 
 
 class ChatTemplate:
-    """The `chat_template` of a tokenizer_config.json, rendered in Jinja2's immutable sandbox as transformers does."""
+    """The `chat_template` of a tokenizer_config.json, rendered in Jinja2's immutable sandbox as transformers does.
+
+    variables: that it reads of what it is rendered with. fingerprint: of its source. unread: fields of rows that were
+    not read so far. used: whether a row had messages.
+    """
 
     def __init__(self, source: str, tokens: Mapping[str, str], name: str):
         """tokens: bos_token, eos_token and so on. name: of the file."""
@@ -82,7 +87,7 @@ class ChatTemplate:
         except Exception as error:  # jinja2.TemplateError, RecursionError
             raise UsageError(f"{self.name} is no template of Jinja2: {printable(str(error))}.") from error
         self.variables = frozenset(extras.load("jinja2.meta", self.name).find_undeclared_variables(nodes))
-        self.unread: set[str] = set()
+        self.unread, self.used, self.fingerprint = set[str](), False, f"{zlib.crc32(source.encode()):08x}"
 
     def unread_by(self, conversation: Conversation, where: str) -> set[str]:
         """The fields of messages that make no difference to the text: it is rendered without each."""

@@ -129,6 +129,7 @@ def _conversation(row: Row, messages: Any, field: str, template: Template, where
         raise UsageError(f"{where}: {field}: {few(wrong)} of a message: {template.name} does not read it: leave it "
                          "out, or give a tokenizer whose chat_template does.")
     template.unread.update(f"{field}.{name}" for name in unread)
+    template.used = True
     return conversation
 
 

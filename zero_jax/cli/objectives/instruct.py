@@ -57,7 +57,8 @@ class Instruct(Objective):
         def batches(sharding: Any) -> tuple[ExampleBatches, ExampleBatches]:
             shape = {"batch_size": config.batch_size, "sharding": sharding, "name": "instruct",
                      "vocab_size": getattr(self.choice.config, "vocab_size", None)}
-            return ExampleBatches([sets[0]], seed=config.seed, **shape), ExampleBatches([sets[1]], **shape)
+            return (ExampleBatches([sets[0]], seed=config.seed, **shape),
+                    ExampleBatches([sets[1]], complete=True, **shape))
 
         tokens, responses = (sum(numbers) for numbers in zip(*(
             (len(each.tokens), int(each.response.sum())) for each in train), strict=True))
@@ -69,5 +70,9 @@ class Instruct(Objective):
     def samples(self, step: ZeroTrainStep, state: Any, data: RunData) -> tuple[str, ...]:
         """Responses of the model to held-out prompts."""
         return answers(self.config, self.choice, step, state, data.held_out[:self.config.samples],
-                       self.tokenizer)
+                       self.tokenizer, self.template)
+
+    def noted(self) -> dict[str, str]:
+        """The template of messages, for `generate`."""
+        return {"chat": self.template.fingerprint} if self.template.used else {}
 
