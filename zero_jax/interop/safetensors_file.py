@@ -74,11 +74,20 @@ def find_tensors(path: Path) -> dict[str, Tensor]:
     return read_header(path)
 
 
+def file_metadata(path: Path) -> dict[str, str]:
+    """The metadata of one file. Raises ValueError as `read_header`."""
+    return _read_header(path)[1]
+
+
 def read_header(path: Path) -> dict[str, Tensor]:
     """The tensors of one file by name, from its header, every size of which is checked against the file.
 
     Raises ValueError for anything but a complete safetensors file.
     """
+    return _read_header(path)[0]
+
+
+def _read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     with _readable(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -103,7 +112,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     if start != size:
         raise UsageError(f"{path} is truncated or damaged: its header describes {start:,} bytes, and it has {size:,}. "
                          "Copy or download it again.")
-    return tensors
+    return tensors, metadata
 
 
 def _bytes(tensor: Tensor) -> int:

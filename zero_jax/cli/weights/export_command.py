@@ -22,7 +22,7 @@ from zero_jax.cli.weights.serving_programs import model_programs, weights_of
 from zero_jax.errors import CheckpointError, UsageError
 from zero_jax.interop.lora_files import export_lora, export_merged, merge_lora
 from zero_jax.interop.model_config import write_config
-from zero_jax.interop.naming import OWN, Names
+from zero_jax.interop.naming import Names
 from zero_jax.interop.params_io import export_params, export_tree
 from zero_jax.interop.programs import export_programs
 from zero_jax.sharding.mesh import simulate_devices
@@ -75,7 +75,7 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
                              "huggingface_config(config), which a folder for transformers needs: name a file, "
                              "*.safetensors.")
         config.out.mkdir(parents=True, exist_ok=True)
-        choice.check_weights(config.out)
+        choice.check_weights(config.out, {})
     if run.lora_rank is not None:
         state = restored(checkpoints, step, batch, at=number, ema=config.ema)
         written = export_merged(config.file, step, state, **options)
@@ -153,8 +153,8 @@ def saved_run(checkpoint: str, given: str | None, saved: Any) -> TrainConfig:
 
 def _names(names: str, choice: ModelChoice) -> Names:
     if names == "own":
-        return OWN
-    if choice.names is None:
+        return choice.own_names
+    if (found := choice.tensor_names()) is None:
         raise UsageError(f"names=huggingface: the module of {choice.name} has no function huggingface(config), which "
                          "defines them. Give names=own (and --merge for a run of adapters).")
-    return Names(**choice.names(choice.config))
+    return found
