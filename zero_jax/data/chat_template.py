@@ -43,6 +43,10 @@ class SimpleTemplate:
     """
 
     name, variables, fingerprint = "<|role|>, then the text", frozenset(), "simple"
+    jinja = ("{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] }}"
+             "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+             "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}")
+    """The same for transformers."""
 
     def __init__(self) -> None:
         self.unread, self.used = set[str](), False

@@ -41,6 +41,7 @@ class Specials:
     mask: int | None = None
     sentinels: tuple[int, ...] = ()
     ids: tuple[int, ...] = ()
+    bos: int | None = None
 
 
 class Tokenizer(Protocol):
@@ -175,7 +176,8 @@ class SentencePieceTokenizer:
         self.vocab_size, self.files = self._model.get_piece_size(), {"tokenizer.model": content}
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
         vocab = {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
-        known = {"eos_token": self._model.eos_id(), "pad_token": self._model.pad_id()}
+        known = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id(),
+                 "pad_token": self._model.pad_id()}
         config = {key: self._model.id_to_piece(i) for key, i in known.items() if i >= 0}
         no_text = [i for i in range(self.vocab_size) if self._model.is_control(i) or self._model.is_unknown(i)]
         self.specials = _specials(vocab, config, no_text)
@@ -271,13 +273,13 @@ def _without_prefix(step: Any) -> Any:
 
 
 def _config_beside(path: Path) -> dict[str, Any]:
-    """The eos_token, pad_token and mask_token that transformers has written beside a tokenizer.json."""
+    """The bos_token, eos_token, pad_token and mask_token that transformers has written beside a tokenizer.json."""
     try:
         read = json.loads(read_regular(path.with_name("tokenizer_config.json"), 1 << 24))
     except (OSError, ValueError, RecursionError):
         return {}
     read = read if isinstance(read, dict) else {}
-    names = {key: read[key] for key in ("eos_token", "pad_token", "mask_token") if read.get(key)}
+    names = {key: read[key] for key in ("bos_token", "eos_token", "pad_token", "mask_token") if read.get(key)}
     return {key: name["content"] if isinstance(name, dict) else name for key, name in names.items()}
 
 
@@ -290,4 +292,4 @@ def _specials(vocab: dict[str, int], config: dict[str, Any], no_text: Sequence[i
     while f"<extra_id_{len(sentinels)}>" in vocab:
         sentinels.append(vocab[f"<extra_id_{len(sentinels)}>"])
     known = {*no_text, *sentinels, *(i for i in (eos, pad, mask) if i is not None)}
-    return Specials(eos, pad, mask, tuple(sentinels), tuple(sorted(known)))
+    return Specials(eos, pad, mask, tuple(sentinels), tuple(sorted(known)), first("bos_token", ()))

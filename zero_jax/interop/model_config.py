@@ -242,6 +242,13 @@ def _one(name: str, *values: Any, default: Any = None) -> Any:
     return given[0] if given else default
 
 
+def task_of(config: Mapping[str, Any]) -> str | None:
+    """What the model of a config.json generates, as PEFT calls it; None for a model that does not generate."""
+    tasks = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM"}
+    kinds = config.get("architectures") or ()
+    return next((task for kind in kinds for end, task in tasks.items() if str(kind).endswith(end)), None)
+
+
 def read_config(folder: Path) -> dict[str, Any] | None:
     """The config.json of a folder; None where there is none. Raises ValueError for one that is no JSON object."""
     path = folder / CONFIG

@@ -19,6 +19,7 @@ from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.resume import LORA
 from zero_jax.cli.weights.export_config import ExportConfig
 from zero_jax.cli.weights.serving_programs import model_programs, weights_of
+from zero_jax.cli.weights.tokenizer_files import check_tokenizer, tokenizer_files, write_files
 from zero_jax.errors import CheckpointError, UsageError
 from zero_jax.interop.lora_files import export_lora, export_merged, merge_lora
 from zero_jax.interop.model_config import write_config
@@ -67,6 +68,7 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
     if config.format != "safetensors":
         trees = whole_model(checkpoints, step, batch, at=number, ema=config.ema, merge=config.merge)
         return export_for_serving(config, choice, *trees, number)
+    files, ids = {}, {}
     options: dict[str, Any] = {
         "names": names, "dtype": DTYPES[config.dtype], "max_file_bytes": config.max_file_bytes}
     if config.to_folder:
@@ -74,6 +76,9 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
             raise UsageError(f"out={config.out}: the module of {choice.name} has no function "
                              "huggingface_config(config), which a folder for transformers needs: name a file, "
                              "*.safetensors.")
+        assert isinstance(manifest.config, dict)
+        files, ids = tokenizer_files(manifest.config, config.tokenizer, choice.file_config(choice.config))
+        check_tokenizer(config.out, files)
         config.out.mkdir(parents=True, exist_ok=True)
         choice.check_weights(config.out, {})
     if run.lora_rank is not None:
@@ -87,8 +92,8 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
         written = export_tree(config.file, params, variables, **options)
     if config.to_folder and choice.file_config is not None:
         dtype = DTYPES[config.dtype] or "float32"  # master weights are stored in float32, but for bf16-stochastic
-        file = write_config(config.out, choice.file_config(choice.config), dtype)
-        written += [] if file is None else [file]
+        file = write_config(config.out, {**choice.file_config(choice.config), **ids}, dtype)
+        written += [*([] if file is None else [file]), *write_files(config.out, files)]
     return written
 
 
