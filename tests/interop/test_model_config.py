@@ -124,7 +124,8 @@ def test_a_field_of_no_table_is_refused_and_null_is_not(tmp_path):
 
 @pytest.mark.parametrize("text", [
     "[1]", "{", '{"rope_scaling": [1]}', '{"rope_scaling": "llama3"}', '{"rope_parameters": 7}',
-    '{"num_attention_heads": 0}', '{"layer_types": 3}', '{"hidden_size": {}}'])
+    '{"num_attention_heads": 0}', '{"num_attention_heads": 1' + 999 * "0" + "}", '{"layer_types": 3}',
+    '{"hidden_size": {}}'])
 def test_what_is_no_config_is_one_clear_error(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UsageError, match=re.escape(str(tmp_path / "config.json"))):

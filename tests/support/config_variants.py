@@ -86,6 +86,7 @@ VARIANTS: dict[str, list[tuple[dict[str, Any], str | None]]] = {
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "~type 'llama'")],
     "gpt2": [
         ({}, None), ({"n_inner": 64}, None), ({"n_inner": ABSENT, "n_ctx": 16, "gradient_checkpointing": False}, None),
+        ({"layer_norm_epsilon": 9.999999747378752e-06}, None),
         ({"activation_function": "gelu_pytorch_tanh", "reorder_and_upcast_attn": True}, None),
         ({"activation_function": "gelu_fast", "summary_type": "mean", "scale_attn_weights": ABSENT}, None),
         ({"n_embd": ABSENT, "hidden_size": 16, "n_layer": ABSENT, "num_hidden_layers": 2}, None),

@@ -8,6 +8,7 @@ gives is settled likewise. A field that is in no table is refused unless it is n
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -25,17 +26,17 @@ MAX_BYTES = 10_000_000
 """Of a config.json: larger is something else."""
 
 HARMLESS = frozenset("""
-    architectures attn_implementation bad_words_ids begin_suppress_tokens bos_token_id
-    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
-    early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    architectures attn_implementation bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id eos_token_ids exponential_decay_length_penalty finetuning_task
     forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label initializer_factor initializer_range
     is_encoder_decoder label2id length_penalty max_length max_position_embeddings min_length model_type n_ctx
     n_positions name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
     output_attentions output_hidden_states output_past output_scores pad_token_id prefix problem_type
     remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens
     task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
-    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
-    _attn_implementation_autoset _commit_hash _name_or_path _num_labels""".split())
+    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache _attn_implementation_autoset
+    _commit_hash _name_or_path _num_labels""".split())
 """Fields of any model that no number of the forward pass follows from, or that shapes of tensors show, too."""
 
 DROPOUT = ("dropout", "pdrop")
@@ -82,13 +83,13 @@ def _settle_rope(config: dict[str, Any]) -> None:
 
 
 def _settle_windows(config: dict[str, Any]) -> None:
-    """Which layers have sliding windows, as layer_types; where these are not given, by the older fields."""
+    """Whether any layer has a sliding window, by layer_types, or by the older fields where these are not given."""
     _settle_rope(config)
     window, first = config.pop("sliding_window"), config.pop("max_window_layers")
     config["use_sliding_window"] = bool(
         config["use_sliding_window"] and window is not None and config["layer_types"] is None
         and first < config["num_hidden_layers"])
-    config["layer_types"] = sorted({*(config["layer_types"] or ())} - {"full_attention"})
+    config["layer_types"] = sorted({*(config["layer_types"] or ["full_attention"])})
 
 
 def _settle_t5(config: dict[str, Any]) -> None:
@@ -124,8 +125,8 @@ FAMILIES = {
         {"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": lambda c: 4 * c["n_embd"],
          "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
          "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True},
-        ("is_decoder", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
-         "summary_proj_to_labels"),
+        ("is_decoder", "n_special", "predict_special_tokens", "reorder_and_upcast_attn", "summary_activation",
+         "summary_proj_to_labels", "summary_type", "summary_use_proj"),
         {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}),
     "llama": Family(
         _LLAMA | {"vocab_size": 32000, "intermediate_size": 11008, "mlp_bias": False, "max_position_embeddings": 2048,
@@ -187,7 +188,7 @@ def check_config(weights: Path, expected: Mapping[str, Any] | None, model: str, 
 
 
 def _compare(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any], model: str) -> None:
-    kind = expected["model_type"]
+    kind = expected.get("model_type")
     if found.get("model_type", kind) != kind:
         raise UsageError(f"{path} is of a model of type {shown(found['model_type'])}, and {model} is of type {kind!r}: "
                          "give the checkpoint of such a model.")
@@ -202,7 +203,8 @@ def _compare(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any], 
 
 def _settled(path: Path, config: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
     """All fields that numbers follow from, as the family of `expected` settles them, or those of `expected` alone."""
-    family = FAMILIES.get(expected["model_type"]) or Family({})
+    kind = expected.get("model_type")
+    family = FAMILIES.get(kind) or Family({})
     fields = {**dict.fromkeys(name for name in expected if not _is_harmless(name, family)), **_EVERY, **family.fields}
     given: dict[str, Any] = {}
     try:
@@ -212,9 +214,9 @@ def _settled(path: Path, config: Mapping[str, Any], expected: Mapping[str, Any])
                 given[known_as] = _one(name, value, given.get(known_as))
             elif value is not None and not _is_harmless(name, family):
                 raise UsageError(
-                    f"{name}={shown(value)}: nothing is known of this field in a model of type "
-                    f"{expected['model_type']!r}: give a checkpoint without it, or take it out of {CONFIG} where you "
-                    "know that no number of the model follows from it.")
+                    f"{name}={shown(value)}: nothing is known of this field in a model of type {kind!r}: give a "
+                    f"checkpoint without it, or take it out of {CONFIG} where you know that no number of the model "
+                    "follows from it.")
         found = {name: given.get(name, value) for name, value in fields.items()}
         for name, value in fields.items():
             if callable(value) and given.get(name) is None:
@@ -282,9 +284,12 @@ def write_config(folder: Path, config: Mapping[str, Any], dtype: str) -> Path | 
 
 
 def _same(theirs: Any, ours: Any) -> bool:
-    """Numbers by value, and names of functions by what they compute."""
+    """Numbers by value, but for what float32 rounds, and names of functions by what they compute."""
     if isinstance(ours, (int, float)) and isinstance(theirs, (int, float)):
-        return float(ours) == float(theirs)
+        try:
+            return math.isclose(ours, theirs, rel_tol=1e-6)
+        except OverflowError:
+            return False
     if isinstance(ours, str) and isinstance(theirs, str):
         return WORDS.get(ours, ours) == WORDS.get(theirs, theirs)
     return theirs == ours
