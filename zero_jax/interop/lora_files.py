@@ -257,9 +257,8 @@ def _check_config(folder: Path, lora: Lora) -> None:
         raise UsageError(f"{path} is no LoRA adapter of PEFT: its peft_type must be \"LORA\".")
     init = config.get("init_lora_weights")
     if not any(init is plain or isinstance(init, str) and init == plain for plain in _PLAIN_INITS):
-        raise UsageError(f"{path}: init_lora_weights is {shown(init)}, which changes the base before training, or is "
-                         "not known: convert the adapter to plain LoRA with PEFT (save_pretrained with "
-                         "path_initial_model_for_weight_conversion).")
+        raise UsageError(f"{path}: init_lora_weights is {shown(init)}, which may change the base: convert it to plain "
+                         "LoRA with PEFT (save_pretrained with path_initial_model_for_weight_conversion).")
     compared = {"r": lora.config.rank, "lora_alpha": lora.config.alpha}
     for key, value in config.items():
         if value and (key, value) != ("bias", "none") and key not in (*_HARMLESS, "init_lora_weights", *compared):
