@@ -27,7 +27,7 @@ from zero_jax.cli.weights.export_command import export_command
 from zero_jax.cli.weights.export_config import ExportConfig
 from zero_jax.cli.weights.generate_command import generate_command
 from zero_jax.cli.weights.generate_config import GenerateConfig
-from zero_jax.data.chat_template import Conversation, SimpleTemplate
+from zero_jax.data.chat_template import Conversation, SimpleTemplate, load_template
 
 ROOT = Path(__file__).parents[2]
 RUN = TrainConfig(model="gpt2:tiny", stage=2, precision="bf16", ema=0.5, batch_size=8, seq_len=16,
@@ -145,15 +145,16 @@ def tokenizer_folder(folder, *, eos=8, size=256):
 
 @pytest.fixture(scope="module")
 def chat_run(tmp_path_factory):
-    """(folder of checkpoints of llama:tiny, the tokenizer's folder): of a run on text, 1, and one on responses, 2."""
+    """(folder of checkpoints of llama:tiny, the tokenizer's folder): of a run on text, 1, on messages, 2 and 3."""
     folder, run = tmp_path_factory.mktemp("chat"), dataclasses.replace(RUN, model="llama:tiny", ema=None)
     tokenizer = tokenizer_folder(folder / "tokenizer")
     step = step_of(run, find_model(run.model), jax.devices())
     batch = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")}
     with Checkpoints(folder / "checkpoints") as checkpoints:
-        for at, objective in ((1, "causal"), (2, "instruct")):
-            checkpoints.save(step, step.init(jax.random.key(0), batch), at=at, wait=True, config=fixed(run) | {
-                "objective": objective, "tokenizer": str(tokenizer)})
+        for at, chat in ((1, None), (2, load_template(tokenizer).fingerprint), (3, SimpleTemplate.fingerprint)):
+            said = {"objective": "causal"} if chat is None else {"objective": "instruct", "chat": chat}
+            checkpoints.save(step, step.init(jax.random.key(0), batch), at=at, wait=True,
+                             config=fixed(run) | said | {"tokenizer": str(tokenizer)})
     return folder / "checkpoints", tokenizer
 
 
@@ -193,7 +194,9 @@ def test_a_tokenizer_without_a_template_gets_that_of_the_run(tmp_path, chat_run)
     folder = tokenizer_folder(tmp_path / "plain")
     (folder / "chat_template.jinja").unlink()
     assert "chat_template.jinja" not in exported(chat_run, tmp_path / "text", at=1, tokenizer=folder)
-    files = exported(chat_run, tmp_path / "chat", at=2, tokenizer=folder)
+    files = exported(chat_run, tmp_path / "chat", at=3, tokenizer=folder)
+    with pytest.raises(ValueError, match="by another template than <.role.>, then the text: give the folder"):
+        exported(chat_run, tmp_path / "refused", at=2, tokenizer=folder)
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"},
                 {"role": "user", "content": "why?"}]
     pieces = SimpleTemplate().pieces(Conversation(messages), "here")

@@ -204,7 +204,7 @@ def _compare(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any], 
 def _settled(path: Path, config: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
     """All fields that numbers follow from, as the family of `expected` settles them, or those of `expected` alone."""
     kind = expected.get("model_type")
-    family = FAMILIES.get(kind) or Family({})
+    family = FAMILIES.get(str(kind)) or Family({})
     fields = {**dict.fromkeys(name for name in expected if not _is_harmless(name, family)), **_EVERY, **family.fields}
     given: dict[str, Any] = {}
     try:

@@ -1,11 +1,13 @@
 """What is beside the weights in a folder for transformers: the run's tokenizer, and where generation ends. No JAX."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_jax.data.chat_template import Conversation, SimpleTemplate, load_template
+from zero_jax.cli.options.objective import WITH_RESPONSES
+from zero_jax.data.chat_template import Conversation, SimpleTemplate, Template, load_template
 from zero_jax.data.tokenized import for_transformers, is_tokenized
 from zero_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zero_jax.errors import UsageError
@@ -14,8 +16,6 @@ from zero_jax.interop.model_config import task_of
 
 COPIED = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 """Files of a tokenizer's folder, beside the tokenizer itself."""
-WITH_TURNS = ("instruct", "dpo")
-"""Objectives whose responses end as the template says."""
 
 
 def tokenizer_files(saved: Mapping[str, Any], given: Path | None, config: Mapping[str, Any]
@@ -40,9 +40,13 @@ def tokenizer_files(saved: Mapping[str, Any], given: Path | None, config: Mappin
     files = {name: read_regular(folder / name, 1 << 24) for name in COPIED if (folder / name).is_file()}
     files = {**for_transformers(tokenizer), **files, **tokenizer.files}
     ends = [] if tokenizer.specials.eos is None else [tokenizer.specials.eos]
-    if saved.get("objective") in WITH_TURNS:
-        ends += _ends_of_turn(tokenizer, source)
-        if isinstance(load_template(source), SimpleTemplate):
+    if saved.get("objective") in WITH_RESPONSES:
+        template, chat = load_template(source), saved.get("chat")
+        if chat not in (None, template.fingerprint):
+            raise UsageError(f"tokenizer: the run's messages became text by another template than {template.name}: "
+                             "give the folder of its tokenizer with --tokenizer.")
+        ends += _ends_of_turn(tokenizer, template)
+        if chat == SimpleTemplate.fingerprint:
             files["chat_template.jinja"] = SimpleTemplate.jinja.encode()
     ids = {"bos_token_id": tokenizer.specials.bos, "eos_token_id": ends, "pad_token_id": tokenizer.specials.pad}
     if task_of(config) is not None:
@@ -66,13 +70,12 @@ def check_tokenizer(folder: Path, files: Mapping[str, bytes]) -> None:
             raise UsageError(f"{path} is not the tokenizer of the run: remove it, or give another out.")
 
 
-def _ends_of_turn(tokenizer: Tokenizer, source: Path) -> list[int]:
-    """The special token that the chat template writes after a response; none of the simple template, which has eos."""
-    template, content = load_template(source), "answer"
-    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": content}]
-    pieces = template.pieces(Conversation(messages), "export")
-    answer = next(piece.text for piece in pieces if piece.response)
-    ((ids,),) = tokenizer.encode_parts([[answer.partition(content)[2]]])
+def _ends_of_turn(tokenizer: Tokenizer, template: Template) -> list[int]:
+    """The special token that a template writes after a response; none of the simple one, which has the end of text."""
+    messages, answer = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "zero"}], ""
+    with contextlib.suppress(UsageError):  # of a template that takes no conversation of two messages
+        answer = next(piece.text for piece in template.pieces(Conversation(messages), "") if piece.response)
+    ((_, ids),) = tokenizer.encode_parts([["zero", answer.partition("zero")[2]]])
     return [i for i in ids if i in tokenizer.specials.ids][:1]
 
 
