@@ -23,7 +23,7 @@ def huggingface(config: Any) -> dict[str, Any]:
                          (f"{block}proj", f"{layer}attention.output.dense"),
                          (f"{block}up", f"{layer}intermediate.dense"), (f"{block}down", f"{layer}output.dense")):
         rules += [(f"{ours}/kernel", f"{theirs}.weight", None, True), (f"{ours}/bias", f"{theirs}.bias")]
-    return {"rules": rules,
+    return {"rules": rules, "config": huggingface_config(config),
             "tied": {"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
                      "cls.predictions.decoder.bias": "cls.predictions.bias"},
             "renamed": ((r"(.*LayerNorm)\.gamma", r"\1.weight"), (r"(.*LayerNorm)\.beta", r"\1.bias")),

@@ -22,8 +22,8 @@ def huggingface(config: Any) -> dict[str, Any]:
                               ("up", "mlp.c_fc", None), ("down", "mlp.c_proj", None)):
         rules += [(f"{block}{ours}/kernel", f"{layer}{name}.weight", order),
                   (f"{block}{ours}/bias", f"{layer}{name}.bias", order)]
-    return {"rules": rules, "prefix": "transformer.", "tied": {"lm_head.weight": "wte.weight"},
-            "ignored": (r"h\.\d+\.attn\.(bias|masked_bias)",)}
+    return {"rules": rules, "config": huggingface_config(config), "prefix": "transformer.",
+            "tied": {"lm_head.weight": "wte.weight"}, "ignored": (r"h\.\d+\.attn\.(bias|masked_bias)",)}
 
 
 def huggingface_config(config: Any) -> dict[str, Any]:

@@ -17,7 +17,8 @@ def huggingface(config: Any) -> dict[str, Any]:
         (f"{block}attn/proj/kernel", f"{layer}self_attn.o_proj.weight", None, True),
         (f"{block}attn/(?P<of>[qkv])/kernel", f"{layer}self_attn.{{of}}_proj.weight", None, True),
         (f"{block}mlp/(?P<of>gate|up|down)/kernel", f"{layer}mlp.{{of}}_proj.weight", None, True)]
-    return {"rules": rules, "tied": {"lm_head.weight": "model.embed_tokens.weight"} if config.tied else {},
+    return {"rules": rules, "config": huggingface_config(config),
+            "tied": {"lm_head.weight": "model.embed_tokens.weight"} if config.tied else {},
             "ignored": (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)}
 
 

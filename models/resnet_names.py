@@ -19,7 +19,7 @@ def huggingface(config: Any) -> dict[str, Any]:
         rules += [(f"{conv}/kernel", f"{theirs}convolution.weight", None, (3, 2, 0, 1)),
                   (f"{norm}/scale", f"{theirs_norm}weight"), (f"{norm}/bias", f"{theirs_norm}bias"),
                   (f"variables/batch_stats/{norm}/(?P<of>mean|var)", f"{theirs_norm}running_{{of}}")]
-    return {"rules": rules, "ignored": (r".*\.num_batches_tracked",)}
+    return {"rules": rules, "config": huggingface_config(config), "ignored": (r".*\.num_batches_tracked",)}
 
 
 def huggingface_config(config: Any) -> dict[str, Any]:

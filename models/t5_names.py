@@ -27,7 +27,8 @@ def huggingface(config: Any) -> dict[str, Any]:
         rules += [(f"(?P<stack>{stack})/{block}mlp/{name}/kernel", f"{layer}{number}.DenseReluDense.{theirs}.weight",
                    None, True) for name, theirs in (names | {"down": "wo"}).items()]
     tied = {f"{stack}.embed_tokens.weight": "shared.weight" for stack in ("encoder", "decoder")}
-    return {"rules": rules, "tied": tied if config.gated else tied | {"lm_head.weight": "shared.weight"},
+    return {"rules": rules, "config": huggingface_config(config),
+            "tied": tied if config.gated else tied | {"lm_head.weight": "shared.weight"},
             "ignored": (r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",)}
 
 

@@ -22,7 +22,7 @@ def huggingface(config: Any) -> dict[str, Any]:
                          (f"{block}proj", f"{layer}attention.output.dense"),
                          (f"{block}up", f"{layer}intermediate.dense"), (f"{block}down", f"{layer}output.dense")):
         rules += [(f"{ours}/kernel", f"{theirs}.weight", None, True), (f"{ours}/bias", f"{theirs}.bias")]
-    return {"rules": rules, "ignored": (r"vit\.pooler\..*",)}
+    return {"rules": rules, "config": huggingface_config(config), "ignored": (r"vit\.pooler\..*",)}
 
 
 def huggingface_config(config: Any) -> dict[str, Any]:

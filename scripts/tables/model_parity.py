@@ -3,6 +3,7 @@
     pip install -e '.[third-party]' torch
     python scripts/tables/model_parity.py           # the table, as Markdown
     python scripts/tables/model_parity.py --write   # also the numbers that tests/models/test_reference.py compares with
+    python scripts/tables/model_parity.py --configs # those of tests/interop/test_model_config.py; needs transformers 5
 
 Each model is tiny, with random float32 weights drawn from the names of its tensors. Columns: parameters; the largest
 difference of a logit, and of a gradient of the mean cross entropy relative to the largest element of its tensor, the
@@ -27,6 +28,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from safetensors import numpy as safetensors_numpy  # noqa: E402
+from support import config_variants as variants  # noqa: E402
 from support import reference_models as ours  # noqa: E402
 from support import transformers_models as theirs  # noqa: E402
 
@@ -38,7 +40,11 @@ LOGITS, GRADIENTS = 1e-4, 1e-3
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write {ours.FILE.name}")
-    write = parser.parse_args().write
+    parser.add_argument("--configs", action="store_true", help=f"write {variants.FILE.name}, and nothing else")
+    options = parser.parse_args()
+    if options.configs:
+        return write_variants()
+    write = options.write
     zero_jax.simulate_devices(8)
     print("| model | parameters | logits | gradients | loaded by transformers | read back bit for bit |")
     print("| --- | --- | --- | --- | --- | --- |")
@@ -62,6 +68,19 @@ def main() -> int:
         head = json.dumps(made, indent=1)[:-2]
         ours.FILE.write_text(f"{head},\n \"cases\": {{\n" + ",\n".join(lines) + "}\n}\n")
     return int(failed)
+
+
+def write_variants() -> int:
+    """Writes what transformers computes with each config.json of `config_variants`."""
+    import transformers
+
+    lines = [f'"with": "transformers {transformers.__version__}",', '"logits": {']
+    for case, rows in variants.VARIANTS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            found = [variants.theirs(case, number, Path(folder) / str(number)) for number in range(len(rows))]
+        lines.append(f"{json.dumps(case)}: [\n " + ",\n ".join(map(json.dumps, found)) + "],")
+    variants.FILE.write_text("{\n" + "\n".join([*lines[:-1], lines[-1][:-1]]) + "\n}}\n")
+    return 0
 
 
 def parity(case: str, folder: Path) -> tuple[tuple[float, float, bool], dict[str, list[float]]]:

@@ -1,5 +1,6 @@
 """`export`: from a checkpoint that `train` saved to a file that others read."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -26,6 +27,7 @@ from zero_jax.cli.weights.export_command import export_command
 from zero_jax.cli.weights.export_config import ExportConfig
 from zero_jax.cli.weights.generate_command import generate_command
 from zero_jax.cli.weights.generate_config import GenerateConfig
+from zero_jax.data.chat_template import Conversation, SimpleTemplate, load_template
 
 ROOT = Path(__file__).parents[2]
 RUN = TrainConfig(model="gpt2:tiny", stage=2, precision="bf16", ema=0.5, batch_size=8, seq_len=16,
@@ -123,6 +125,111 @@ def test_a_folder_for_transformers(tmp_path, saved):
     assert not files[0].exists()
 
 
+def tokenizer_folder(folder, *, eos=8, size=256):
+    """A tokenizer with a chat template whose turns end with a token that is not its end of text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    ids = {"<|im_end|>": 7, "<stop>": eos, "<bos>": 1 + eos, "<pad>": 2 + eos, "[UNK]": size - 1}
+    vocab = ids | {f"w{i}": i for i in range(size) if i not in ids.values()}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([*ids][:4])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<stop>", "bos_token": "<bos>"}))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chat_run(tmp_path_factory):
+    """(folder of checkpoints of llama:tiny, the tokenizer's folder): of a run on text, 1, on messages, 2 and 3."""
+    folder, run = tmp_path_factory.mktemp("chat"), dataclasses.replace(RUN, model="llama:tiny", ema=None)
+    tokenizer = tokenizer_folder(folder / "tokenizer")
+    step = step_of(run, find_model(run.model), jax.devices())
+    batch = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")}
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        for at, chat in ((1, None), (2, load_template(tokenizer).fingerprint), (3, SimpleTemplate.fingerprint)):
+            said = {"objective": "causal"} if chat is None else {"objective": "instruct", "chat": chat}
+            checkpoints.save(step, step.init(jax.random.key(0), batch), at=at, wait=True,
+                             config=fixed(run) | said | {"tokenizer": str(tokenizer)})
+    return folder / "checkpoints", tokenizer
+
+
+def exported(run, out, **options):
+    """The files of a folder for transformers, JSON as what it says."""
+    config = ExportConfig(str(run[0]), out, names="huggingface", **options)
+    paths = export_command(config, devices=jax.devices()[:2])
+    return {path.name: json.loads(path.read_text()) if path.suffix == ".json" else path.read_bytes() for path in paths}
+
+
+def test_a_folder_has_the_tokenizer_and_the_ends_of_the_run(tmp_path, chat_run):
+    ids = {"eos_token_id": 8, "bos_token_id": 9, "pad_token_id": 10}
+    (chat_run[1] / "generation_config.json").write_text(json.dumps({"eos_token_id": [5], "temperature": 0.5}))
+    text, chat = (exported(chat_run, tmp_path / str(at), at=at) for at in (1, 2))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "2" / name).read_bytes() == (chat_run[1] / name).read_bytes()
+    assert {name: text["config.json"][name] for name in ids} == ids
+    assert text["generation_config.json"] == ids | {"eos_token_id": [5, 8], "temperature": 0.5}
+    assert chat["config.json"]["eos_token_id"] == [8, 7]  # the turn's, which that of the text has not
+    assert chat["generation_config.json"]["eos_token_id"] == [5, 8, 7]
+    again = exported(chat_run, tmp_path / "again", at=1, tokenizer=tokenizer_folder(tmp_path / "other", eos=20))
+    assert again["generation_config.json"]["eos_token_id"] == 20  # the control: another tokenizer
+    for options, message in (({"tokenizer": tmp_path / "none"}, "which is not there: give its folder"),
+                             ({"tokenizer": tokenizer_folder(tmp_path / "large", size=300)}, "has 300 ids")):
+        with pytest.raises(ValueError, match=message):
+            exported(chat_run, tmp_path / "refused", at=1, **options)
+        assert not (tmp_path / "refused").exists()
+    with pytest.raises(ValueError, match="only a folder that transformers loads has one"):
+        exported(chat_run, tmp_path / "x.safetensors", at=1, tokenizer=chat_run[1])
+    (tmp_path / "1/model.safetensors").unlink()
+    with pytest.raises(ValueError, match="tokenizer.json is not the tokenizer of the run"):
+        exported(chat_run, tmp_path / "1", at=1, tokenizer=tmp_path / "other")
+
+
+def test_a_tokenizer_without_a_template_gets_that_of_the_run(tmp_path, chat_run):
+    jinja2 = pytest.importorskip("jinja2")
+    folder = tokenizer_folder(tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink()
+    assert "chat_template.jinja" not in exported(chat_run, tmp_path / "text", at=1, tokenizer=folder)
+    files = exported(chat_run, tmp_path / "chat", at=3, tokenizer=folder)
+    with pytest.raises(ValueError, match="by another template than <.role.>, then the text: give the folder"):
+        exported(chat_run, tmp_path / "refused", at=2, tokenizer=folder)
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"},
+                {"role": "user", "content": "why?"}]
+    pieces = SimpleTemplate().pieces(Conversation(messages), "here")
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # as transformers has it
+    rendered = environment.from_string(files["chat_template.jinja"].decode()).render(
+        messages=messages, eos_token="<stop>", add_generation_prompt=True)
+    assert rendered == "".join(piece.text + "<stop>" * piece.ends for piece in pieces) + "<|assistant|>\n"
+    assert files["generation_config.json"]["eos_token_id"] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_stops_where_the_run_does(tmp_path, chat_run):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    exported(chat_run, tmp_path / "out", at=1)
+
+    def generated():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        return model.generate(torch.arange(5)[None] + 60, max_new_tokens=40, do_sample=False)[0, 5:].tolist()
+
+    (tmp_path / "out/generation_config.json").write_text(json.dumps({"eos_token_id": -1}))
+    whole = generated()
+    assert len(whole) == 40  # the control: nothing that ends it
+    for path in (tmp_path / "out").iterdir():
+        path.unlink()
+    eos = whole[5]
+    exported(chat_run, tmp_path / "out", at=1, tokenizer=tokenizer_folder(tmp_path / "tokenizer", eos=eos))
+    assert generated() == whole[:whole.index(eos) + 1]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (eos, eos + 1)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "w1"}], tokenize=False) == "user w1<|im_end|>\n"
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_generates_from_it(tmp_path, saved):
@@ -135,7 +242,7 @@ def test_transformers_generates_from_it(tmp_path, saved):
     assert tokens.shape == (1, 9)
     step = step_of(RUN, find_model(RUN.model), jax.devices())
     found = step.evaluator(lambda model, batch: model(batch["inputs"]).astype(jnp.float32))(
-        saved[1], {"inputs": np.repeat(prompt.numpy(), 8, 0)})
+        saved[1], {name: np.repeat(prompt.numpy(), 8, 0) for name in ("inputs", "targets")})
     np.testing.assert_allclose(found[0], model(prompt).logits[0].detach().numpy(), 0.1, 0.02)  # the run is in bf16
 
 

@@ -1,6 +1,7 @@
 """Generation with a cache of keys and values, from sharded parameters: that of whole sequences on one device."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.resume import fixed
 from zero_jax.cli.weights.generate import sample_with_cache
 from zero_jax.cli.weights.generate_command import check_prompt
-from zero_jax.data.tokenizer import ByteTokenizer
+from zero_jax.data.chat_template import load_template
+from zero_jax.data.response_rows import response_text
+from zero_jax.data.tokenizer import ByteTokenizer, load_tokenizer
 from zero_jax.errors import UsageError
 
 PROMPT, NEW = 5, 7
@@ -137,3 +140,65 @@ def test_the_command_continues_prompts_with_the_parameters_of_a_checkpoint(tmp_p
             ("4", "hello", (), "has no decoder(config)"), ("1", "hello", ("--ema",), "the run kept no average")):
         done = generate(at, prompt, *options)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}<|im_end|>\\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\\n{% endif %}")
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """A folder of a tokenizer of bytes and special tokens, whose template ends a response with another than its eos."""
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = [token for token in sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+                if token < "\x7f" or token in "\u0120\u010a"]  # of ASCII, so that gpt2:tiny has ids for more
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({token: i for i, token in enumerate(alphabet)}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        {"chat_template": CHATML.encode().decode("unicode_escape"), "eos_token": "<|endoftext|>"}))
+    return folder
+
+
+def test_a_response_ends_where_the_template_ends_it(tokenizer):
+    bpe, template = load_tokenizer(tokenizer), load_template(tokenizer)
+    ids = {name: bpe.encode([name])[0][0] for name in ("<|endoftext|>", "<|im_end|>", "<|im_start|>")}
+    four = [*bpe.encode(["four"])[0]]
+    assert response_text([*four, ids["<|im_end|>"], *four], template, bpe) == "four"
+    assert response_text([*four, ids["<|endoftext|>"], *four], None, bpe) == "four"
+    assert response_text([*four, ids["<|endoftext|>"], *four], template, bpe) == "four"
+    assert response_text(four, template, bpe) == "four"
+    # Negative controls: texts have no end of a message; a template of bytes ends with text.
+    assert response_text([*four, ids["<|im_end|>"], *four], None, bpe) == "fourfour"
+    end, raw = "four<|im_end|>\n<|im_start|>user\nfour", ByteTokenizer()
+    assert response_text([*raw.encode([end])[0]], template, raw) == "four"
+    assert response_text([*raw.encode([end])[0]], None, raw) == end
+
+
+@pytest.mark.slow
+def test_a_chat_tuned_run_is_asked_in_its_template(tmp_path, tokenizer, monkeypatch):
+    """Tuned on one answer until it knows it: the template and the end token of the run give it back, alone."""
+    monkeypatch.setattr("zero_jax.cli.weights.generate_command.simulate_devices", lambda number: None)  # there are 8
+    rows = [{"messages": [{"role": "user", "content": f"{n} + {n}?"}, {"role": "assistant", "content": "eight"}]}
+            for n in range(16)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    folder = ("--tokenizer", str(tokenizer))
+    done = command_line.run(
+        "train", "--model", "gpt2:tiny", "--data", str(tmp_path / "chat.jsonl"), "--out", str(tmp_path / "run"),
+        "--objective", "instruct", "--documents", "pad", *folder, "--seq-len", "48", "--batch-size", "8", "--devices",
+        "8", "--steps", "60", "--learning-rate", "0.01", "--samples", "0")
+    assert done.returncode == 0, done.stderr
+
+    def asked(*options):
+        done = command_line.run("generate", "--checkpoint", str(tmp_path / "run"), "--prompt", "4 + 4?",
+                                "--temperature", "0", "--tokens", "16", *options)
+        return done.stdout.partition("\n")[2].strip() if done.returncode == 0 else done.stderr
+
+    assert asked(*folder) == "eight"
+    assert asked(*folder, "--template", "none") != "eight"  # negative control
+    (tokenizer / "tokenizer_config.json").write_text("{}")
+    assert "became text by another template than <|role|>, then the text" in asked(*folder)

@@ -1,5 +1,6 @@
 """`import`: a published checkpoint as a file in our names, and back, bit for bit; other models' are refused."""
 
+import dataclasses
 import json
 
 import jax
@@ -12,13 +13,14 @@ from flax import traverse_util
 from support.command_line import message, run
 from support.numpy_gpt2 import hugging_face
 
-from models import gpt2, llama
-from zero_jax import Names
+from models import gpt2
+from zero_jax import Names, export_params, import_params, make_zero_train_step
+from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.weights.import_command import import_command
 from zero_jax.cli.weights.import_config import ImportConfig
-from zero_jax.interop.model_config import check_config
 from zero_jax.interop.params_io import export_tree
+from zero_jax.interop.safetensors_file import find_tensors
 
 TINY = gpt2.PRESETS["tiny"]
 TENSORS = hugging_face(TINY)
@@ -94,17 +96,31 @@ def test_tensors_of_another_model(tmp_path):
     assert not (tmp_path / "x.safetensors").exists()
 
 
-def test_configs_that_say_the_same_in_other_words(tmp_path):
-    """Of LLaMA: numbers as text of JSON, the older name of the kind of scaling, and what a file leaves out."""
-    long = llama.huggingface_config(llama.PRESETS["3.1-8b"])
-    scaling = {("type" if name == "rope_type" else name): value for name, value in long["rope_scaling"].items()}
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(long | {"rope_scaling": scaling, "rope_theta": 500000, "eos_token_id": [1, 2]}))
-    check_config(tmp_path, long, "llama:3.1-8b")
-    file.write_text(json.dumps({"model_type": "llama"}))  # as LLaMA 3.0, which has no scaling
-    check_config(tmp_path, llama.huggingface_config(llama.PRESETS["3-8b"]), "llama:3-8b")
-    with pytest.raises(ValueError, match="says rope_scaling=None, and llama:3.1-8b has {'rope_type'"):
-        check_config(tmp_path, long, "llama:3.1-8b")
-    file.write_text("[1]")
-    with pytest.raises(ValueError, match="is not a model's config: its JSON is no object"):
-        check_config(tmp_path, long, "llama:3.1-8b")
+def test_the_configuration_goes_with_the_weights(tmp_path):
+    """An imported file is of a model with these heads, not of one whose tensors have the same names and shapes."""
+    folder = folder_of(tmp_path / "theirs")
+    (path,) = import_command(ImportConfig("gpt2:tiny", folder, tmp_path / "own.safetensors"))
+    other = dataclasses.replace(TINY, num_heads=2)
+    batch = {name: jnp.zeros((8, 16), jnp.int32) for name in ("inputs", "targets")}
+
+    def loaded(config, names, file=path):
+        step = make_zero_train_step(gpt2.build(config), 3)
+        state = import_params(file, step, step.init(jax.random.key(0), batch), batch, names=names)
+        return export_params(tmp_path / "again.safetensors", state, step.layout(batch), names=names)
+
+    (again,) = loaded(TINY, Names(config=gpt2.huggingface_config(TINY)))
+    for file in (path, again):
+        assert loaded(TINY, Names(config=gpt2.huggingface_config(TINY)), file) == [again]
+        with pytest.raises(ValueError, match="safetensors says n_head=4, and this model has 2"):
+            loaded(other, Names(config=gpt2.huggingface_config(other)), file)
+        with pytest.raises(ValueError, match="says of which model it is, and of this model that is not known"):
+            loaded(other, Names(), file)
+    with pytest.raises(ValueError, match="config.json says n_head=4, and this model has 2"):
+        loaded(other, Names(**gpt2.huggingface(other)), folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match="theirs has no config.json"):
+        loaded(TINY, Names(**gpt2.huggingface(TINY)), folder)
+    loaded(other, Names(rules=gpt2.huggingface(other)["rules"], prefix="transformer."), folder)  # the control
+    with pytest.raises(ValueError, match="says n_head=4, and gpt2:tiny has 2"):
+        ModelChoice("gpt2:tiny", other, gpt2.build, file_config=gpt2.huggingface_config).check_weights(
+            path, find_tensors(path))

@@ -211,3 +211,24 @@ def test_images_that_are_none(tmp_path):
             load_images(tmp_path / name)
     with pytest.raises(ValueError, match="one part would be empty"):
         LabeledImages(np.zeros((3, 4, 4)), np.arange(3)).split(0.0)
+
+
+@pytest.mark.parametrize("sizes", [(3, 8), (5, 16), (1, 1)])
+@pytest.mark.parametrize("weights", [None, (0.75, 0.25)])
+def test_a_complete_epoch_has_every_example_once(sizes, weights):
+    """Of two sources with weights the mean is by these: each of its own mean."""
+    sources = [Windows(Documents(np.arange(4 * size) + 100 * k, np.array([0, 4 * size])), 4, causal=False)
+               for k, size in enumerate(sizes)]
+    make = lambda row, _: {**row, "targets": row["inputs"]}  # noqa: E731
+    held_out = ExampleBatches(sources, batch_size=4, weights=weights, make=make, complete=True)
+    targets, found = (np.concatenate([batch[name] for batch in held_out.once()]) for name in ("targets", "weights"))
+    assert held_out.batches_per_epoch == -(-sum(sizes) // 4)
+    assert sorted(targets[found > 0]) == sorted(np.concatenate([source.row(k)["inputs"] for source in sources
+                                                                for k in range(source.num_examples)]))
+    shares = weights or np.array(sizes) / sum(sizes)
+    expected = sum(share * (np.arange(4 * size) + 100 * k).mean()
+                   for k, (size, share) in enumerate(zip(sizes, shares, strict=True)))
+    assert np.isclose((targets * found).sum() / found.sum(), expected)
+    # Negative control: epochs of training leave out what fills no batch.
+    if sum(sizes) % 4 and sum(sizes) > 4:
+        assert ExampleBatches(sources, batch_size=4, make=make).batches_per_epoch < held_out.batches_per_epoch

@@ -50,6 +50,76 @@ def test_the_template_of_a_tokenizer_is_used(tmp_path):
     assert learned({"messages": CHAT}, load_template(tmp_path))[1] == ["4;", "Yes;"]
 
 
+TOOLS = ("{%- if not style is defined %}{% set style = 'plain' %}{% endif %}[{{ style }}]{% if tools %}TOOLS "
+         "{{ tools | tojson }};{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content or '' }}"
+         "{% for call in m.tool_calls or [] %}<{{ call.name }}>{% endfor %}"
+         "{% if m.role == 'tool' %}({{ m.name }}){% endif %};{% endfor %}"
+         "{% if add_generation_prompt %}assistant:{% endif %}")
+CALLS = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "tool_calls": [{"name": "add"}]},
+         {"role": "tool", "content": "4", "name": "add"}, {"role": "assistant", "content": "It is 4"}]
+
+
+def test_tools_options_and_weights_are_honoured():
+    template, row = ChatTemplate(TOOLS, {}, "t.json"), {"messages": CALLS}
+    plain = learned(row, template)
+    assert plain[:2] == ("[plain]user:2 + 2?;assistant:<add>;tool:4(add);assistant:It is 4;", ["<add>;", "It is 4;"])
+    for tools in ([{"name": "add"}], '[{"name": "add"}]'):  # JSON of them, as columns of Parquet have it
+        assert learned(row | {"tools": tools}, template)[0] == plain[0].replace("]", ']TOOLS [{"name": "add"}];', 1)
+    for options in ({"style": "kind"}, '{"style": "kind"}'):
+        assert learned(row | {"chat_template_kwargs": options}, template)[0] == plain[0].replace("plain", "kind")
+    for nothing in ({"tools": []}, {"tools": None}, {"chat_template_kwargs": {}}):  # the control
+        assert learned(row | nothing, template)[:2] == plain[:2]
+    for each in (SimpleTemplate(), ChatTemplate(LLAMA_3, {"bos_token": ""}, "t.json")):
+        for weights, texts in (((0, 1), ["Yes"]), ((1, 0), ["4"]), ((1, 1), ["4", "Yes"]), ((None, 0), ["4"])):
+            first, second = ({"weight": weight} for weight in weights)
+            messages = [*CHAT[:2], CHAT[2] | first, CHAT[3] | {"weight": 0}, CHAT[4] | second]
+            whole, parts, _ = learned({"messages": messages}, each)
+            assert [part.removesuffix("<|eot|>") for part in parts] == texts
+            assert whole == learned({"messages": CHAT}, each)[0], "what is not learned is read"
+    assert not template.unread
+
+
+def test_fields_that_nothing_reads_are_named():
+    template = ChatTemplate(TOOLS, {}, "t.json")
+    learned({"messages": [CHAT[1] | {"name": "Ann"}, CHAT[2] | {"id": 3}], "source": "web", "empty": None}, template)
+    learned({"prompt": "a", "completion": "b", "score": 0}, template)
+    preference({"prompt": "a", "chosen": "b", "rejected": "c", "rank": 1}, template, "")
+    assert template.unread == {"messages.name", "messages.id", "source", "score", "rank"}
+
+
+REFUSED = [
+    ({"messages": CHAT, "tools": [{"name": "add"}]}, "tools: .* does not take it from a row"),
+    ({"messages": CHAT, "chat_template_kwargs": {"style": "kind"}}, "style: .* does not take it from a row"),
+    ({"messages": CHAT, "tools": "add"}, "tools is str: give a list"),
+    ({"messages": CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs is list: give an object"),
+    ({"messages": CALLS}, "tool_calls of a message"),
+    ({"messages": [CHAT[1], CHAT[2] | {"reasoning_content": "2 and 2"}]}, "reasoning_content of a message"),
+    ({"messages": [CHAT[1], CHAT[2] | {"train": False}]}, "train of a message"),
+    ({"messages": [CHAT[1] | {"weight": 1}, CHAT[2]]}, "weight 1 of the user: give 0 or 1"),
+    *(({"messages": [CHAT[1], CHAT[2] | {"weight": weight}]}, "weight .* of the assistant: give 0 or 1")
+      for weight in (0.5, -1, "0", [0])),
+    ({"messages": [CHAT[1], CHAT[2] | {"weight": 0}]}, "a weight that is not 0"),
+    ({"messages": CHAT, "weight": 0}, "weight would change what is learned"),
+    ({"messages": CHAT, "images": ["a.png"]}, "images would change what is learned"),
+    ({"prompt": "a", "completion": "b", "tools": [1]}, "tools is for a chat template"),
+    ({"prompt": "a", "completion": "b", "system": "Be kind."}, "system would change what is learned"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": [1]}, "tools is for a chat template"),
+    ({"chosen": CHAT, "rejected": [*CHAT[:4], CHAT[4] | {"content": "No", "weight": 0}]}, "a message has a weight")]
+
+
+@pytest.mark.parametrize("template", [SimpleTemplate(), ChatTemplate(LLAMA_3, {"bos_token": ""}, "t.json")])
+@pytest.mark.parametrize(("row", "message"), REFUSED)
+def test_fields_that_cannot_be_honoured_are_refused_by_name(template, row, message):
+    with pytest.raises(UsageError, match=message):
+        (preference if "chosen" in row else instruction)(row, template, "x.jsonl, line 1")
+
+
+def test_options_that_a_template_would_overwrite_are_refused():
+    for name in ("messages", "add_generation_prompt", "documents", "m", "call", "other"):
+        with pytest.raises(UsageError, match=f"{name}: .* does not take it from a row"):
+            instruction({"messages": CHAT, "chat_template_kwargs": {name: 1}}, ChatTemplate(TOOLS, {}, "t.json"), "x")
+
+
 @pytest.mark.parametrize("pack", [False, True])
 def test_rows_have_weights_where_the_target_is_a_response(pack):
     rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "x", "completion": "yz"}]

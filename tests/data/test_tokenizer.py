@@ -1,11 +1,13 @@
 """Tokenizers of others and of ours: what they encode they decode, their special ids, and files that are none."""
 
+import io
 import json
 
+import numpy as np
 import pytest
 
 from zero_jax.data import extras
-from zero_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from zero_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
 from zero_jax.data.tokenizer_training import train_bpe
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -65,6 +67,63 @@ def test_a_model_of_sentencepiece(tmp_path):
     eos, pad = loaded.specials.eos, loaded.specials.pad
     assert (eos, pad) == (2, 3) and len(loaded.specials.sentinels) == 1 and loaded.specials.mask is not None
     assert {0, 1, 2, 3, loaded.specials.mask} <= {*loaded.specials.ids}
+
+
+WORDS = ["the", " ", "fox", "  ", "\n", "Par", "is", "a", "", "dog "]
+
+
+def assert_parts_are_the_text(tokenizer, number=200):
+    """Of random parts; returns for how many of them each part alone would be another text, the negative control."""
+    draw, alone = np.random.default_rng(0), 0
+    for _ in range(number):
+        parts = ["".join(draw.choice(WORDS, draw.integers(4))) for _ in range(draw.integers(1, 5))]
+        try:
+            (found,) = tokenizer.encode_parts([parts])
+        except ValueError as error:
+            assert "splits at spaces" in str(error)
+            continue
+        (whole,) = tokenizer.encode(["".join(parts)])
+        assert tokenizer.decode([i for part in found for i in part]) == tokenizer.decode(whole), parts
+        alone += tokenizer.decode([i for part in tokenizer.encode(parts) for i in part]) != tokenizer.decode(whole)
+    return alone
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"model_type": "bpe"}, {"add_dummy_prefix": False}, {"remove_extra_whitespaces": False},
+    {"treat_whitespace_as_suffix": True},
+    {"model_type": "bpe", "byte_fallback": True, "vocab_size": 300, "normalization_rule_name": "identity"}])
+def test_parts_of_a_text_by_sentencepiece(options):
+    sentencepiece, model = pytest.importorskip("sentencepiece"), io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the quick brown fox jumps in Paris", "over the lazy dog isn't a"] * 50),
+        model_writer=model, minloglevel=2, hard_vocab_limit=False, **({"vocab_size": 36} | options))
+    tokenizer = SentencePieceTokenizer(model.getvalue())
+    assert assert_parts_are_the_text(tokenizer) > 10
+    (parts,) = tokenizer.encode_parts([["Par", "is", "</s>the"]])
+    assert tokenizer.decode([*parts[0], *parts[1]]) == "Paris" and parts[2][0] == tokenizer.specials.eos
+
+
+@pytest.mark.parametrize("name", ["Prepend", "Metaspace", "Metaspace first", "ByteLevel with a space", "ByteLevel",
+                                  "WhitespaceSplit", "BertPreTokenizer"])
+def test_parts_of_a_text_by_tokenizers(name):
+    steps, normalizers, decoders = tokenizers.pre_tokenizers, tokenizers.normalizers, tokenizers.decoders
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    if name == "Prepend":  # as the files of LLaMA 2
+        space = "\u2581"
+        trained.normalizer = normalizers.Sequence([normalizers.Prepend(space), normalizers.Replace(" ", space)])
+        trained.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    else:
+        trained.pre_tokenizer, trained.decoder = {
+            "Metaspace": (steps.Metaspace(), decoders.Metaspace()),
+            "Metaspace first": (steps.Metaspace(prepend_scheme="first"), decoders.Metaspace()),
+            "ByteLevel with a space": (steps.ByteLevel(add_prefix_space=True), decoders.ByteLevel()),
+            "ByteLevel": (steps.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),
+            "WhitespaceSplit": (steps.Sequence([steps.WhitespaceSplit(), steps.Metaspace()]), decoders.Metaspace()),
+            "BertPreTokenizer": (steps.BertPreTokenizer(), None)}[name]
+    trained.train_from_iterator(["the fox is in Paris", "a dog\nis not"] * 50, tokenizers.trainers.BpeTrainer(
+        vocab_size=90, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=steps.ByteLevel.alphabet()))
+    found = assert_parts_are_the_text(HuggingFaceTokenizer(trained.to_str().encode()))
+    assert (found > 10) == (name in ("Prepend", "Metaspace", "Metaspace first", "ByteLevel with a space"))
 
 
 def test_bytes():

@@ -78,7 +78,8 @@ def test_logits_are_those_of_the_file(tmp_path, flavour, scan, stage, devices, c
     options = {name: value for name, value in options.items() if name != "replica"}
     model = BUILD[flavour](dataclasses.replace(config, scan_layers=scan))
     step = zero_jax.make_zero_train_step(model, stage, mesh=mesh, optimizer=optax.sgd(0.1, 0.9), **options)
-    state = import_params(tmp_path, step, step.init(jax.random.key(0), BATCH), BATCH, names=names_of(config))
+    state = import_params(tmp_path / "model.safetensors", step, step.init(jax.random.key(0), BATCH), BATCH,
+                          names=names_of(config))
     found = np.asarray(step.evaluator(logits, ema="ema" in options)(state, BATCH))
     expected = numpy_gpt2(tensors, TOKENS, num_heads=config.num_heads)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,15 +111,91 @@ def test_what_cannot_be_written_or_read(tmp_path, monkeypatch):
         zero_jax.export_programs(tmp_path / "out", programs, LINEAR)
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
     monkeypatch.undo()
-    zero_jax.export_programs(tmp_path / "out", programs, LINEAR)
-    file = tmp_path / "out/linear.jax_export"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(ValueError, match="linear.jax_export is damaged"):
-        program_loader.load(tmp_path / "out")
     with pytest.raises(ValueError, match="has no manifest.json"):
         program_loader.load(tmp_path / "full")
+
+
+def signed(folder, **changes):
+    """Writes `changes` of a folder's manifest, with digests that fit: what is no damage, and may be hostile."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(manifest | {"sha256": program_loader.manifest_digest(manifest)}))
+
+
+def test_a_flipped_bit_in_any_file_is_refused(tmp_path):
+    out = tmp_path / "out"
+    zero_jax.export_programs(out, {"linear": (linear, (rows(),))}, LINEAR, max_file_bytes=8, model={"sizes": {10: 1.5}})
+    files = [file for file in sorted(out.iterdir()) if file.suffix in (".jax_export", ".safetensors")]
+    assert len(files) == 3, "weights in two files"
+    draw = np.random.default_rng(0)
+    for file in [*files, out / "manifest.json"]:
+        whole = file.read_bytes()
+        for byte in [0, len(whole) - 1, *draw.integers(len(whole), size=20)]:
+            damaged = bytearray(whole)
+            damaged[byte] ^= 1 << draw.integers(8)
+            file.write_bytes(damaged)
+            with pytest.raises(ValueError, match=r"damaged|is of format"):
+                program_loader.load(out)
+        file.write_bytes(whole[:-2])
+        with pytest.raises(ValueError, match=f"{file.name} is damaged"):
+            program_loader.load(out)
+        file.write_bytes(whole)
+    # Negative control: the loader serves other numbers where the digest is that of the damaged file.
+    before = program_loader.load(out).call("linear", jnp.ones((1, 3)))
+    whole = bytearray(files[-1].read_bytes())
+    whole[-2] ^= 1
+    files[-1].write_bytes(whole)
+    signed(out, weights=[{"file": file.name, "sha256": program_loader.file_digest(file)} for file in files[1:]])
+    assert not np.array_equal(program_loader.load(out).call("linear", jnp.ones((1, 3))), before)
+
+
+def test_hostile_folders_are_refused_in_one_line(tmp_path):
+    out = tmp_path / "out"
+    zero_jax.export_programs(out, {"linear": (linear, (rows(),))}, LINEAR)
+    shutil.copy(out / "weights.safetensors", tmp_path / "x")
+    (out / "below").mkdir()
+    shutil.copy(out / "weights.safetensors", out / "below/x")
+    os.mkfifo(out / "pipe")
+    manifest = json.loads((out / "manifest.json").read_text())
+    entry, size = manifest["weights"][0], (out / "weights.safetensors").stat().st_size
+    for name in ("../x", "..", ".", "", "below/x", str(tmp_path / "x"), "..\\x", "x\0", "pipe",
+                 "missing", 7, None, ["x"]):
+        for wrong in ({"weights": [entry | {"file": name}]},
+                      {"programs": {"linear": manifest["programs"]["linear"] | {"file": name}}}):
+            signed(out, **wrong)
+            with pytest.raises(ValueError, match=r"only files of its folder|missing, or no file|not as zero_jax"):
+                program_loader.load(out)
+    for wrong in ({"weights": "x"}, {"programs": []}, {"model": None}, {"num_weights": 3}, {"weights": [{}]}):
+        signed(out, **manifest | wrong)
+        with pytest.raises(ValueError, match=r"not as zero_jax|its manifest.json says"):
+            program_loader.load(out)
+
+    def header(**tensor):
+        text = json.dumps({"kernel": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | tensor}).encode()
+        return len(text).to_bytes(8, "little") + text + bytes(8)
+
+    for content, error in (
+            *(((announced).to_bytes(8, "little") + bytes(size - 8), "announces a header")
+              for announced in (size, 10**8, 2**40, 2**63, 2**64 - 1)),
+            (b"", "announces"), (header(dtype="F31"), "not as zero_jax"), (header(shape=[2**40]), "does not fit"),
+            (header(data_offsets=[0, 2**40]), "does not fit"), (header(data_offsets=[8, 0]), "does not fit"),
+            (header(data_offsets=[-8, 0]), "does not fit"), (header(shape=[-1, -2]), "does not fit"),
+            (header(data_offsets=None), "not as zero_jax"), ((2).to_bytes(8, "little") + b"[]", "no object"),
+            ((9**4).to_bytes(8, "little") + b"[" * 9**4, "JSON"), ((2).to_bytes(8, "little") + b"\xff{", "JSON")):
+        (out / "weights.safetensors").write_bytes(content)
+        signed(out, **manifest | {"weights": [
+            entry | {"sha256": program_loader.file_digest(out / "weights.safetensors")}]})
+        with pytest.raises(ValueError, match=error) as told:
+            program_loader.load(out)
+        assert len(str(told.value).splitlines()) == 1 and len(str(told.value)) < 500
+    (out / "linear.jax_export").write_bytes(b"x" * 99)
+    signed(out, **manifest | {"weights": [], "programs": {
+        "linear": {"file": "linear.jax_export", "sha256": program_loader.file_digest(out / "linear.jax_export")}}})
+    with pytest.raises(ValueError, match="no program that jax"):
+        program_loader.load(out)
+    os.truncate(out / "manifest.json", 2**40)
+    with pytest.raises(ValueError, match="1,099,511,627,776 bytes, and such a file"):
+        program_loader.load(out)
 
 
 @pytest.fixture(scope="module")

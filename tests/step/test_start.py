@@ -79,6 +79,82 @@ def test_init_from_nnx(give):
     np.testing.assert_allclose(losses_of(step, state, [batch_of()])[0], expected, rtol=1e-5)
 
 
+class NnxTrainState(TrainState):
+    other: nnx.State
+
+
+class LinenTrainState(TrainState):
+    batch_stats: dict
+
+
+def given_in(kind, linen):
+    """(A model, what is given of it, its batch statistics or None where they are not in it)."""
+    if linen:
+        params, stats = variables_of()["params"], variables_of()["batch_stats"]
+        return Net(), {"params": {"params": params}, "collections": variables_of(), "bare": params,
+                       "bound": Net().bind(variables_of()),
+                       "train state": LinenTrainState.create(apply_fn=None, params=params, tx=ADAM, batch_stats=stats),
+                       "params of one": TrainState.create(apply_fn=None, params=params, tx=ADAM)}[kind]
+    model = NnxNet(nnx.Rngs(3))
+    model.norm.mean[...] += 0.25
+    _, params, other = nnx.split(model, nnx.Param, ...)
+    pure = nnx.to_pure_dict(params)
+    return NnxNet, {"params": params, "bare": pure, "module": model, "state": nnx.state(model),
+                    "collections": nnx.to_pure_dict(nnx.state(model)),
+                    "train state": NnxTrainState.create(apply_fn=None, params=pure, tx=ADAM, other=other),
+                    "params of one": TrainState.create(apply_fn=None, params=pure, tx=ADAM)}[kind]
+
+
+@pytest.mark.parametrize("linen", [True, False])
+@pytest.mark.parametrize("how", ["init", "with_params"])
+def test_batch_statistics_are_taken_where_they_are_given_and_else_named(caplog, linen, how):
+    lacking = {"params", "bare", "params of one"}
+    for kind in ("collections", "train state", *(["bound"] if linen else ["module", "state"]), *sorted(lacking)):
+        caplog.clear()
+        model, given = given_in(kind, linen)
+        step = step_of(model=model)
+        state = step.init(KEY, batch_of(), **({"params": given} if how == "init" else {}))
+        state = step.with_params(state, given) if how == "with_params" else state
+        norm = state.variables["batch_stats"]["BatchNorm_0"] if linen else state.variables["norm"]
+        assert float(norm["mean"][0]) == (0.0 if kind in lacking else 0.25), kind
+        said = [record.message for record in caplog.records]
+        assert len(said) == (kind in lacking), (kind, said)
+        assert kind not in lacking or f"no values for {'batch_stats/BatchNorm_0' if linen else 'norm'}/mean" in said[0]
+
+
+def test_a_step_without_other_variables_names_none(caplog):
+    """Negative control of the warning, with random streams, which are not asked for."""
+    def model(rngs):
+        return nnx.Sequential(nnx.Linear(16, 13, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+
+    step = step_of(model=model)
+    state = step.init(KEY, batch_of(), params=nnx.to_pure_dict(nnx.state(model(nnx.Rngs(0)), nnx.Param)))
+    step.params(state)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_trained_nnx_module_comes_back(caplog, stage):
+    """The loss of Flax alone in eval mode is the step's, and with the parameters alone it is not, which is said."""
+    step = step_of(stage, model=NnxNet(nnx.Rngs(3)))
+    _, state = losses_of(step, step.init(KEY, batch_of()))
+    expected = float(step.evaluator()(state, batch_of()))
+    assert not caplog.records
+    found = []
+    for trees in ([step.params(state), state.variables], [step.params(state)]):
+        model = NnxNet(nnx.Rngs(5))
+        nnx.update(model, *trees)
+        model.eval()
+        found.append(float(squared(model, batch_of())))
+    assert abs(found[0] / expected - 1) < 1e-5
+    assert abs(found[1] / expected - 1) > 1e-2
+    assert ["state.variables has norm/mean, norm/var: nnx.update(" in each.message for each in caplog.records] == [True]
+    _, _, other = nnx.split(NnxNet(nnx.Rngs(5)), nnx.Param, ...)
+    train_state = NnxTrainState.create(apply_fn=None, params=step.params(state), tx=ADAM, other=other)
+    back = step.to_train_state(state, train_state)
+    assert_same(nnx.to_pure_dict(back.other)["norm"], state.variables["norm"], 0, 0)
+
+
 def test_a_bound_module_without_its_values():
     with pytest.raises(ValueError, match="params lacks 6 .*of the 6 leaves"):
         step_of(model=Net().bind({"params": {}})).init(KEY, batch_of())

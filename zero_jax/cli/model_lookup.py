@@ -24,6 +24,8 @@ from typing import Any
 
 from zero_jax.errors import UsageError, cut
 from zero_jax.interop.model_config import check_config
+from zero_jax.interop.naming import Names
+from zero_jax.interop.safetensors_file import Tensor
 
 OURS = "zero_jax.models"
 """The package of our models, wherever it is loaded from."""
@@ -66,14 +68,19 @@ class ModelChoice:
                              "how parameters are split: write them, or leave tensor out.")
         return tuple(self.rules(self.config))
 
-    def tensor_names(self) -> Mapping[str, Any] | None:
-        """The fields of `Names` for published checkpoints of this model; None where its module gives none."""
-        return None if self.names is None else self.names(self.config)
+    def tensor_names(self) -> Names | None:
+        """The names of published checkpoints of this model; None where its module gives none."""
+        return None if self.names is None else Names(**{"config": self.own_names.config, **self.names(self.config)})
 
-    def check_weights(self, weights: Path) -> None:
-        """Raises ValueError where the config.json beside `weights` is of another model than this one."""
-        if self.file_config is not None:
-            check_config(weights.expanduser(), self.file_config(self.config), self.name)
+    @property
+    def own_names(self) -> Names:
+        """Our names, with the config.json of this model where its module gives one."""
+        return Names(config=None if self.file_config is None else self.file_config(self.config))
+
+    def check_weights(self, weights: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Raises ValueError where what is beside `weights`, or in the files of `tensors`, is of another model."""
+        files = (tensor.file for tensor in tensors.values())
+        check_config(weights.expanduser(), self.own_names.config, self.name, files)
 
     def check_field(self, field: str) -> None:
         """Raises ValueError where the config lacks a field that an option changes."""

@@ -1,7 +1,7 @@
 """What the objectives with responses share: checks of their options, rows as examples, answers of the model."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,10 +15,10 @@ from zero_jax.cli.training.samples import continued
 from zero_jax.data import extras
 from zero_jax.data.chat_template import Template, load_template
 from zero_jax.data.conversations import read_rows
-from zero_jax.data.response_rows import Example, split_examples
+from zero_jax.data.response_rows import Example, response_text, split_examples
 from zero_jax.data.tokenized import Tokenized
 from zero_jax.data.tokenizer import Tokenizer
-from zero_jax.errors import UsageError
+from zero_jax.errors import UsageError, few
 from zero_jax.step.step import ZeroTrainStep
 
 HEAD_ROWS = 100
@@ -77,24 +77,24 @@ def example_parts(config: TrainConfig, read: Callable[[tuple[str, ...]], tuple[l
     return kept, held_out, cut + eval_cut, left_out + eval_left_out
 
 
-def counted(train: Sequence[Any], held_out: Sequence[Any], *, cut: int, left_out: int,
+def counted(train: Sequence[Any], held_out: Sequence[Any], *, cut: int, left_out: int, unread: Set[str],
             why: str = "no response began within a row") -> str:
-    """How many examples there are, and what became of those that are too long."""
+    """How many examples there are, what became of those that are too long, and which fields of rows are `unread`."""
     text = counts_text(len(train), len(held_out), "examples")
     text += f" {cut:,} are longer than a row, and cut at their end." * bool(cut)
-    return text + f" {left_out:,} are left out: {why}." * bool(left_out)
+    text += f" {left_out:,} are left out: {why}." * bool(left_out)
+    return text + f" Fields that are not read: {few(sorted(unread), 20)}." * bool(unread)
 
 
 def answers(config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep, state: Any, examples: Sequence[Example],
-            tokenizer: Tokenizer) -> tuple[str, ...]:
+            tokenizer: Tokenizer, template: Template) -> tuple[str, ...]:
     """The model's responses to the prompts of `examples`, beside those of the data."""
     texts, devices = [], step.batch_sharding.num_devices
     for each in examples:
         if not 0 < len(each.prompt) < config.seq_len:
             continue
         new = continued(config, choice, step, state, np.tile(each.prompt, (devices, 1)))[0]
-        if tokenizer.specials.eos in new.tolist():
-            new = new[:new.tolist().index(tokenizer.specials.eos)]
-        prompt, wanted, said = (shown_text(tokenizer.decode(ids)) for ids in (each.prompt, each.answer, new))
+        said = shown_text(response_text(new.tolist(), template if template.used else None, tokenizer))
+        prompt, wanted = (shown_text(tokenizer.decode(ids)) for ids in (each.prompt, each.answer))
         texts.append(f"--- held-out prompt:\n{prompt}\n--- its response:\n{wanted}\n--- the model's:\n{said}")
     return tuple(texts)

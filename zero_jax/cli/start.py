@@ -12,7 +12,7 @@ from zero_jax.cli.step_from_config import abstract_batch, step_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.distributed.agreement import from_first
 from zero_jax.errors import UsageError
-from zero_jax.interop.naming import OWN, Names
+from zero_jax.interop.naming import Names
 from zero_jax.interop.params_io import file_leaves, init_from_file
 from zero_jax.interop.safetensors_file import find_tensors
 from zero_jax.state import ZeroState
@@ -68,5 +68,5 @@ def _saved_params(folder: Path, config: TrainConfig, choice: ModelChoice, step: 
 
 def _names_in(path: Path, choice: ModelChoice, leaves: Any) -> Names:
     """The naming of a file: ours where a tensor has a name of ours, else that of the model's module (Hugging Face)."""
-    fields = choice.tensor_names()
-    return OWN if fields is None or leaves.keys() & find_tensors(path).keys() else Names(**fields)
+    names = choice.tensor_names()
+    return choice.own_names if names is None or leaves.keys() & find_tensors(path).keys() else names

@@ -21,7 +21,7 @@ from zero_jax.errors import UsageError
 
 
 def document_data(
-    config: TrainConfig, tokenizer: Tokenizer | Tokenized, *, rows: Callable[[Documents], Any],
+    config: TrainConfig, tokenizer: Tokenizer | Tokenized, *, rows: Callable[..., Any],
     make: Callable[..., dict[str, np.ndarray]], name: str, vocab_size: int | None, row_tokens: int | None = None,
     baseline: Callable[[np.ndarray, np.ndarray], Mapping[str, float]] | None = None
 ) -> RunData:
@@ -30,7 +30,7 @@ def document_data(
     Args:
       config: which documents, and how they are mixed and held out.
       tokenizer: that encodes text.
-      rows: of documents, their rows as a source of examples.
+      rows: of (documents, complete), their rows as a source of examples; complete: every token is in one.
       make: an example from (row, key), where the key is (seed, place).
       name: of that, with what changes its result: a run that resumes must have the same.
       vocab_size: of the model, where it says.
@@ -49,13 +49,13 @@ def document_data(
         parts = [source.split(config.eval_fraction, least=few) for source, few in zip(sources, least, strict=True)]
         train, held_out = [part for part, _ in parts], [part for _, part in parts]
         eval_weights = config.data_weights
-    sets = [[rows(part) for part in parts] for parts in (train, held_out)]
+    sets = [[rows(part, complete) for part in parts] for parts, complete in ((train, False), (held_out, True))]
 
     def batches(sharding: Any) -> tuple[ExampleBatches, ExampleBatches]:
         shape = {"batch_size": config.batch_size, "sharding": sharding, "vocab_size": vocab_size, "make": make,
                  "name": name}
         return (ExampleBatches(sets[0], seed=config.seed, weights=config.data_weights, **shape),
-                ExampleBatches(sets[1], weights=eval_weights, **shape))
+                ExampleBatches(sets[1], weights=eval_weights, complete=True, **shape))
 
     used = sum(each.used_fraction * each.num_examples for each in sets[0]) / max(1, sum(
         each.num_examples for each in sets[0]))

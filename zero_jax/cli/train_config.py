@@ -146,7 +146,7 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
         self.check_attention(choice, platform)
         choice.tensor_rules(self.tensor)
         if file is not None:
-            choice.check_weights(file)
+            choice.check_weights(file, find_tensors(file))
         self.check_adapters(choice)
         return choice
 

@@ -28,6 +28,9 @@ class Batches(NumberedBatches):
     dropped (other windows every epoch). So an epoch has every window at most once, and exactly once where batch_size
     divides num_windows. The order is the same on every platform and NumPy version.
 
+    With `complete`, for an evaluation, an epoch has every target once, by "weights", float32 (batch, length): the last
+    window ends with the tokens, with weights of 0 where it overlaps the one before it, and the last batch is filled up.
+
     Without a `sharding` batches are NumPy arrays. With one they are global `jax.Array`s of that sharding, for example
     `NamedSharding(mesh, P("data"))`: each process reads only the rows of its own devices, each row once even where
     several devices store it, and all processes must build the same `Batches` and take the same positions.
@@ -46,6 +49,7 @@ class Batches(NumberedBatches):
         seed: int = 0,
         sharding: jax.sharding.Sharding | None = None,
         vocab_size: int | None = None,
+        complete: bool = False,
     ) -> None:
         """Nothing is read yet.
 
@@ -57,6 +61,7 @@ class Batches(NumberedBatches):
           sharding: of both arrays, whose shape is (batch_size, length); see above.
           vocab_size: where given, every row that is read must be within 0..vocab_size - 1
             (XLA clamps or drops an id outside, in silence).
+          complete: see above.
 
         Raises ValueError for tokens of another rank or dtype, too few tokens for one batch, and
         a batch_size that does not divide over the sharding.
@@ -73,10 +78,12 @@ class Batches(NumberedBatches):
         self.seed = whole("seed", seed, 0)
         self.sharding = sharding
         self.vocab_size = vocab_size
-        self.num_windows = max(0, len(tokens) - 1) // self.length
-        self.batches_per_epoch = self.num_windows // self.batch_size
+        self._complete, targets = complete, max(0, len(tokens) - 1)
+        self.num_windows = targets // self.length
+        self.num_windows += bool(complete and self.num_windows and targets % self.length)
+        self.batches_per_epoch = (self.num_windows + (self.batch_size - 1) * complete) // self.batch_size
         self._ordered = -1, np.empty(0, np.int64)  # the epoch last asked for; replaced at once, since threads read
-        if self.num_windows < self.batch_size:
+        if not self.batches_per_epoch:
             needed = self.batch_size * self.length + 1
             raise UsageError(
                 f"{len(tokens)} tokens hold {self.num_windows} windows of length={self.length},"
@@ -98,7 +105,8 @@ class Batches(NumberedBatches):
         windows = self._windows(whole("position", position, 0))
         if self.sharding is None:
             rows = self._read(windows)
-            return {"inputs": rows[:, :-1].copy(), "targets": rows[:, 1:].copy()}
+            arrays = {"inputs": rows[:, :-1].copy(), "targets": rows[:, 1:].copy()}
+            return arrays | ({"weights": self._weights(windows)} if self._complete else {})
         read: dict[tuple[int, int], np.ndarray] = {}
 
         def shard(index: Any, shift: int) -> np.ndarray:
@@ -112,7 +120,11 @@ class Batches(NumberedBatches):
             callback = functools.partial(shard, shift=shift)
             return jax.make_array_from_callback(shape, sharding, callback, dtype=np.int32)
 
-        return {"inputs": array(0, self.sharding), "targets": array(1, self.sharding)}
+        arrays = {"inputs": array(0, self.sharding), "targets": array(1, self.sharding)}
+        if self._complete:
+            weights = self._weights(windows)
+            arrays["weights"] = jax.make_array_from_callback(weights.shape, self.sharding, weights.__getitem__)
+        return arrays
 
     def _windows(self, position: int) -> np.ndarray:
         """Numbers of the windows of one batch: int64 (batch_size,)."""
@@ -121,11 +133,21 @@ class Batches(NumberedBatches):
         if epoch != ordered:
             permutation = _order(self.num_windows, self.seed, epoch)
             self._ordered = epoch, permutation
-        return permutation[k * self.batch_size : (k + 1) * self.batch_size]
+        chosen = permutation[k * self.batch_size : (k + 1) * self.batch_size]
+        return np.pad(chosen, (0, self.batch_size - len(chosen)), constant_values=-1)  # -1: with weights of 0
+
+    def _starts(self, windows: np.ndarray) -> np.ndarray:
+        """Where windows begin: the last one before its place, where fewer tokens than `length` are left there."""
+        return np.clip(windows * self.length, 0, len(self.tokens) - 1 - self.length)
+
+    def _weights(self, windows: np.ndarray) -> np.ndarray:
+        """1 for the targets of each window that no other one has: float32 (len(windows), length)."""
+        places = self._starts(windows)[:, None] + np.arange(self.length)
+        return ((places >= windows[:, None] * self.length) & (windows[:, None] >= 0)).astype(np.float32)
 
     def _read(self, windows: np.ndarray) -> np.ndarray:
         """Inputs and the last target of each window: int32 (len(windows), length + 1)."""
-        starts = windows * self.length
+        starts = self._starts(windows)
         rows = np.stack([self.tokens[i : i + self.length + 1] for i in starts])
         low, high = int(rows.min()), int(rows.max())
         limit = 2**31 if self.vocab_size is None else self.vocab_size

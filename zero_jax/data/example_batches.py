@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from zero_jax.arguments import whole
-from zero_jax.data.mixture import Mixture
+from zero_jax.data.mixture import Mixture, check_weights
 from zero_jax.data.positions import NumberedBatches
 from zero_jax.errors import UsageError
 
@@ -39,6 +39,10 @@ class ExampleBatches(NumberedBatches):
     is a pure function of its number, whatever the devices, processes and threads. An epoch, `batches_per_epoch`, has no
     example twice.
 
+    With `complete`, for an evaluation, an epoch has every example of all sources once, and the last batch is filled up
+    with examples whose "weights", an array that batches then have, are 0. With `weights` those of each source are
+    multiplied by a number, so that its examples together count by its weight.
+
     Without a `sharding` batches are NumPy arrays. With one they are global `jax.Array`s whose first dimensions are
     sharded by it; each process makes only the rows of its own devices, each row once.
     """
@@ -54,6 +58,7 @@ class ExampleBatches(NumberedBatches):
         name: str = "",
         sharding: jax.sharding.NamedSharding | None = None,
         vocab_size: int | None = None,
+        complete: bool = False,
     ) -> None:
         """The first example is made, for the shapes of all.
 
@@ -66,6 +71,7 @@ class ExampleBatches(NumberedBatches):
           name: of `make` and its settings: a saved position is valid for the same name alone.
           sharding: of all arrays, from the first dimension on; later dimensions of an array are not sharded.
           vocab_size: where given, all integers in "inputs" and "targets" must be within 0..vocab_size - 1.
+          complete: see above.
 
         Raises ValueError for no examples, too few for one batch, weights that are none, and a batch that does not
         divide over the sharding.
@@ -76,10 +82,14 @@ class ExampleBatches(NumberedBatches):
         if not self.sources or not all(source.num_examples for source in self.sources):
             empty = [k for k, source in enumerate(self.sources) if not source.num_examples]
             raise UsageError(f"Sources {empty} have no example of this length: give more data, or a smaller seq_len.")
-        self._mixture = Mixture([source.num_examples for source in self.sources], weights=weights, seed=self.seed)
-        self.batches_per_epoch = self._mixture.places // self.batch_size
+        sizes = [source.num_examples for source in self.sources]
+        if weights is not None:
+            check_weights(weights, len(sizes))
+        self._mixture = Mixture(sizes, weights=None if complete else weights, seed=self.seed)
+        self._complete = [weight * sum(sizes) / size for weight, size in zip(
+            weights or [size / sum(sizes) for size in sizes], sizes, strict=True)] if complete else None
+        self.batches_per_epoch = (self._mixture.places + (self.batch_size - 1) * complete) // self.batch_size
         if not self.batches_per_epoch:
-            sizes = [source.num_examples for source in self.sources]
             raise UsageError(f"Sources with {sizes} examples are fewer than a batch of batch_size={batch_size} takes "
                              "without one twice: give more data, or a smaller batch_size or seq_len.")
         self.shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
@@ -115,6 +125,10 @@ class ExampleBatches(NumberedBatches):
         if self._make is not None:
             what = f"What {self._name or 'make'} makes of example {example} of source {source} has"
             row = self._checked(self._make(row, (self.seed, place)), what)
+        if self._complete is not None:
+            weights = row.get("weights", np.ones(row["targets"].shape, np.float32))
+            factor = self._complete[source] * (place < self._mixture.places)
+            row = {**row, "weights": (weights * factor).astype(np.float32)}
         found = {name: (array.shape, array.dtype) for name, array in row.items()}
         first = {name: (shape[1:], dtype) for name, (shape, dtype) in self.shapes.items()}
         if self.shapes and found != first:

@@ -79,19 +79,6 @@ class LabeledImages:
         return train, held
 
 
-class FilledUp:
-    """The examples of `source`, with "weights" of 1, and of weight 0 as many more as fill the last batch."""
-
-    def __init__(self, source: LabeledImages, batch_size: int) -> None:
-        self._source, self.fingerprint = source, source.fingerprint
-        self.num_examples = -(-source.num_examples // batch_size) * batch_size
-
-    def row(self, number: int) -> dict[str, np.ndarray]:
-        """Example `number`."""
-        size = self._source.num_examples
-        return {**self._source.row(number % size), "weights": np.asarray(number < size, np.float32)}
-
-
 def augmented(image: np.ndarray, key: Key, *, shift: int = 0, flip: bool = False, warp: float = 0.0) -> np.ndarray:
     """`image`, (height, width, channels), moved by up to `shift` pixels over 0, `warped`, and mirrored.
 

@@ -123,19 +123,24 @@ class DocumentRows:
 class Windows:
     """Documents one after another, cut into windows of `length` tokens: "inputs", and with `causal` "targets".
 
-    Windows run across documents, and so does attention. An incomplete last window is left out.
+    Windows run across documents, and so does attention. An incomplete last window is left out; with `complete` it
+    begins earlier, and rows have "weights", float32 (length,), which are 0 for what is in the window before it.
     """
 
-    def __init__(self, documents: Documents, length: int, *, causal: bool) -> None:
+    def __init__(self, documents: Documents, length: int, *, causal: bool, complete: bool = False) -> None:
         self._tokens, self._length, self._causal = documents.tokens, whole("length", length, 1), causal
+        self._last, self._complete = len(self._tokens) - causal - length, complete
         self.num_examples = max(0, len(self._tokens) - causal) // length
+        self.num_examples += bool(complete and self.num_examples and self._last % length)
         self.fingerprint, self.used_fraction = documents.fingerprint(), 1.0
 
     def row(self, number: int) -> dict[str, np.ndarray]:
         """Window `number`."""
-        start = number * self._length
+        start = min(number * self._length, self._last)
         tokens = _ids(self._tokens[start:start + self._length + self._causal])
-        return {"inputs": tokens[:-1], "targets": tokens[1:]} if self._causal else {"inputs": tokens}
+        row = {"inputs": tokens[:-1], "targets": tokens[1:]} if self._causal else {"inputs": tokens}
+        new = np.arange(start, start + self._length) >= number * self._length
+        return row | ({"weights": new.astype(np.float32)} if self._complete else {})
 
 
 def _ids(tokens: np.ndarray) -> np.ndarray:

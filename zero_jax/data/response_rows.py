@@ -1,5 +1,6 @@
 """Examples with responses as rows of tokens, whose weights are 1 for targets of a response and 0 for all others."""
 
+import contextlib
 import dataclasses
 import zlib
 from collections.abc import Iterable, Sequence
@@ -7,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from zero_jax.data.chat_template import Piece
+from zero_jax.data.chat_template import Conversation, Piece, Template
 from zero_jax.data.documents import Documents
 from zero_jax.data.packing import DocumentRows
 from zero_jax.data.token_file import sample
@@ -37,18 +38,39 @@ class Example:
 
 
 def encode(examples: Sequence[Sequence[Piece]], tokenizer: Tokenizer) -> list[Example]:
-    """Pieces as tokens. Each piece is encoded by itself, so that a response begins where a token does."""
-    texts = [piece.text for pieces in examples for piece in pieces]
-    encoded = iter(tokenizer.encode(texts))
+    """Pieces as tokens, none of which is in two pieces, so that a response begins where a token does."""
+    encoded = tokenizer.encode_parts([[piece.text for piece in pieces] for pieces in examples])
     eos, result = tokenizer.specials.eos, []
-    for pieces in examples:
+    for pieces, parts in zip(examples, encoded, strict=True):
         ids, response = [], []
-        for piece in pieces:
-            own = [*next(encoded)] + ([eos] if piece.ends and eos is not None else [])
+        for piece, part in zip(pieces, parts, strict=True):
+            own = [*part] + ([eos] if piece.ends and eos is not None else [])
             ids += own
             response += [piece.response] * len(own)
         result.append(Example(np.array(ids, np.int32), np.array(response, bool)))
     return result
+
+
+def prompt_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The ids of a prompt as `encode` has them, before a response."""
+    return [*tokenizer.encode_parts([[text, " x"]])[0][0]]
+
+
+def response_text(ids: Sequence[int], template: Template | None, tokenizer: Tokenizer) -> str:
+    """The text of a response that a model has written, up to its end: the end of text, or what `template` ends it with.
+
+    template: None where prompts and responses are texts.
+    """
+    ends, after = {tokenizer.specials.eos}, ""
+    with contextlib.suppress(UsageError):  # of a template that takes no conversation of two messages
+        pieces = [] if template is None else template.pieces(Conversation([
+            {"role": "user", "content": "?"}, {"role": "assistant", "content": "zero"}]), "")
+        before, _, after = "".join(piece.text for piece in pieces).rpartition("zero")
+        after_ids = tokenizer.encode_parts([[before + "zero", after]])[0][1]
+        ends |= {next((i for i in after_ids if i in tokenizer.specials.ids), None)}
+    end = next((k for k, i in enumerate(ids) if i in ends), len(ids))
+    text = tokenizer.decode(ids[:end])
+    return text[:text.find(after)] if end == len(ids) and after.strip() and after in text else text
 
 
 def fitting(examples: Iterable[Example], length: int) -> tuple[list[Example], int, int]:

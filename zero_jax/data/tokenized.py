@@ -106,7 +106,7 @@ def write_tokenized(folder: str | Path, texts: Iterable[str], tokenizer: Tokeniz
         raise UsageError("The data have no text: give files that have some.")
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
     np.save(folder / "documents.npy", offsets)
-    for name, content in {**tokenizer.files, **_for_transformers(tokenizer)}.items():
+    for name, content in {**tokenizer.files, **for_transformers(tokenizer)}.items():
         (folder / name).write_bytes(content)
     written = Tokenized(folder, dtype, int(offsets[-1]), len(offsets) - 1, tokenizer.vocab_size, tokenizer.fingerprint,
                         tokenizer.specials, tuple(map(str, sources)))
@@ -133,14 +133,14 @@ def is_left_over(folder: Path) -> bool:
     return all(path.name in ours for path in folder.iterdir())
 
 
-def _for_transformers(tokenizer: Tokenizer) -> dict[str, bytes]:
+def for_transformers(tokenizer: Tokenizer) -> dict[str, bytes]:
     """tokenizer_config.json, with which transformers.AutoTokenizer reads the folder."""
     if "tokenizer.json" not in tokenizer.files:
         return {}
     specials: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     names = {i: token["content"] for token in json.loads(tokenizer.files["tokenizer.json"]).get("added_tokens", ())
              for i in (token["id"],)}
-    for key in ("eos", "pad", "mask"):
+    for key in ("bos", "eos", "pad", "mask"):
         if (name := names.get(getattr(tokenizer.specials, key))) is not None:
             specials[f"{key}_token"] = name
     return {"tokenizer_config.json": (json.dumps(specials, indent=1) + "\n").encode()}

@@ -89,6 +89,11 @@ def stored_values(model: ModelFunctions, given: Mapping[str, Any], rng: Any) -> 
     return model.stored_values(given, rng) if isinstance(model, Lora) else given
 
 
+def is_nnx(model: ModelFunctions) -> bool:
+    """Whether it is an NNX module, with adapters or without."""
+    return isinstance(model.base if isinstance(model, Lora) else model, Nnx)
+
+
 def reseeded(model: ModelFunctions, variables: Any, rng: Any) -> Any:
     """`variables` with the random streams that an NNX module owns derived from `rng`; traceable."""
     base = model.base if isinstance(model, Lora) else model

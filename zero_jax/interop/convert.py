@@ -41,7 +41,7 @@ def convert_tensors(source: Path, out: Path, leaves: Mapping[str, Any], *, names
         kind = dtype if dtype is not None and jnp.issubdtype(stored, jnp.floating) else stored
         (own,) = OWN.parts(name, each.shape).names
         pieces.append(Piece(own, kind, each.shape, partial(_leaf, source, each, tensors, kind)))
-    return write_tensors(out, pieces, max_file_bytes=max_file_bytes, metadata={"format": "pt"})
+    return write_tensors(out, pieces, max_file_bytes=max_file_bytes, metadata=names.metadata)
 
 
 def _leaf(source: Path, parts: Parts, tensors: Mapping[str, Tensor], kind: np.dtype) -> np.ndarray:

@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.arguments import check_path, is_number
+from zero_jax.arguments import check_path, is_number, shown
 from zero_jax.distributed.agreement import all_or_none, is_first
 from zero_jax.distributed.initialize import on_host
 from zero_jax.errors import UsageError, few
 from zero_jax.files import read_regular, writing
 from zero_jax.frontends.composition import Composed, group_parts
 from zero_jax.frontends.lora import Lora
+from zero_jax.interop.model_config import task_of
 from zero_jax.interop.naming import OWN, Names, Parts
 from zero_jax.interop.params_io import MAX_FILE_BYTES, LogicalLeaf, export_leaves, floating_dtype, model_leaves
 from zero_jax.interop.safetensors_file import Piece, Tensor, find_tensors, write_tensors
@@ -37,6 +38,13 @@ from zero_jax.typing import Params
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Of `init_lora_weights`: those after which the base is what it was, and W + alpha / rank * A B the adapted kernel."""
+_HARMLESS = frozenset("""
+    auto_mapping base_model_name_or_path eva_config exclude_modules fan_in_fan_out inference_mode layers_pattern
+    layers_to_transform lora_dropout megatron_core peft_type peft_version qalora_group_size revision runtime_config
+    target_modules task_type""".split())
+"""Fields that change no value, or that the names of tensors show, too. Others are refused where they are set."""
 _MAX_BYTES = 1 << 62
 
 
@@ -131,7 +139,8 @@ def export_lora(path: Path | str, step: Any, state: ZeroState, *, names: Names, 
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             written = write_tensors(folder / WEIGHTS, pieces, max_file_bytes=_MAX_BYTES, metadata={"format": "pt"})
-            (folder / CONFIG).write_text(json.dumps(_config(lora, modules, base), indent=2, sort_keys=True) + "\n")
+            written_config = _config(lora, modules, base, names.config or {})
+            (folder / CONFIG).write_text(json.dumps(written_config, indent=2, sort_keys=True) + "\n")
         return [folder / CONFIG, *written]
 
     return all_or_none(write if is_first() else lambda: [])
@@ -226,11 +235,11 @@ def _modules(lora: Lora, names: Names) -> list[_Module]:
     return modules
 
 
-def _config(lora: Lora, modules: Sequence[_Module], base: str | None) -> dict[str, Any]:
-    """`adapter_config.json`."""
+def _config(lora: Lora, modules: Sequence[_Module], base: str | None, model: Mapping[str, Any]) -> dict[str, Any]:
+    """`adapter_config.json`. model: config.json of the model, where it is known."""
     transposed = {module.parts.rule.transpose for module in modules}
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "peft_type": "LORA", "task_type": task_of(model), "base_model_name_or_path": base, "inference_mode": True,
         "r": lora.config.rank, "lora_alpha": lora.config.alpha, "lora_dropout": lora.config.dropout, "bias": "none",
         "target_modules": sorted(name for module in modules for name in module.names), "modules_to_save": None,
         "fan_in_fan_out": transposed == {False}, "use_rslora": False, "use_dora": False, "init_lora_weights": True,
@@ -246,13 +255,18 @@ def _check_config(folder: Path, lora: Lora) -> None:
         raise UsageError(f"{path} cannot be read ({error}): give the folder of an adapter of PEFT.") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise UsageError(f"{path} is no LoRA adapter of PEFT: its peft_type must be \"LORA\".")
-    for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save"):
-        if config.get(key):
+    init = config.get("init_lora_weights")
+    if not any(init is plain or isinstance(init, str) and init == plain for plain in _PLAIN_INITS):
+        raise UsageError(f"{path}: init_lora_weights is {shown(init)}, which may change the base: convert it to plain "
+                         "LoRA with PEFT (save_pretrained with path_initial_model_for_weight_conversion).")
+    compared = {"r": lora.config.rank, "lora_alpha": lora.config.alpha}
+    for key, value in config.items():
+        if value and (key, value) != ("bias", "none") and key not in (*_HARMLESS, "init_lora_weights", *compared):
             raise UsageError(f"{path}: {key} is set, which zero_jax.lora has not: only plain LoRA is imported.")
-    wanted = {"r": lora.config.rank, "lora_alpha": lora.config.alpha}
-    for key, value in wanted.items():
-        if not is_number(config.get(key)) or config[key] != value:
-            raise UsageError(f"{path}: {key} is {config.get(key)!r}, and this step's is {value}: make the step with "
+    for key, value in compared.items():
+        given = config.get(key, 8)  # PEFT's default
+        if not is_number(given) or given != value:
+            raise UsageError(f"{path}: {key} is {given!r}, and this step's is {value}: make the step with "
                              "zero_jax.lora(model, rank, targets, alpha=...) of these adapters.")
 
 

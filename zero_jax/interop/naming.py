@@ -1,6 +1,7 @@
 """Rules that map the names of a model's parameters to those of tensors in a file. No JAX."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
+from zero_jax.interop.model_config import IN_FILE
 from zero_jax.interop.safetensors_file import Tensor
 
 
@@ -46,13 +48,17 @@ class Names:
     rules: `Rule`s or tuples of their fields. ignored: patterns of full names of tensors that are not parameters. tied:
     optional tensors, each of which must equal another one. prefix: optional before the names in a file that is read,
     and written before them. renamed: (pattern of a full name in a file that is read, what `re.sub` puts in its place).
+    config: config.json of the model, which a written file holds as metadata, and which a file that is read is compared
+    with; None: not known. Without rules each parameter has our name, as `blocks/qkv/kernel`, and other variables as
+    `variables/batch_stats/mean`.
     """
 
-    rules: Sequence[Any]
+    rules: Sequence[Any] = (("(?P<name>.+)", "{name}"),)
     ignored: Sequence[str] = ()
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefix: str = ""
     renamed: Sequence[tuple[str, str]] = ()
+    config: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, (tuple, list)) or not all(
@@ -60,6 +66,11 @@ class Names:
             raise UsageError(f"Names: rules={shown(self.rules)}: give a list of rules (leaf, tensor, columns, "
                              "transpose).")
         object.__setattr__(self, "rules", tuple(r if isinstance(r, Rule) else Rule(*r) for r in self.rules))
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Of a written file."""
+        return {"format": "pt"} | ({} if self.config is None else {IN_FILE: json.dumps(self.config)})
 
     def known_as(self, tensor: str) -> str:
         """The name that the rules know for a tensor of a file that is read."""
@@ -90,8 +101,8 @@ class Names:
         raise UsageError(f"No rule matches the parameter {leaf} of shape {shape}: these names are not for this model.")
 
 
-OWN = Names([(r"(?P<name>.+)", "{name}")])
-"""Each parameter by our name, as `blocks/qkv/kernel`; other variables as `variables/batch_stats/mean`."""
+OWN = Names()
+"""Our names, of any model."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from zero_jax.arguments import check_path, shown, whole
 from zero_jax.distributed.agreement import all_or_none, is_first
 from zero_jax.distributed.initialize import on_host
 from zero_jax.errors import UsageError
+from zero_jax.interop.model_config import check_config
 from zero_jax.interop.naming import OWN, Names, Parts
 from zero_jax.interop.safetensors_file import DTYPES, Piece, Tensor, check_target, find_tensors, write_tensors
 from zero_jax.sharding.auto_axes import in_any_context
@@ -171,7 +172,7 @@ def export_leaves(path: Path, leaves: Mapping[str, LogicalLeaf], names: Names, d
     def write() -> list[Path]:
         in_turn = [dataclasses.replace(piece, value=gather_next) for piece in pieces]
         try:
-            return write_tensors(path, in_turn, max_file_bytes=max_file_bytes, metadata={"format": "pt"})
+            return write_tensors(path, in_turn, max_file_bytes=max_file_bytes, metadata=names.metadata)
         except Exception:
             gather_rest()  # a collective: the others wait in it
             raise
@@ -258,8 +259,9 @@ def check_tensors(path: Path | str, parts: Mapping[str, Parts], dtypes: Mapping[
                   tensors: Mapping[str, Tensor], names: Names) -> None:
     """Raises ValueError unless `tensors` are those of the model, each with its shape and kind of dtype.
 
-    parts, dtypes: of each leaf.
+    Their config.json must be that of `names`. parts, dtypes: of each leaf.
     """
+    check_config(Path(path).expanduser(), names.config, "this model", (each.file for each in tensors.values()))
     wanted = {tensor: (name, each) for name, each in parts.items() for tensor in each.names}
     missing, extra = sorted(wanted.keys() - tensors), sorted(tensors.keys() - wanted - names.tied.keys())
     if missing or extra:

@@ -4,9 +4,11 @@ It needs jax, and flatbuffers, with which jax.export reads programs: pip install
 --format programs` copies this file into each folder that it writes; it imports nothing of zero_jax.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-FORMAT, VERSION = "zero_jax programs", 1
+FORMAT, VERSION = "zero_jax programs", 2
+MAX_JSON_BYTES, MAX_PROGRAM_BYTES = 100_000_000, 1 << 31
+"""Of a manifest or a header of tensors (the limit of the safetensors library), and of a program, a flatbuffer."""
+
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
            "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
            "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -129,38 +134,108 @@ def load(folder: Path | str, *, place: Callable[[str, np.ndarray], jax.Array] | 
     """The programs of `folder`.
 
     place: makes a device array of a weight, from its name and its value, as with a sharding over several devices;
-    None: the default device. Raises ValueError for a folder that is not one, and for a program that is not as it was
-    written.
+    None: the default device. Raises ValueError for a folder that is not one, and for a file that is not as it was
+    written: the manifest has a SHA-256 of every other file, and of itself. They find damage; they are no signature.
     """
     folder = Path(folder)
-    if not (folder / "manifest.json").is_file():
+    path = folder / "manifest.json"
+    if not path.is_file():
         raise ValueError(f"{folder} has no manifest.json: give a folder that zero-jax export --format programs wrote.")
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = _json_object(path, _read(path, MAX_JSON_BYTES))
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
-        raise ValueError(f"{folder}/manifest.json is of format {manifest.get('format')!r}, version "
-                         f"{manifest.get('version')!r}, and this loader reads {FORMAT!r}, version {VERSION}.")
-    exported = {}
-    for name, program in manifest["programs"].items():
-        data = (folder / program["file"]).read_bytes()
-        if hashlib.sha256(data).hexdigest() != program["sha256"]:
-            raise ValueError(f"{folder / program['file']} is damaged: it is not what was written.")
-        exported[name] = export.deserialize(bytearray(data))
-    put = place or (lambda name, value: jax.device_put(value))
-    weights = {name: put(name, value) for path in manifest["weights"] for name, value in _read_tensors(folder / path)}
+        raise ValueError(f"{path} is of format {str(manifest.get('format'))[:80]!r}, version "
+                         f"{str(manifest.get('version'))[:80]}, and this loader reads {FORMAT!r}, version {VERSION}: "
+                         "use the load.py of that folder.")
+    if manifest.get("sha256") != manifest_digest(manifest):
+        raise ValueError(f"{path} is damaged: it is not what was written.")
+    with _as_written(path):
+        programs = {name: _checked_file(folder, entry) for name, entry in manifest["programs"].items()}
+        files = [_checked_file(folder, entry) for entry in manifest["weights"]]
+        number = manifest["num_weights"] if files else 0
+        _ = manifest["model"].get("vocab_size")
+    put, exported, weights = place or (lambda name, value: jax.device_put(value)), {}, {}
+    for name, path in programs.items():
+        data = bytearray(_read(path, MAX_PROGRAM_BYTES))
+        try:
+            exported[name] = export.deserialize(data)
+        except Exception as error:  # of flatbuffers, of MLIR
+            raise ValueError(f"{path} is no program that jax {jax.__version__} reads ({str(error)[:200]}).") from error
+    for path in files:
+        weights |= {name: put(name, value) for name, value in _read_tensors(path)}
+    if len(weights) != number:
+        raise ValueError(f"{folder} has {len(weights)} weights, and its manifest.json says {number}.")
     return Programs(manifest, exported, weights)
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file, hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def manifest_digest(manifest: dict[str, Any]) -> str:
+    """The SHA-256 of a manifest but for its field `sha256`."""
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _as_written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not as zero_jax writes it ({type(error).__name__}: {str(error)[:80]}).") from error
+
+
+def _checked_file(folder: Path, entry: dict[str, Any]) -> Path:
+    """The path of an entry of the manifest; raises ValueError unless it is a file of `folder` as it was written."""
+    name = entry["file"]
+    if name != Path(name).name or "\\" in name or "\0" in name:
+        raise ValueError(f"{folder}/manifest.json names the file {name[:80]!r}, and only files of its folder are read.")
+    path = folder / name
+    if not path.is_file():  # nor a pipe or a device, which could block
+        raise ValueError(f"{path} is missing, or no file: copy the folder again.")
+    if file_digest(path) != entry["sha256"]:
+        raise ValueError(f"{path} is damaged: it is not what was written.")
+    return path
+
+
+def _read(path: Path, most: int) -> bytes:
+    if (size := path.stat().st_size) > most:
+        raise ValueError(f"{path} has {size:,} bytes, and such a file has at most {most:,}.")
+    return path.read_bytes()
+
+
+def _json_object(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # not UTF-8, too
+        raise ValueError(f"{path} is damaged: its JSON cannot be read ({error}).") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: its JSON is no object.")
+    return value
 
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of a safetensors file: eight bytes with the length of a JSON header, that header, their bytes."""
+    whole = path.stat().st_size
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    data = np.memmap(path, np.uint8, "r", offset=8 + size)
+        if whole < 8 or size > min(MAX_JSON_BYTES, whole - 8):
+            raise ValueError(f"{path} announces a header of {size:,} bytes, and has {whole:,}: it is damaged, or no "
+                             "safetensors file.")
+        header = _json_object(path, file.read(size))
+    data = np.memmap(path, np.uint8, "r", offset=8 + size) if whole > 8 + size else np.empty(0, np.uint8)
     for name, tensor in header.items():
         if name != "__metadata__":
-            start, end = tensor["data_offsets"]
-            raw = data[start:end].tobytes()  # a copy: device arrays may alias what they are made of
-            yield name, np.frombuffer(raw, jnp.dtype(_DTYPES[tensor["dtype"]])).reshape(tensor["shape"])
+            with _as_written(path):
+                (start, end), shape = tensor["data_offsets"], tensor["shape"]
+                dtype = jnp.dtype(_DTYPES[tensor["dtype"]])
+                if not (0 <= start <= end <= len(data) and all(type(dim) is int and dim >= 0 for dim in shape)
+                        and math.prod(shape) * dtype.itemsize == end - start):
+                    raise ValueError(f"{path}: the shape or place of {name[:80]!r} does not fit the file.")
+                raw = data[start:end].tobytes()  # a copy: device arrays may alias what they are made of
+            yield name, np.frombuffer(raw, dtype).reshape(shape)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ A folder has `<name>.jax_export` for each program, `weights*.safetensors`, `mani
 a loader that needs only JAX (`program_loader.py`).
 """
 
-import hashlib
 import importlib.util
 import json
 import shutil
@@ -110,10 +109,12 @@ def export_programs(path: Path | str, programs: Mapping[str, tuple[Callable[...,
         if done is None:
             return []
         staged, entries = done
-        tensors = [file.name for file in files if file.suffix == ".safetensors"]
+        tensors = [{"file": file.name, "sha256": program_loader.file_digest(file)} for file in files
+                   if file.suffix == ".safetensors"]
         manifest = {"format": program_loader.FORMAT, "version": program_loader.VERSION, "programs": entries,
                     "platforms": [*platforms], "weights": tensors, "num_weights": len(leaves), "weight_bytes": size,
                     "model": {**(model or {})}, "jax": jax.__version__, "zero_jax": installed_version("zero-jax")}
+        manifest["sha256"] = program_loader.manifest_digest(json.loads(json.dumps(manifest)))
         with writing(folder):
             (staged / "README.md").write_text(_readme(folder.name, manifest))
             shutil.copyfile(str(program_loader.__file__), staged / LOADER)
@@ -162,10 +163,9 @@ def _write(path: Path, fun: Callable[..., Any], args: Sequence[Any], platforms: 
             raise
         raise UsageError(f"the program {name} cannot be traced with symbolic dims ({str(error).splitlines()[0]}): give "
                          "it arguments of fixed shapes (export: --batch-size, --seq-len).") from error
-    data = bytes(exported.serialize())
-    path.write_bytes(data)
+    path.write_bytes(bytes(exported.serialize()))
     first = len(jax.tree.leaves(abstract[0]))  # the weights: the manifest says their number
-    return {"file": path.name, "sha256": hashlib.sha256(data).hexdigest(),
+    return {"file": path.name, "sha256": program_loader.file_digest(path),
             "calling_convention_version": exported.calling_convention_version,
             "arguments": [str(each) for each in exported.in_avals[first:]],
             "results": [str(each) for each in exported.out_avals]}
@@ -175,7 +175,7 @@ def _readme(name: str, manifest: Mapping[str, Any]) -> str:
     programs = "\n".join(f"- `{each['file']}`: {', '.join(each['arguments'])} to {', '.join(each['results'])}"
                          for each in manifest["programs"].values())
     about = "".join(f"- {field}: {value}\n" for field, value in manifest["model"].items())
-    files = ", ".join(f"`{file}`" for file in manifest["weights"]) or "inside of each program"
+    files = ", ".join(f"`{each['file']}`" for each in manifest["weights"]) or "inside of each program"
     use = ('print(served.generate([[1, 2, 3]], num_tokens=20))  # token ids' if "decode" in manifest["programs"] else
            'print(served.forward([[1, 2, 3]]).shape)  # token ids to logits' if "forward" in manifest["programs"] else
            f'served.call("{next(iter(manifest["programs"]))}", ...)')
@@ -199,7 +199,7 @@ served = load.load("{name}")
 
 {programs}
 - weights: {files}; {manifest["num_weights"]} arrays, {manifest["weight_bytes"]:,} bytes
-- `manifest.json`: all of this for programs, with a SHA-256 of each
+- `manifest.json`: all of this for programs, with a SHA-256 of each file, which `load.py` checks
 {about}
 A dim with a name, such as `batch`, is any size; each new size is compiled once. The programs are StableHLO for one
 device of {", ".join(manifest["platforms"])}, read by `jax.export.deserialize`. JAX promises to read such files for at

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -74,11 +74,18 @@ def find_tensors(path: Path) -> dict[str, Tensor]:
     return read_header(path)
 
 
-def read_header(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file by name, from its header, every size of which is checked against the file.
+def file_metadata(path: Path) -> dict[str, str]:
+    """The metadata of one file. Raises ValueError as `read_header`."""
+    return _read_header(path)[1]
 
-    Raises ValueError for anything but a complete safetensors file.
-    """
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file by name. Raises ValueError for anything but a complete safetensors file."""
+    return _read_header(path)[0]
+
+
+def _read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors by name, and metadata, from a header every size of which is checked against the file."""
     with _readable(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -103,7 +110,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     if start != size:
         raise UsageError(f"{path} is truncated or damaged: its header describes {start:,} bytes, and it has {size:,}. "
                          "Copy or download it again.")
-    return tensors
+    return tensors, metadata
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -146,7 +153,7 @@ def _read_index(path: Path) -> dict[str, Tensor]:
         listed = {tensor for tensor, file in names.items() if file == name}
         inside = read_header(path.with_name(name))
         if listed != inside.keys():
-            raise UsageError(f"{path} and {name} differ in tensors {_few(listed ^ inside.keys())}: "
+            raise UsageError(f"{path} and {name} differ in tensors {few(sorted(listed ^ inside.keys()))}: "
                              f"{len(listed)} of them by the index, {len(inside)} by the file.")
         tensors |= inside
     return tensors
@@ -177,10 +184,6 @@ def _readable(path: Path) -> Iterator[BinaryIO]:
                          f"(*{INDEX_SUFFIX}) or a folder with one.") from error
     with file:
         yield file
-
-
-def _few(names: Iterable[str]) -> str:
-    return few(sorted(names))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -13,10 +14,11 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.errors import UsageError
+from zero_jax.errors import UsageError, few
+from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.input_cast import casting_inputs
 from zero_jax.frontends.lora import Lora
-from zero_jax.frontends.model_functions import ModelFunctions, other_reads, stored_values
+from zero_jax.frontends.model_functions import ModelFunctions, is_nnx, other_reads, stored_values
 from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes, sharding_errors_explained
 from zero_jax.sharding.batch import Accumulation, abstract_batch
 from zero_jax.sharding.batch_layout import BatchLayout
@@ -42,12 +44,14 @@ from zero_jax.step.metrics import values
 from zero_jax.step.microbatches import Microbatches
 from zero_jax.step.options import StepOptions
 from zero_jax.step.overlap import with_overlap
-from zero_jax.step.start import with_values
+from zero_jax.step.start import names_without_streams, with_values
 from zero_jax.step.trace_layout import trace_layout
 from zero_jax.step.trainable import split_trainable
 from zero_jax.step.update import apply_update, loss_scale, step_metrics, unscaled_gradients
 from zero_jax.tree import cast_floating, map_named, merge
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
+
+LOG = logging.getLogger("zero_jax")
 
 
 class StepFunctions(StateInArrays):
@@ -75,6 +79,7 @@ class StepFunctions(StateInArrays):
         self._model_init = jax.jit(self._init_model)  # whose trace the layout and `init` share
         self._layout: Layout | None = None
         self._first_batch: Any = None
+        self._warned = False
 
     @property
     def mesh(self) -> Mesh:
@@ -157,6 +162,17 @@ class StepFunctions(StateInArrays):
         return as_placed(initial_state(
             *split_trainable(params, self.options.frozen), variables, rng=step_rng, optimizer=self._optimizer,
             layout=layout, guard=self._guard), layout)
+
+    def _named(self, given: Any, batch: Batch = None) -> dict[str, Any]:
+        """The values that a user gives, by the names that the state has for them."""
+        return named_values(given, self.layout(batch).state.variables)
+
+    def _warn_of_variables(self, state: ZeroState) -> None:
+        """Says once what an NNX module would lack that is updated with the parameters alone; Linen raises an error."""
+        if not self._warned and is_nnx(self._model) and (others := names_without_streams(state.variables)):
+            self._warned = True
+            LOG.warning("step.params(state) has the parameters alone, and state.variables has %s: nnx.update(module, "
+                        "step.params(state), state.variables) takes all.", few(others))
 
     def _with_values(self, state: ZeroState, given: Mapping[str, Any]) -> ZeroState:
         """`state` from values of the model's parameters by name; what the model adds to them is new."""

@@ -34,9 +34,15 @@ def dpo_loss(model: Any, batch: Batch, *, beta: float = 0.1) -> Any:
     batch: as for `response_log_probs`, and `reference`, float (batch, 2): what that returned for the reference model.
     beta: how strongly the model is held to the reference; bind another by `functools.partial`.
     """
+    means = {name: value.mean() for name, value in dpo_by_pair(model, batch, beta=beta).items()}
+    return means.pop("loss"), means
+
+
+def dpo_by_pair(model: Any, batch: Batch, *, beta: float) -> dict[str, jax.Array]:
+    """What `dpo_loss` takes the means of, float32 (batch,): `loss`, `accuracy` (1 or 0) and `margin`."""
     if "reference" not in batch:
         raise UsageError("dpo_loss: the batch has no reference: add response_log_probs of the model before training, "
                          "as step.evaluator(zero_jax.response_log_probs)(state, batch).")
     rewards = beta * (response_log_probs(model, batch) - batch["reference"].astype(jnp.float32))
     margins = rewards[:, 0] - rewards[:, 1]
-    return -jax.nn.log_sigmoid(margins).mean(), {"accuracy": (margins > 0).mean(), "margin": margins.mean()}
+    return {"loss": -jax.nn.log_sigmoid(margins), "accuracy": (margins > 0).astype(jnp.float32), "margin": margins}

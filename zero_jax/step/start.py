@@ -1,6 +1,7 @@
 """A state from what a user has: parameters, variables and optimizer states, each leaf put where it is stored."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
-from zero_jax.errors import UsageError
+from zero_jax.errors import UsageError, few
 from zero_jax.sharding.auto_axes import on_auto_axes
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.shard_reader import UnreadLeaf
@@ -18,6 +20,8 @@ from zero_jax.state import ZeroState
 from zero_jax.step.init import with_new_params
 from zero_jax.tree import map_named, merge, named_leaves
 from zero_jax.typing import Pytree
+
+LOG = logging.getLogger("zero_jax")
 
 _FIELDS = ("params", "frozen", "variables")
 """Of a state, what a user may give."""
@@ -53,7 +57,17 @@ def checked_values(given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     _check_names("params", short, wanted=[name for name, _ in named_leaves(params)], known=known)
     for field in _FIELDS:
         _check_leaves(short, field, layout)
+    if missing := [name for name in names_without_streams(layout.state.variables) if name not in short]:
+        LOG.warning("What is given has no values for %s, which keep those of the state (in init the model's initial "
+                    "ones): give an NNX module or nnx.state(module), or Linen's collections with params.", few(missing))
     return short
+
+
+def names_without_streams(variables: Pytree) -> list[str]:
+    """The names of `variables` that are no part of a random stream of NNX: a key, and a count beside it."""
+    leaves = named_leaves(variables)
+    keys = {name for name, leaf in leaves if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)}
+    return [name for name, _ in leaves if name not in keys and f"{name.removesuffix('count')}key" not in keys]
 
 
 def with_optimizer_state(state: ZeroState, opt_state: Pytree, number: Any, layout: Layout) -> ZeroState:
@@ -77,7 +91,7 @@ def as_train_state(state: ZeroState, train_state: Any, layout: Layout) -> Any:
     """`train_state` (a Flax `TrainState`) with the values of `state` in their true shapes."""
     loaded = layout.load(state)
     params = dict(named_leaves(merge(loaded.params, loaded.frozen)))
-    moments, variables = dict(named_leaves(loaded.opt_state)), loaded.variables
+    moments = dict(named_leaves(loaded.opt_state))
     _check_names("train_state.params", dict(named_leaves(train_state.params)), wanted=[*params], known={*params})
     _check_names("train_state.opt_state", dict(named_leaves(train_state.opt_state)), wanted=[*moments],
                  known={*moments})
@@ -85,11 +99,16 @@ def as_train_state(state: ZeroState, train_state: Any, layout: Layout) -> Any:
     def fill(like: Pytree, found: Mapping[str, Any]) -> Pytree:
         return map_named(lambda name, _: jnp.copy(found[name]), like)
 
-    collections = {name: fill(getattr(train_state, name), dict(named_leaves(tree)))
-                   for name, tree in variables.items() if hasattr(train_state, name)}
+    lasting = dict(named_leaves(loaded.variables))
+    others = {}
+    for field, tree in vars(train_state).items():
+        if isinstance(tree, (Mapping, nnx.State)) and field not in ("params", "opt_state"):
+            of_field = {**lasting, **{name.removeprefix(f"{field}/"): leaf for name, leaf in lasting.items()}}
+            others[field] = map_named(lambda name, leaf, found=of_field: jnp.copy(found[name]) if (
+                name := name.removesuffix("/value")) in found else leaf, tree)
     return train_state.replace(
         step=jnp.copy(loaded.step), params=fill(train_state.params, params),
-        opt_state=fill(train_state.opt_state, moments), **collections)
+        opt_state=fill(train_state.opt_state, moments), **others)
 
 
 def _put(given: Mapping[str, Any], field: str, layout: Layout, state: ZeroState) -> Pytree:

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.distributed.initialize import on_host, zeros_of
 from zero_jax.errors import UsageError
-from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes
 from zero_jax.sharding.batch import split_steps
@@ -63,13 +62,14 @@ class ZeroTrainStep(InspectableStep):
         """The initial state, each leaf initialised in its shards; `batch` may be abstract.
 
         rng: a JAX PRNG key. params: what to start from, as `with_params` takes it; default: the model's own values
-        where it has some (an NNX module, a bound Linen module, a Flax model object with `params`). Raises ValueError
+        where it has some (an NNX module, a bound Linen module, a Flax model object with `params`). Variables, such as
+        batch statistics, that `params` lacks are the model's initial ones, which a warning names. Raises ValueError
         for a batch that does not fit the mesh, and for parameters that do not fit the model.
         """
         rng = state_key(rng)
         self._check_capacity(batch)
         self._check_same(rng, batch)
-        given = self._given_params if params is None else named_values(params)
+        given = self._given_params if params is None else self._named(params, batch)
         make = self._run_init(batch, params=given is None)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
             batch = jax.tree.map(zeros_of, self.abstract_batch(batch))
@@ -86,24 +86,22 @@ class ZeroTrainStep(InspectableStep):
         floating dtypes are converted. `state` is deleted, `params` is not.
 
         params: in true shapes, for every parameter: a tree of arrays, or of Linen's collections (then `batch_stats` and
-        so on are taken, too), a bound Linen module, an NNX module or state, or a Flax model object with `params`.
+        so on are taken, too), a bound Linen module, an NNX module or state, or an object with `params` (a `TrainState`,
+        whose other fields are looked at for variables). A warning names variables that it lacks: they stay.
         Raises ValueError, with `state` alive, for names, shapes and kinds of dtype that are not the model's.
         """
         check_is_state(state)
         check_state(state, self.layout())
-        return self._with_values(state, named_values(params))
+        return self._with_values(state, self._named(params))
 
     def from_train_state(self, rng: PRNGKey, batch: Batch, train_state: Any) -> ZeroState:
         """The state that goes on where a Flax `TrainState` is: its step, parameters and optimizer state, copied.
 
-        Its attributes that are named as a collection of the model (`batch_stats`) are taken, too. Its `tx` must be the
+        Variables in its other fields (`batch_stats`, an `nnx.State`) are taken, too. Its `tx` must be the
         optimizer of this step, whose state has the same leaves. rng: of what is drawn from here on.
         """
         check_train_state(train_state)
-        params = train_state.params
-        collections = {name: getattr(train_state, name) for name in self.layout(batch).state.variables
-                       if hasattr(train_state, name)}
-        state = self.init(rng, batch, params={"params": params, **collections} if collections else params)
+        state = self.init(rng, batch, params=train_state)
         return with_optimizer_state(state, train_state.opt_state, train_state.step, self.layout())
 
     def to_train_state(self, state: ZeroState, train_state: Any) -> Any:
@@ -235,8 +233,13 @@ class ZeroTrainStep(InspectableStep):
         return dataclasses.replace(state, guard=guard) if guard else state
 
     def params(self, state: ZeroState) -> Params:
-        """The parameters of `state` in their true shapes, in as many parts as those allow."""
+        """The parameters of `state` in their true shapes, in as many parts as those allow.
+
+        Batch statistics and other variables are in `state.variables`: a trained NNX module comes back by
+        `nnx.update(module, step.params(state), state.variables)`.
+        """
         check_is_state(state)
+        self._warn_of_variables(state)
         with state_explained(state, self.layout()):
             state = self.layout().load(state)
         return merge(state.params, state.frozen)

@@ -54,7 +54,7 @@ class Causal(Objective):
 
         def batches(sharding: Any) -> tuple[Batches, Batches]:
             shape["sharding"] = sharding
-            return Batches(train, seed=config.seed, **shape), Batches(held_out, **shape)
+            return Batches(train, seed=config.seed, **shape), Batches(held_out, complete=True, **shape)
 
         return RunData(batches, counts_text(len(train), len(held_out)), held_out,
                        ids_text if config.token_file else corpus.decode,
@@ -65,9 +65,9 @@ class Causal(Objective):
         tokenizer = config.run_tokenizer()
         pad = tokenizer.specials.pad or 0
 
-        def rows(documents: Documents) -> Any:
+        def rows(documents: Documents, complete: bool) -> Any:
             if config.documents == "concatenate":
-                return Windows(documents, config.seq_len, causal=True)
+                return Windows(documents, config.seq_len, causal=True, complete=complete)
             return DocumentRows(documents, config.seq_len, pack=config.documents == "pack", causal=True, pad=pad)
 
         def make(row: dict[str, np.ndarray], _: Key) -> dict[str, np.ndarray]:

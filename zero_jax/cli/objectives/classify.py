@@ -14,7 +14,7 @@ from zero_jax.cli.text_data import counts_text
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.evaluation import label_sums
 from zero_jax.data.example_batches import ExampleBatches
-from zero_jax.data.images import DIGITS, FilledUp, LabeledImages, augmented, digits, load_images
+from zero_jax.data.images import DIGITS, LabeledImages, augmented, digits, load_images
 from zero_jax.data.objectives import Key
 from zero_jax.distributed.initialize import on_host, put_global
 from zero_jax.errors import UsageError
@@ -107,7 +107,7 @@ class Classify(Objective):
         def batches(sharding: Any) -> tuple[ExampleBatches, ExampleBatches]:
             shape = {"batch_size": config.batch_size, "sharding": sharding}
             return (ExampleBatches([train], seed=config.seed, make=self._changed, name=change, **shape),
-                    ExampleBatches([FilledUp(held_out, config.batch_size)], make=self._with_channels, **shape))
+                    ExampleBatches([held_out], make=self._with_channels, complete=True, **shape))
 
         return RunData(batches, counts_text(len(train), len(held_out), "images"), held_out)
 

@@ -57,16 +57,22 @@ class Instruct(Objective):
         def batches(sharding: Any) -> tuple[ExampleBatches, ExampleBatches]:
             shape = {"batch_size": config.batch_size, "sharding": sharding, "name": "instruct",
                      "vocab_size": getattr(self.choice.config, "vocab_size", None)}
-            return ExampleBatches([sets[0]], seed=config.seed, **shape), ExampleBatches([sets[1]], **shape)
+            return (ExampleBatches([sets[0]], seed=config.seed, **shape),
+                    ExampleBatches([sets[1]], complete=True, **shape))
 
         tokens, responses = (sum(numbers) for numbers in zip(*(
             (len(each.tokens), int(each.response.sum())) for each in train), strict=True))
-        summary = (f"{counted(train, held_out, cut=cut, left_out=left_out)} {responses:,} of {tokens:,} tokens are "
-                   f"responses; rows are {sets[0].used_fraction:.1%} tokens, the rest padding ({config.documents}).")
+        what = counted(train, held_out, cut=cut, left_out=left_out, unread=self.template.unread)
+        summary = (f"{what} {responses:,} of {tokens:,} tokens are responses; rows are "
+                   f"{sets[0].used_fraction:.1%} tokens, the rest padding ({config.documents}).")
         return RunData(batches, summary, held_out, self.tokenizer.decode)
 
     def samples(self, step: ZeroTrainStep, state: Any, data: RunData) -> tuple[str, ...]:
         """Responses of the model to held-out prompts."""
         return answers(self.config, self.choice, step, state, data.held_out[:self.config.samples],
-                       self.tokenizer)
+                       self.tokenizer, self.template)
+
+    def noted(self) -> dict[str, str]:
+        """The template of messages, for `generate`."""
+        return {"chat": self.template.fingerprint} if self.template.used else {}
 

@@ -87,10 +87,10 @@ class Masked(Denoising):
     def _replacements(self) -> np.ndarray:
         return np.setdiff1d(np.arange(self.tokenizer.vocab_size), self.tokenizer.specials.ids)
 
-    def _rows(self, documents: Documents) -> Any:
+    def _rows(self, documents: Documents, complete: bool) -> Any:
         config, pad = self.config, self.tokenizer.specials.pad or 0
-        source = DocumentRows(documents, config.seq_len, pack=config.documents == "pack", causal=False, pad=pad
-                              ) if self._in_rows else Windows(documents, config.seq_len, causal=False)
+        source = Windows(documents, config.seq_len, causal=False, complete=complete) if not self._in_rows else (
+            DocumentRows(documents, config.seq_len, pack=config.documents == "pack", causal=False, pad=pad))
         looked_at = range(min(source.num_examples, LOOKED_AT))
         if looked_at and not any(self._candidates(source.row(k)).any() for k in looked_at):
             raise UsageError(f"Masks leave no token: the first {len(looked_at)} rows have only padding and special "
@@ -98,9 +98,11 @@ class Masked(Denoising):
         return source
 
     def _candidates(self, row: dict[str, np.ndarray]) -> np.ndarray:
-        """Which tokens may be masked, bool (length,): no special ones, and no padding."""
+        """Which tokens may be masked, bool (length,): no special ones, no padding, none of weight 0."""
         text = ~np.isin(row["inputs"], self.tokenizer.specials.ids)
-        return text & (row["segment_ids"] > 0) if "segment_ids" in row else text
+        for name in ("segment_ids", "weights"):
+            text = text & (row[name] > 0) if name in row else text
+        return text
 
     def _masked(self, row: dict[str, np.ndarray], key: Key) -> dict[str, np.ndarray]:
         """`row` with masks; a row without a candidate, as the end of a document may be, predicts nothing."""

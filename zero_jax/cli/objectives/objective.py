@@ -104,6 +104,10 @@ class Objective(abc.ABC):
         """What an evaluation reports, from its sums over their weight, in order."""
         return with_perplexity(means)
 
+    def noted(self) -> dict[str, str]:
+        """What checkpoints say of the data beside the options of the run; called once the data are loaded."""
+        return {}
+
     def samples(self, step: ZeroTrainStep, state: Any, data: RunData) -> tuple[str, ...]:
         """What the trained model makes of held-out examples, as text; `config.samples` of them at most."""
         return ()

@@ -19,7 +19,7 @@ from zero_jax.data.response_rows import Example, PairRows, encode, fitting_pairs
 from zero_jax.distributed.agreement import all_or_none, is_first
 from zero_jax.distributed.initialize import on_host, put_global
 from zero_jax.errors import UsageError
-from zero_jax.step.preference_loss import dpo_loss, response_log_probs
+from zero_jax.step.preference_loss import dpo_by_pair, dpo_loss, response_log_probs
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.typing import Loss
 
@@ -69,10 +69,13 @@ class Preferences(Objective):
         return f"{self.config.batch_size} pairs of up to {self.config.seq_len} tokens"
 
     def sums(self, model: Any, batch: Any) -> dict[str, jax.Array]:
-        """Of `loss`, `accuracy` (the chosen response gained more on the reference) and `margin`, over the pairs."""
-        loss, metrics = dpo_loss(model, batch, beta=self.config.dpo_beta)
-        number = jnp.float32(batch["inputs"].shape[0])
-        return {name: value * number for name, value in ({"loss": loss} | metrics).items()} | {"weight": number}
+        """Of `loss`, `accuracy` (the chosen response gained more on the reference) and `margin`, over the pairs.
+
+        A pair without a weight is none.
+        """
+        pairs, counts = dpo_by_pair(model, batch, beta=self.config.dpo_beta), (batch["weights"] > 0).any((1, 2))
+        return {name: jnp.where(counts, value, 0).sum() for name, value in pairs.items()} | {
+            "weight": counts.sum().astype(jnp.float32)}
 
     def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         """Without a perplexity."""
@@ -96,11 +99,11 @@ class Preferences(Objective):
             shape = {"batch_size": config.batch_size, "sharding": sharding, "name": "preferences",
                      "vocab_size": getattr(self.choice.config, "vocab_size", None)}
             return (ExampleBatches([self._rows[0]], seed=config.seed, **shape),
-                    ExampleBatches([self._rows[1]], **shape))
+                    ExampleBatches([self._rows[1]], complete=True, **shape))
 
         why = "no response began within a row, or both are the same in it"
-        return RunData(batches, counted(train, held_out, cut=cut, left_out=left_out, why=why),
-                       [chosen for chosen, _ in held_out], self.tokenizer.decode)
+        what = counted(train, held_out, cut=cut, left_out=left_out, unread=self.template.unread, why=why)
+        return RunData(batches, what, [chosen for chosen, _ in held_out], self.tokenizer.decode)
 
     def prepare(self, step: ZeroTrainStep, state: Any, *, resumed: bool) -> str:
         """The reference of all pairs: of `state`, or if `resumed` as the run has kept it."""
@@ -118,7 +121,12 @@ class Preferences(Objective):
 
     def samples(self, step: ZeroTrainStep, state: Any, data: RunData) -> tuple[str, ...]:
         """Responses of the model to held-out prompts, beside the chosen ones."""
-        return answers(self.config, self.choice, step, state, data.held_out[:self.config.samples], self.tokenizer)
+        return answers(self.config, self.choice, step, state, data.held_out[:self.config.samples], self.tokenizer,
+                       self.template)
+
+    def noted(self) -> dict[str, str]:
+        """The template of messages, for `generate`."""
+        return {"chat": self.template.fingerprint} if self.template.used else {}
 
     def _compute_reference(self, rows: PairRows, step: ZeroTrainStep, state: Any) -> None:
         evaluate, size = step.evaluator(response_log_probs), self.config.batch_size

@@ -87,7 +87,7 @@ class Span(Denoising):
         """Of windows over documents; those of an evaluation are cut at the same places each time."""
         config = self.config
         return document_data(
-            config, self.tokenizer, rows=lambda documents: Windows(documents, self.lengths.tokens, causal=False),
+            config, self.tokenizer, rows=lambda documents, _: Windows(documents, self.lengths.tokens, causal=False),
             make=self._cut, name=f"span {config.noise_fraction} {config.span_length} {self.tokenizer.specials}",
             vocab_size=getattr(self.choice.config, "vocab_size", None), row_tokens=self.lengths.tokens)
 

@@ -177,7 +177,8 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         del restored  # its state is donated
 
         def save(number: int, state: Any) -> None:
-            checkpoints.save(step, state, at=number, data=batches.state(), config=fixed(config))
+            checkpoints.save(step, state, at=number, data=batches.state(),
+                             config=fixed(config) | objective.noted())
 
         def copy(number: int, state: Any) -> None:
             assert copies is not None

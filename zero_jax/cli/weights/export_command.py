@@ -19,10 +19,11 @@ from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.resume import LORA
 from zero_jax.cli.weights.export_config import ExportConfig
 from zero_jax.cli.weights.serving_programs import model_programs, weights_of
+from zero_jax.cli.weights.tokenizer_files import check_tokenizer, tokenizer_files, write_files
 from zero_jax.errors import CheckpointError, UsageError
 from zero_jax.interop.lora_files import export_lora, export_merged, merge_lora
 from zero_jax.interop.model_config import write_config
-from zero_jax.interop.naming import OWN, Names
+from zero_jax.interop.naming import Names
 from zero_jax.interop.params_io import export_params, export_tree
 from zero_jax.interop.programs import export_programs
 from zero_jax.sharding.mesh import simulate_devices
@@ -67,6 +68,7 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
     if config.format != "safetensors":
         trees = whole_model(checkpoints, step, batch, at=number, ema=config.ema, merge=config.merge)
         return export_for_serving(config, choice, *trees, number)
+    files, ids = {}, {}
     options: dict[str, Any] = {
         "names": names, "dtype": DTYPES[config.dtype], "max_file_bytes": config.max_file_bytes}
     if config.to_folder:
@@ -74,8 +76,11 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
             raise UsageError(f"out={config.out}: the module of {choice.name} has no function "
                              "huggingface_config(config), which a folder for transformers needs: name a file, "
                              "*.safetensors.")
+        assert isinstance(manifest.config, dict)
+        files, ids = tokenizer_files(manifest.config, config.tokenizer, choice.file_config(choice.config))
+        check_tokenizer(config.out, files)
         config.out.mkdir(parents=True, exist_ok=True)
-        choice.check_weights(config.out)
+        choice.check_weights(config.out, {})
     if run.lora_rank is not None:
         state = restored(checkpoints, step, batch, at=number, ema=config.ema)
         written = export_merged(config.file, step, state, **options)
@@ -87,8 +92,8 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
         written = export_tree(config.file, params, variables, **options)
     if config.to_folder and choice.file_config is not None:
         dtype = DTYPES[config.dtype] or "float32"  # master weights are stored in float32, but for bf16-stochastic
-        file = write_config(config.out, choice.file_config(choice.config), dtype)
-        written += [] if file is None else [file]
+        file = write_config(config.out, {**choice.file_config(choice.config), **ids}, dtype)
+        written += [*([] if file is None else [file]), *write_files(config.out, files)]
     return written
 
 
@@ -153,8 +158,8 @@ def saved_run(checkpoint: str, given: str | None, saved: Any) -> TrainConfig:
 
 def _names(names: str, choice: ModelChoice) -> Names:
     if names == "own":
-        return OWN
-    if choice.names is None:
+        return choice.own_names
+    if (found := choice.tensor_names()) is None:
         raise UsageError(f"names=huggingface: the module of {choice.name} has no function huggingface(config), which "
                          "defines them. Give names=own (and --merge for a run of adapters).")
-    return Names(**choice.names(choice.config))
+    return found

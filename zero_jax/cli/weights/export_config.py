@@ -23,8 +23,8 @@ class ExportConfig:
 
     out: Path
     """The file, *.safetensors; above --max-file-bytes several files and an index. Or, with --names huggingface, a
-    folder that transformers loads: model.safetensors, and config.json where it has none; a tokenizer's files stay. Of
-    the other formats: a folder that does not exist, or is empty."""
+    folder that transformers loads: model.safetensors, and what it has not of config.json, generation_config.json and
+    the files of the run's tokenizer. Of the other formats: a folder that does not exist, or is empty."""
 
     format: Literal["safetensors", "programs", "orbax"] = "safetensors"
     """safetensors: the parameters. programs: a folder with the forward pass and, where the model has one, the decode
@@ -45,6 +45,10 @@ class ExportConfig:
 
     ema: bool = False
     """Export the moving average in place of the parameters."""
+
+    tokenizer: Path | None = None
+    """For a folder that transformers loads: the run's tokenizer, where the run names none, as on files of ids, or it is
+    no longer there."""
 
     model: str | None = None
     """MODULE:PRESET of the run. None: as the checkpoint says, if that is one of ours: importing a module runs it, and a
@@ -70,6 +74,11 @@ class ExportConfig:
         check_scheme(self.checkpoint)
         object.__setattr__(self, "checkpoint", checkpoints_of(self.checkpoint))
         self._check_format()
+        if self.tokenizer is not None:
+            object.__setattr__(self, "tokenizer", Path(self.tokenizer))
+            if not self.to_folder:
+                raise UsageError(f"tokenizer={self.tokenizer}: only a folder that transformers loads has one: leave it "
+                                 "out, or give names=huggingface and a folder as out.")
         if self.max_file_bytes < 1:
             raise UsageError(f"max_file_bytes={self.max_file_bytes}: give at least 1.")
         if self.at is not None and self.at < 0:

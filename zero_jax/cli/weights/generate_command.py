@@ -1,6 +1,7 @@
 """The command `generate`: prompts continued with the parameters of a checkpoint, with a cache of keys and values."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,10 +10,14 @@ import numpy as np
 from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.cli.environment import simulates
 from zero_jax.cli.model_lookup import find_model
+from zero_jax.cli.options.objective import WITH_RESPONSES
+from zero_jax.cli.renamed import current_options
 from zero_jax.cli.step_from_config import abstract_batch, step_of
 from zero_jax.cli.weights.export_command import saved_run, saved_state
 from zero_jax.cli.weights.generate import sample_with_cache
 from zero_jax.cli.weights.generate_config import GenerateConfig
+from zero_jax.data.chat_template import Conversation, Template, load_template
+from zero_jax.data.response_rows import prompt_ids, response_text
 from zero_jax.data.tokenizer import ByteTokenizer, Tokenizer
 from zero_jax.distributed.initialize import on_host, put_global
 from zero_jax.errors import UsageError
@@ -49,8 +54,14 @@ def generate_command(config: GenerateConfig) -> list[str]:
                          "the checkpoint to a folder, and generate with transformers.")
     if config.ema and run.ema is None:
         raise UsageError("ema: the run kept no average: leave it out.")
-    tokenizer = given or _tokenizer_of(manifest.config)
-    prompts = tokenizer.encode(config.prompt)
+    tokenizer, template = given or _tokenizer_of(manifest.config), _template_of(config, manifest.config)
+    texts = config.prompt if template is None else [template.prompt(Conversation(
+        [{"role": "user", "content": text}]), f"prompt={text!r}") for text in config.prompt]
+    prompts, text_of = tokenizer.encode(texts), tokenizer.decode
+    if not isinstance(tokenizer, _Ids) and (
+            template is not None or current_options(manifest.config).get("objective") in WITH_RESPONSES):
+        prompts = [prompt_ids(text, tokenizer) for text in texts]
+        text_of = functools.partial(response_text, template=template, tokenizer=tokenizer)
     for text, ids in zip(config.prompt, prompts, strict=True):
         check_prompt(text, ids, config.tokens, choice.config)
     if simulates():
@@ -68,8 +79,20 @@ def generate_command(config: GenerateConfig) -> list[str]:
     for number, ids in enumerate(prompts):
         rows = put_global({"inputs": np.tile(np.array(ids, np.int32), (len(devices), 1))}, step.batch_sharding)
         key = jax.random.fold_in(jax.random.key(config.seed), number)
-        found.append(tokenizer.decode(on_host(sample(state, rows, key))[0]))
+        found.append(text_of(on_host(sample(state, rows, key))[0].tolist()))
     return found
+
+
+def _template_of(config: GenerateConfig, saved: Any) -> Template | None:
+    """What makes a text of each prompt; None where it is one. Raises ValueError where it is not the run's."""
+    chat = saved.get("chat")
+    if config.template == "none" or config.template == "auto" and chat is None:
+        return None
+    template = load_template(config.tokenizer)
+    if chat not in (None, template.fingerprint):
+        raise UsageError(f"the run's messages became text by another template than {template.name}: give the folder of "
+                         "the run's tokenizer as tokenizer, or template=none for prompts that are texts.")
+    return template
 
 
 def _tokenizer_of(saved: Any) -> Tokenizer | _Ids:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
 from zero_jax.cli.environment import checkpoints_of
@@ -18,6 +19,10 @@ class GenerateConfig:
 
     prompt: tuple[str, ...]
     """Texts to continue; of a run on files of tokens without a tokenizer, ids with spaces between them."""
+
+    template: Literal["auto", "chat", "none"] = "auto"
+    """How a prompt is read. chat: as a user's message, in the run's chat template; none: as a text; auto: chat for a
+    run that was trained on messages. What a run of responses generates ends where a response does."""
 
     tokens: int = 100
     """Tokens to generate; with the prompt at most the model's max_length."""
@@ -46,6 +51,8 @@ class GenerateConfig:
         object.__setattr__(self, "checkpoint", checkpoints_of(self.checkpoint))
         if self.tokenizer is not None:
             object.__setattr__(self, "tokenizer", Path(self.tokenizer))
+        if self.template not in ("auto", "chat", "none"):
+            raise UsageError(f"template={self.template!r}: give auto, chat or none.")
         if not self.prompt or "" in self.prompt:
             raise UsageError("prompt is empty: give a text to continue.")
         for name, low, high in (("tokens", 1, 1 << 20), ("temperature", 0, 100), ("seed", 0, 2**32 - 1),

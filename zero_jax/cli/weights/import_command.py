@@ -9,7 +9,6 @@ from zero_jax.cli.environment import simulates
 from zero_jax.cli.weights.export_command import DTYPES
 from zero_jax.cli.weights.import_config import ImportConfig
 from zero_jax.interop.convert import convert_tensors
-from zero_jax.interop.naming import Names
 from zero_jax.interop.params_io import model_leaves
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.step.make import make_zero_train_step
@@ -21,7 +20,8 @@ def import_command(config: ImportConfig) -> list[Path]:
     Raises ValueError for weights that are not of this model, and files that cannot be written.
     """
     choice = config.check()
-    assert choice.names is not None
+    names = choice.tensor_names()
+    assert names is not None
     if simulates():
         jax.config.update("jax_platforms", "cpu")  # one device is enough: it only says which parameters there are
     step = make_zero_train_step(choice.build(choice.config), 0, loss=choice.loss,
@@ -31,5 +31,5 @@ def import_command(config: ImportConfig) -> list[Path]:
     else:
         batch = {name: jax.ShapeDtypeStruct((1, 8), jnp.int32) for name in ("inputs", "targets")}
     return convert_tensors(config.weights, config.out, dict(model_leaves(step.layout(batch).state)),
-                           names=Names(**choice.names(choice.config)), dtype=DTYPES[config.dtype],
+                           names=names, dtype=DTYPES[config.dtype],
                            max_file_bytes=config.max_file_bytes)

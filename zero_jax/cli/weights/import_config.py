@@ -37,11 +37,11 @@ class ImportConfig:
 
     def check(self) -> ModelChoice:
         """The model; raises ValueError for what is wrong and can be known before JAX is imported."""
-        find_tensors(self.weights)
+        tensors = find_tensors(self.weights)
         check_target(self.out, new=True)
         choice = find_model(self.model)
         if choice.names is None:
             raise UsageError(f"model={self.model}: its module has no function huggingface(config), which defines the "
                              "names of its published checkpoints.")
-        choice.check_weights(self.weights)
+        choice.check_weights(self.weights, tensors)
         return choice

@@ -127,6 +127,7 @@ class StepWithFiles(ZeroTrainStep):
     def params(self, state: ZeroState) -> Params:
         """As `ZeroTrainStep`; what of the parameters is in files is read."""
         check_is_state(state)
+        self._warn_of_variables(state)
         layout, arrays = self.layout(), dict(named_leaves(state))
         names = [name for name in layout.disk if name.startswith(("params/", "frozen/"))]
         arrays |= self._current(state).read_leaves(names) if names else {}

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.distributed.initialize import local, zeros_of
-from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.model_functions import stored_values
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import expanded
@@ -45,7 +44,7 @@ class StepThatBegins(StepWithFiles):
         rng, batch_like = state_key(rng), self.abstract_batch(batch)
         self._check_capacity(batch)
         states, given = self._opened(batch, DiskStates.create), self._given_params if params is None else (
-            named_values(params))
+            self._named(params, batch))
         layout = self.layout(batch)
         if self.options.in_layers:
             values, others = self.initial_values(rng, batch), dict(named_leaves(jax.jit(
@@ -77,8 +76,8 @@ class StepThatBegins(StepWithFiles):
         check_is_state(state)
         self._current(state)
         if not self.options.in_layers:
-            return self._with_values(expanded(self.layout(), state), named_values(params))
-        new = self._begin_from_given(named_values(params), {
+            return self._with_values(expanded(self.layout(), state), self._named(params))
+        new = self._begin_from_given(self._named(params), {
             name: leaf for name, leaf in named_leaves(state)
             if name.partition("/")[0] in ("step", "variables", "guard", "rng")})
         kept = {id(leaf) for leaf in jax.tree.leaves(new)}

@@ -1,0 +1,99 @@
+"""What is beside the weights in a folder for transformers: the run's tokenizer, and where generation ends. No JAX."""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_jax.cli.options.objective import WITH_RESPONSES
+from zero_jax.data.chat_template import Conversation, SimpleTemplate, Template, load_template
+from zero_jax.data.tokenized import for_transformers, is_tokenized
+from zero_jax.data.tokenizer import Tokenizer, load_tokenizer
+from zero_jax.errors import UsageError
+from zero_jax.files import read_regular
+from zero_jax.interop.model_config import task_of
+
+COPIED = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+"""Files of a tokenizer's folder, beside the tokenizer itself."""
+
+
+def tokenizer_files(saved: Mapping[str, Any], given: Path | None, config: Mapping[str, Any]
+                    ) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """(Files by name, fields of config.json); both are empty for a run on bytes, or on ids of a tokenizer not known.
+
+    saved: the options of the run. given: its tokenizer, where it is not at the place that the run names. config:
+    config.json of the model. Raises ValueError for a tokenizer that is not there, or has more ids than the model.
+    """
+    data = saved.get("data") or ()
+    source = given or saved.get("tokenizer") or next((name for name in data if is_tokenized(name)), None)
+    if source is None:
+        return {}, {}
+    source = Path(source).expanduser()
+    if not source.exists():
+        raise UsageError(f"tokenizer: the run's was {source}, which is not there: give its folder with --tokenizer, or "
+                         "name a file, *.safetensors, to export the weights alone.")
+    tokenizer, folder = load_tokenizer(source), source if source.is_dir() else source.parent
+    if tokenizer.vocab_size > config.get("vocab_size", tokenizer.vocab_size):
+        raise UsageError(f"tokenizer: {source} has {tokenizer.vocab_size} ids, and the model {config['vocab_size']}: "
+                         "give that of the run.")
+    files = {name: read_regular(folder / name, 1 << 24) for name in COPIED if (folder / name).is_file()}
+    files = {**for_transformers(tokenizer), **files, **tokenizer.files}
+    ends = [] if tokenizer.specials.eos is None else [tokenizer.specials.eos]
+    if saved.get("objective") in WITH_RESPONSES:
+        template, chat = load_template(source), saved.get("chat")
+        if chat not in (None, template.fingerprint):
+            raise UsageError(f"tokenizer: the run's messages became text by another template than {template.name}: "
+                             "give the folder of its tokenizer with --tokenizer.")
+        ends += _ends_of_turn(tokenizer, template)
+        if chat == SimpleTemplate.fingerprint:
+            files["chat_template.jinja"] = SimpleTemplate.jinja.encode()
+    ids = {"bos_token_id": tokenizer.specials.bos, "eos_token_id": ends, "pad_token_id": tokenizer.specials.pad}
+    if task_of(config) is not None:
+        files["generation_config.json"] = _generation_config(files.get("generation_config.json", b"{}"), ids)
+    return files, _known(ids)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Writes those that are not there, and returns their paths."""
+    new = [folder / name for name in files if not (folder / name).exists()]
+    for path in new:
+        path.write_bytes(files[path.name])
+    return new
+
+
+def check_tokenizer(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Raises UsageError where `folder` has another tokenizer than `files`."""
+    for name in ("tokenizer.json", "tokenizer.model"):
+        path = folder / name
+        if name in files and path.exists() and path.read_bytes() != files[name]:
+            raise UsageError(f"{path} is not the tokenizer of the run: remove it, or give another out.")
+
+
+def _ends_of_turn(tokenizer: Tokenizer, template: Template) -> list[int]:
+    """The special token that a template writes after a response; none of the simple one, which has the end of text."""
+    messages, answer = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "zero"}], ""
+    with contextlib.suppress(UsageError):  # of a template that takes no conversation of two messages
+        answer = next(piece.text for piece in template.pieces(Conversation(messages), "") if piece.response)
+    ((_, ids),) = tokenizer.encode_parts([["zero", answer.partition("zero")[2]]])
+    return [i for i in ids if i in tokenizer.specials.ids][:1]
+
+
+def _generation_config(text: bytes, ids: Mapping[str, Any]) -> bytes:
+    """A generation_config.json that also ends at the ids of the run. text: that of the tokenizer's folder."""
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        read = None
+    read = read if isinstance(read, dict) else {}
+    before = read.get("eos_token_id")
+    before = before if isinstance(before, list) else [before] * (before is not None)
+    merged = {**read, **_known({**ids, "eos_token_id": [*before, *ids["eos_token_id"]]})}
+    return (json.dumps(merged, indent=2) + "\n").encode()
+
+
+def _known(ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that there are; of one end the id, of several the list."""
+    ends = [*dict.fromkeys(ids["eos_token_id"])]
+    all_ids = {**ids, "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None}
+    return {name: value for name, value in all_ids.items() if value is not None}
