@@ -29,6 +29,7 @@ from zero_jax.step.disk.step import DiskTrainStep
 from zero_jax.step.guard import Guard
 from zero_jax.step.losses import next_token_loss
 from zero_jax.step.options import StepOptions
+from zero_jax.step.rounding import with_wide_numbers
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.transforms.remat import Remat, remat_of
 from zero_jax.typing import Loss, Pattern
@@ -183,6 +184,8 @@ def make_zero_train_step(
         functions = to_model_functions(model, rng_streams, precision)
     kind = ZeroTrainStep if options.offload is None or options.offload.disk is None else DiskTrainStep
     optimizer = takes_value(optimizer)
+    if precision.rounding == "stochastic":
+        optimizer = with_wide_numbers(optimizer)
     if not (axes.is_gpu or axes.is_tpu):
         optimizer = with_safe_scatters(optimizer)
     return kind(functions, traced_once(optimizer), loss, axes, options, own_values(base))
