@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.errors import UsageError
-from zero_jax.jaxpr.equations import ClosedJaxpr, Jaxpr, JaxprEqn, in_scope_of, jaxpr_to_fun, primitive_of, replace_eqn
+from zero_jax.jaxpr.equations import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    in_scope_of,
+    jaxpr_to_fun,
+    primitive_of,
+    replace_eqn,
+    shape_of,
+)
 from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.tree import merge, named_leaves
 
@@ -84,7 +93,7 @@ def _write_by_masks(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _is_of_one_window(eqn: JaxprEqn) -> bool:
-    return primitive_of(eqn).startswith("scatter") and math.prod(eqn.invars[1].aval.shape[:-1]) == 1
+    return primitive_of(eqn).startswith("scatter") and math.prod(shape_of(eqn.invars[1]).shape[:-1]) == 1
 
 
 def _written_by_mask(scatter: JaxprEqn, operand: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
