@@ -80,7 +80,7 @@ def difference(updates, shapes, stage, devices=4):
     optimizer = optax.chain(optax.stateless(lambda grads, params: {
         name: update(grads[name]) for name, update in zip(names, updates, strict=True)}), optax.sgd(0.5, momentum=0.9))
     rng = np.random.default_rng(1)
-    batches = [{"x": rng.normal(size=(16, 80)).astype(np.float32), "y": rng.normal(size=(16, 1)).astype(np.float32)}
+    batches = [{"x": rng.normal(size=(24, 80)).astype(np.float32), "y": rng.normal(size=(24, 1)).astype(np.float32)}
                for _ in range(2)]
     run = {"batches": batches, "loss": loss, "optimizer": optimizer}
     return param_difference(train(model, stage, devices, **run), oracle(model, **run))
