@@ -120,8 +120,6 @@ def _reduce_once(
     def device_key(device: Any) -> jax.Array:
         return jax.random.fold_in(inputs.rng, device)
 
-    if num_devices > 1:
-        _check_variables(gradient, microbatches, weights, inputs, scale)
     devices = jnp.arange(num_devices)
     in_axes = None, ForwardInputs._make((None, 0, 0)), microbatches.device_dims, None
     gradient_of_each = jax.vmap(gradient, in_axes=in_axes, spmd_axis_name=axes)
@@ -155,6 +153,8 @@ def _reduce_once(
     carry = jax.tree.map(zeros, weights, layout.gradients), device_variables
     (grad_sum, variables), outputs = jax.lax.scan(
         body, carry, (jnp.arange(microbatches.number), microbatches.examples(by_device=True)))
+    if num_devices > 1:  # after the map, whose errors are explained
+        _check_variables(gradient, microbatches, weights, inputs, scale)
     output, weight = _weighted_mean(outputs)
 
     def reduce(name: str, total: Any, like: Any, sharding: NamedSharding) -> Any:
