@@ -214,6 +214,17 @@ def test_a_rate_in_float32_is_refused_only_where_its_updates_are_stored_in_bfloa
                                       ).layout(BATCHES[0])
 
 
+def test_injected_numbers_keep_their_dtype_beside_stochastic_rounding():
+    """The control: in bfloat16, which an optimizer of bfloat16 parameters makes of it, b2 is 1, and AdamW gives NaN."""
+    optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=RATE, b2=0.999)
+    runs = [train(Model(), 3, 8, batches=BATCHES, loss=classify, optimizer=optimizer, precision=precision)
+            for precision in ("fp32", "bf16-stochastic", zero_jax.Precision(params="bfloat16", rounding="nearest"))]
+    assert loss_difference(runs[1], runs[0]) < 5e-3 and not np.isfinite(runs[2].losses).all()
+    state = runs[1].state.opt_state
+    assert float(state.hyperparams["b2"]) == np.float32(0.999)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.inner_state) if leaf.ndim} == {jnp.dtype("bfloat16")}
+
+
 def test_a_state_of_numbers_beside_stochastic_rounding():
     """An `init` may return numbers of Python, which have no dtype."""
     def update(grads, state, params=None):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import chex
 import flax.linen as nn
@@ -353,3 +354,61 @@ def test_evaluation_takes_a_batch_of_any_size():
     small = jax.tree.map(lambda leaf: leaf[:8], BATCHES[0])
     state = step.init(jax.random.key(0), small)
     assert np.isfinite(step.evaluator(lambda model, batch: zero_jax.next_token_loss(model, batch)[0])(state, small))
+
+
+class Owns(nn.Module):
+    """A dense layer, a variable `own` that is `update` of itself and the layer's output, and what `use` makes of that.
+
+    update, use: functions of (value, output) and of (output, an expert's kernels).
+    """
+
+    update: Any = staticmethod(lambda value, x: value)
+    use: Any = staticmethod(lambda x, kernels: x)
+
+    @nn.compact
+    def __call__(self, x):
+        x, own = nn.Dense(8)(x), self.variable("own", "own", jnp.zeros, (8,))
+        kernels = self.param("kernels", nn.initializers.lecun_normal(), (2, 8, 8))
+        if not self.is_initializing():
+            own.value = self.update(own.value, jax.lax.stop_gradient(x))
+        return self.use(x, kernels) + 0.1 * own.value[None]
+
+
+def constrained(spec, x):
+    return jax.lax.with_sharding_constraint(x, jax.NamedSharding(zero_jax.make_mesh(4), spec))
+
+
+def called_back(x):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(np.tanh, shape, jax.lax.stop_gradient(x)) + x
+
+
+OWN = {
+    "calls": Owns(lambda value, x: value + 1), "decay": Owns(lambda value, x: 0.9 * value + 0.1),
+    "rows": Owns(lambda value, x: value + len(x)), "sum": Owns(lambda value, x: value + x.sum(0)),
+    "codebook": Owns(lambda value, x: 0.9 * value + 0.1 * jax.nn.one_hot(x.argmax(1), 8).sum(0)),
+    "constraint": Owns(use=lambda x, kernels: constrained(jax.P("data"), x)),
+    "replicated": Owns(use=lambda x, kernels: constrained(jax.P(), x)),
+    "shard_map": Owns(use=lambda x, kernels: jax.shard_map(
+        jnp.tanh, mesh=zero_jax.make_mesh(4), in_specs=jax.P("data"), out_specs=jax.P("data"))(x)),
+    "callback": Owns(use=lambda x, kernels: called_back(x)),
+    "ragged_dot": Owns(use=lambda x, kernels: jax.lax.ragged_dot(x, kernels, jnp.array([len(x), 0]))),
+}
+
+
+def own_run(name, **options):
+    batches = vector_batches(2, size=64)
+    return train(OWN[name], 2, 4, batches=batches, loss=classify, optimizer=SGD, accumulate=2, **options)
+
+
+@pytest.mark.parametrize("name", [name if name in ("calls", "rows", "shard_map") else slow(name) for name in OWN])
+def test_what_each_device_would_do_alone_is_right_or_refused(name):
+    """The control: what is the same on all devices is not refused, and one device's rows are another number."""
+    every = own_run(name, reduce="every")
+    try:
+        once = own_run(name, reduce="once")
+    except zero_jax.UsageError as error:
+        assert name not in ("calls", "decay", "replicated") and 'Give reduce="every"' in str(error)
+        return
+    assert param_difference(once, every) < 1e-6
+    np.testing.assert_allclose(once.variables["own/own"], every.variables["own/own"], rtol=1e-6)

@@ -148,6 +148,52 @@ def test_no_guard_lets_it_in():
     assert not all(np.isfinite(leaf).all() for leaf in copied(state))
 
 
+class Kept(nn.Module):
+    """Keeps a number of the batch as a variable, and has one kernel, whose gradient is of the batch's choice."""
+
+    @nn.compact
+    def __call__(self, batch):
+        self.variable("kept", "mean", jnp.zeros, ()).value = batch["kept"].mean()
+        kernel = self.param("kernel", nn.initializers.ones, (16, 8))
+        return (batch["x"] @ spoil_gradient(kernel, batch["leaf"].max())).mean()
+
+
+def overflowing():
+    """Keeps the gradient's third power, which overflows at 1e13, and makes updates that do so from 1e11 to 1e12."""
+    def update(grads, state, params=None):
+        size = jax.tree.map(jnp.abs, grads)
+        return jax.tree.map(lambda grad, size: jnp.where((size > 1e11) & (size < 1e12), 1e30, 1e-3) * grad, grads,
+                            size), {**state, "cubes": jax.tree.map(lambda grad: grad**3, grads)}
+
+    return optax.GradientTransformation(lambda params: {  # a best loss that is yet to come is infinite, and may be
+        "best": jnp.inf, "cubes": jax.tree.map(jnp.zeros_like, params)}, update)
+
+
+def test_what_would_be_written_is_finite():
+    """The loss and the gradient are, and what follows from them is not. The control: without a guard it is written."""
+    batch = {"x": np.ones((16, 16), np.float32), "leaf": np.zeros(16, np.float32), "kept": np.ones(16, np.float32)}
+    spoiled = {"variables": {"kept": np.full(16, np.nan, np.float32)},
+               "params": {"leaf": np.full(16, 5e11, np.float32)}, "opt_state": {"leaf": np.full(16, 1e13, np.float32)}}
+
+    def finite(state):
+        return sum(np.sum(~np.isfinite(leaf)) for leaf in copied(state)) == 1  # the best loss
+
+    for guard in (GUARD, None):
+        step = zero_jax.make_zero_train_step(
+            Kept(), 2, loss=lambda model, batch: model(batch), mesh=zero_jax.make_mesh(8), guard=guard,
+            optimizer=overflowing())
+        start, _ = step(step.init(jax.random.key(0), batch), batch)
+        kept = copied(start)
+        assert finite(start) and int(start.step) == 1
+        for field, change in spoiled.items():
+            state, metrics = step(jax.tree.map(jnp.copy, start), {**batch, **change})
+            assert np.isfinite([float(metrics["loss"]), float(metrics["grad_norm"])]).all()
+            if guard is None:
+                assert not finite(state), field
+            else:
+                assert metrics["bad"] == 1 and same(copied(state), kept), field
+
+
 def test_one_device_alone_would_be_told():
     """Negative control of `agree`: devices that differ."""
     mesh = zero_jax.make_mesh(8)

@@ -52,6 +52,20 @@ def metrics_of(loss=reporting, stage=3, model=None, batch=None, **options):
     return step(jax.tree.map(jnp.copy, state), batch)[1], params
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "guard": zero_jax.Guard(), "ema": 0.5}], ids=str)
+def test_metrics_of_float64_are_float64(options):
+    """The control: in float32 they are others."""
+    with jax.enable_x64():
+        model = nn.Dense(3, param_dtype=jnp.float64)
+        batch = jax.tree.map(lambda leaf: leaf.astype(np.float64), batch_of())
+        found, params = metrics_of(model=model, batch=batch, **options)
+        loss, grads = jax.value_and_grad(lambda params: reporting(model.bind({"params": params}), batch)[0])(
+            jax.device_get(params))
+        for name, expected in (("loss", loss), ("grad_norm", optax.tree.norm(grads))):
+            assert found[name].dtype == np.float64 and abs(found[name] / expected - 1) < 1e-13
+            assert abs(np.float32(expected) / expected - 1) > 1e-11
+
+
 @pytest.mark.parametrize("options", [{}, {"accumulate": 4}, {"accumulate": 2, "reduce": "once"}], ids=str)
 def test_metrics_are_those_of_the_whole_batch(options):
     """The oracle is the same loss of the same parameters on one device, over the whole batch."""

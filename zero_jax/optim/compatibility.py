@@ -1,7 +1,8 @@
-"""Whether an optimizer can run in a train step: the arguments of its update, and a state of constant shapes."""
+"""What a train step needs of an optimizer: the arguments of its update, a state of constant shapes, safe scatters."""
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,17 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.errors import UsageError
+from zero_jax.jaxpr.equations import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    in_scope_of,
+    jaxpr_to_fun,
+    primitive_of,
+    replace_eqn,
+    shape_of,
+)
+from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.tree import merge, named_leaves
 
 _ADVICE = (
@@ -58,6 +70,57 @@ def traced_once(optimizer: optax.GradientTransformationExtraArgs) -> optax.Gradi
                              f"loss=metrics[\"loss\"]. It says: {type(error).__name__}: {error}") from error
 
     return optax.GradientTransformationExtraArgs(optimizer.init, jax.jit(update))
+
+
+def with_safe_scatters(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """`optimizer` for a mesh of CPU devices, on which it may write a part of a leaf: scatters of one window by masks.
+
+    XLA's partitioner gives each device the index less the offset of its shard, and has those out of bounds dropped.
+    XLA:CPU still reads at that index. Where the operand is itself a slice (the shard of a reduced gradient), its
+    simplifier adds both offsets, reads another shard's row, and writes that (jaxlib 0.10.2). Of several windows it
+    makes a loop, which is right; XLA:GPU and XLA:TPU first select an index that is in bounds.
+    """
+    def safe(fun: Callable[..., Any]) -> Callable[..., Any]:
+        run = with_jaxpr_passes(lambda args, extra: fun(*args, **extra), _write_by_masks)
+        return functools.wraps(fun)(lambda *args, **extra: run(args, extra))
+
+    return optax.GradientTransformationExtraArgs(safe(optimizer.init), safe(optimizer.update))
+
+
+def _write_by_masks(jaxpr: Jaxpr) -> Jaxpr:
+    return jaxpr.replace(eqns=[in_scope_of(replace_eqn(eqn, functools.partial(_written_by_mask, eqn)), eqn)
+                               if _is_of_one_window(eqn) else eqn for eqn in jaxpr.eqns])
+
+
+def _is_of_one_window(eqn: JaxprEqn) -> bool:
+    return primitive_of(eqn).startswith("scatter") and math.prod(shape_of(eqn.invars[1]).shape[:-1]) == 1
+
+
+def _written_by_mask(scatter: JaxprEqn, operand: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
+    """What `scatter`, of one window, returns, as an elementwise choice between `operand` and the new values."""
+    params, shape = scatter.params, operand.shape
+    numbers, combine = params["dimension_numbers"], params["update_jaxpr"]
+    single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    sizes = iter([updates.shape[dim] for dim in numbers.update_window_dims])
+    window = [1 if dim in single else next(sizes) for dim in range(len(shape))]
+    starts = [jnp.zeros((), indices.dtype)] * len(shape)
+    for place, dim in enumerate(numbers.scatter_dims_to_operand_dims):
+        starts[dim] = indices.ravel()[place]
+    last = [size - part for size, part in zip(shape, window, strict=True)]
+    inside = [jnp.clip(start, 0, end) for start, end in zip(starts, last, strict=True)]
+    written = jnp.ones(shape, bool)
+    for dim, (start, near, part) in enumerate(zip(starts, inside, window, strict=True)):
+        places = jax.lax.broadcasted_iota(indices.dtype, shape, dim)
+        written &= (near <= places) & (places < near + part)
+        if params["mode"] != jax.lax.GatherScatterMode.CLIP:
+            written &= start == near
+    new = jax.lax.dynamic_update_slice(jnp.zeros(shape, updates.dtype), updates.reshape(window), inside)
+    if combine is not None:  # of two scalars; None: the second
+        each = jaxpr_to_fun(ClosedJaxpr(combine, params["update_consts"]))
+        for _ in shape:
+            each = jax.vmap(each)
+        (new,) = each(operand, new)
+    return jnp.where(written, new, operand)
 
 
 def check_optimizer(optimizer: optax.GradientTransformationExtraArgs, params: Any,

@@ -15,6 +15,9 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.errors import UsageError
+from zero_jax.jaxpr.equations import ClosedJaxpr, needed_eqns, structure_of, trace, variables
+from zero_jax.jaxpr.passes import without_calls
 from zero_jax.jaxpr.primitives import empty_on_host
 from zero_jax.sharding.batch import Accumulation, add_weighted, sum_dtype
 from zero_jax.sharding.gather import compute_spec
@@ -25,7 +28,7 @@ from zero_jax.step.gradients import ForwardInputs, ForwardOutput, GradientFuncti
 from zero_jax.step.metrics import combine
 from zero_jax.step.microbatches import Microbatches, is_key
 from zero_jax.tree import map_named, named_leaves, with_dtypes_of
-from zero_jax.typing import Gradients, Params, Pytree, Scalar
+from zero_jax.typing import Batch, Gradients, Params, PRNGKey, Pytree, Scalar, Variables
 
 
 def accumulate_gradients(
@@ -127,8 +130,17 @@ def _reduce_once(
         index, examples = xs
         own, grad_sum = tie(weights, grad_sum, layout.host_gradients)
         keys = jax.vmap(jax.random.fold_in, (0, None))(device_keys, index)
-        output, grads = gradient_of_each(
-            own, ForwardInputs(inputs.frozen, variables, keys), microbatches.one(examples, index, devices), scale)
+        batch = microbatches.one(examples, index, devices)
+        try:
+            output, grads = gradient_of_each(own, ForwardInputs(inputs.frozen, variables, keys), batch, scale)
+        except UsageError:
+            raise
+        except Exception as error:  # of the map alone: the loss by itself was traced for the layout
+            raise UsageError(
+                "reduce=\"once\" maps the model and the loss over the devices, as jax.vmap does, and something in them "
+                "cannot be mapped: a sharding constraint or a shard_map of their own over the same axes, a callback, "
+                f"a primitive without a rule for it. Give reduce=\"every\". JAX says: {type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}") from error
         grad_sum = jax.tree.map(lambda total, grad, sharding: constrain(
             add_weighted(total, grad.astype(total.dtype), jnp.reshape(output.weight, (-1, *[1] * (grad.ndim - 1)))),
             by_device(sharding)), grad_sum, grads, layout.gradients)
@@ -141,6 +153,8 @@ def _reduce_once(
     carry = jax.tree.map(zeros, weights, layout.gradients), device_variables
     (grad_sum, variables), outputs = jax.lax.scan(
         body, carry, (jnp.arange(microbatches.number), microbatches.examples(by_device=True)))
+    if num_devices > 1:  # after the map, whose errors are explained
+        _check_variables(gradient, microbatches, weights, inputs, scale)
     output, weight = _weighted_mean(outputs)
 
     def reduce(name: str, total: Any, like: Any, sharding: NamedSharding) -> Any:
@@ -157,6 +171,43 @@ def _reduce_once(
     uses = dict(named_leaves(layout.uses))  # no entry where a parameter is read as it is stored
     grads = map_named(reduce, grad_sum, weights, layout.gradients)
     return output._replace(variables=jax.tree.map(_join_devices, variables, inputs.variables)), grads
+
+
+def _check_variables(gradient: GradientFunction, microbatches: Microbatches, weights: Params, inputs: ForwardInputs,
+                     scale: Scalar) -> None:
+    """Raises UsageError for a variable that the model computes from what devices have apart: rows, or their number.
+
+    What they make of it together, a sum or a mean, is not known; of `mean` and `var`, as BatchNorm's, it is the mean.
+    """
+    leaves = named_leaves(inputs.variables)
+    asked = [number for number, (name, leaf) in enumerate(leaves) if not is_key(leaf) and not (
+        name.split("/")[-1] in ("mean", "var") and jnp.issubdtype(leaf.dtype, jnp.floating))]
+    if not asked:
+        return
+
+    def written(by_device: bool) -> ClosedJaxpr:
+        def new(variables: Variables, batch: Batch, rng: PRNGKey) -> Variables:
+            output, _ = gradient(weights, inputs._replace(variables=variables, rng=rng), batch, scale)
+            return with_dtypes_of(output.variables, variables)
+
+        batch = jax.eval_shape(lambda: microbatches.one(
+            [leaf[0, 0] if by_device else leaf[0] for leaf in microbatches.examples(by_device=by_device)], 0))
+        return without_calls(trace(new, inputs.variables, batch, inputs.rng))
+
+    apart, together = written(True), written(False)
+    for number in asked:
+        made = []
+        for closed in (apart, together):
+            result, invars = closed.jaxpr.outvars[number], closed.jaxpr.invars
+            eqns = needed_eqns(closed, [result])
+            read = {var for eqn in eqns for var in variables(eqn.invars)}
+            differ = [var for place, var in enumerate(invars) if place >= len(leaves) or is_key(leaves[place][1])]
+            made.append(None if read.intersection(differ) else structure_of(eqns, invars[:len(leaves)], [result]))
+        if None in made or made[0] != made[1]:
+            raise UsageError(
+                f"reduce=\"once\" and the variable {leaves[number][0]}, which the model computes from the batch: each "
+                "device would make one of its own rows, and whether a sum or a mean of them is meant is not known (but "
+                "for the mean and var that BatchNorm keeps). Give reduce=\"every\".")
 
 
 def _weighted_mean(outputs: ForwardOutput) -> tuple[ForwardOutput, Scalar]:

@@ -1,7 +1,7 @@
 """Bad steps: seen by one value that all devices share, and left out of the state.
 
-A device that sees a value that is not finite makes the global loss or the global norm of the gradient not finite, and
-these are what is tested: there is one decision, the same everywhere, and no device can go on alone.
+A device that sees a value that is not finite makes the global loss, the global norm of the gradient, or the number of
+new values not finite, and these are what is tested: there is one decision, the same everywhere.
 """
 
 import collections
@@ -24,7 +24,10 @@ class BadStepError(FloatingPointError):
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """What happens to steps whose loss or gradient is not finite, or whose loss spikes: the state stays as it was.
+    """What happens to steps that are not finite, or whose loss spikes: the state stays as it was.
+
+    Not finite: the loss, the gradient, or what the step would write of parameters, optimizer state and variables. With
+    `offload` the update is written as it is computed, so that of what it writes the variables alone are looked at.
 
     skip: how many in a row may be skipped; one more raises BadStepError, so that 0 raises at the first. spike: a loss
     above this times the moving average of the good ones is bad too, while that is above zero; None: no such test.
@@ -81,13 +84,16 @@ class GuardLogic:
         zero, scale = jnp.zeros((), jnp.int32), self.loss_scale.initial if self.loss_scale else 1.0
         return GuardState(zero, zero, zero, zero, jnp.zeros((), jnp.float32), jnp.asarray(scale, jnp.float32))
 
-    def judge(self, state: GuardState, loss: Scalar, norm: Scalar) -> tuple[Scalar, GuardState]:
+    def judge(self, state: GuardState, loss: Scalar, norm: Scalar, stays_finite: Scalar | None = None
+              ) -> tuple[Scalar, GuardState]:
         """(whether the step counts, the new state), from the global loss and gradient norm, scalars.
 
+        stays_finite: whether what the step would write is finite, which the loss scale has no part in; None: not asked.
         Once more are bad than may be, no later step counts: the state waits, unchanged, until the error is raised.
         """
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         good, average, scale = finite & ~self.stopped(state), state.average, state.scale
+        good = good if stays_finite is None else good & stays_finite
         if self.guard is not None:
             guard = self.guard
             if guard.spike is not None:
@@ -138,5 +144,7 @@ def explain(metrics: Metrics) -> str:
     """Why a step whose metrics say `stopped` is the last, and what to do."""
     seen = ", ".join(f"{what} is {float(metrics[name])}" for name, what in (
         ("loss", "the loss"), ("grad_norm", "the norm of the gradient")) if name in metrics)
+    finite = all(np.isfinite(metrics[name]) for name in ("loss", "grad_norm") if name in metrics)
+    seen += ", and a parameter, the optimizer's state or a variable would not be finite, or the loss spikes" * finite
     return (f"Steps in a row were bad, more than the guard skips{': ' * bool(seen)}{seen}. The state is the one before "
             "them, bit for bit. Look at the batches, or lower the learning rate, and go on from step.forgive(state).")

@@ -12,7 +12,7 @@ from zero_jax.errors import UsageError
 from zero_jax.frontends.given_values import own_values
 from zero_jax.frontends.lora import LoraModel
 from zero_jax.frontends.model_functions import to_model_functions
-from zero_jax.optim.compatibility import takes_value, traced_once
+from zero_jax.optim.compatibility import takes_value, traced_once, with_safe_scatters
 from zero_jax.precision import Precision, precision_of
 from zero_jax.sharding.auto_axes import computing_on, sharding_errors_explained
 from zero_jax.sharding.batch import Accumulation
@@ -29,6 +29,7 @@ from zero_jax.step.disk.step import DiskTrainStep
 from zero_jax.step.guard import Guard
 from zero_jax.step.losses import next_token_loss
 from zero_jax.step.options import StepOptions, View
+from zero_jax.step.rounding import with_wide_numbers
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.transforms.remat import Remat, remat_of
 from zero_jax.typing import Loss, Pattern
@@ -186,7 +187,12 @@ def make_zero_train_step(
     with computing_on(axes.mesh), sharding_errors_explained():
         functions = to_model_functions(model, rng_streams, precision)
     kind = ZeroTrainStep if options.offload is None or options.offload.disk is None else DiskTrainStep
-    return kind(functions, traced_once(takes_value(optimizer)), loss, axes, options, own_values(base))
+    optimizer = takes_value(optimizer)
+    if precision.rounding == "stochastic":
+        optimizer = with_wide_numbers(optimizer)
+    if not (axes.is_gpu or axes.is_tpu):
+        optimizer = with_safe_scatters(optimizer)
+    return kind(functions, traced_once(optimizer), loss, axes, options, own_values(base))
 
 
 def _renamed(name: str, value: _T | None, old_name: str, old_value: _T | None, default: _T) -> _T:

@@ -7,6 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+
+from zero_jax.tree import ending, map_named, named_leaves
 
 
 def widened(tree: Any) -> Any:
@@ -15,6 +18,20 @@ def widened(tree: Any) -> Any:
         return leaf.astype(jnp.float32) if getattr(leaf, "dtype", None) == jnp.bfloat16 else leaf
 
     return jax.tree.map(widen, tree)
+
+
+def with_wide_numbers(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """`optimizer` whose init narrows the moments of bfloat16 parameters alone: what has a parameter's name, and dims.
+
+    optax.inject_hyperparams makes its numbers in the dtype of the parameters: a b2 of 0.999 is 1 in bfloat16.
+    """
+    def init(params: Any) -> Any:
+        names = dict(named_leaves(params))
+        narrow = dict(named_leaves(jax.eval_shape(optimizer.init, params)))
+        return map_named(lambda name, leaf: leaf.astype(narrow[name].dtype) if jnp.ndim(leaf) and ending(name, names)
+                         else leaf, optimizer.init(widened(params)))
+
+    return optax.GradientTransformationExtraArgs(init, optimizer.update)
 
 
 def round_stochastically(tree: Any, like: Any, key: jax.Array) -> Any:

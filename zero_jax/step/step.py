@@ -113,11 +113,11 @@ class ZeroTrainStep(InspectableStep):
     def __call__(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
         """One step: (new state, metrics). `state` is donated; nothing waits for the devices.
 
-        The step's own metrics are float32 scalars: `loss`, `grad_norm` (of the whole reduced gradient, before any
-        clipping), `learning_rate` where the optimizer's state tells it (`optax.inject_hyperparams`; `learning_rate_1`
-        and so on where it tells several). With a guard or a loss scale: `bad` steps in a row, steps `skipped` in all,
-        whether it `stopped`, and the `loss_scale` of this step. Those of the user's loss keep their shape and dtype
-        (see `zero_jax.Metric`).
+        The step's own metrics are scalars in float32, or float64 where they are: `loss`, `grad_norm` (of the whole
+        reduced gradient, before any clipping), `learning_rate` where the optimizer's state tells it
+        (`optax.inject_hyperparams`; `learning_rate_1` and so on where it tells several). With a guard or a loss scale:
+        `bad` steps in a row, steps `skipped` in all, whether it `stopped`, and the `loss_scale` of this step. Those of
+        the user's loss keep their shape and dtype (see `zero_jax.Metric`).
 
         Raises BadStepError once more steps in a row were bad than the guard skips, at most two calls late; `state` is
         then the one before them, and `forgive` gives one to go on from. Raises ValueError for a state that was donated

@@ -76,24 +76,27 @@ def apply_update(
     float32: 47.7 instead of 24.4 GiB of temporaries for 13B parameters on one H100.
     Those in host memory may be sums over microbatches, whose means are computed in blocks, too.
     """
-    # First, the guard: a bad step changes nothing. Of gradients in host memory the norm is streamed, too.
-    def judge_by(grads: Gradients, params: Params, before: ZeroState, output: ForwardOutput, scale: Scalar | None
-                 ) -> Judged:
-        return judge(before, output, unscaled(grads, params, scale, stochastic=stochastic), guard)
+    # First, the optimizer, and the guard: a bad step changes nothing. Of gradients in host memory the norm is streamed.
+    def judge_by(grads: Gradients, params: Params, before: ZeroState, output: ForwardOutput, scale: Scalar | None,
+                 written: Pytree = (), was: Pytree = ()) -> Judged:
+        return judge(before, output, unscaled(grads, params, scale, stochastic=stochastic), guard, written, was)
 
-    # Second, the optimizer, and what follows from the new parameters.
     update = update_function(layout, optimizer, stochastic=stochastic, ema=ema, streamed=offload is not None)
     old = Updated(_constrained(state.params, layout), state.opt_state, state.ema,
                   state.weights if layout.stage.shards_params else None)
     given = given_values(output, grads, key if stochastic else None, None, scale)
     if offload and layout.host_gradients:
         new, cast, judged = _with_gradients_streamed(judge_by, update, old, given, state, output, layout, offload)
-    else:
+    elif offload:
         judged = judge_by(grads, state.params, state, output, scale)
-        given["is_good"] = judged.is_good
-        new, cast = _streamed(update, old, given, layout, offload) if offload else update(old, given)
+        new, cast = _streamed(update, old, {**given, "is_good": judged.is_good}, layout, offload)
+    else:
+        new, cast = update(old, given)
+        judged = judge_by(grads, state.params, state, output, scale, new[:2], old[:2])
+        if judged.is_good is not None:
+            new, cast = _with_cast(_kept_if_bad(judged.is_good, new, old), layout)
 
-    # Third, at stages 1 and 2 what the model reads is gathered anew.
+    # Second, at stages 1 and 2 what the model reads is gathered anew.
     weights = gather_compute_params(cast, layout, state.weights) if old.weights is None else new.weights
     params = gather_stored_params(new.params, layout, state.params)
     new_state = ZeroState(
@@ -113,12 +116,18 @@ class Judged(NamedTuple):
     metrics: Metrics
 
 
-def judge(state: ZeroState, output: ForwardOutput, grads: Gradients, guard: GuardLogic) -> Judged:
-    """The next number of steps, variables and state of the guard, which says whether the update is to be kept."""
+def judge(state: ZeroState, output: ForwardOutput, grads: Gradients, guard: GuardLogic, written: Pytree = (),
+          was: Pytree = ()) -> Judged:
+    """The next number of steps, variables and state of the guard, which says whether the update is to be kept.
+
+    written, was: what the update writes and replaces, where all of it is known by now.
+    """
     grad_norm = optax.tree.norm(grads)
     step, variables, guard_state, metrics, is_good = state.step + 1, output.variables, state.guard, {}, None
     if guard.active:
-        is_good, guard_state = guard.judge(state.guard, 0.0 if output.loss is None else output.loss, grad_norm)
+        stays_finite = None if guard.guard is None else _stays_finite((written, variables), (was, state.variables))
+        is_good, guard_state = guard.judge(
+            state.guard, 0.0 if output.loss is None else output.loss, grad_norm, stays_finite)
         step, variables = _kept_if_bad(is_good, (step, variables), (state.step, state.variables))
         metrics = {"bad": guard_state.bad, "skipped": guard_state.skipped, "stopped": guard.stopped(guard_state)}
         if guard.loss_scale is not None:
@@ -150,11 +159,15 @@ def update_function(layout: Layout, optimizer: optax.GradientTransformationExtra
             new_params = jax.tree.map(constrain, new_params, layout.gradients)
         average = None if ema is None else _averaged(ema, old.ema, new_params)
         new = Updated(new_params, opt_state, average, old.weights)  # type: ignore[arg-type]
-        new = new if given["is_good"] is None else _kept_if_bad(given["is_good"], new, old)
-        cast = cast_compute_params(new.params, layout)
-        return (new, cast) if old.weights is None else (new._replace(weights=cast), None)
+        return _with_cast(new if given["is_good"] is None else _kept_if_bad(given["is_good"], new, old), layout)
 
     return update
+
+
+def _with_cast(new: Updated, layout: Layout) -> tuple[Updated, Params | None]:
+    """(`new`, the shards of the copy to gather): the copy is a part of `new` where that has one."""
+    cast = cast_compute_params(new.params, layout)
+    return (new, cast) if new.weights is None else (new._replace(weights=cast), None)
 
 
 def update_metrics(judged: Judged, output: ForwardOutput, opt_state: OptState) -> Metrics:
@@ -178,6 +191,16 @@ def _averaged(decay: float, old: Any, params: Any) -> Any:
 
 def _kept_if_bad(is_good: Scalar, new: Pytree, old: Pytree) -> Any:
     return jax.tree.map(lambda after, before: jnp.where(is_good, after, before), new, old)
+
+
+def _stays_finite(new: Pytree, old: Pytree) -> Scalar:
+    """Whether every floating number of `new` is finite that is so in `old` (a best loss begins at infinity)."""
+    def lost(after: jax.Array, before: jax.Array) -> Scalar | float:
+        inexact = jnp.issubdtype(after.dtype, jnp.inexact)
+        return jnp.sum(jnp.isfinite(before) & ~jnp.isfinite(after), dtype=jnp.float32) if inexact else 0.0
+
+    # A sum, since XLA makes one reduction over devices of the leaves' sums.
+    return jnp.asarray(sum(jax.tree.leaves(jax.tree.map(lost, new, old)))) == 0
 
 
 def _with_gradients_streamed(
@@ -227,8 +250,9 @@ def _streams(old: Updated, layout: Layout, offload: Offload, *, gradients: bool)
 
 
 def step_metrics(metrics: Metrics) -> Metrics:
-    """The metrics that a step itself reports: float32 scalars."""
-    return jax.tree.map(lambda metric: jnp.asarray(metric, jnp.float32), metrics)
+    """The metrics that a step itself reports: scalars in float32, or float64 where they are."""
+    return jax.tree.map(lambda metric: jnp.asarray(
+        metric, jnp.float64 if jnp.result_type(metric) == jnp.float64 else jnp.float32), metrics)
 
 
 def _with_written(params: Params, written: dict[str, Any], layout: Layout) -> Params:
