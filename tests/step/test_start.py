@@ -39,7 +39,7 @@ class Sowing(nnx.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
-def test_a_module_that_has_sown_starts_without(kind=nnx.Intermediate):
+def test_a_module_that_has_sown_starts_without():
     """And is left as it was; what grows in each step and is no `nnx.Intermediate` is refused by its name."""
     batch = {"x": np.ones((8, 8), np.float32)}
 
