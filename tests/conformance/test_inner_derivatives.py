@@ -94,6 +94,104 @@ def test_so_in_bfloat16(name):
         compare(model, 3, vectors(16)[:2], loss=loss, precision="bf16", tolerance=5e-2)
 
 
+class Coder(nn.Module):
+    """Two methods, with modules in a list."""
+
+    def setup(self):
+        self.down, self.up = [nn.Dense(WIDTH), nn.Dense(8)], nn.Dense(1)
+
+    def encode(self, x):
+        return self.down[1](nn.tanh(self.down[0](x)))
+
+    def decode(self, z):
+        return self.up(z)
+
+    def __call__(self, x):
+        return self.decode(self.encode(x))
+
+
+class Scaled(nn.Module):
+    """Initialised by the values that it is first called with."""
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", lambda key: 1 / x.std(0))
+        return Dense()(x * scale)
+
+
+def adapted(model, batch):
+    """MAML: the loss at parameters that went a step down its gradient."""
+    module, variables = model.unbind()
+
+    def loss(params):
+        return jnp.mean((module.apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
+
+    params = variables["params"]
+    return loss(jax.tree.map(lambda param, grad: param - 0.1 * grad, params, jax.grad(loss)(params)))
+
+
+def laplacian(model, batch):
+    module, variables = model.unbind()
+    hessian = jax.vmap(jax.hessian(lambda x: module.apply(variables, x[None])[0, 0]))(batch["x"])
+    return jnp.mean(jnp.trace(hessian, axis1=1, axis2=2) ** 2) + squares(model, batch)
+
+
+def decayed(model, batch):
+    """A penalty that reads all parameters before the model is called."""
+    return 1e-3 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(model.variables["params"])) + squares(model, batch)
+
+
+def decayed_kernel(model, batch):
+    return 1e-3 * jnp.sum(model.variables["params"]["Dense_0"]["kernel"] ** 2) + squares(model, batch)
+
+
+def relaxed(model, batch):
+    """Calls the model within `lax.scan` first."""
+    out, _ = jax.lax.scan(lambda x, _: (x + 0.1 * model(x), None), batch["x"], length=3)
+    return jnp.mean((out - batch["y"]) ** 2)
+
+
+def mapped(model, batch):
+    out = jax.lax.map(lambda x: model.decode(model.encode(x)), batch["x"])
+    return jnp.mean((out - batch["y"]) ** 2)
+
+
+def in_parts(model, batch):
+    """Calls modules within the model, under `jax.checkpoint`."""
+    out = jax.checkpoint(lambda x: model.up(model.down[1](nn.tanh(model.down[0](x)))))(batch["x"])
+    return jnp.mean((out - batch["y"]) ** 2)
+
+
+BEFORE = {"MAML": (Dense(), adapted), "laplacian": (Dense(), laplacian), "penalty": (Dense(), decayed),
+          "penalty by name": (Dense(), decayed_kernel), "scan": (Dense(), relaxed), "map": (Coder(), mapped),
+          "checkpoint": (Coder(), in_parts), "values of the batch": (Scaled(), decayed)}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", [
+    name if name in ("MAML", "penalty by name", "map") else slow(name) for name in BEFORE])
+def test_a_loss_that_needs_variables_before_it_calls_the_model(name):
+    """It starts from what the module's own `init` makes, which another key (the control) does not."""
+    model, loss = BEFORE[name]
+    batches = vectors(16)[:2]
+    step, _ = compare(model, 3, batches, loss=loss)
+    for seed, same in ((0, True), (1, False)):
+        key = jax.random.fold_in(jax.random.split(jax.random.key(seed))[0], 0)
+        own = jax.tree.leaves(model.init(key, batches[0]["x"])["params"])
+        found = jax.tree.leaves(step.params(step.init(jax.random.key(0), batches[0])))
+        assert all(jnp.allclose(a, b, rtol=1e-6) for a, b in zip(found, own, strict=True)) == same
+
+
+@pytest.mark.parametrize("loss, error, told", [
+    (lambda model, batch: squares(model, {"x": batch["x"][:, :3], "y": jnp.ones((3, 4)) @ jnp.ones(3)}),
+     TypeError, "dot_general"),
+    (lambda model, batch: model.variables["params"]["Nowhere"].sum() + squares(model, batch), KeyError, "Nowhere"),
+    (lambda model, batch: squares(model, {"x": batch["inputs"]}), ValueError, "reads batch\\['inputs'\\]")])
+def test_what_is_wrong_with_a_loss_is_raised_as_it_is(loss, error, told):
+    with pytest.raises(error, match=told):
+        zero_jax.make_zero_train_step(Dense(), 3, loss=loss).init(jax.random.key(0), vectors(16)[0])
+
+
 def test_a_derivative_by_what_has_an_adapter_is_refused():
     """It would be that of the base and of each factor, and not of the weight that the model has."""
     def step_of(name):

@@ -4,13 +4,19 @@ The programs come from the real H100 and TPU compilers, and from XLA:CPU for eig
 """
 
 import dataclasses
+import itertools
 import math
 import re
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import pytest
 from support.oracle import slow
 from support.programs import PROGRAMS, Row, program
+from support.targets import mesh_of
 
+import zero_jax
 from models import gpt2
 from zero_jax.contract import purpose
 from zero_jax.contract import verify as contract
@@ -126,3 +132,64 @@ def test_a_smaller_promise_is_broken():
     elsewhere = dataclasses.replace(promised, budgets=(dataclasses.replace(gather, axes=()), *rest))
     assert any("gathered over data, not only over no axis" in line
                for line in contract.check(text, elsewhere).violations)
+
+
+TINY = gpt2.Config(2, 256, 8, vocab_size=512, max_length=512)
+AXES = {"data": ({}, {}), "replica": ({"replica": 2}, {}), "context": ({"context": 2}, {}),
+        "context alone": ({"context": 8}, {}), "hpz": ({"data": (2, 4)}, {"hpz_axes": "data_1"}),
+        "tensor": ({"tensor": 2}, {"tensor_rules": gpt2.tensor_rules(TINY)}),
+        "tensor and context": ({"tensor": 2, "context": 2}, {"tensor_rules": gpt2.tensor_rules(TINY)})}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("target, name", [
+    row if row == ("h100:8", "context alone") else slow(*row) for row in itertools.product(
+        ("h100:8", "v5p:2x2x2", "v6e:2x4", "v5e:2x4"), AXES)])
+def test_every_axis_compiles_for_every_target(target, name):
+    """With the attention of its devices; for GPUs it keeps its contract. TPUs all-reduce small gradients whole."""
+    compiled = tiny_on(target, *AXES[name])
+    assert compiled.collectives
+    if target == "h100:8":
+        assert_kept(compiled)
+
+
+def test_keys_that_are_gathered_with_parameters_are_activations():
+    """XLA:GPU merges them where `context` is the only axis; here a key has the size of the embedding."""
+    compiled = tiny_on("h100:8", {"context": 8}, {}, kernel="xla")
+    assert_kept(compiled)
+    named_as_params = re.sub("(?<=/)dot_general(?=[:)])", "zero_gather", compiled.text)  # negative control
+    assert any("bytes of parameters are gathered" in line
+               for line in contract.check(named_as_params, compiled.contract).violations)
+
+
+class Routed(nn.Module):
+    """Experts by `ragged_dot`, of all examples sorted by expert."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("experts", nn.initializers.normal(0.1), (8, 256, 384))
+        expert = jnp.argmax(nn.Dense(8)(x), -1)
+        order = jnp.argsort(expert)
+        out = jax.lax.ragged_dot(x[order], kernel, jnp.bincount(expert, length=8).astype(jnp.int32))
+        return out[jnp.argsort(order)]
+
+
+@pytest.mark.slow
+def test_a_gradient_that_every_device_computes_whole_is_not_called_its_own():
+    """XLA gathers the examples to sort them: right, and dear."""
+    step = zero_jax.make_zero_train_step(Routed(), 3, mesh=mesh_of("h100:8"),
+                                         loss=lambda model, batch: jnp.mean(model(batch["x"]) ** 2))
+    with pytest.raises(contract.ContractError, match="or every device computes that of the whole batch .after a sort"):
+        step.verify({"x": jax.ShapeDtypeStruct((4096, 256), jnp.float32)})
+
+
+def tiny_on(target, sizes, options, kernel=None):
+    mesh = mesh_of(target, **sizes)
+    rows = mesh.size // math.prod(mesh.shape.get(name, 1) for name in ("tensor", "context"))
+    batch = {name: jax.ShapeDtypeStruct((rows, 512), jnp.int32) for name in ("inputs", "targets")}
+    model = gpt2.GPT2(dataclasses.replace(TINY, attention=zero_jax.attention(mesh, kernel=kernel)))
+    return zero_jax.make_zero_train_step(model, 3, mesh=mesh, precision="bf16", **options).compiled_step(batch)
+
+
+def assert_kept(compiled):
+    assert not compiled.report.violations, str(compiled.report)

@@ -137,6 +137,13 @@ def test_restore_refuses_other_batches_with_both_values(options, message):
     assert batches.position == 0
 
 
+@pytest.mark.parametrize("state", [None, 3, "state", [1]])
+def test_restore_refuses_what_is_no_state(state):
+    with pytest.raises(ValueError, match=r"give what Batches.state\(\) returned"):
+        make().restore(state)
+    make().restore(make().state())  # negative control
+
+
 def test_restore_refuses_other_text_of_the_same_size_and_half_a_state():
     state = make().state()
     other = Batches(np.arange(193)[::-1], batch_size=8, length=LENGTH, seed=0)

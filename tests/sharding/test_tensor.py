@@ -88,6 +88,30 @@ def test_other_meshes(name, flavour):
     assert difference(losses(flavour, 3, zero_jax.make_mesh(**sizes), **options), flavour) <= 1e-6
 
 
+class Dropped(nn.Module):
+    """It draws in evaluation, too."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dropout(0.1, deterministic=False)(nn.Dense(32, name="up")(x))
+        return nn.Dense(8, name="down")(x)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"context": 2}])
+def test_a_model_with_dropout_is_verified(sizes):
+    rules = [("up/kernel", P(None, "tensor")), ("down/kernel", P("tensor", None))] if "tensor" in sizes else []
+    batch = {"x": np.ones((8, 16, 8), np.float32)}
+
+    def step_with(streams):
+        return zero_jax.make_zero_train_step(
+            Dropped(), 3, mesh=zero_jax.make_mesh(**sizes), tensor_rules=rules, rng_streams=streams,
+            loss=lambda model, batch: jnp.mean(model(batch["x"]) ** 2))
+
+    assert not step_with(("dropout",)).verify(batch).violations
+    with pytest.raises(ValueError, match="needs PRNG for \"dropout\""):  # negative control
+        step_with(()).verify(batch)
+
+
 REMAT = {"full": "full", "dots": "dots", "names": ("attention",), "sqrt": zero_jax.Remat(every="sqrt"),
          "both": zero_jax.Remat(every=2), "policy": jax.checkpoint_policies.everything_saveable}
 KEEPING = [("linen", 3, True, "full"), ("nnx", 0, True, "sqrt")]

@@ -43,6 +43,8 @@ def off(one, other):
 @pytest.mark.grid
 @pytest.mark.parametrize("sizes, changes, packed, causal", [
     ({"data": 8}, {"batch": 8, "kv_heads": 2}, False, True),
+    ({"data": 4, "context": 2}, {"kv_heads": 2}, False, True),
+    slow({"data": 2, "tensor": 2, "context": 2}, {"kv_heads": 2}, True, True),
     slow({"data": 4, "tensor": 2}, {"kv_heads": 2, "queries": 256, "keys": 256}, True, True),
     slow({"replica": 2, "data": 2, "tensor": 2}, {"keys": 256}, False, False)])
 def test_splash_has_the_numbers_of_plain_attention(sizes, changes, packed, causal):
@@ -105,10 +107,13 @@ def shape(batch=16, length=1024, heads=8, head_dim=64, dtype=jnp.bfloat16):
     ("v5e:2x4", {}, shape(), {}, "splash", ""),
     ("v5e:2x4", {}, shape(length=1000), {}, "xla", "1000 queries and 1000 keys"),
     ("v5e:2x4", {}, shape(batch=4), {}, "xla", "4 examples with 8 heads"),
-    ("v5e:2x4", {"context": 2}, shape(), {}, "xla", "a sequence that is split"),
+    ("v5e:2x4", {"context": 2}, shape(), {}, "splash", ""),
+    ("v5e:2x4", {"context": 8}, shape(heads=12), {}, "xla", "12 heads (12 of keys), which 1 x 8 devices do not divide"),
     ("v5e:2x4", {"tensor": 8}, shape(heads=12), {}, "xla", "12 heads"),
     ("v5e:2x4", {}, shape(), {"bias": 0.0}, "xla", "a bias"),
     ("h100:8", {}, shape(), {}, "cudnn", ""),
+    ("h100:8", {"context": 2}, shape(), {}, "cudnn", ""),
+    ("h100:8", {"context": 8}, shape(heads=12), {}, "xla", "writes the scores of a layer, 96 MiB on each device"),
     ("h100:8", {}, shape(dtype=jnp.float32), {}, "xla", "float32 queries"),
     ("h100:8", {}, shape(head_dim=100), {}, "cudnn", ""),
     ("h100:8", {}, shape(head_dim=136), {}, "xla", "heads of 136"),

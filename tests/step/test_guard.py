@@ -292,3 +292,15 @@ def test_fp16_needs_the_scale():
 def test_rules_that_make_no_sense_are_refused(make):
     with pytest.raises(ValueError, match="give"):
         make()
+
+
+@pytest.mark.parametrize("guard, precision", [
+    ({"skip": 2**40}, "fp32"), ({"skip": 1, "spike": 2.0, "warmup": 2**40}, "fp32"),
+    ({"skip": 1}, zero_jax.Precision(compute=jnp.float16, loss_scale=LossScale(interval=2**40)))])
+def test_numbers_of_steps_above_those_that_are_counted(guard, precision):
+    """Counters are int32: what none of them reaches is never reached."""
+    step = step_of(precision=precision, guard=Guard(**guard))
+    state = step.init(jax.random.key(0), batch_of(0))
+    state, metrics = step(state, batch_of(0))
+    state, metrics = step(state, batch_of(1, "loss", np.nan))
+    assert metrics["skipped"] == 1 and not metrics["stopped"]

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import threading
 import timeit
 
 import flax.linen as nn
@@ -217,3 +218,69 @@ def test_microbatches_that_do_not_divide_at_a_later_step():
     with compiles(0), pytest.raises(ValueError, match="24 does not divide into 2 microbatches"):
         step(state, batch_of(24))
     step(state, batch_of(32))
+
+
+class NoFlax:
+    """A module of another library: callable, with arrays."""
+
+    weight = jnp.ones((8, 8))
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+def failing(rngs):
+    raise KeyError("of its own")
+
+
+@pytest.mark.parametrize("model", [
+    lambda params, x: x @ params, lambda x: x @ jnp.ones((8, 8)), lambda x: jnp.dot(x, jnp.ones((8, 8))),
+    lambda x, *, train: x, NoFlax(), jnp.tanh, nn.relu, jax.jit(lambda x: x + 1)])
+def test_a_model_that_is_no_flax_module(model):
+    with pytest.raises(ValueError, match="neither a Flax module nor a function of rngs that makes an nnx.Module"):
+        step_of(model=model)
+    step_of(model=lambda rngs: nnx.Linear(8, 8, rngs=rngs))  # negative controls
+    with pytest.raises(KeyError, match="of its own"):
+        step_of(model=failing)
+
+
+@pytest.mark.parametrize("labels", [
+    lambda scores: optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(16)).mean(),
+    lambda scores: -(jnp.eye(16) * jax.nn.log_softmax(scores)).sum() / 16])
+def test_a_loss_of_a_batch_that_takes_no_microbatch(labels):
+    """CLIP's, whose pairs are those of the batch that its labels count."""
+    def contrastive(model, batch):
+        return labels(model(batch["x"]) @ batch["y"].T)
+
+    step = step_of(loss=contrastive, accumulate=2)
+    with pytest.raises(ValueError, match="not a microbatch of accumulate=2.* take sizes from the arrays"):
+        step(step.init(jax.random.key(0), batch_of()), batch_of())
+    step = step_of(loss=contrastive)  # negative control
+    step(step.init(jax.random.key(0), batch_of()), batch_of())
+
+
+def test_threads_with_one_state():
+    """One of them has it, and the others are told: without a lock the process ends (SIGSEGV) within a few runs."""
+    step = step_of()
+    evaluate = step.evaluator()
+    state = step.init(jax.random.key(0), batch_of())
+    evaluate(state, batch_of())
+    for _ in range(10):
+        results, barrier = [], threading.Barrier(4)
+
+        def run(kind, state=state, results=results, barrier=barrier):
+            barrier.wait()
+            try:
+                results.append(kind(state, batch_of()))
+            except ValueError as error:
+                results.append(str(error))
+
+        threads = [threading.Thread(target=run, args=(kind,)) for kind in (step, step, step, evaluate)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (taken,) = [result for result in results if isinstance(result, tuple)]
+        told = [result for result in results if isinstance(result, str)]
+        assert len(results) == 4 and 2 <= len(told) <= 3 and all("was donated" in text for text in told)
+        state = taken[0]

@@ -28,6 +28,37 @@ from support.normed_net import (
 )
 
 
+class Sowing(nnx.Module):
+    def __init__(self, rngs, kind=nnx.Intermediate):
+        self.inner, self.kind = nnx.Linear(8, 8, rngs=rngs), kind
+
+    def __call__(self, x):
+        x = self.inner(x)
+        self.sow(self.kind, "seen", x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_a_module_that_has_sown_starts_without():
+    """And is left as it was; what grows in each step and is no `nnx.Intermediate` is refused by its name."""
+    batch = {"x": np.ones((8, 8), np.float32)}
+
+    def mean(model, batch):
+        return jnp.mean(model(batch["x"]))
+
+    model = Sowing(nnx.Rngs(0))
+    model(batch["x"])
+    step = step_of(3, model=model, loss=mean)
+    state = step.init(KEY, batch)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    assert not jax.tree.leaves(state.variables) and len(model.seen.get_value()) == 1
+    growing = Sowing(nnx.Rngs(0), nnx.BatchStat)
+    growing(batch["x"])
+    with pytest.raises(ValueError, match="variable seen has another structure after a run"):
+        step_of(3, model=growing, loss=mean).init(KEY, batch)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", ["dict", "numpy", "frozen", "bound"])
 def test_init_from_variables(stage, kind):

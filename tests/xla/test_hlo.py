@@ -82,6 +82,24 @@ def test_one_collective(target, fn, in_spec, out_spec, kind, payload, sent):
     assert hlo.communication_bytes(text, kinds=set(hlo.KINDS) - {kind}) == 0
 
 
+def test_a_ragged_all_to_all_sends_rows(target):
+    """And not where they are written, nor offsets and sizes."""
+    if target == CPU:
+        pytest.skip("XLA:CPU has none")
+    mesh = mesh_of(target, data=8)
+
+    def exchange(*operands):
+        return jax.lax.ragged_all_to_all(*operands, axis_name="data")
+
+    def sent(rows, room):
+        text = compiled(manual(exchange, mesh, (P("data"),) * 6, P("data")), mesh, ((rows, 256), P("data")),
+                        ((room, 256), P("data")), *[((64,), P("data"), jnp.int32)] * 4)
+        return hlo.communication_bytes(text, kinds=["ragged-all-to-all"])
+
+    assert sent(1024, 1024) == sent(1024, 2048) == SHARE * BIG / 8
+    assert sent(2048, 2048) == 2 * SHARE * BIG / 8  # negative control
+
+
 @pytest.mark.parametrize("axis, group", [("a", (0, 4)), ("b", (0, 1, 2, 3))])
 def test_one_axis_of_two(target, axis, group):
     mesh = mesh_of(target, a=2, b=4)

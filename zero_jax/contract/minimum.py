@@ -154,8 +154,9 @@ def _missing(gather: TrafficResult, reduce: TrafficResult, contract: Contract) -
     if reduced < LEAST * expected:
         yield (f"{reduced:,.0f} elements of gradients are reduced, of {expected:,.0f}: "
                + _absent([each for each in params if each.reduced], reduced_names)
-               + "each device would update with the gradient of its own examples, unless no gradient reaches them. If "
-               "the loss stops it (jax.lax.stop_gradient), list them in frozen=, which also saves their moments.")
+               + "no gradient reaches them (if the loss stops it, list them in frozen=, which saves their moments), "
+               "or every device computes that of the whole batch (after a sort or shuffle of all examples, say: sort "
+               "those of each device), or each device would update with that of its own examples.")
 
 
 def _absent(params: Iterable[ParamTraffic], names: Iterable[str]) -> str:

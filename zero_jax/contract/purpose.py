@@ -45,14 +45,17 @@ def split_by_purpose(collective: Collective, contract: Contract) -> Iterable[Col
         return _sums_by_purpose(collective, contract)
     budget = contract.budget("matrices")
     matrices = set(budget.pieces) if budget and MATRICES_SCOPE in collective.op_name else set()
+    names = collective.op_name.split(":")
+    # Keys and values may have the size of a parameter: where each buffer has a name, that says what it is.
+    named = len(names) == len(collective.shapes) and GATHER_SCOPE in collective.op_name
+    mixed = named and not all(GATHER_SCOPE in name for name in names)
     if collective.kind != "all-gather" or len(collective.shapes) == 1 or (
-            not matrices and _is_piece(collective, contract)):
+            not matrices and not mixed and _is_piece(collective, contract)):
         return (collective,)
     parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {MATRICES_SCOPE: [], GATHER_SCOPE: [], "": []}
-    for shape in collective.shapes:
-        size = math.prod(shape[1])
-        parts[MATRICES_SCOPE if sorted_dims(shape[1]) in matrices else
-              GATHER_SCOPE if size in contract.budgets[0].pieces else ""].append(shape)
+    for i, shape in enumerate(collective.shapes):
+        is_param = GATHER_SCOPE in names[i] if named else math.prod(shape[1]) in contract.budgets[0].pieces
+        parts[MATRICES_SCOPE if sorted_dims(shape[1]) in matrices else GATHER_SCOPE if is_param else ""].append(shape)
     return [_part(collective, shapes, scope) for scope, shapes in parts.items() if shapes]
 
 

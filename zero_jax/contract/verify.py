@@ -95,8 +95,8 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
     axes = layout.axes
     if model_axes := tuple(name for name in (axes.tensor, axes.context) if mesh.get(name, 1) > 1):
         budgets.append(TrafficBudget(
-            "activations summed, gathered and scattered", ("all-reduce", "all-gather", "reduce-scatter"), model_axes,
-            activation_bytes * num_microbatches * (2 if platform == "cpu" else 1), key="activations"))
+            "activations summed, gathered and scattered", ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
+            model_axes, activation_bytes * num_microbatches * (2 if platform == "cpu" else 1), key="activations"))
     if axes.slices:
         budgets += [
             TrafficBudget("outer gradients summed between slices", ("all-reduce",), (axes.slices,), 0.0, key="slices"),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zero_jax.arguments import whole
+from zero_jax.arguments import shown, whole
 from zero_jax.errors import UsageError
 
 
@@ -44,6 +44,9 @@ class NumberedBatches:
         To change batch_size on purpose: `seek(windows read so far // batch_size)`.
         """
         now = self._identity()
+        if not isinstance(state, Mapping):
+            raise UsageError(f"state={shown(state)} is a {type(state).__name__}: give what "
+                             f"{type(self).__name__}.state() returned.")
         missing = sorted({"position", *now} - set(state))
         if missing:
             raise UsageError(f"state lacks {missing}; give what {type(self).__name__}.state() returned")

@@ -1,11 +1,14 @@
 """Linen modules: parameters in boxes that open where the module asks for them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import errors, struct
 from flax.core import meta, unfreeze
 
@@ -14,6 +17,7 @@ from zero_jax.frontends.axis_names import BoundAxes
 from zero_jax.frontends.composition import Composed, Composition, group_parts
 from zero_jax.frontends.gather_cache import GatherCache
 from zero_jax.frontends.trace_access import gathered_up_front, smallest_plain, trace_reads
+from zero_jax.jaxpr.equations import current_trace
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.tree import check_are_dicts, map_named, named_leaves, path_name
 
@@ -99,6 +103,90 @@ for _name in ("getitem", "neg", "len", "iter", *_BINARY, *(f"r{name}" for name i
     setattr(_Box, f"__{_name}__", _of_parameter(f"__{_name}__"))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of a method of a module, or of one within it.
+
+    leaves: of `(args, kwargs)`, whose structure is `tree`: a tuple of the number of a leaf of the batch, a
+    `jax.ShapeDtypeStruct` of any other array, and anything else as it is.
+    """
+
+    path: tuple[str, ...]
+    method: str
+    leaves: tuple[Any, ...]
+    tree: Any
+
+    def __call__(self, module: Any, batch_leaves: Sequence[Any], key: jax.Array) -> Any:
+        """The call, of `module`; other arrays are zeros, and keys are of `key`."""
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, tuple):
+                return batch_leaves[leaf[0]]
+            if not isinstance(leaf, jax.ShapeDtypeStruct):
+                return leaf
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                return jax.random.split(key, leaf.shape) if leaf.shape else key
+            return jnp.zeros(leaf.shape, leaf.dtype)
+
+        for name in self.path:
+            head, _, index = name.rpartition("_")  # of a module in a list or a dict
+            module = getattr(module, name) if hasattr(module, name) else (
+                getattr(module, head)[int(index) if isinstance(getattr(module, head), Sequence) else index])
+        args, kwargs = jax.tree.unflatten(self.tree, map(value, self.leaves))
+        return getattr(module, self.method)(*args, **kwargs)
+
+
+class _CallRecorder:
+    """An interceptor of methods that keeps which call raised (`failed`), of those that are within no other.
+
+    makes: the module's calls make its variables: one in another trace than its loss, as within `lax.scan`, raises,
+    unless there was one like it before.
+    """
+
+    failed: _Call | None = None
+
+    def __init__(self, root: type[nn.Module], *, makes: bool = False):
+        self._root, self._makes, self._depth = root, makes, 0
+        self._leaves: Sequence[Any] = ()
+        self._trace = self._scope = None
+        self._made: set[tuple[Any, ...]] = set()
+
+    def watched(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """`fun(module, batch)`, of which this learns the module's scope and the arrays."""
+        def run(module: Any, batch: Any) -> Any:
+            self._trace, self._scope, self._leaves = current_trace(), module.scope, jax.tree.leaves(batch)
+            return fun(module, batch)
+
+        return run
+
+    def __call__(self, next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        """The call itself."""
+        module = context.module
+        if context.method_name == "setup":  # which a call, or a look at an attribute, runs by itself
+            return next_fun(*args, **kwargs)
+        if self._makes and not self._depth and module.scope is not None and module.scope.root is self._scope:
+            called = module.path, context.method_name
+            if called not in self._made and current_trace() != self._trace:
+                raise RuntimeError(f"{called} is called first where its variables would not outlast it.")
+            self._made.add(called)
+        self._depth += 1
+        try:
+            return next_fun(*args, **kwargs)
+        except Exception:
+            path = module.path
+            if self._depth == 1 and (path or isinstance(module, self._root)):
+                leaves, tree = jax.tree.flatten((args, kwargs))
+                self.failed = _Call(path, context.method_name, tuple(map(self._described, leaves)), tree)
+            raise
+        finally:
+            self._depth -= 1
+
+    def _described(self, leaf: Any) -> Any:
+        if not isinstance(leaf, (jax.Array, np.ndarray)):
+            return leaf
+        number = next((i for i, each in enumerate(self._leaves) if each is leaf), None)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if number is None else (number,)
+
+
 class Linen:
     """A Linen module as pure functions of `params` (a dict tree), `variables` (its other collections) and a key."""
 
@@ -115,16 +203,71 @@ class Linen:
     set_by_gradient: tuple[str, ...] = ("_overwrite_with_gradient",)  # FP8 scales, as in Flax's `TrainState`
 
     def init(self, fun: Callable[..., Any], rng: jax.Array, batch: Any, given: Any) -> tuple[Any, Any]:
-        """(params, variables), by running `fun(bound module, batch)`; traceable."""
+        """(params, variables), by running `fun(bound module, batch)`; traceable.
+
+        Where `fun` needs values before it calls the module, or calls it first within `lax.scan` and the like, the
+        module is initialised by those of its calls that lack variables, whose arguments are zeros unless they are
+        leaves of the batch.
+        """
         keys = {"params": jax.random.fold_in(rng, 0), **self._keys(jax.random.fold_in(rng, 1))}
         with _missing_streams_explained(self._streams):
-            collections = unfreeze(self._axes(lambda: nn.init(fun, self._module)(keys, batch)))
+            try:
+                recorder = _CallRecorder(type(self._module), makes=True)
+                with nn.intercept_methods(recorder):
+                    collections = self._axes(lambda: nn.init(recorder.watched(fun), self._module)(keys, batch))
+            except UsageError:
+                raise
+            except Exception:  # whatever `fun` does with a module without variables
+                collections = self._axes(lambda: self._init_by_calls(fun, keys, batch))
+            collections = unfreeze(collections)
         boxes = jax.tree.leaves_with_path(collections.get("params", {}), is_leaf=_is_partitioned)
         self.metadata = {path_name(path): box.names for path, box in boxes if _is_partitioned(box)}
         collections = {name: meta.unbox(tree) for name, tree in collections.items()}
         params = collections.pop("params", {})
         check_are_dicts(params)
         return params, self.lasting(collections)
+
+    def _init_by_calls(self, fun: Callable[..., Any], keys: Any, batch: Any) -> Any:
+        """The collections that those calls of the module make which `fun(bound module, batch)` needs, made by them."""
+
+        def init(calls: Sequence[_Call], keys: Any, batch: Any) -> Any:
+            leaves = jax.tree.leaves(batch)
+            return nn.init(lambda module: [call(module, leaves, keys["params"]) for call in calls], self._module)(keys)
+
+        def failure(calls: Sequence[_Call]) -> tuple[Exception, _Call | None] | None:
+            """Why `fun` does not run with what `calls` make, and the outermost call of the module that raised it."""
+            collections = jax.eval_shape(functools.partial(init, calls), keys, batch) if calls else {"params": {}}
+            recorder = _CallRecorder(type(self._module))
+            mutable = [name for name in collections if name != "params"]
+
+            def run(collections: Any, keys: Any, batch: Any) -> Any:
+                with nn.intercept_methods(recorder):
+                    return nn.apply(recorder.watched(fun), self._module, mutable=mutable)(
+                        collections, batch, rngs=keys)
+
+            try:
+                jax.eval_shape(run, collections, keys, batch)
+            except Exception as error:
+                return error, recorder.failed
+            return None
+
+        def fits(call: _Call) -> bool:
+            try:
+                return failure([call]) is None
+            except Exception:  # whatever the module does with what it is not called with
+                return False
+
+        calls: list[_Call] = []
+        while (failed := failure(calls)) is not None:
+            error, call = failed
+            if call is None and not calls:  # it reads a variable before any call: the module is called with a leaf?
+                each = (_Call((), "__call__", ((i,),), jax.tree.structure(((0,), {})))
+                        for i in range(len(jax.tree.leaves(batch))))
+                call = next(filter(fits, each), None)
+            if call is None or call in calls:
+                raise error
+            calls.append(call)
+        return init(calls, keys, batch)
 
     def lasting(self, variables: Any) -> Any:
         """`variables` without the collections that start empty at every step, which `reads` settles."""

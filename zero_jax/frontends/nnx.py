@@ -3,12 +3,15 @@
 import functools
 import inspect
 import math
+import re
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from flax import nnx, traverse_util
 
+from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.frontends.axis_names import BoundAxes
 from zero_jax.frontends.composition import Composed, Composition
@@ -31,6 +34,9 @@ class Nnx:
     def __init__(self, model: Any):
         self._model = model
         if isinstance(model, nnx.Module):
+            if jax.tree.leaves(nnx.state(model, nnx.Intermediate)):  # of an earlier call, which sowed it
+                model = nnx.merge(*nnx.split(model))  # of the same arrays
+                nnx.pop(model, nnx.Intermediate)
             self._graphdef, self._params, self._variables = nnx.split(model, nnx.Param, ...)
         else:
             self._graphdef, self._params, self._variables = _abstract_split(model)
@@ -109,7 +115,12 @@ class Nnx:
             if not isinstance(_value(new[path]), tuple):
                 raise UsageError(f"The model overwrites its parameter {_name(path)} in its forward pass, which is not "
                                  "stored as such (it has an adapter, or is quantised): leave it out of the targets.")
-        return out, traverse_util.unflatten_dict({path: _value(new[path]) for path, _ in _flat(self._variables)}), final
+        own = {path: _value(new.get(path)) for path, _ in _flat(self._variables)}
+        for path, before in traverse_util.flatten_dict(variables).items():
+            if jax.tree.structure(own.get(path)) != jax.tree.structure(before):
+                raise UsageError(f"The model's variable {_name(path)} has another structure after a run than before: "
+                                 "sow into nnx.Intermediate, which starts empty at every step, or an array.")
+        return out, traverse_util.unflatten_dict(own), final
 
     def reads(self, fun: Callable[..., Any], params: Any, variables: Any,
               rng: Any, batch: Any, *, composition: Composition = ()) -> dict[str, ParamAccess]:
@@ -160,11 +171,20 @@ def _construct(factory: Callable[..., Any], key: jax.Array) -> Any:
         target = target.func
     if isinstance(target, type) and not issubclass(target, nnx.Module):
         raise UsageError(f"model={factory!r} is a class of no Flax module.")
-    # A module's class has the signature of its metaclass, which takes anything.
-    signature = inspect.signature(target.__init__ if isinstance(target, type) else target)
-    if not signature.parameters:
+    try:  # a module's class has the signature of its metaclass, which takes anything
+        names = inspect.signature(target.__init__ if isinstance(target, type) else factory).parameters
+    except ValueError:  # of a builtin
+        names = {"": None}
+    if not names:
         raise UsageError(f"model={factory!r} takes no argument: give a function of rngs that makes an nnx.Module.")
-    module = factory(rngs=rngs) if "rngs" in signature.parameters else factory(rngs)
+    try:
+        module = factory(rngs=rngs) if "rngs" in names else factory(rngs)
+    except Exception as error:
+        own = traceback.extract_tb(error.__traceback__)[1:]  # empty where it cannot be called so
+        if "rngs" in names or own and not re.search("Rng", str(error)):
+            raise
+        raise UsageError(f"model={shown(factory)} is neither a Flax module nor a function of rngs that makes an "
+                         f"nnx.Module: called with nnx.Rngs it raised {type(error).__name__}: {error}") from error
     return _with_arrays_as_data(module)
 
 

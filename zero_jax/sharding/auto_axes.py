@@ -7,6 +7,7 @@ of it. What ZeRO does to the parameters of a model is hidden from it, so the axe
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -21,6 +22,7 @@ from zero_jax.tree import path_name
 from zero_jax.typing import Pytree
 
 _CONFIG: Any = jax.config
+_ONE_AT_A_TIME = threading.RLock()
 _ARRAYS = {"rng", "batch", "batches", "gradients", "loss", "variables"}
 """Arguments of a step's methods that are trees of arrays, or no arrays at all."""
 
@@ -102,7 +104,8 @@ def in_any_context(function: _Function, at: Any = None) -> _Function:
     """A method of a step, or a function of a `step` or a `layout`, or of `at`: it computes on the mesh of that alone.
 
     What it returns fits the mesh that is set. Arguments named in `_ARRAYS` may have Explicit axes; where each of a
-    batch belongs, `batch_target` of the step says.
+    batch belongs, `batch_target` of the step says. Of functions of a `state` one runs at a time, whatever their step:
+    else two threads find the same state alive, and the second runs on memory that the first donated (SIGSEGV on CPU).
     """
     names = list(inspect.signature(function).parameters)
     owner = next((name for name in ("step", "layout") if name in names), names[0])
@@ -120,7 +123,7 @@ def in_any_context(function: _Function, at: Any = None) -> _Function:
             target = (of.batch_target(steps=name == "batches") if name in ("batch", "batches")
                       else (lambda name, leaf: NamedSharding(of.mesh, P())) if name == "rng" else None)
             given[name] = on_auto_axes(given[name], of.mesh, target)
-        with computing_on(of.mesh):
+        with _ONE_AT_A_TIME if "state" in names else contextlib.nullcontext(), computing_on(of.mesh):
             result = function(*args[len(names):], **given)
         return as_context(result)
 

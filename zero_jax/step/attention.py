@@ -2,19 +2,21 @@
 
 A kernel never writes the scores, (batch, heads, queries, keys), to memory. XLA's partitioner knows no Pallas kernel and
 would gather its operands, so that it runs inside a `jax.shard_map` over the axes that split the batch, and over
-`tensor` for heads.
+`tensor` and `context` for heads. Where `context` splits the sequence, all-to-alls around the kernel trade it for heads
+(DeepSpeed-Ulysses, arXiv 2309.14509); where these do not divide, XLA's attention gathers keys and values.
 """
 
 import contextlib
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.arguments import shown
@@ -96,21 +98,21 @@ class Attention:
             raise UsageError(f"kernel={self.kernel!r}: {reason}: leave kernel out, or give \"xla\".")
         scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
         if kernel == "splash":
-            return self._splash(q, k, v, causal, segment_ids, scale)
-        mask = None if segment_ids is None else segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :]
+            return self._by_heads(functools.partial(_splash, causal=causal, scale=scale, interpret=self.interpret),
+                                  q, k, v, segment_ids)
+        if kernel == "cudnn" and self.axes.context_enabled:
+            return self._by_heads(functools.partial(_cudnn, causal=causal, scale=scale), q, k, v, segment_ids)
+        if kernel == "cudnn":
+            return _cudnn(q, k, v, *(segment_ids or ()), causal=causal, scale=scale)
         # In float16 JAX's own attention requests a matrix product that only NVIDIA GPUs have.
-        wide = jnp.float32 if q.dtype == jnp.float16 and kernel == "xla" else q.dtype
-        # cuDNN takes heads of multiples of 8: columns of zeros change no score, and give columns of zeros.
-        padding = -q.shape[-1] % 8 if kernel == "cudnn" else 0
-        padded = (jnp.pad(each.astype(wide), [(0, 0)] * 3 + [(0, padding)]) for each in (q, k, v))
-        out = jax.nn.dot_product_attention(
-            *padded, bias=bias, mask=mask, is_causal=causal, scale=scale, implementation=kernel)
-        return out[..., :q.shape[-1]].astype(q.dtype)
+        wide = jnp.float32 if q.dtype == jnp.float16 else q.dtype
+        return jax.nn.dot_product_attention(
+            *(each.astype(wide) for each in (q, k, v)), bias=bias, mask=_mask(*(segment_ids or ())), is_causal=causal,
+            scale=scale, implementation="xla").astype(q.dtype)
 
     def kernel_for(self, q: Any, k: Any, *, bias: Any = None) -> tuple[Kernel, str]:
         """The kernel that computes a call with such arrays, and why not the one of these devices; "" if it does."""
-        batch, queries, heads, head_dim = q.shape
-        keys, kv_heads = k.shape[1:3]
+        queries, head_dim, keys = q.shape[1], q.shape[3], k.shape[1]
         reason = ""
         if self.kernel == "xla":
             return "xla", ""
@@ -125,29 +127,52 @@ class Attention:
                 reason = f"heads of {head_dim}, where cuDNN takes up to 128"
             elif queries % 2 or keys % 2:
                 reason = f"an odd length ({queries} queries, {keys} keys)"
+            elif self.axes.context_enabled:
+                reason = self._undivided(q, k)
             return ("xla", reason) if reason else ("cudnn", "")
         elif self.axes.is_tpu or self.interpret:
-            tensor, split = self.axes.tensor_size, self.axes.batch_shards
             if not any(queries % block == keys % block == 0 for block in _BLOCKS):
                 reason = f"{queries} queries and {keys} keys, of which splash takes multiples of {_BLOCKS[-1]}"
-            elif self.axes.context_enabled:
-                reason = "a sequence that is split over devices"
-            elif batch % split or heads % tensor or kv_heads % tensor:
-                reason = (f"{batch} examples with {heads} heads ({kv_heads} of keys), which {split} x {tensor} devices "
-                          "do not divide")
+            else:
+                reason = self._undivided(q, k)
             return ("xla", reason) if reason else ("splash", "")
         return "xla", reason
 
-    def _splash(self, q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, segment_ids: SegmentIds | None,
-                scale: float) -> jax.Array:
-        heads = self.axes.tensor if self.axes.tensor_enabled else None
-        arrays, rows = P(self.axes.batch, None, heads, None), P(self.axes.batch, None)
-        local = functools.partial(_splash, causal=causal, scale=scale, interpret=self.interpret)
+    @property
+    def _head_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split heads within a kernel."""
+        axes = self.axes
+        return tuple(name for name, enabled in (
+            (axes.tensor, axes.tensor_enabled), (axes.context, axes.context_enabled)) if enabled)
+
+    def _undivided(self, q: Any, k: Any) -> str:
+        """Why a kernel does not run on parts of these arrays; "" if it does."""
+        axes, (batch, queries, heads, _), (keys, kv_heads) = self.axes, q.shape, k.shape[1:3]
+        split, parts = axes.batch_shards, math.prod(map(axes.size, self._head_axes))
+        if not (batch % split or heads % math.lcm(kv_heads, parts)):
+            return ""
+        scores = 4 * max(1, batch // split) * heads * queries * keys / parts
+        return (f"{batch} examples with {heads} heads ({kv_heads} of keys), which {split} x {parts} devices do not "
+                f"divide; XLA's attention writes the scores of a layer, {scores / 2**20:,.0f} MiB on each device")
+
+    def _by_heads(self, local: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array,
+                  segment_ids: SegmentIds | None) -> jax.Array:
+        """`local(q, k, v, *segment_ids)` on each device, for whole sequences of its examples and heads."""
+        def split(value: jax.Array) -> jax.Array:  # else the projections before and after are computed by heads, too
+            if not self.axes.context_enabled:
+                return value
+            spec = P(self.axes.batch, self.axes.context, self._head_axes[:-1] or None, None)
+            return jax.lax.with_sharding_constraint(value, NamedSharding(self.axes.mesh, spec))
+
+        kv_heads, parts = k.shape[2], math.prod(map(self.axes.size, self._head_axes))
+        q, k, v = map(split, (q, k, v))
+        k, v = (jnp.repeat(each, math.lcm(kv_heads, parts) // kv_heads, axis=2) for each in (k, v))
+        arrays, rows = P(self.axes.batch, None, self._head_axes or None, None), P(self.axes.batch, None)
         specs = (arrays, arrays, arrays, *[rows] * (2 if segment_ids else 0))
         # check_vma: the kernel's results carry no mesh axes of their own, though every operand does.
         mapped: Callable[..., Any] = jax.shard_map(
             local, mesh=self.axes.mesh, in_specs=specs, out_specs=arrays, check_vma=False)
-        return mapped(q, k, v, *(segment_ids or ()))
+        return split(mapped(q, k, v, *(segment_ids or ())))
 
 
 @functools.cache
@@ -159,6 +184,17 @@ def cudnn_is_installed() -> bool:
     except Exception:  # its own, of the plugin, and of the loader
         return False
     return True
+
+
+def _mask(*ids: jax.Array) -> jax.Array | None:
+    return ids[0][:, None, :, None] == ids[1][:, None, None, :] if ids else None
+
+
+def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array, causal: bool, scale: float) -> jax.Array:
+    # cuDNN takes heads of multiples of 8: columns of zeros change no score, and give columns of zeros.
+    padded = (jnp.pad(each.astype(q.dtype), [(0, 0)] * 3 + [(0, -q.shape[-1] % 8)]) for each in (q, k, v))
+    return jax.nn.dot_product_attention(
+        *padded, mask=_mask(*ids), is_causal=causal, scale=scale, implementation="cudnn")[..., :q.shape[-1]]
 
 
 def _splash(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array, causal: bool, scale: float, interpret: bool

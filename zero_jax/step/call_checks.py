@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from zero_jax.arguments import shown
 from zero_jax.distributed.agreement import check_same, spans_processes
 from zero_jax.errors import UsageError
+from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.batch_layout import BatchLayout
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import expanded
@@ -55,6 +56,27 @@ def loss_errors_explained(loss: Loss, batch: Batch) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def microbatch_errors_explained(loss: Loss, accumulation: Accumulation) -> Iterator[None]:
+    """Around the trace of a loss that took the whole batch, with microbatches of it."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if not accumulation.once:
+            raise
+        raise UsageError("reduce=\"once\" maps the loss over the devices' rows, as jax.vmap does, which JAX cannot do "
+                         f"with this model ({error}): give reduce=\"every\".") from error
+    except (TypeError, ValueError) as error:
+        frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if isinstance(error, UsageError) or getattr(_target(loss), "__code__", None) not in frames:
+            raise
+        raise UsageError(
+            f"The loss takes a batch, and not a microbatch of accumulate={accumulation.microbatches}, reduce="
+            f"\"{accumulation.reduce}\" ({type(error).__name__}: {error}): take sizes from the arrays, as x.shape[0], "
+            "in the place of numbers. A loss over pairs of examples is then one over the pairs of each microbatch; "
+            "give accumulate=1 for all pairs of the batch.") from error
+
+
 def _no_mapping(error: Exception, batch: Batch) -> str | None:
     """What to say of a name that is looked up in a batch of one array."""
     found = re.search(r"string indexing; got idx=('.*?')", str(error)) if isinstance(error, TypeError) else None
@@ -88,9 +110,7 @@ def _missing_key(error: Exception, batch: Batch) -> str | None:
 
 def _called_with_params(error: Exception, loss: Loss) -> str | None:
     """What to say of an error of `loss(params, batch)`: it subscripts a module, or hands it to `apply`."""
-    target: Any = loss
-    while isinstance(target, functools.partial):
-        target = target.func
+    target = _target(loss)
     first = next(iter(getattr(getattr(target, "__code__", None), "co_varnames", ())), "")
     unlikely = type(error).__module__ == "builtins" and not isinstance(error, (TypeError, AttributeError))
     named = re.search("param|variables|weights", first) and not unlikely
@@ -101,6 +121,13 @@ def _called_with_params(error: Exception, loss: Loss) -> str | None:
     return (f"The loss is called as loss(model, batch) with a model that has its parameters, and not as loss(params, "
             f"batch): write model(batch[...]) for model.apply({{\"params\": params}}, batch[...]). {_name_of(target)} "
             f"raised {type(error).__name__}: {error}")
+
+
+def _target(function: Any) -> Any:
+    """The function that a `functools.partial` calls."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def _raised_in(error: Exception, function: Any) -> bool:

@@ -33,7 +33,12 @@ from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
 from zero_jax.step.accumulate import accumulate_gradients
 from zero_jax.step.attention import initialising
-from zero_jax.step.call_checks import check_same_batch, check_state, loss_errors_explained
+from zero_jax.step.call_checks import (
+    check_same_batch,
+    check_state,
+    loss_errors_explained,
+    microbatch_errors_explained,
+)
 from zero_jax.step.evaluate import evaluate
 from zero_jax.step.gradients import ForwardInputs, ForwardOutput, gradient_function
 from zero_jax.step.guard import GuardLogic
@@ -250,8 +255,9 @@ class StepFunctions(StateInArrays):
         if num_microbatches == 1:
             return gradient(weights, inputs, batch, scale)
         microbatches = Microbatches(options.accumulation.microbatches, self.axes, self.batches, batch)
-        return accumulate_gradients(gradient, options.accumulation, layout, weights, inputs, microbatches, scale,
-                                    prefetch=options.prefetch)
+        with microbatch_errors_explained(loss, options.accumulation):
+            return accumulate_gradients(gradient, options.accumulation, layout, weights, inputs, microbatches, scale,
+                                        prefetch=options.prefetch)
 
     def _update(self, state: ZeroState, output: ForwardOutput, grads: Gradients, key: PRNGKey,
                 scale: Scalar | None = None) -> tuple[ZeroState, Metrics]:

@@ -17,6 +17,9 @@ from zero_jax.errors import UsageError
 from zero_jax.precision import LossScale
 from zero_jax.typing import Metrics, Scalar
 
+_MOST = 2**31 - 1
+"""What a counter of steps, an int32, reaches at most."""
+
 
 class BadStepError(FloatingPointError):
     """Steps in a row were not finite or spiked, more than the guard skips. The state is the one before them."""
@@ -98,15 +101,16 @@ class GuardLogic:
             guard = self.guard
             if guard.spike is not None:
                 limit = jnp.where(state.average > 0, guard.spike * state.average, jnp.inf)
-                good &= ~((state.taken >= guard.warmup) & (loss > limit))
+                good &= ~((state.taken >= min(guard.warmup, _MOST)) & (loss > limit))
             blend = jnp.where(state.taken == 0, 0.0, guard.decay)
             average = jnp.where(good, blend * average + (1 - blend) * loss, average)
         since = jnp.where(finite, state.good + 1, 0)
         if self.loss_scale is not None:
             rule = self.loss_scale
-            grown = jnp.where(since >= rule.interval, scale * rule.factor, scale)
+            interval = min(rule.interval, _MOST)
+            grown = jnp.where(since >= interval, scale * rule.factor, scale)
             scale = jnp.clip(jnp.where(finite, grown, scale / rule.factor), rule.smallest, rule.largest)
-            since = jnp.where(since >= rule.interval, 0, since)
+            since = jnp.where(since >= interval, 0, since)
         counted = good.astype(jnp.int32)
         return good, GuardState(
             bad=jnp.where(good, 0, state.bad + 1), skipped=state.skipped + 1 - counted, good=since,
@@ -115,7 +119,7 @@ class GuardLogic:
     def stopped(self, state: GuardState) -> Scalar:
         """Whether more steps in a row were bad than may be, a scalar. A loss scale alone stops when it cannot fall."""
         if self.guard is not None:
-            return state.bad > self.guard.skip
+            return state.bad > min(self.guard.skip, _MOST)
         return (state.bad > 0) & (state.scale <= self.loss_scale.smallest) if self.loss_scale else False
 
 

@@ -20,7 +20,6 @@ from zero_jax.state import FROM_PARAMS, ZeroState
 from zero_jax.step.call_checks import check_values, loss_errors_explained
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.functions import StepFunctions
-from zero_jax.step.losses import takes_key
 from zero_jax.step.overlap import overlaps_by_default, step_overlap_options, with_overlap
 from zero_jax.step.program import (
     Program,
@@ -125,9 +124,9 @@ class InspectableStep(StepFunctions):
 
     def trace_forward(self, batch: Batch) -> Any:
         """The jaxpr of the loss in evaluation, of the whole state."""
-        key = (jax.eval_shape(lambda: jax.random.key(0)),) if takes_key(self._loss) else ()
+        key = jax.eval_shape(lambda: jax.random.key(0))  # Linen modules draw in evaluation, too, unless told not to
         state = expanded(self.layout(batch), self.abstract_state(batch))
-        return trace(self.evaluator(), state, self.abstract_batch(batch), *key)
+        return trace(self.evaluator(), state, self.abstract_batch(batch), key)
 
     def verify(self, batch: Batch) -> Report:
         """Compiles the step and checks it against its contract: what is sent for what, beside what was promised.

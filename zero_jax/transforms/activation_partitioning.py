@@ -31,12 +31,14 @@ from zero_jax.jaxpr.primitives import (
     JIT,
     NAME,
     REMAT,
+    SHARD_MAP,
     call_jaxpr,
     dot_dims,
+    in_specs,
     num_rounds,
     permutation,
 )
-from zero_jax.sharding.gather import constrain, split_dim
+from zero_jax.sharding.gather import constrain, names_of, split_dim
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.transforms.tiled_products import tiled_product
 from zero_jax.tree import leaf_bytes
@@ -179,11 +181,12 @@ class Activations:
         it is recomputed, and the gradient of each column-parallel product's operand is summed backward; a sum sends
         each element twice. With P_a, the input of a checkpoint is gathered once more. Over `context`, of each product
         of two activations (attention's two) the smaller, a key or value, is gathered forward, where recomputed and
-        backward, and its gradient scattered in float32 (or all-reduced in half of that).
+        backward, and its gradient scattered in float32 (or all-reduced in half of that). Where a kernel has sequences
+        whole and heads split, what enters and leaves it is exchanged as often (`step.attention`).
         """
         tensor, context = (1 - 1 / degree for degree in self._degrees)
         share = 1.0 / self.axes.batch_shards
-        return share * ((tensor and tensor * _elements(jaxpr, self)) + (context and context * _keys(jaxpr)))
+        return share * ((tensor and tensor * _elements(jaxpr, self)) + (context and context * _keys(jaxpr, self.axes)))
 
     def _is_stream(self, aval: Any) -> bool:
         return aval.ndim >= 3 and aval.shape[0] == self.batch_size and self._dim(aval) == 1
@@ -257,14 +260,17 @@ def _elements(jaxpr: Jaxpr, at: Activations) -> float:
     return total
 
 
-def _keys(jaxpr: Jaxpr) -> float:
+def _keys(jaxpr: Jaxpr, axes: MeshAxes) -> float:
     """Of `Activations.communication_bytes`: bytes over `context`, with all rounds of loops, of the global batch."""
     total = 0.0
     for eqn in jaxpr.eqns:
         if primitive_of(eqn) == DOT and dot_dims(eqn).batched[0]:
             smaller = min(map(shape_of, eqn.invars), key=lambda leaf: leaf.size)
             total += smaller.size * (3 * smaller.dtype.itemsize + 4)
-        total += num_rounds(eqn) * sum(map(_keys, inner_jaxprs(eqn)))
+        if primitive_of(eqn) == SHARD_MAP and any(axes.context in names_of(P(*spec[2:])) for spec in in_specs(eqn)):
+            total += 3 * sum(_bytes(atom) for atom in (*eqn.invars, *eqn.outvars)) / axes.size(axes.context)
+            continue
+        total += num_rounds(eqn) * sum(_keys(inner, axes) for inner in inner_jaxprs(eqn))
     return total
 
 

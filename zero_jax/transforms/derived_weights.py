@@ -155,7 +155,8 @@ class _Derivative:
                 self.eqns.append(eqn)
             elif any(taken) and is_scatter(eqn):
                 self.scatters.append(eqn)
-            elif any(taken) and _is_linear(eqn, taken):
+            elif any(taken) and _is_linear(eqn, taken) and not any(
+                    atom in self.products.splits for atom in variables(eqn.invars)):  # of which each device has rows
                 self.eqns.append(eqn)
                 self._add_rest(eqn, taken)
                 (out,) = eqn.outvars

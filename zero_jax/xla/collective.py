@@ -79,8 +79,8 @@ class Collective:
     def communication_bytes(self) -> float:
         """Bytes that each device sends in one run on an ideal ring; `count` is not included.
 
-        With N = group size and B = payload: all-gather, reduce-scatter and all-to-all (N-1)/N * B,
-        all-reduce 2 (N-1)/N * B, collective-permute and collective-broadcast B.
+        With N = group size and B = payload: all-gather, reduce-scatter and all-to-all (N-1)/N * B (a ragged one sends
+        at most that), all-reduce 2 (N-1)/N * B, collective-permute and collective-broadcast B.
         """
         if self.group_size <= 1:
             return 0.0
@@ -143,6 +143,8 @@ def read_collective(module: Module, frame: Frame, instruction: Instruction, exec
         shapes = _permuted(instruction, shapes)
     else:
         group = replica_groups.first_group(instruction.attributes, module.num_devices)
+    if kind == "ragged-all-to-all":
+        del shapes[1:]  # where it is written, and offsets and sizes, which say how much of the first is sent
     if kind == "all-gather":
         dim = instruction.integers("dimensions")[0]
         shapes = [(dtype, (*dims[:dim], dims[dim] * len(group), *dims[dim + 1 :])) for dtype, dims in shapes]
