@@ -1,11 +1,13 @@
 """One collective of compiled HLO: kind, bytes, group and run count, read from its instruction and its surroundings."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from zero_jax.xla import replica_groups
 from zero_jax.xla.parser import Computation, Frame, Instruction, Module
+from zero_jax.xla.provenance import Flow, Value, search
 from zero_jax.xla.shapes import Shape, shape_bytes
 
 KINDS = (
@@ -17,6 +19,7 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+_SUMS = "reduce-scatter", "all-reduce"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,9 @@ class Collective:
         op_name: the JAX name stack it comes from; "" if the compiler introduced it.
         source: "file:line" of the Python code; "" if unknown.
         serves: paths of the parameters that it gathers, or whose gradients it reduces.
+        then: the groups of the next gathers that all that a gather returns goes into; of the next scatters and
+            all-reduces that a part of what a scatter or an all-reduce sums goes into; and () where a permute or an
+            all-to-all then moves it on.
         overlapped_flops: FLOPs scheduled between its start and its done, in one run; 0 if synchronous.
         overlapped_bytes: HBM bytes of the same instructions.
     """
@@ -54,6 +60,7 @@ class Collective:
     op_name: str
     source: str
     serves: tuple[str, ...] = ()
+    then: tuple[tuple[int, ...], ...] = ()
     overlapped_flops: float = 0.0
     overlapped_bytes: float = 0.0
 
@@ -134,7 +141,7 @@ def read_collective(module: Module, frame: Frame, instruction: Instruction, exec
         instruction: the collective, or its start.
         execution: the loops and the asynchronous wrapper around it.
     """
-    kind = kind_of(instruction)
+    kind = _kind_in(frame, instruction)
     assert kind is not None, instruction.opcode
     sent = _sent(module, frame.computation, instruction)
     shapes: list[Shape] = [shape for each in sent for shape in each.shapes]
@@ -146,9 +153,6 @@ def read_collective(module: Module, frame: Frame, instruction: Instruction, exec
     if kind == "all-gather":
         dim = instruction.integers("dimensions")[0]
         shapes = [(dtype, (*dims[:dim], dims[dim] * len(group), *dims[dim + 1 :])) for dtype, dims in shapes]
-    in_fusion = frame.caller is not None and frame.caller.opcode == "fusion"
-    if kind == "all-reduce" and in_fusion and _only_sliced(frame.computation, instruction):
-        kind = "reduce-scatter"
     op_name, source = _origin(module, frame, instruction, sent, scatters=kind == "reduce-scatter")
     return Collective(
         kind=kind,
@@ -164,6 +168,43 @@ def read_collective(module: Module, frame: Frame, instruction: Instruction, exec
         op_name=op_name,
         source=source,
     )
+
+
+def next_groups(flow: Flow, frame: Frame, instruction: Instruction) -> tuple[tuple[int, ...], ...]:
+    """`Collective.then`."""
+    kind, found = _kind_in(frame, instruction), set[tuple[int, ...]]()
+    if kind not in ("all-gather", *_SUMS):
+        return ()
+    many = len(replica_groups.first_group(instruction.attributes, flow.module.num_devices))
+    for position, operand in enumerate(instruction.operands):
+        size = _elements(frame.computation.instructions[operand])
+
+        def step(value: Value, size: int = size) -> Iterator[Value]:
+            for use in flow.uses(value):
+                user, sent = (each[0].computation.instructions[each[1]] for each in (use, value))
+                other = None if user is instruction or not kind_of(user) else _kind_in(use[0], user)
+                if kind in _SUMS and other in _SUMS and _elements(sent) < size or (
+                        kind == other == "all-gather" and _elements(sent) == size * many):
+                    found.add(replica_groups.first_group(user.attributes, flow.module.num_devices))
+                elif other in ("collective-permute", "all-to-all"):
+                    found.add(())
+                else:
+                    yield use
+
+        for _ in search([(frame, instruction.name, (position,) if len(instruction.operands) > 1 else ())], step):
+            pass
+    return tuple(sorted(found))
+
+
+def _elements(instruction: Instruction) -> int:
+    return max((math.prod(dims) for _, dims in instruction.shapes), default=0)
+
+
+def _kind_in(frame: Frame, instruction: Instruction) -> str | None:
+    """`kind_of`, where a TPU's scatters are what they are: an all-reduce in a fusion that takes slices of it."""
+    kind, in_fusion = kind_of(instruction), frame.caller is not None and frame.caller.opcode == "fusion"
+    sliced = kind == "all-reduce" and in_fusion and _only_sliced(frame.computation, instruction)
+    return "reduce-scatter" if sliced else kind
 
 
 def _origin(module: Module, frame: Frame, instruction: Instruction, sent: Sequence[Instruction], *, scatters: bool

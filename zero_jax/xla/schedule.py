@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from zero_jax.xla import cost
-from zero_jax.xla.collective import Collective, Execution, chain_of, is_sync, kind_of, read_collective
+from zero_jax.xla.collective import Collective, Execution, chain_of, is_sync, kind_of, next_groups, read_collective
 from zero_jax.xla.events import Done, Event, Loop, Start, Work, collectives, totals, with_overlap
 from zero_jax.xla.kernels import is_opaque
 from zero_jax.xla.parser import Frame, Instruction, Module, parse
@@ -115,7 +115,8 @@ class _Walk:
             execution = dataclasses.replace(execution, asynchronous=True)
         collective = read_collective(self.module, frame, instruction, execution)
         collective = dataclasses.replace(
-            collective, serves=self.flow.serves(frame, instruction, collective.kind))
+            collective, serves=self.flow.serves(frame, instruction, collective.kind),
+            then=next_groups(self.flow, frame, instruction))
         key = chain if carried and chain else _key(frame, instruction)
         self.started[key] = [collective]
         return [Start(collective)] if collective.asynchronous else [Start(collective), Done(collective)]
