@@ -75,7 +75,7 @@ def row_violations(results: Mapping[str, TrafficResult], contract: Contract) -> 
 
     Where several axes split a dim, the rows are right where it is scattered over the major axis first, and gathered
     over the minor one first; within one collective the order of the devices in a group decides. Those that serve
-    several parameters are wrong where they are wrong for all. Nothing is said of what permutes move on.
+    several parameters are wrong where they are wrong for all. Nothing is said of what is moved on.
     """
     splits = {each.name: each.splits for each in contract.params}
     for key, kinds, done, first in (("reduce", ("reduce-scatter", "all-reduce"), "scattered", "major"),

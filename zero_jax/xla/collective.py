@@ -41,8 +41,8 @@ class Collective:
         source: "file:line" of the Python code; "" if unknown.
         serves: paths of the parameters that it gathers, or whose gradients it reduces.
         then: the groups of the next gathers that all that a gather returns goes into; of the next scatters and
-            all-reduces that a part of what a scatter or an all-reduce sums goes into; and () where a permute or an
-            all-to-all then moves it on.
+            all-reduces that a part of what a scatter or an all-reduce sums goes into; and () where it is moved on by a
+            permute or an all-to-all, or as rows of a table.
         overlapped_flops: FLOPs scheduled between its start and its done, in one run; 0 if synchronous.
         overlapped_bytes: HBM bytes of the same instructions.
     """
@@ -180,6 +180,9 @@ def next_groups(flow: Flow, frame: Frame, instruction: Instruction) -> tuple[tup
         size = _elements(frame.computation.instructions[operand])
 
         def step(value: Value, size: int = size) -> Iterator[Value]:
+            users = value[0].computation.users.get(value[1], ())
+            if any(user.opcode == "scatter" and at == len(user.operands) - 1 for user, at in users):
+                found.add(())
             for use in flow.uses(value):
                 user, sent = (each[0].computation.instructions[each[1]] for each in (use, value))
                 other = None if user is instruction or not kind_of(user) else _kind_in(use[0], user)
