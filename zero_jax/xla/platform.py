@@ -41,7 +41,8 @@ class Platform:
     Attributes:
         name: "cpu", "gpu" or "tpu".
         kind: `jax.Device.device_kind`.
-        torus: of simulated TPUs, how many there are along each dim of their torus; empty: devices know their place.
+        torus: of simulated TPUs, how many chips there are along each dim, and devices on a chip; empty: devices know
+            their place.
         is_simulated: whether the devices are a CPU's, which `simulate_devices(platform=...)` gave these decisions.
     """
 
@@ -85,7 +86,7 @@ class Platform:
 
     def coords(self, device: Any) -> tuple[int, ...]:
         """The place of a TPU in its torus."""
-        return tuple(map(int, np.unravel_index(device.id, self.torus))) if self.torus else tuple(device.coords)
+        return tuple(map(int, np.unravel_index(device.id, self.torus)))[:-1] if self.torus else tuple(device.coords)
 
 
 def simulate(target: Target | None) -> None:
@@ -97,6 +98,7 @@ def simulate(target: Target | None) -> None:
 def platform_of(device: jax.Device) -> Platform:
     """The platform of `device`, live, described or simulated."""
     if device.platform == "cpu" and _simulated is not None:
-        chip = _simulated.chip
-        return Platform("gpu" if chip.gpu else "tpu", chip.kind or chip.name, () if chip.gpu else _simulated.dims, True)
+        chip, dims = _simulated.chip, _simulated.dims
+        torus = (*dims, chip.tpu.devices_per_chip) if chip.tpu else ()
+        return Platform("tpu" if chip.tpu else "gpu", chip.kind or chip.name, torus, is_simulated=True)
     return Platform("gpu" if is_gpu(device) else device.platform, device.device_kind)
