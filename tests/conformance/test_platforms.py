@@ -28,8 +28,9 @@ OPTIONS = {
     "": {}, "once": {"accumulate": 2, "reduce": "once"}, "step": {"accumulate": 2, "gather": "step"},
     "kept": {"gather": "forward"}, "int8": {"communication": zero_jax.Communication(weights="int8", gradients="int8")},
     "int8 gradients": {"communication": zero_jax.Communication(gradients="int8")},
-    "optimizer": {"offload": "optimizer"}, "parameters": {"offload": "parameters"},
-    "gradients": {"offload": "gradients"}, "remat": {"remat": "full"}, "tiles": {"tiling": {"up/kernel": 2}},
+    "optimizer": {"offload": zero_jax.Offload(buffer_bytes=2**16)}, "parameters": {"offload": "parameters"},
+    "gradients": {"offload": zero_jax.Offload(parameters="host", gradients="host", buffer_bytes=2**16)},
+    "remat": {"remat": "full"}, "tiles": {"tiling": {"up/kernel": 2}},
     "serial": {"overlap": False}}
 
 
@@ -113,7 +114,8 @@ def rows():
                 for stage, hpz in [(1, ()), (2, ()), *((3, some) for some in inside)]:
                     option = next(options)
                     option = "" if refused(platform, stage, option, hpz) else option
-                    yield platform, axis, stage, next(nets), option, hpz
+                    net = next(nets)
+                    yield platform, axis, stage, "even" if option == "gradients" else net, option, hpz
 
 
 def refused(platform, stage, option, hpz):
