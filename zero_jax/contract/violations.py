@@ -94,12 +94,12 @@ def _misplaces(collective: Collective, splits: Sequence[AxisNames], contract: Co
     """Whether it leaves other rows of a parameter on the devices than `splits`, the axes of each dim, says."""
     if () in collective.then:
         return False
-    scatters, order = collective.kind != "all-gather", group_order(collective.group, contract.mesh)
-    if not order and collective.group_size == math.prod(contract.mesh[axis] for axis in collective.axes(contract.mesh)):
-        return True
+    across, order = collective.axes(contract.mesh), group_order(collective.group, contract.mesh)
+    is_whole = collective.group_size == math.prod(contract.mesh[axis] for axis in across)
+    has_order, scatters = is_whole and collective.kind != "all-reduce", collective.kind != "all-gather"
     for axes in splits:
-        own = [axis for axis in order if axis in axes]
-        if collective.kind != "all-reduce" and own != [axis for axis in axes if axis in own]:
+        own = [axis for axis in axes if axis in across]
+        if has_order and own != [axis for axis in order if axis in axes]:
             return True
         for group in collective.then:
             later = [axis for axis in mesh_axes(group, contract.mesh) if axis in axes and axis not in own]

@@ -166,11 +166,6 @@ class MeshAxes:
         return self.mesh.devices.flat[0].platform
 
     @property
-    def is_gpu(self) -> bool:
-        """Whether a step does what it does on GPUs."""
-        return self.built_for.is_gpu
-
-    @property
     def is_tpu(self) -> bool:
         """Whether a step does what it does on TPUs: see `Platform.is_tpu`."""
         return self.built_for.is_tpu

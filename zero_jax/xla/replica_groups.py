@@ -48,9 +48,8 @@ def group_order(group: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[str, 
     coordinates = dict(zip(sizes, np.unravel_index(list(group), tuple(sizes.values())), strict=True))
     axes = mesh_axes(group, sizes)
     order = tuple(sorted(axes, key=lambda axis: -int(np.argmax(coordinates[axis] != coordinates[axis][0]))))
-    expected = np.indices([sizes[axis] for axis in order]).reshape(len(order), -1)
-    found = np.array([coordinates[axis] for axis in order]).reshape(len(order), -1)
-    return order if np.array_equal(expected, found) else ()
+    expected = list(np.ndindex(*(sizes[axis] for axis in order)))
+    return order if list(zip(*(coordinates[axis] for axis in order), strict=True)) == expected else ()
 
 
 def _device_ids(text: str | None, num_devices: int) -> np.ndarray:
