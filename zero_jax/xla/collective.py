@@ -1,13 +1,11 @@
 """One collective of compiled HLO: kind, bytes, group and run count, read from its instruction and its surroundings."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from zero_jax.xla import replica_groups
 from zero_jax.xla.parser import Computation, Frame, Instruction, Module
-from zero_jax.xla.provenance import Flow, Value, search
 from zero_jax.xla.shapes import Shape, shape_bytes
 
 KINDS = (
@@ -19,9 +17,6 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-_SUMS = "reduce-scatter", "all-reduce"
-
-
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """One collective instruction of the compiled program, which may combine many arrays.
@@ -141,7 +136,7 @@ def read_collective(module: Module, frame: Frame, instruction: Instruction, exec
         instruction: the collective, or its start.
         execution: the loops and the asynchronous wrapper around it.
     """
-    kind = _kind_in(frame, instruction)
+    kind = kind_in(frame, instruction)
     assert kind is not None, instruction.opcode
     sent = _sent(module, frame.computation, instruction)
     shapes: list[Shape] = [shape for each in sent for shape in each.shapes]
@@ -170,40 +165,7 @@ def read_collective(module: Module, frame: Frame, instruction: Instruction, exec
     )
 
 
-def next_groups(flow: Flow, frame: Frame, instruction: Instruction) -> tuple[tuple[int, ...], ...]:
-    """`Collective.then`."""
-    kind, found = _kind_in(frame, instruction), set[tuple[int, ...]]()
-    if kind not in ("all-gather", *_SUMS):
-        return ()
-    many = len(replica_groups.first_group(instruction.attributes, flow.module.num_devices))
-    for position, operand in enumerate(instruction.operands):
-        size = _elements(frame.computation.instructions[operand])
-
-        def step(value: Value, size: int = size) -> Iterator[Value]:
-            users = value[0].computation.users.get(value[1], ())
-            if any(user.opcode == "scatter" and at == len(user.operands) - 1 for user, at in users):
-                found.add(())
-            for use in flow.uses(value):
-                user, sent = (each[0].computation.instructions[each[1]] for each in (use, value))
-                other = None if user is instruction or not kind_of(user) else _kind_in(use[0], user)
-                if kind in _SUMS and other in _SUMS and _elements(sent) < size or (
-                        kind == other == "all-gather" and _elements(sent) == size * many):
-                    found.add(replica_groups.first_group(user.attributes, flow.module.num_devices))
-                elif other in ("collective-permute", "all-to-all"):
-                    found.add(())
-                else:
-                    yield use
-
-        for _ in search([(frame, instruction.name, (position,) if len(instruction.operands) > 1 else ())], step):
-            pass
-    return tuple(sorted(found))
-
-
-def _elements(instruction: Instruction) -> int:
-    return max((math.prod(dims) for _, dims in instruction.shapes), default=0)
-
-
-def _kind_in(frame: Frame, instruction: Instruction) -> str | None:
+def kind_in(frame: Frame, instruction: Instruction) -> str | None:
     """`kind_of`, where a TPU's scatters are what they are: an all-reduce in a fusion that takes slices of it."""
     kind, in_fusion = kind_of(instruction), frame.caller is not None and frame.caller.opcode == "fusion"
     sliced = kind == "all-reduce" and in_fusion and _only_sliced(frame.computation, instruction)
