@@ -93,6 +93,16 @@ def test_contract_is_kept_on_many_devices(target, stage):
     assert report.communication_bytes < 1.05 * row.make()[0].stage.communication * 2 * psi
 
 
+def test_a_group_in_another_order_sends_other_rows():
+    """Negative control: the same bytes over the same axis, and each device gets the rows of another."""
+    found = program("v5e stage 3")
+    reduced = next(c for c in found.report.results[1].collectives if c.kind == "reduce-scatter" and c.serves)
+    for c, is_broken in ((reduced, False), (dataclasses.replace(reduced, group=reduced.group[::-1]), True),
+                         (dataclasses.replace(reduced, group=reduced.group[::-1], kind="all-reduce"), False)):
+        told = contract.check([c], found.contract).violations
+        assert any("rows are on other devices than the layout says" in line for line in told) == is_broken
+
+
 BROKEN = {  # the kind of the collective that is named, what is named of its origin, and the advice
     "annotated": (r"all-to-all|all-gather", r"blocks/|wte", "not see read"),
     "padded after the sum": ("all-reduce", "blocks", "In a loop"),  # as the partitioner does it

@@ -10,6 +10,7 @@ import zero_jax
 from models import gpt2
 from zero_jax.contract.verify import check
 from zero_jax.xla.overlap import blocks, concurrent_options
+from zero_jax.xla.platform import platform_of
 
 
 def in_one_part(diloco):
@@ -49,7 +50,8 @@ def test_in_one_part_where_no_loop_or_next_to_nothing_is_beside_it(options, part
     ("tpu7x:2x2x2", "auto", False)])
 def test_where_all_reduces_block_is_known(target, overlap, expected):
     device = mesh_of(target).devices.flat[0]
-    assert blocks(device, overlap) is expected and bool(concurrent_options(device)) == target.startswith("h100")
+    assert blocks(platform_of(device), overlap) is expected
+    assert bool(concurrent_options(device)) == target.startswith("h100")
 
 
 @pytest.mark.grid

@@ -23,8 +23,8 @@ import zero_jax
 from models import gpt2, gpt2_nnx
 from zero_jax.optim.presets import OPTIMIZERS
 from zero_jax.planning.host_link import measured_link
-from zero_jax.step import options
 from zero_jax.tree import named_leaves
+from zero_jax.xla.platform import Platform
 
 ON_GPU = jax.default_backend() == "gpu"
 DETERMINISTIC = not ON_GPU or "--xla_gpu_deterministic_ops=true" in os.environ["XLA_FLAGS"]
@@ -131,7 +131,7 @@ def test_the_numbers_of_a_plain_loop(tmp_path, name, monkeypatch):
     stage, flavour, precision = row.pop("stage"), row.pop("model"), row.pop("precision")
     scan, kernel, optimizer = row.pop("scan_layers"), row.pop("kernel"), row.pop("optimizer", None)
     if not row.pop("engines", True):
-        monkeypatch.setattr(options, "has_copy_engines", lambda device: False)
+        monkeypatch.setattr(Platform, "has_copy_engines", False)
     if callable(row.get("offload")):
         row["offload"] = row["offload"](tmp_path / "files")
     mesh = zero_jax.make_mesh(1)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.optim import stream_loop
 from zero_jax.optim.stream_blocks import Blocks, cut_in_loops
 from zero_jax.optim.streamed_update import Streams, stream
+from zero_jax.xla.platform import Platform
 
 SPEC = P(None, "data")
 
@@ -86,7 +87,7 @@ SHAPES = {"blocks": (6, 16, 24), "table": (67, 32)}
 """67 rows: a rest is left."""
 
 
-def run(update, optimizer, *, offloaded, buffer_bytes=2**10, both_ways=True, shapes=SHAPES):
+def run(update, optimizer, *, offloaded, buffer_bytes=2**10, platform="cpu", shapes=SHAPES):
     """(The new carried tree and what else is returned, kinds of its memory), after two updates."""
     params = {name: arrays(shape, 1, seed)[0] for seed, (name, shape) in enumerate(shapes.items())}
     grads = {name: arrays(shape, 1, 7 + seed)[0] for seed, (name, shape) in enumerate(shapes.items())}
@@ -98,7 +99,7 @@ def run(update, optimizer, *, offloaded, buffer_bytes=2**10, both_ways=True, sha
         for spec, there in zip(specs, host, strict=True)])
     carried = jax.device_put(carried, shardings)
     given = {"grads": jax.device_put(grads, NamedSharding(mesh(), SPEC))}
-    streams = Streams(mesh(), specs, tuple(host), buffer_bytes, both_ways=both_ways)
+    streams = Streams(mesh(), specs, tuple(host), buffer_bytes, Platform(platform, ""))
     fun = functools.partial(stream, update, streams=streams) if offloaded else update
     step = jax.jit(fun, donate_argnums=0, out_shardings=(shardings, None))
     for _ in range(2):
@@ -153,7 +154,7 @@ def test_what_is_read_while_other_blocks_are_written_has_the_same_bits(monkeypat
     monkeypatch.setattr(stream_loop, "_in_halves", lambda *args: halves.append(in_halves(*args)) or halves[-1])
     both = of()
     assert halves == [([0], [1, 2])]
-    assert not any(bits_differ(both, of(both_ways=False)))
+    assert not any(bits_differ(both, of(platform="none")))
     read = stream_loop._Half.read
     monkeypatch.setattr(stream_loop._Half, "read", lambda self, index, carry: read(
         self, jnp.maximum(index - 1, 0), carry))

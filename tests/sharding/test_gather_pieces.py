@@ -5,13 +5,13 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.targets import simulated
 from support.workloads import token_batches
 
 import zero_jax
 from models import gpt2
 from zero_jax.sharding import compute_params, gather_pieces
 from zero_jax.sharding.gather_pieces import Piece, cut
-from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.step import overlap
 from zero_jax.tree import named_leaves
 
@@ -29,14 +29,11 @@ CASES = {
 def trained(case, pieces, monkeypatch, *, wrong=False):
     """The leaves of the state after three steps, and the traced program of one."""
     stage, config, sizes, options = CASES[case]
-    if "long axis" in case:
-        monkeypatch.setattr(MeshAxes, "is_tpu", True)  # which gathers over one axis after another
+    monkeypatch.setattr(overlap, "gathers_in_pieces", lambda *_: pieces)
     if pieces:
-        monkeypatch.setattr(overlap, "gathers_in_pieces", lambda *_: True)
         monkeypatch.setattr(gather_pieces, "MIN_BYTES", 1)
         monkeypatch.setattr(gather_pieces, "PIECE_BYTES", 2**12)
         if "long axis" in case:  # as on v5e: whole leaves over all axes but the last
-            monkeypatch.setattr(compute_params, "sends_within_products", lambda device: True)
             monkeypatch.setattr(compute_params, "LONG_AXIS", 2)
             begun, own = [], compute_params._gathered_first
             monkeypatch.setattr(compute_params, "_gathered_first", lambda spec, layout: begun.append(
@@ -45,8 +42,9 @@ def trained(case, pieces, monkeypatch, *, wrong=False):
         right = gather_pieces.dynamic_update_slice_in_dim
         monkeypatch.setattr(gather_pieces, "dynamic_update_slice_in_dim", lambda into, value, start, dim: right(
             into, value, max(0, start - value.shape[dim]), dim))
-    step = zero_jax.make_zero_train_step(gpt2.build(config), stage, mesh=zero_jax.make_mesh(**sizes), **{
-        "precision": "bf16", "tensor_rules": gpt2.tensor_rules(config) if "tensor" in sizes else ()} | options)
+    with simulated("v5e:2x4" if "long axis" in case else None):  # gathers over one axis after another
+        step = zero_jax.make_zero_train_step(gpt2.build(config), stage, mesh=zero_jax.make_mesh(**sizes), **{
+            "precision": "bf16", "tensor_rules": gpt2.tensor_rules(config) if "tensor" in sizes else ()} | options)
     batches = token_batches(3)
     state = step.init(jax.random.key(0), batches[0])
     text = str(step._jit(batches[0]).trace(step.abstract_state(batches[0]), step.abstract_batch(batches[0])).jaxpr)

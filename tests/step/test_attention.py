@@ -1,6 +1,5 @@
 """Attention by the kernel of a mesh's devices: the numbers of XLA's, and which kernel a call gets."""
 
-import dataclasses
 import functools
 
 import flax.linen as nn
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.oracle import next_token, oracle, slow, train
-from support.targets import mesh_of
+from support.targets import mesh_of, simulated
 
 import zero_jax
 from models import gpt2
@@ -22,7 +21,8 @@ from zero_jax.xla.schedule import schedule
 
 def interpreted(mesh):
     """Splash kernels on simulated devices."""
-    return dataclasses.replace(attention(mesh), interpret=True)
+    with simulated("v5p:2x2x2"):
+        return attention(mesh)
 
 
 def arrays(batch=4, queries=128, keys=128, heads=4, kv_heads=4, head_dim=8):

@@ -19,7 +19,7 @@ from zero_jax.contract.host import HostBudget, HostUse, host_violations
 from zero_jax.sharding.memory import in_groups
 from zero_jax.step import gradients, options
 from zero_jax.tree import leaf_bytes, named_leaves
-from zero_jax.xla import host_copies
+from zero_jax.xla import platform
 from zero_jax.xla.host_reads import HostRead, host_reads
 
 BATCH = {name: jax.random.randint(jax.random.key(seed), (16, 8), 0, 96) for seed, name in enumerate(
@@ -195,7 +195,7 @@ class Product(nn.Module):
 @pytest.mark.parametrize("target", ["h100:1", pytest.param("h100:8", marks=[pytest.mark.slow, pytest.mark.grid])])
 def test_a_weight_that_is_read_whole_is_not_copied_in_host_memory(target, monkeypatch):
     """By kernels; by copy engines (jax 0.11.2) XLA needs no copy for the control, either."""
-    monkeypatch.setattr(host_copies, "SINCE", (99,))
+    monkeypatch.setattr(platform, "ENGINES_SINCE", (99,))
 
     def compiled():
         step = zero_jax.make_zero_train_step(

@@ -166,13 +166,15 @@ def test_a_torus_gathers_the_minor_most_axis_first_and_others_a_dim_at_once():
     """Of dims split over different axes others gather the major axis first, the one between hosts."""
     spec, apart = P(None, ("x", "y")), P("y", "x")
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
-    assert gather_sequence(spec, MeshAxes(mesh, ("x", "y"))) == [spec, P(None, None)]
-    assert gather_sequence(apart, MeshAxes(mesh, ("x", "y"))) == [apart, P("y", None), P(None, None)]
-    assert gather_sequence(apart, MeshAxes(mesh, ("x", "y")), ("x",)) == [apart, P(None, "x"), P(None, None)]
+    assert gather_sequence(spec, MeshAxes.of(mesh, ("x", "y"))) == [spec, P(None, None)]
+    assert gather_sequence(apart, MeshAxes.of(mesh, ("x", "y"))) == [apart, P("y", None), P(None, None)]
+    assert gather_sequence(apart, MeshAxes.of(mesh, ("x", "y")), ("x",)) == [apart, P(None, "x"), P(None, None)]
     described = xla_devices.target_devices("v5e:2x4")
     torus = jax.sharding.Mesh(np.array(described).reshape(2, 4), ("x", "y"))
-    assert gather_sequence(spec, MeshAxes(torus, ("x", "y"))) == [spec, P(None, "x"), P(None, None)]
-    assert gather_sequence(apart, MeshAxes(torus, ("x", "y"))) == [apart, P(None, "x"), P(None, None)]
+    assert gather_sequence(spec, MeshAxes.of(torus, ("x", "y"))) == [spec, P(None, "x"), P(None, None)]
+    assert gather_sequence(apart, MeshAxes.of(torus, ("x", "y"))) == [apart, P(None, "x"), P(None, None)]
+    other = P(None, ("y", "x"))  # whose minor axis is the major one of the mesh
+    assert gather_sequence(other, MeshAxes.of(torus, ("x", "y"))) == [other, P(None, "y"), P(None, None)]
 
 
 def test_a_weight_split_over_both_axes_crosses_hosts_in_parts():

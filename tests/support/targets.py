@@ -1,5 +1,7 @@
 """Meshes of target devices, for which programs are compiled and on which nothing runs."""
 
+import contextlib
+
 import pytest
 
 import zero_jax
@@ -17,3 +19,13 @@ def target_devices(target):
 def mesh_of(target, **sizes):
     """`zero_jax.make_mesh` of a target's devices, or for "cpu" of the simulated ones."""
     return zero_jax.make_mesh(devices=None if target == "cpu" else target_devices(target), **sizes)
+
+
+@contextlib.contextmanager
+def simulated(platform):
+    """The eight simulated devices with the decisions of a target of eight; None: with their own."""
+    zero_jax.simulate_devices(8, platform=platform)
+    try:
+        yield
+    finally:
+        zero_jax.simulate_devices(8)

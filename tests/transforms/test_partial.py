@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.covering import covering
 from support.oracle import ADAMW, Trained, loss_difference, param_difference, slow, train
+from support.targets import simulated
 from support.workloads import FLAVOURS, MLPS, classify, token_batches, vector_batches
 
 import zero_jax
@@ -25,6 +26,7 @@ from zero_jax.tree import named_leaves
 from zero_jax.xla import devices as xla_devices
 from zero_jax.xla import hlo
 from zero_jax.xla.devices import compiler_options
+from zero_jax.xla.platform import Platform
 
 MESHES = {"factored": {"data": (2, 4)}, "factored hybrid": {"data": (2, 2), "replica": 2}}
 CONFIG = gpt2.Config(2, 32, 2, vocab_size=64, max_length=16)
@@ -171,6 +173,10 @@ KERNELS = {  # how a TPU sends each: as it is, as tiles, flat and padded, summed
     "flat, one dim": ((3, 3, 160, 40), P(None, None, ("x", "y"), None)),
     "cut": ((3, 5, 8), P(None, None, ("x", "y"))),
     "other axis first": ((3, 32, 64), P(None, "x", "y")),
+    "tiles, minor first": ((128, 256), P(("y", "x"), None)),
+    "columns, minor first": ((65, 4096), P(None, ("y", "x"))),
+    "flat, minor first": ((3, 3, 160, 40), P(None, None, ("y", "x"), None)),
+    "cut, minor first": ((3, 5, 8), P(None, None, ("y", "x"))),
 }
 
 
@@ -178,7 +184,7 @@ def reduced(shape, spec):
     """Whole numbers of each of 8 simulated devices, reduced as a TPU does, and their sum."""
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     parts = np.random.default_rng(0).integers(-99, 99, (8, *shape)).astype(np.float32)
-    axes = MeshAxes(mesh, ("x", "y"))
+    axes = MeshAxes.of(mesh, ("x", "y"))
     summed = jax.shard_map(lambda part: scatter.reduce_parts(part[0], axes, spec), mesh=mesh, in_specs=P(("x", "y")),
                            out_specs=spec, check_vma=False)
     return np.asarray(jax.jit(summed)(parts)), parts.sum(0)
@@ -186,9 +192,10 @@ def reduced(shape, spec):
 
 @pytest.fixture
 def torus(monkeypatch):
-    monkeypatch.setattr(scatter, "is_tpu", lambda mesh: True)
     monkeypatch.setattr(scatter, "MAX_UNPADDED_ROWS", 64)
-    monkeypatch.setattr(scatter, "tile_block", lambda mesh, axis: {"x": 4096, "y": 2048}[axis])
+    monkeypatch.setattr(scatter, "tile_block", lambda mesh, axis, platform: {"x": 4096, "y": 2048}[axis])
+    with simulated("v5p:2x2x2"):
+        yield
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -205,24 +212,26 @@ def test_columns_that_nearly_fill_tiles_are_padded_on_v5e(columns, v5e, sent, to
         found.add(value.shape[1])
         return in_tiles(value, axis)
 
-    monkeypatch.setattr(scatter, "sends_within_products", lambda device: v5e)
     monkeypatch.setattr(scatter, "_scatter_rows", counted)
-    np.testing.assert_array_equal(*reduced((800, columns), P("x", None)))
+    with simulated("v5e:2x4" if v5e else "v5p:2x2x2"):
+        np.testing.assert_array_equal(*reduced((800, columns), P("x", None)))
     assert found == sent
 
 
 def test_small_arrays_are_scattered_first_over_the_axis_whose_tiles_they_fill(torus):
     mesh, splits = jax.sharding.AbstractMesh((2, 4), ("x", "y")), [(1, ("y",)), (2, ("x",))]
-    assert scatter._scatter_order(2**24, mesh, splits) == ((2, "x"), (1, "y"))  # as the mesh has them
-    assert scatter._scatter_order(3 * 32 * 64, mesh, splits) == ((1, "y"), (2, "x"))
-    assert scatter._scatter_order(3 * 32 * 64, mesh, [(1, ("x", "y"))]) == ((1, "x"), (1, "y"))
+    order = functools.partial(scatter._scatter_order, platform=Platform("tpu", ""))
+    assert order(2**24, mesh, splits) == ((2, "x"), (1, "y"))  # as the mesh has them
+    assert order(3 * 32 * 64, mesh, splits) == ((1, "y"), (2, "x"))
+    assert order(3 * 32 * 64, mesh, [(1, ("x", "y"))]) == ((1, "x"), (1, "y"))
+    assert order(3 * 32 * 64, mesh, [(1, ("y", "x"))]) == ((1, "y"), (1, "x"))
 
 
 def test_parts_in_another_order_are_told(torus, monkeypatch):
     """Negative control: axes of one dim that are not scattered major first leave other parts on the devices."""
     in_order = scatter._scatter_order
     monkeypatch.setattr(scatter, "_scatter_order", lambda *args: in_order(*args)[::-1])
-    for name in ("as it is", "tiles", "flat, one dim", "cut"):
+    for name in ("as it is", "tiles", "flat, one dim", "cut", *(name for name in KERNELS if "minor" in name)):
         assert not np.array_equal(*reduced(*KERNELS[name]))
 
 

@@ -339,3 +339,11 @@ def test_a_wrong_count_is_found(target):
 def test_mesh_axes(group, axes):
     assert replica_groups.mesh_axes(group, {"a": 2, "b": 4}) == axes
     assert replica_groups.mesh_axes(group, {"a": 2, "one": 1, "b": 4}) == axes
+
+
+@pytest.mark.parametrize(("group", "order"), [
+    ((0, 4), ("a",)), ((4, 5, 6, 7), ("b",)), (tuple(range(8)), ("a", "b")), ((0, 4, 1, 5, 2, 6, 3, 7), ("b", "a")),
+    ((0, 1), ()), ((3, 2, 1, 0), ()), ((0, 4, 1, 5, 3, 7, 2, 6), ()), ((5,), ())])
+def test_order_of_the_axes_of_a_group(group, order):
+    """The major one first; none of a part of an axis, and of devices in another order."""
+    assert replica_groups.group_order(group, {"a": 2, "one": 1, "b": 4}) == order

@@ -8,14 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.targets import simulated
 from support.workloads import token_batches
 
 import zero_jax
 from models import gpt2
 from zero_jax.optim import stream_loop
-from zero_jax.step import inspection, options, program
+from zero_jax.step import inspection, program
 from zero_jax.xla import devices
-from zero_jax.xla.host_copies import ANNOTATOR, WrongRows, copies_both_ways, copy_options, has_copy_engines
+from zero_jax.xla.host_copies import ANNOTATOR, WrongRows, copy_options
+from zero_jax.xla.platform import platform_of
 
 CONFIG = gpt2.Config(num_layers=3, width=128, num_heads=4, vocab_size=509, max_length=64)
 TINY = gpt2.Config(2, 32, 4, vocab_size=64, max_length=16)
@@ -46,11 +48,12 @@ def test_which_devices_have_them(monkeypatch):
     cpu, (h100,) = jax.devices()[0], gpu()
     for version, expected in (((0, 10, 2), False), ((0, 11, 1), False), ((0, 11, 2), True), ((0, 12, 0, 1), True)):
         monkeypatch.setattr(jax, "__version_info__", version)
-        assert has_copy_engines(h100) == copies_both_ways(h100) == expected and not has_copy_engines(cpu)
-        assert zero_jax.Offload().block_bytes(h100) == (2**26 if expected else 2**24)
-        assert zero_jax.Offload(parameters="host", gradients="host").block_bytes(h100) == 2**24
-    assert zero_jax.Offload(buffer_bytes=2**20).block_bytes(h100) == 2**20
-    assert zero_jax.Offload().block_bytes(cpu) == 2**24 and copies_both_ways(cpu)
+        there, here = platform_of(h100), platform_of(cpu)
+        assert there.has_copy_engines == there.copies_both_ways == expected and not here.has_copy_engines
+        assert zero_jax.Offload().block_bytes(there) == (2**26 if expected else 2**24)
+        assert zero_jax.Offload(parameters="host", gradients="host").block_bytes(there) == 2**24
+    assert zero_jax.Offload(buffer_bytes=2**20).block_bytes(there) == 2**20
+    assert zero_jax.Offload().block_bytes(here) == 2**24 and here.copies_both_ways
     graphs = "xla_gpu_enable_command_buffer"
     assert copy_options(h100, engines=True)[graphs] == "" and graphs not in copy_options(h100, engines=False)
     assert ANNOTATOR in copy_options(h100, engines=False)["xla_disable_hlo_passes"]
@@ -87,9 +90,10 @@ def test_a_program_of_other_rows_does_without_them(monkeypatch):
 
 
 @pytest.fixture
-def _engines_on_cpu(monkeypatch):
-    """Simulated devices are taken for such with copy engines, without the options of GPUs."""
-    monkeypatch.setattr(options, "has_copy_engines", lambda device: True)
+def _engines_on_cpu():
+    """Simulated devices with the decisions of such that have copy engines, without the options of GPUs."""
+    with simulated("h100:8"):
+        yield
 
 
 def trained(sizes=(8, 8), **changes):

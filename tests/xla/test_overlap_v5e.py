@@ -73,7 +73,7 @@ def test_padded_columns_are_reduced_within_products(barrier, monkeypatch):
     if not barrier:
         monkeypatch.setattr(reduce_scatter, "optimization_barrier", lambda value: value)
     mesh, shape = mesh_of("v5e:2x4"), (50257, 2048)
-    axes = MeshAxes(mesh, ("data",))
+    axes = MeshAxes.of(mesh)
 
     def gradient(x, y):
         return reduce_scatter.reduce_parts(x.T @ y, axes, P(None, "data"))

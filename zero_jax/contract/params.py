@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zero_jax.contract.report import ParamTraffic
-from zero_jax.sharding.gather import ParamUse, compute_spec
+from zero_jax.sharding.gather import ParamUse, compute_spec, names_of
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
@@ -33,16 +35,22 @@ def param_traffic(layout: Layout, num_microbatches: int = 1) -> tuple[ParamTraff
     traffic = [*_trainable(layout, num_microbatches), *_frozen(layout, num_microbatches)]
     keys = [(re.sub(r"\d+", "", each.name), each.size) for each in traffic]
     copies = Counter(keys)
-    return tuple(dataclasses.replace(each, copies=copies[key]) for each, key in zip(traffic, keys, strict=True))
+    splits = [tuple(tuple(names_of(P(entry))) for entry in sharding.spec) for sharding in _shardings(layout)]
+    return tuple(dataclasses.replace(each, copies=copies[key], splits=split)
+                 for each, key, split in zip(traffic, keys, splits, strict=True))
+
+
+def _shardings(layout: Layout) -> list[NamedSharding]:
+    """Of each gradient, and then of each frozen parameter."""
+    return [*jax.tree.leaves(layout.gradients), *(leaf.sharding for leaf in jax.tree.leaves(layout.state.frozen))]
 
 
 def param_pieces(layout: Layout) -> dict[int | tuple[int, ...], str]:
     """Elements of each buffer that may be sent of a parameter -> its name."""
     pieces: dict[int | tuple[int, ...], str] = {}
     state, stored_shapes = layout.state, layout.stored_shapes
-    shardings = [*jax.tree.leaves(layout.gradients), *(leaf.sharding for leaf in jax.tree.leaves(state.frozen))]
     for (name, leaf), sharding, stored_shape in zip(
-            [*named_leaves(state.params), *named_leaves(state.frozen)], shardings,
+            [*named_leaves(state.params), *named_leaves(state.frozen)], _shardings(layout),
             [*jax.tree.leaves(stored_shapes.params), *jax.tree.leaves(stored_shapes.frozen)], strict=True):
         parts = _num_parts(leaf.shape, sharding)
         for shape in (leaf.shape, stored_shape.shape):
@@ -153,12 +161,12 @@ def _as_read(layout: Layout, stored_shape: StoredShape, traffic: ParamTraffic) -
         up_front=access.on_entry or access.on_entry_if_padded and not stored_shape.is_identity)
 
 
-def _num_parts(shape: Shape, sharding: jax.sharding.NamedSharding) -> int:
+def _num_parts(shape: Shape, sharding: NamedSharding) -> int:
     """Into how many parts a leaf is sharded."""
     return math.prod(shape) // max(1, math.prod(sharding.shard_shape(tuple(shape)))) or 1
 
 
-def _tensor_size(sharding: jax.sharding.NamedSharding, axes: MeshAxes) -> int:
+def _tensor_size(sharding: NamedSharding, axes: MeshAxes) -> int:
     """Into how many parts tensor parallelism splits a leaf."""
     return axes.tensor_size if any(entry is not None for entry in compute_spec(sharding.spec, axes)) else 1
 

@@ -58,6 +58,7 @@ class ParamTraffic:
         up_front: whether it is gathered before the model runs, since its reads cannot be intercepted.
         gathers_codes: whether it is gathered as codes; then `gathered` counts bytes of messages.
         reduces_codes: whether its gradient is reduced as codes; then `reduced` counts bytes of messages.
+        splits: of each dim the mesh axes that split its gradient, major first.
     """
 
     name: str
@@ -76,6 +77,7 @@ class ParamTraffic:
     up_front: bool = False
     gathers_codes: bool = False
     reduces_codes: bool = False
+    splits: tuple[AxisNames, ...] = ()
 
     @property
     def bytes(self) -> float:

@@ -24,6 +24,7 @@ from zero_jax.contract.violations import (
     TOLERANCE,
     gather_notes,
     reduce_notes,
+    row_violations,
     slice_violations,
     slices_notes,
     violations,
@@ -124,8 +125,8 @@ def check(program: str | Sequence[Collective], contract: Contract, gathered_byte
              "slices": slices_notes(by_purpose.get("slices", ()))}
     results = {budget.key: TrafficResult(budget, tuple(by_purpose[budget.key]), notes.get(budget.key, ()))
                for budget in contract.budgets}
-    broken = (*violations(results, contract), *shortfalls(results, contract), *state_violations(contract),
-              *code_violations(results, contract), *tile_violations(results, contract),
+    broken = (*violations(results, contract), *row_violations(results, contract), *shortfalls(results, contract),
+              *state_violations(contract), *code_violations(results, contract), *tile_violations(results, contract),
               *memory_violations(results, contract, gathered_bytes),
               *slice_violations(slices), *host_violations(contract.host, host))
     return Report(contract, tuple(results.values()), broken, host)

@@ -4,12 +4,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from zero_jax.contract.purpose import purpose_of, total_bytes
-from zero_jax.contract.report import Contract, TrafficBudget, TrafficResult
+from zero_jax.contract.report import CODES, Contract, TrafficBudget, TrafficResult
 from zero_jax.optim.whole_matrices import MATRICES_SCOPE
 from zero_jax.sharding.stored_update import UPDATE_SCOPE
+from zero_jax.typing import AxisNames
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.host_copies import ANNOTATOR
 from zero_jax.xla.host_slices import HostSlice
+from zero_jax.xla.replica_groups import group_order, mesh_axes
 
 OUTSIDE = 0.5
 """Share of what is to be sent between slices in the rounds of loops that may be outside: XLA peels rounds off."""
@@ -66,6 +68,44 @@ def violations(results: Mapping[str, TrafficResult], contract: Contract) -> Iter
     if total_bytes(wrong) > rest_bytes:
         yield (f"parameters are gathered over {' x '.join(wrong[0].axes(contract.mesh))}, not only over "
                f"{' x '.join(gather.budget.axes) or 'no axis'}: {explain(wrong, contract)}")
+
+
+def row_violations(results: Mapping[str, TrafficResult], contract: Contract) -> Iterator[str]:
+    """A line for the scatters, and one for the gathers, that put other rows on a device than its specs say.
+
+    Where several axes split a dim, the rows are right where it is scattered over the major axis first, and gathered
+    over the minor one first; within one collective the order of the devices in a group decides. Those that serve
+    several parameters are wrong where they are wrong for all. Nothing is said of what is moved on.
+    """
+    splits = {each.name: each.splits for each in contract.params}
+    for key, kinds, done, first in (("reduce", ("reduce-scatter", "all-reduce"), "scattered", "major"),
+                                    ("gather", ("all-gather",), "gathered", "minor")):
+        wrong = [c for c in results[key].collectives if c.kind in kinds and c.serves and not set(c.dtypes) & set(CODES)
+                 and all(_misplaces(c, splits.get(name, ()), contract) for name in c.serves)]
+        if wrong:
+            name = wrong[0].serves[0]
+            order = " and ".join(" x ".join(axes) for axes in splits[name] if axes)
+            yield (f"rows are on other devices than the layout says: {name} is split over {order}, and each dim must "
+                   f"be {done} over its {first} axis first: " + explain(
+                       wrong, contract, "This is a fault of zero_jax or of XLA, and not of the model: report it."))
+
+
+def _misplaces(collective: Collective, splits: Sequence[AxisNames], contract: Contract) -> bool:
+    """Whether it leaves other rows of a parameter on the devices than `splits`, the axes of each dim, says."""
+    if () in collective.then:
+        return False
+    across, order = collective.axes(contract.mesh), group_order(collective.group, contract.mesh)
+    is_whole = collective.group_size == math.prod(contract.mesh[axis] for axis in across)
+    has_order, scatters = is_whole and collective.kind != "all-reduce", collective.kind != "all-gather"
+    for axes in splits:
+        own = [axis for axis in axes if axis in across]
+        if has_order and own != [axis for axis in order if axis in axes]:
+            return True
+        for group in collective.then:
+            later = [axis for axis in mesh_axes(group, contract.mesh) if axis in axes and axis not in own]
+            if any((axes.index(axis) < axes.index(other)) != scatters for axis in own for other in later):
+                return True
+    return False
 
 
 def slice_violations(slices: Iterable[HostSlice]) -> Iterator[str]:

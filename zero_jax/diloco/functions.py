@@ -96,8 +96,7 @@ class DiLoCoFunctions(StateInArrays):
 
         1 without, where all-reduces block, and where the step has no such loops or a fragment next to nothing to send.
         """
-        device = self.axes.mesh.devices.flat[0]
-        if fragment is None or not self.outer.overlap or blocks(device, self.step.options.overlap):
+        if fragment is None or not self.outer.overlap or blocks(self.axes.built_for, self.step.options.overlap):
             return 1
         layout = self.layout(batch)
         if self._rounds is None:

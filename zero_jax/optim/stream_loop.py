@@ -15,13 +15,14 @@ from zero_jax.optim.stream_units import Unit
 from zero_jax.sharding.gather import names_of
 from zero_jax.sharding.memory.host_arrays import fetch, is_on_host, put_on_host
 from zero_jax.tree import leaf_bytes
-from zero_jax.xla.host_copies import has_copy_engines
+from zero_jax.xla.platform import Platform
 
 
 class UnitRun:
     """A unit on its blocks, inside of a shard_map: every array is a device's shard."""
 
-    def __init__(self, unit: Unit, blocks: Blocks, mesh: Mesh, host: Sequence[bool], carried_vars: Sequence[Any]):
+    def __init__(self, unit: Unit, blocks: Blocks, mesh: Mesh, platform: Platform, host: Sequence[bool],
+                 carried_vars: Sequence[Any]):
         """host: whether each of the carried arrays is in host memory."""
         self.unit, self.blocks, self.mesh = unit, blocks, mesh
         self.carried_vars = carried_vars
@@ -35,7 +36,7 @@ class UnitRun:
         self.to_host = [number is not None and host[number] for _, number in unit.writes]
         read = {place for kind, place in self.reads.values() if kind == "buffer"}
         self.only_written = {at for at, is_to_host in enumerate(self.to_host) if is_to_host and at not in read
-                             and blocks.rows > 1 and has_copy_engines(mesh.devices.flat[0])}
+                             and blocks.rows > 1 and platform.has_copy_engines}
 
     def args(self, env: Mapping[Any, Any], carried: Sequence[Any], new: Mapping[int, Any]) -> dict[str, Any]:
         """What the shard_map takes beside scalars: buffers of results, and arrays."""

@@ -27,8 +27,8 @@ from zero_jax.optim.stream_blocks import Blocks, cut_in_loops
 from zero_jax.optim.stream_loop import UnitRun, run_blocks
 from zero_jax.optim.stream_units import Split, Unit, split_update
 from zero_jax.sharding.memory.host_arrays import fetch, put_on_host
-from zero_jax.sharding.mesh import is_tpu
 from zero_jax.tree import leaf_bytes
+from zero_jax.xla.platform import Platform
 
 STREAM_SCOPE = "zero_offload"
 """In the op_name of all that is read from host memory, computed in blocks, and written back."""
@@ -43,17 +43,17 @@ class Streams:
         specs: how each is sharded.
         host: whether each is in host memory.
         buffer_bytes: that may be read at a time, per device.
+        platform: which decides on tiles, and whether one block is read while another is written.
         sums_in_blocks: whether the sum of an array, as of a norm, is that of its blocks, added: with other roundings
             than of a whole array, which is made in device memory otherwise.
-        both_ways: whether one block is read while another is written.
     """
 
     mesh: Mesh
     specs: tuple[P, ...]
     host: tuple[bool, ...]
     buffer_bytes: int
+    platform: Platform
     sums_in_blocks: bool = False
-    both_ways: bool = False
 
 
 def stream(update: Callable[[Any, Any], tuple[Any, Any]], carried: Any, others: Any, streams: Streams
@@ -100,7 +100,7 @@ class _Run:
             sizes = {i: self._read_bytes(unit, shapes[i]) for i, unit in units.items()}
             tokens: list[Any] = []
             for group in cut_in_loops(shapes, sizes, self.streams.buffer_bytes,
-                                      tiled=is_tpu(self.streams.mesh)):
+                                      tiled=self.streams.platform.is_tpu):
                 # At most two groups are in memory: the reads of one wait until the last but one is computed.
                 tokens.append(self._run_group([(units[i], blocks) for i, blocks in group.items()], tokens[-2:-1]))
         return [self._result(number, var) for number, var in enumerate(self.jaxpr.outvars)]
@@ -129,7 +129,8 @@ class _Run:
     def _run_group(self, group: Sequence[tuple[Unit, Blocks]], after: Sequence[Any]) -> Any:
         """Runs the units of one loop, and returns a scalar that exists once they are computed."""
         streams = self.streams
-        runs = [UnitRun(unit, blocks, streams.mesh, streams.host, self.carried_vars) for unit, blocks in group]
+        runs = [UnitRun(unit, blocks, streams.mesh, streams.platform, streams.host, self.carried_vars)
+                for unit, blocks in group]
         args = [run.args(self.env, self.carried, self.new) for run in runs]
         scalar_vars = list(dict.fromkeys(var for unit, _ in group for var in unit.scalars))
         scalars = [self.env[var] for var in scalar_vars]
@@ -138,7 +139,8 @@ class _Run:
 
         def local(args: Any, scalars: Any) -> Any:
             shared = dict(zip(scalar_vars, scalars, strict=True))
-            return run_blocks(runs, [{**arg, "scalars": shared} for arg in args], both_ways=streams.both_ways)
+            return run_blocks(runs, [{**arg, "scalars": shared} for arg in args],
+                              both_ways=streams.platform.copies_both_ways)
 
         in_specs = [jax.tree.map(lambda _, run=run: run.unit.spec, arg)
                     for run, arg in zip(runs, args, strict=True)]

@@ -17,7 +17,6 @@ from zero_jax.optim.compatibility import takes_value
 from zero_jax.sharding.gather import constrain
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.host_arrays import fetch
-from zero_jax.sharding.mesh import is_tpu
 from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
 from zero_jax.sharding.partition import OWNED, choose_spec
 from zero_jax.sharding.stored_update import update_stored
@@ -71,7 +70,7 @@ def whole_matrices(inner: optax.GradientTransformation, mesh: Mesh, placement: L
 
     def shards(stack: jax.Array) -> P:
         """The spec of the stored matrices, so that stacking and unstacking them sends nothing."""
-        return P(None, *choose_spec(stack.shape[1:], sizes, tiled=is_tpu(mesh)))
+        return P(None, *choose_spec(stack.shape[1:], sizes, tiled=mesh_axes.is_tpu))
 
     def init(params: Any) -> Any:
         labels = _labels(params)

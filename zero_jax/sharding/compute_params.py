@@ -16,7 +16,6 @@ from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.gather import GatherCodes
 from zero_jax.tree import leaf_bytes, map_named, named_leaves
-from zero_jax.xla.overlap import sends_within_products
 
 MAX_GATHER_BYTES = 2**30
 """Bytes of a leaf that are gathered at a time: what XLA gathers along a minor dim is in a transposed buffer first."""
@@ -118,7 +117,7 @@ def _gathered_first(spec: P, layout: Layout) -> list[P]:
     """
     *first, last = gather_sequence(spec, layout.axes)
     left = set(names_of(first[-1])) - set(names_of(last)) if first else set()
-    is_long = sends_within_products(layout.mesh.devices.flat[0]) and all(
+    is_long = layout.axes.built_for.sends_within_products and all(
         layout.mesh.shape[axis] >= LONG_AXIS for axis in left)
     return first if first and is_long else [spec]
 

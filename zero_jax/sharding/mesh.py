@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.arguments import shown, whole
 from zero_jax.errors import UsageError
+from zero_jax.xla.platform import Platform, platform_of, simulate
+from zero_jax.xla.targets import target_of
 
 DATA = "data"
 REPLICA = "replica"
@@ -46,12 +48,22 @@ def simulate_local(num_devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", num_devices)
 
 
-def simulate_devices(num_devices: int) -> None:
+def simulate_devices(num_devices: int, *, platform: str | None = None) -> None:
     """Makes this process see `num_devices` simulated CPU devices. Call it before anything runs on JAX.
+
+    Args:
+      num_devices: how many.
+      platform: a target topology of as many devices, as "v5e:2x4" or "h100:8": steps that are made from here on do on
+        the simulated devices what they do there (layouts, the order of collectives, tiles, where states are), so that
+        its numbers can be compared. Kernels and XLA's options are the CPU's. None: what they do on CPUs.
 
     Raises ValueError if JAX has already started with another number of devices.
     """
     num_devices = whole("simulate_devices: num_devices", num_devices, 1)
+    target = None if platform is None else target_of(platform)
+    if target is not None and target.num_devices != num_devices:
+        raise UsageError(f"simulate_devices({num_devices}, platform={platform!r}): that has {target.num_devices} "
+                         "devices: give the same number of both.")
     try:
         simulate_local(num_devices)
     except RuntimeError:
@@ -62,6 +74,7 @@ def simulate_devices(num_devices: int) -> None:
             f"{jax.default_backend()} device(s), and their number cannot change any more. Call simulate_devices "
             "before anything else runs on JAX, in a fresh process, with XLA_FLAGS free of "
             "--xla_force_host_platform_device_count.")
+    simulate(target)
 
 
 def make_mesh(
@@ -138,9 +151,10 @@ def _torus(devices: Sequence[jax.Device]) -> tuple[int, ...]:
 
     XLA:TPU has reduce-scatters along a line or a small plane, and none over a 3-D slice or a large plane.
     """
-    if devices[0].platform != "tpu":
+    platform = platform_of(devices[0])
+    if not platform.is_tpu:
         return (len(devices),)
-    *plane, depth = (len(set(along)) for along in zip(*(device.coords for device in devices), strict=True))
+    *plane, depth = (len(set(along)) for along in zip(*map(platform.coords, devices), strict=True))
     chips = math.prod(plane) * depth
     if len(devices) % chips or chips <= 8 and depth == 1:
         return (len(devices),)
@@ -156,9 +170,22 @@ def sharding_of_rank(sharding: Any, ndim: int) -> Any:
     return NamedSharding(sharding.mesh, P(*sharding.spec[:ndim]))
 
 
-def is_tpu(mesh: Mesh) -> bool:
-    """Whether its devices are TPUs: collectives run along one mesh axis after another, and arrays are tiled."""
-    return mesh.devices.flat[0].platform == "tpu"
+def major_first(splits: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
+    """The axes that split the dims of an array, in the order in which it is scattered; backwards it is gathered.
+
+    splits: of each dim its axes, major first, as in its spec: whatever the order of the mesh is, only a scatter over
+    the major axis before the minor one leaves the rows of the spec on each device. names: the axes of the mesh, in
+    whose order those of different dims are.
+
+    >>> major_first([("y", "x"), ("z",)], ("x", "y", "z"))
+    ['y', 'x', 'z']
+    """
+    left, order = [list(axes) for axes in splits if axes], []
+    while left:
+        axes = min(left, key=lambda axes: names.index(axes[0]))
+        order.append(axes.pop(0))
+        left = [axes for axes in left if axes]
+    return order
 
 
 def fills_tiles(part: int) -> bool:
@@ -170,11 +197,11 @@ def fills_tiles(part: int) -> bool:
     return part % 256 == 0
 
 
-def tile_block(mesh: Mesh, axis: str) -> int:
+def tile_block(mesh: Mesh, axis: str, platform: Platform) -> int:
     """How many values, or a multiple of them, a TPU scatters to each chip over `axis` without padding of its own.
 
     A tile of bfloat16 is 16 x 128 values. Over a plane of a torus each part travels as two halves.
     """
     line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)[:, 0]
-    dims = sum(len(set(along)) > 1 for along in zip(*(device.coords for device in line), strict=True))
+    dims = sum(len(set(along)) > 1 for along in zip(*map(platform.coords, line), strict=True))
     return 2048 if dims <= 1 else 4096

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.arguments import shown, texts
 from zero_jax.errors import UsageError
 from zero_jax.sharding.auto_axes import auto_mesh
-from zero_jax.sharding.mesh import CONTEXT, DATA, REPLICA, TENSOR, is_tpu
+from zero_jax.sharding.mesh import CONTEXT, DATA, REPLICA, TENSOR
 from zero_jax.typing import AxisNames
-from zero_jax.xla.platform import is_gpu
+from zero_jax.xla.platform import Platform, platform_of
 
 AxisRoles: TypeAlias = Mapping[str, str | Sequence[str]]
 """Role -> the name of the mesh axis that has it; `data` may have several, major first."""
@@ -33,6 +33,7 @@ class MeshAxes:
         context: the axis over which the sequence is split (context parallelism).
         tensor: the axis over which rules split parameters (tensor parallelism).
         slices: the axis across which slices train by themselves (`diloco`), which no step crosses; empty: none.
+        built_for: the platform whose decisions a step takes: that of the devices, or what simulated ones stand for.
     """
 
     mesh: Mesh
@@ -41,6 +42,7 @@ class MeshAxes:
     context: str = CONTEXT
     tensor: str = TENSOR
     slices: str = ""
+    built_for: Platform = dataclasses.field(kw_only=True)
 
     @classmethod
     def of(cls, mesh: Mesh, axis: str | Sequence[str] | None = None, roles: AxisRoles | None = None) -> "MeshAxes":
@@ -75,7 +77,7 @@ class MeshAxes:
         if tensor in zero:
             raise UsageError(
                 f"axis={zero}: rules split parameters over {tensor!r}, and ZeRO cannot shard over it as well.")
-        return cls(auto_mesh(mesh), zero, replica, context, tensor)
+        return cls(auto_mesh(mesh), zero, replica, context, tensor, built_for=platform_of(mesh.devices.flat[0]))
 
     def of_slices(self) -> "MeshAxes":
         """The axes of a step of each slice by itself: what was `replica` is crossed by nothing."""
@@ -160,18 +162,13 @@ class MeshAxes:
 
     @property
     def platform(self) -> str:
-        """As JAX names it: "cpu", "gpu", "cuda", "tpu"."""
+        """That of the devices themselves, as JAX names it: "cpu", "gpu", "cuda", "tpu"."""
         return self.mesh.devices.flat[0].platform
 
     @property
-    def is_gpu(self) -> bool:
-        """Whether the devices are GPUs."""
-        return is_gpu(self.mesh.devices.flat[0])
-
-    @property
     def is_tpu(self) -> bool:
-        """Whether the devices are TPUs: collectives run along one mesh axis after another, and arrays have tiles."""
-        return is_tpu(self.mesh)
+        """Whether a step does what it does on TPUs: see `Platform.is_tpu`."""
+        return self.built_for.is_tpu
 
 
 def _names(axes: str | Sequence[str]) -> AxisNames:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.lax import optimization_barrier
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.sharding.mesh import fills_tiles, is_tpu, tile_block
+from zero_jax.sharding.mesh import fills_tiles, major_first, tile_block
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.sharding.quantized.reduce import reduce_quantized
-from zero_jax.xla.overlap import sends_within_products
+from zero_jax.xla.platform import Platform
 
 MAX_UNPADDED_ROWS = 2**14
 """With more rows than this, a TPU all-reduces instead of scattering columns unless the rows are a multiple of four
@@ -47,11 +47,13 @@ def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P, hops: Sequence[
     splits = [(dim, tuple(axis for axis in axes if axis != tensor)) for dim, axes in splits]
     rest = tuple(axis for axis in mesh_axes.step_names
                  if axis != tensor and all(axis not in axes for _, axes in splits))
-    if is_tpu(mesh):
-        order = _scatter_order(value.size, mesh, splits)
-        within_products = sends_within_products(mesh.devices.flat[0])
+    if mesh_axes.is_tpu:
+        platform = mesh_axes.built_for
+        order = _scatter_order(value.size, mesh, splits, platform)
+        within_products = platform.sends_within_products
         for number, (dim, axis) in enumerate(order, 1):
-            value = _scatter_tiles(value, axis, mesh.shape[axis], dim, tile_block(mesh, axis), within_products,
+            block = tile_block(mesh, axis, platform)
+            value = _scatter_tiles(value, axis, mesh.shape[axis], dim, block, within_products,
                                    in_tiles and number == len(order), len(order) == 1)
             value, behind_first = value if behind_first is None else behind_first(value), None
     else:
@@ -71,19 +73,21 @@ def mesh_ordered_runs(axes: Sequence[str], mesh: Any) -> list[tuple[str, ...]]:
     return runs
 
 
-def _scatter_order(size: int, mesh: Any, splits: Sequence[tuple[int, Sequence[str]]]) -> tuple[tuple[int, str], ...]:
+def _scatter_order(size: int, mesh: Any, splits: Sequence[tuple[int, Sequence[str]]], platform: Platform
+                   ) -> tuple[tuple[int, str], ...]:
     """The order of (dim, axis) in which an array of `size` values is scattered.
 
-    The order of the mesh axes, or another one where that saves a tenth of the bytes: the shards of a small array fill
-    the tiles of a short axis and not of a long one. Axes that split the same dim stay major first.
+    `major_first`; or, with an axis for each dim, another one where that saves a tenth of the bytes: the shards of a
+    small array fill the tiles of a short axis and not of a long one.
     """
-    steps = sorted(((dim, axis) for dim, axes in splits for axis in axes), key=lambda s: mesh.axis_names.index(s[1]))
+    dims = {axis: dim for dim, axes in splits for axis in axes}
+    steps = [(dims[axis], axis) for axis in major_first([axes for _, axes in splits], mesh.axis_names)]
 
     def sent(order: Sequence[tuple[int, str]]) -> float:
         total, part = 0, size
         for _, axis in order:
             part //= mesh.shape[axis]
-            total += (mesh.shape[axis] - 1) * min(part + -part % tile_block(mesh, axis), 2 * part)
+            total += (mesh.shape[axis] - 1) * min(part + -part % tile_block(mesh, axis, platform), 2 * part)
         return round(total / size, 1)
 
     return tuple(steps) if len(steps) > len(splits) else min(itertools.permutations(steps), key=sent)

@@ -38,7 +38,7 @@ def with_step_weights(layout: Layout, accumulation: Accumulation) -> Layout:
         return dataclasses.replace(layout, uses=uses, kept_bytes=_device_bytes(copy), gather_note=(
             f"in forward, and kept for backward: {_device_bytes(copy):,} bytes on each device"))
     total = layout.device_bytes + _device_bytes(copy) + _sum_bytes(layout, accumulation)
-    kind = layout.mesh.devices.flat[0].device_kind
+    kind = layout.axes.built_for.kind
     chip = chip_of_kind(kind)
     known = chip and chip.memory_bytes
     taken = (f"state, the gathered copy of {_device_bytes(copy):,} bytes and the sums of gradients take {total:,} "

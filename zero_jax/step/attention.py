@@ -23,6 +23,7 @@ from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
 from zero_jax.xla.kernels import CAUSAL_SCOPE
+from zero_jax.xla.platform import GPU
 
 Kernel: TypeAlias = Literal["xla", "cudnn", "splash"]
 SegmentIds: TypeAlias = tuple[jax.Array, jax.Array]
@@ -63,7 +64,7 @@ def attention(mesh: Mesh, *, kernel: Kernel | None = None, axis: Any = None, axi
     axes = MeshAxes.of(mesh, axis, axis_roles)
     if kernel is not None and kernel not in KERNELS:
         raise UsageError(f"kernel={shown(kernel)}: give one of {', '.join(map(repr, KERNELS))}, or None.")
-    for name, wanted, devices in (("cudnn", axes.is_gpu, "NVIDIA GPUs"), ("splash", axes.is_tpu, "TPUs")):
+    for name, wanted, devices in (("cudnn", axes.platform in GPU, "NVIDIA GPUs"), ("splash", axes.is_tpu, "TPUs")):
         if kernel == name and not wanted:
             raise UsageError(f"kernel={name!r} is of {devices}, and the devices of this mesh are "
                              f"{axes.platform.upper()}: leave it out, or give \"xla\".")
@@ -75,11 +76,10 @@ def attention(mesh: Mesh, *, kernel: Kernel | None = None, axis: Any = None, axi
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """What `attention` returns. interpret: run Pallas kernels without a TPU, for tests."""
+    """What `attention` returns. For simulated TPUs splash is interpreted; simulated GPUs have XLA's kernel."""
 
     axes: MeshAxes
     kernel: Kernel | None = None
-    interpret: bool = False
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True,
                  segment_ids: SegmentIds | None = None, bias: jax.Array | None = None, scale: float | None = None
@@ -98,7 +98,8 @@ class Attention:
             raise UsageError(f"kernel={self.kernel!r}: {reason}: leave kernel out, or give \"xla\".")
         scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
         if kernel == "splash":
-            return self._by_heads(functools.partial(_splash, causal=causal, scale=scale, interpret=self.interpret),
+            interpret = self.axes.built_for.is_simulated
+            return self._by_heads(functools.partial(_splash, causal=causal, scale=scale, interpret=interpret),
                                   q, k, v, segment_ids)
         if kernel == "cudnn" and self.axes.context_enabled:
             return self._by_heads(functools.partial(_cudnn, causal=causal, scale=scale), q, k, v, segment_ids)
@@ -118,7 +119,7 @@ class Attention:
             return "xla", ""
         if bias is not None:
             reason = "a bias on the scores"
-        elif self.axes.is_gpu:
+        elif self.axes.platform in GPU:
             if not cudnn_is_installed():
                 reason = "cuDNN cannot be loaded"
             elif q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -130,7 +131,7 @@ class Attention:
             elif self.axes.context_enabled:
                 reason = self._undivided(q, k)
             return ("xla", reason) if reason else ("cudnn", "")
-        elif self.axes.is_tpu or self.interpret:
+        elif self.axes.is_tpu:
             if not any(queries % block == keys % block == 0 for block in _BLOCKS):
                 reason = f"{queries} queries and {keys} keys, of which splash takes multiples of {_BLOCKS[-1]}"
             else:

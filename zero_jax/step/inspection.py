@@ -133,9 +133,10 @@ class InspectableStep(StepFunctions):
 
         Raises ContractError (a ValueError) if it sends more, or does not do what its stage is for (leaves stay whole,
         gradients are summed whole or in fewer bits than declared, gathers stand in loops over time, nothing is sent for
-        a parameter, the whole model is in memory), or if a GPU would copy other rows of host memory than the program
-        says: with the operation, its bytes, its source line and what to do. It compiles the step alone; `multi`,
-        `gradients`, `apply_gradients` and evaluators are programs of their own, of the same functions, and unchecked.
+        a parameter, the whole model is in memory), if scatters or gathers leave other rows on devices than the layout
+        says, or a GPU would copy other rows of host memory than the program says: with the operation, its bytes, its
+        source line and what to do. It compiles the step alone; `multi`, `gradients`, `apply_gradients` and evaluators
+        are programs of their own, of the same functions, and unchecked.
         """
         return self.compiled_step(batch).verify()
 

@@ -190,7 +190,7 @@ def make_zero_train_step(
     optimizer = takes_value(optimizer)
     if precision.rounding == "stochastic":
         optimizer = with_wide_numbers(optimizer)
-    if not (axes.is_gpu or axes.is_tpu):
+    if axes.platform == "cpu":
         optimizer = with_safe_scatters(optimizer)
     return kind(functions, traced_once(optimizer), loss, axes, options, own_values(base))
 

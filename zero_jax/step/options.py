@@ -21,7 +21,7 @@ from zero_jax.transforms.activation_partitioning import Activations
 from zero_jax.transforms.remat import Remat
 from zero_jax.typing import AxisNames, Pattern
 from zero_jax.xla.devices import combine_options
-from zero_jax.xla.host_copies import copy_options, has_copy_engines, host_prefetch_options
+from zero_jax.xla.host_copies import copy_options, host_prefetch_options
 from zero_jax.xla.overlap import Overlap, overlap_options, prefetch_options
 
 View: TypeAlias = Literal["global", "local"]
@@ -284,7 +284,7 @@ class StepOptions:
         offload, activations = self.offload, self.partition_activations == "cpu"
         if not self.copy_engines or activations == (offload is not None):
             return False
-        return (offload is None or offload.allows_copy_engines) and has_copy_engines(axes.mesh.devices.flat[0])
+        return (offload is None or offload.allows_copy_engines) and axes.built_for.has_copy_engines
 
     @property
     def asks_for_overlap(self) -> bool:

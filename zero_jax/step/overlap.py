@@ -5,14 +5,7 @@ from typing import Any
 
 from zero_jax.sharding.layout import Layout
 from zero_jax.step.options import StepOptions
-from zero_jax.xla.overlap import (
-    buffered_loop_options,
-    overlap_options,
-    prefetch_options,
-    reduction_options,
-    sends_within_products,
-    sparse_cores_gather,
-)
+from zero_jax.xla.overlap import buffered_loop_options, overlap_options, prefetch_options, reduction_options
 
 
 def with_overlap(layout: Layout, options: StepOptions) -> Layout:
@@ -23,9 +16,8 @@ def with_overlap(layout: Layout, options: StepOptions) -> Layout:
 
 def gathers_in_pieces(options: StepOptions, layout: Layout) -> bool:
     """Whether whole weights, at stages 1 and 2, are gathered beside their update: see `gather_pieces`."""
-    device = layout.mesh.devices.flat[0]
     return not options.stage.shards_params and options.stage.shards_optimizer and layout.mesh.size > 1 and (
-        sparse_cores_gather(device, options.overlap) or _sends_within_work(options, layout))
+        _sparse_cores_gather(options, layout) or _sends_within_work(options, layout))
 
 
 def gathers_ahead(options: StepOptions, layout: Layout) -> bool:
@@ -40,12 +32,17 @@ def scatters_beside_products(options: StepOptions, layout: Layout) -> bool:
 
 def multiplies_before_loops(options: StepOptions, layout: Layout) -> bool:
     """Whether loops over layers wait for the gradients before them: see `transforms.before_loops`."""
-    return layout.mesh.size > 1 and sparse_cores_gather(layout.mesh.devices.flat[0], options.overlap)
+    return layout.mesh.size > 1 and _sparse_cores_gather(options, layout)
+
+
+def _sparse_cores_gather(options: StepOptions, layout: Layout) -> bool:
+    """Whether SparseCores are asked to gather whole weights and those of layers."""
+    return options.overlap is not False and layout.axes.built_for.has_sparse_cores
 
 
 def _sends_within_work(options: StepOptions, layout: Layout) -> bool:
     """Whether v5e is asked to send within products and elementwise work."""
-    return options.overlap is not False and sends_within_products(layout.mesh.devices.flat[0])
+    return options.overlap is not False and layout.axes.built_for.sends_within_products
 
 
 def overlaps_by_default(options: StepOptions, layout: Layout) -> bool:

@@ -26,7 +26,6 @@ from zero_jax.step.metrics import values
 from zero_jax.step.rounding import round_stochastically, widened
 from zero_jax.tree import map_named, named_leaves
 from zero_jax.typing import Gradients, Metrics, OptState, Params, PRNGKey, Pytree, Scalar
-from zero_jax.xla.host_copies import copies_both_ways
 
 
 class Updated(NamedTuple):
@@ -243,10 +242,9 @@ def _streams(old: Updated, layout: Layout, offload: Offload, *, gradients: bool)
         jax.tree.leaves(shardings), named_leaves(old), strict=True)]
     if gradients:
         leaves += [(leaf.spec, name in layout.host_gradients) for name, leaf in named_leaves(layout.gradients)]
-    device = layout.mesh.devices.flat[0]
+    platform = layout.axes.built_for
     return Streams(layout.mesh, tuple(spec for spec, _ in leaves), tuple(host for _, host in leaves),
-                   offload.block_bytes(device), sums_in_blocks=gradients,
-                   both_ways=copies_both_ways(device))
+                   offload.block_bytes(platform), platform, sums_in_blocks=gradients)
 
 
 def step_metrics(metrics: Metrics) -> Metrics:

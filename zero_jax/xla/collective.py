@@ -17,8 +17,6 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-
-
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """One collective instruction of the compiled program, which may combine many arrays.
@@ -37,6 +35,9 @@ class Collective:
         op_name: the JAX name stack it comes from; "" if the compiler introduced it.
         source: "file:line" of the Python code; "" if unknown.
         serves: paths of the parameters that it gathers, or whose gradients it reduces.
+        then: the groups of the next gathers that all that a gather returns goes into; of the next scatters and
+            all-reduces that a part of what a scatter or an all-reduce sums goes into; and () where it is moved on by a
+            permute or an all-to-all, or as rows of a table.
         overlapped_flops: FLOPs scheduled between its start and its done, in one run; 0 if synchronous.
         overlapped_bytes: HBM bytes of the same instructions.
     """
@@ -54,6 +55,7 @@ class Collective:
     op_name: str
     source: str
     serves: tuple[str, ...] = ()
+    then: tuple[tuple[int, ...], ...] = ()
     overlapped_flops: float = 0.0
     overlapped_bytes: float = 0.0
 
@@ -134,7 +136,7 @@ def read_collective(module: Module, frame: Frame, instruction: Instruction, exec
         instruction: the collective, or its start.
         execution: the loops and the asynchronous wrapper around it.
     """
-    kind = kind_of(instruction)
+    kind = kind_in(frame, instruction)
     assert kind is not None, instruction.opcode
     sent = _sent(module, frame.computation, instruction)
     shapes: list[Shape] = [shape for each in sent for shape in each.shapes]
@@ -148,9 +150,6 @@ def read_collective(module: Module, frame: Frame, instruction: Instruction, exec
     if kind == "all-gather":
         dim = instruction.integers("dimensions")[0]
         shapes = [(dtype, (*dims[:dim], dims[dim] * len(group), *dims[dim + 1 :])) for dtype, dims in shapes]
-    in_fusion = frame.caller is not None and frame.caller.opcode == "fusion"
-    if kind == "all-reduce" and in_fusion and _only_sliced(frame.computation, instruction):
-        kind = "reduce-scatter"
     op_name, source = _origin(module, frame, instruction, sent, scatters=kind == "reduce-scatter")
     return Collective(
         kind=kind,
@@ -166,6 +165,13 @@ def read_collective(module: Module, frame: Frame, instruction: Instruction, exec
         op_name=op_name,
         source=source,
     )
+
+
+def kind_in(frame: Frame, instruction: Instruction) -> str | None:
+    """`kind_of`, where a TPU's scatters are what they are: an all-reduce in a fusion that takes slices of it."""
+    kind, in_fusion = kind_of(instruction), frame.caller is not None and frame.caller.opcode == "fusion"
+    sliced = kind == "all-reduce" and in_fusion and _only_sliced(frame.computation, instruction)
+    return "reduce-scatter" if sliced else kind
 
 
 def _origin(module: Module, frame: Frame, instruction: Instruction, sent: Sequence[Instruction], *, scatters: bool

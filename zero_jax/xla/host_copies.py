@@ -22,28 +22,12 @@ from zero_jax.xla.platform import is_gpu
 ANNOTATOR = "dynamic-slice-annotator"
 """The pass of XLA:GPU that writes which rows of host memory a loop takes."""
 
-SINCE = 0, 11, 2
-"""The first version of JAX whose rows are right (of those looked at: 0.10.2 is not)."""
-
 _IN_FLIGHT = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
 """As it comes XLA:GPU has two copies in flight at a time."""
 
 
 class WrongRows(Exception):
     """A compiled program would copy other rows of host memory than it should."""
-
-
-def has_copy_engines(device: jax.Device) -> bool:
-    """Whether slices of host memory in loops can be copied by copy engines, beside compute."""
-    return is_gpu(device) and jax.__version_info__ >= SINCE
-
-
-def copies_both_ways(device: jax.Device) -> bool:
-    """Whether an update is to read one block while it writes another: by copy engines; and as they do, in simulation.
-
-    XLA:TPU moves copies of one round of a loop beside those of another by itself.
-    """
-    return has_copy_engines(device) or device.platform == "cpu"
 
 
 def copy_options(device: jax.Device, *, engines: bool) -> dict[str, Any]:

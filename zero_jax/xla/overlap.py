@@ -14,21 +14,12 @@ import jax
 
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
-from zero_jax.xla.platform import is_gpu
+from zero_jax.xla.platform import SPARSE_CORES, WITHIN_PRODUCTS, Platform, is_gpu
 
 Overlap = bool | str | Mapping[str, Any]
 """What `overlap_options` takes: True, False, "auto", or a mapping."""
 
-ASKED = {"TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU v6e": "v6e"}
-"""Kinds of devices whose SparseCores send when their compiler is asked, and their usual names.
-
-Libraries know two names of each: target topologies have the first, and a live device may have either.
-"""
-
-_ASKED_NAMES = " and ".join(dict.fromkeys(ASKED.values()))
-
-WITHIN_PRODUCTS = ("TPU v5 lite", "TPU v5e")
-"""Both names of the kind whose compiler sends reductions within matrix products when asked."""
+_ASKED_NAMES = " and ".join(dict.fromkeys(SPARSE_CORES.values()))
 
 _BY_ITSELF = "its compiler overlaps communication with compute by itself"
 _REASONS = {
@@ -97,7 +88,7 @@ def overlap_options(device: jax.Device, overlap: Overlap, *, at_once: bool = Fal
     if overlap is False:
         return {}
     own: dict[str, Any] = {}
-    if device.device_kind in ASKED:
+    if device.device_kind in SPARSE_CORES:
         own = _BEST_FIT | _SPARSE_CORES | _GATHERS | ({} if at_once else _QUEUE) | (_ALL_TO_ALLS if codes else {})
     elif device.device_kind in WITHIN_PRODUCTS and scatters:
         own = _BEST_FIT | _WITHIN_OTHER_WORK
@@ -133,7 +124,7 @@ def prefetch_options(device: jax.Device, prefetch: bool, overlap: Overlap = "aut
         return {}
     if is_gpu(device):
         return {"xla_gpu_enable_pipelined_all_gather": True}
-    if device.device_kind not in ASKED:
+    if device.device_kind not in SPARSE_CORES:
         raise UsageError(f"prefetch=True changes nothing on {device.device_kind!r}: only the compilers for NVIDIA GPUs "
                          f"and TPU {_ASKED_NAMES} gather for the next round of a loop. Leave it out.")
     if overlap is False:
@@ -166,20 +157,9 @@ def reduction_options(device: jax.Device, num_shards: int) -> dict[str, Any]:
     return {"xla_gpu_reduce_scatter_combine_threshold_bytes": max(2**25 // num_shards, 2**19)}
 
 
-def sparse_cores_gather(device: jax.Device, overlap: Overlap) -> bool:
-    """Whether SparseCores gather whole weights and those of layers, with what `overlap` asks for."""
-    return device.device_kind in ASKED and overlap is not False
-
-
-def sends_within_products(device: jax.Device) -> bool:
-    """Whether what is asked for is sent within matrix products, on their core: on v5e."""
-    return device.device_kind in WITHIN_PRODUCTS
-
-
-def blocks(device: jax.Device, overlap: Overlap) -> bool:
+def blocks(platform: Platform, overlap: Overlap) -> bool:
     """Whether all-reduces block for all that `overlap` asks for: on TPU v4 and v5e, and where it is False."""
-    return device.platform == "tpu" and device.device_kind != "TPU7x" and (
-        device.device_kind not in ASKED or overlap is False)
+    return platform.is_tpu and platform.kind != "TPU7x" and not (platform.has_sparse_cores and overlap is not False)
 
 
 def concurrent_options(device: jax.Device) -> dict[str, Any]:

@@ -40,6 +40,18 @@ def mesh_axes(group: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[str, ..
     return tuple(name for name, along in zip(sizes, coordinates, strict=True) if np.ptp(along) > 0)
 
 
+def group_order(group: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes of `group`, that along which its devices count up last first: the major one.
+
+    () for a part of an axis, and for devices in another order than that of the mesh along each axis.
+    """
+    coordinates = dict(zip(sizes, np.unravel_index(list(group), tuple(sizes.values())), strict=True))
+    axes = mesh_axes(group, sizes)
+    order = tuple(sorted(axes, key=lambda axis: -int(np.argmax(coordinates[axis] != coordinates[axis][0]))))
+    expected = list(np.ndindex(*(sizes[axis] for axis in order)))
+    return order if list(zip(*(coordinates[axis] for axis in order), strict=True)) == expected else ()
+
+
 def _device_ids(text: str | None, num_devices: int) -> np.ndarray:
     """`[4,2]T(1,0)` = 0..7 as 4x2, transposed, flat; `0,3,1,2` = itself; None = in order."""
     iota = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text or f"[{num_devices}]")

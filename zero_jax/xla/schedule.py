@@ -11,10 +11,11 @@ a collective overlaps with it. The backends split a collective in different ways
 """
 
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 
-from zero_jax.xla import cost
-from zero_jax.xla.collective import Collective, Execution, chain_of, is_sync, kind_of, read_collective
+from zero_jax.xla import cost, replica_groups
+from zero_jax.xla.collective import Collective, Execution, chain_of, is_sync, kind_in, kind_of, read_collective
 from zero_jax.xla.events import Done, Event, Loop, Start, Work, collectives, totals, with_overlap
 from zero_jax.xla.kernels import is_opaque
 from zero_jax.xla.parser import Frame, Instruction, Module, parse
@@ -115,7 +116,8 @@ class _Walk:
             execution = dataclasses.replace(execution, asynchronous=True)
         collective = read_collective(self.module, frame, instruction, execution)
         collective = dataclasses.replace(
-            collective, serves=self.flow.serves(frame, instruction, collective.kind))
+            collective, serves=self.flow.serves(frame, instruction, collective.kind),
+            then=_next_groups(self.flow, frame, instruction))
         key = chain if carried and chain else _key(frame, instruction)
         self.started[key] = [collective]
         return [Start(collective)] if collective.asynchronous else [Start(collective), Done(collective)]
@@ -195,3 +197,39 @@ def _cost(events: list) -> tuple[float, float, float]:
     work = totals(events)
     sent = sum(c.communication_bytes * c.count for c in collectives(events))
     return sent, sum(work.flops.values()), work.hbm_bytes
+
+
+_SUMS = "reduce-scatter", "all-reduce"
+
+
+def _next_groups(flow: Flow, frame: Frame, instruction: Instruction) -> tuple[tuple[int, ...], ...]:
+    """`Collective.then`."""
+    kind, found = kind_in(frame, instruction), set[tuple[int, ...]]()
+    if kind not in ("all-gather", *_SUMS):
+        return ()
+    many = len(replica_groups.first_group(instruction.attributes, flow.module.num_devices))
+    for position, operand in enumerate(instruction.operands):
+        size = _elements(frame.computation.instructions[operand])
+
+        def step(value: Value, size: int = size) -> Iterator[Value]:
+            users = value[0].computation.users.get(value[1], ())
+            if any(user.opcode == "scatter" and at == len(user.operands) - 1 for user, at in users):
+                found.add(())
+            for use in flow.uses(value):
+                user, sent = (each[0].computation.instructions[each[1]] for each in (use, value))
+                other = None if user is instruction or not kind_of(user) else kind_in(use[0], user)
+                if kind in _SUMS and other in _SUMS and _elements(sent) < size or (
+                        kind == other == "all-gather" and _elements(sent) == size * many):
+                    found.add(replica_groups.first_group(user.attributes, flow.module.num_devices))
+                elif other in ("collective-permute", "all-to-all"):
+                    found.add(())
+                else:
+                    yield use
+
+        for _ in search([(frame, instruction.name, (position,) if len(instruction.operands) > 1 else ())], step):
+            pass
+    return tuple(sorted(found))
+
+
+def _elements(instruction: Instruction) -> int:
+    return max((math.prod(dims) for _, dims in instruction.shapes), default=0)

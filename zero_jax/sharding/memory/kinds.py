@@ -7,8 +7,6 @@ import dataclasses
 import os
 from typing import Any
 
-import jax
-
 from zero_jax.arguments import is_number, is_one_of, shown, whole
 from zero_jax.disk.generations import check_folder
 from zero_jax.errors import UsageError
@@ -16,8 +14,7 @@ from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.host_arrays import HOST, put_on_host
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import map_named
-from zero_jax.xla.host_copies import has_copy_engines
-from zero_jax.xla.platform import is_gpu
+from zero_jax.xla.platform import Platform, is_gpu
 
 _PLACES = ("host", "device")
 
@@ -93,11 +90,11 @@ class Offload:
         if self.optimizer == self.master == "device":
             raise UsageError("Offload(optimizer=\"device\", master=\"device\") offloads nothing: leave offload out.")
 
-    def block_bytes(self, device: jax.Device) -> int:
-        """`buffer_bytes`, or what it is by default on `device`."""
+    def block_bytes(self, platform: Platform) -> int:
+        """`buffer_bytes`, or what it is by default on `platform`."""
         if self.buffer_bytes is not None:
             return self.buffer_bytes
-        return 2**26 if self.allows_copy_engines and has_copy_engines(device) else 2**24
+        return 2**26 if self.allows_copy_engines and platform.has_copy_engines else 2**24
 
     @property
     def allows_copy_engines(self) -> bool:

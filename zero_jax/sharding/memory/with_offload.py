@@ -111,7 +111,7 @@ def _gradients_in_host_memory(layout: Layout, offload: Offload) -> dict[str, int
     (0.5 MB, biases of 1T parameters). Above an eighth of the buffer the update reads blocks, whatever the states are.
     On TPUs stacks of vectors stay, too: a layer of one is a row of its tiles, and a part of a tile cannot be written.
     """
-    smallest = offload.block_bytes(layout.mesh.devices.flat[0]) // 8
+    smallest = offload.block_bytes(layout.axes.built_for) // 8
     smallest_dims = 3 if layout.axes.is_tpu else 2
     uses, shardings = dict(named_leaves(layout.uses)), dict(named_leaves(layout.gradients))
 

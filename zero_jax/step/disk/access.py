@@ -155,7 +155,7 @@ class StepWithFiles(ZeroTrainStep):
         assert self.options.offload is not None
         update = update_function(layout, self._optimizer, stochastic=self._stochastic, ema=self.options.ema,
                                  streamed=True)
-        return UpdatePlan(update, layout, given, self.options.offload.block_bytes(layout.mesh.devices.flat[0]),
+        return UpdatePlan(update, layout, given, self.options.offload.block_bytes(layout.axes.built_for),
                           layout.disk_gradients)
 
     def _prepared(self, batch: Batch | None) -> DiskStates:
