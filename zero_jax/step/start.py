@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from zero_jax.errors import UsageError, few
 from zero_jax.sharding.auto_axes import on_auto_axes
@@ -102,7 +101,7 @@ def as_train_state(state: ZeroState, train_state: Any, layout: Layout) -> Any:
     lasting = dict(named_leaves(loaded.variables))
     others = {}
     for field, tree in vars(train_state).items():
-        if isinstance(tree, (Mapping, nnx.State)) and field not in ("params", "opt_state"):
+        if isinstance(tree, Mapping) and field not in ("params", "opt_state"):
             of_field = {**lasting, **{name.removeprefix(f"{field}/"): leaf for name, leaf in lasting.items()}}
             others[field] = map_named(lambda name, leaf, found=of_field: jnp.copy(found[name]) if (
                 name := name.removesuffix("/value")) in found else leaf, tree)
