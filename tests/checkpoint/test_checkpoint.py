@@ -15,6 +15,7 @@ from support.oracle import slow
 from support.saved import BATCH, MODEL, advanced, batch_of, difference, dump, make_step, step_for, trained
 
 import zero_jax
+from zero_jax.checkpoint.manifest import FORMAT
 from zero_jax.tree import named_leaves
 
 CHANGES = ((8, 8), (8, 4), (8, 2), (8, 1), (4, 8), (1, 8))
@@ -219,7 +220,7 @@ def test_the_manifest_tells_of_the_run(folder):
     assert str(manifest.leaves["params/layers_1/kernel"]) == "float32 [16, 24]"
     assert str(manifest.leaves["rng"]) == "key<fry> []"
     assert not any(name.startswith("weights") for name in manifest.leaves)
-    assert json.loads((path / "3/manifest/data.json").read_text())["manifest"]["version"] == 1
+    assert json.loads((path / "3/manifest/data.json").read_text())["manifest"]["format"] == FORMAT
 
 
 def test_leaves_without_elements_and_odd_names(tmp_path):

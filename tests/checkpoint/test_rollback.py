@@ -150,12 +150,12 @@ def test_two_objects_of_a_process_save_one_after_the_other(tmp_path, trained_sta
     second = Checkpoints(tmp_path / "link", keep_last=None)
     second.save(step, state, at=1, data=1)
     if not shared:
-        with pytest.raises(zero_jax.CheckpointError, match="0 could not be written"):
+        with pytest.raises(zero_jax.CheckpointError, match="could not be written"):
             first.close()
-        second.close()
+            second.close()
         return
     for number in (0, 1):
-        with pytest.raises(zero_jax.CheckpointError, match=f"has a checkpoint {number} "):
+        with pytest.raises(zero_jax.CheckpointError, match="has a checkpoint [01] "):
             first.save(step, state, at=number)
     first.close()
     second.close()

@@ -17,6 +17,7 @@ from zero_jax import Checkpoints
 from zero_jax.checkpoint import orbax_store
 from zero_jax.disk import run_lock
 from zero_jax.disk.run_lock import RunLock
+from zero_jax.sharding import auto_axes
 
 ROOT = Path(__file__).parents[2]
 OWNER = """
@@ -193,12 +194,13 @@ def test_only_one_of_many_processes_gets_it(tmp_path):
 
 @pytest.mark.parametrize("serialised", [True, False])
 def test_two_threads_that_save(tmp_path, monkeypatch, serialised):
-    """Without the lock of an object (the control) both are in the middle of a save at once."""
+    """Without the locks (the control) both are in the middle of a save at once."""
     step = step_for(0, 1)
     state = trained(step)
     checkpoints = Checkpoints(tmp_path / "run", keep_last=None)
     if not serialised:
         monkeypatch.setattr(checkpoints, "_threads", threading.Semaphore(99))
+        monkeypatch.setattr(auto_axes, "_ONE_AT_A_TIME", threading.Semaphore(99))  # of all that takes a state
     inside, most, errors, write = [0], [0], [], orbax_store.write
 
     def slow_write(*args):

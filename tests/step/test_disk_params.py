@@ -164,7 +164,7 @@ def test_errors_leave_the_state_before_the_step(tmp_path, monkeypatch):
             step(state, BATCH)
     state, second = run(step, state, 1)
     monkeypatch.setattr(ScratchFile, "write", lambda self, record, fill: (  # and while the update reads
-        write(self, record, fill), self._written.update({record.number: self._written[record.number] ^ 1})))
+        write(self, record, fill), self._written.update({record.number: self._written[record.number][::-1]})))
     with pytest.raises(DamagedCheckpointError, match="scratch.bin is damaged.*gradients/blocks.*stored_state"):
         step(state, BATCH)
     monkeypatch.undo()
