@@ -5,7 +5,8 @@
 
 Each argument behind target, stage and model is a set of arguments of `make_zero_train_step`, as JSON; what it has under
 "xla" are options of XLA, under "communication" the arguments of `Communication`, under "clip" the norm of all gradients
-that AdamW clips by, so that no update begins before the last of them; with "ahead": false the pass `gather_ahead` is
+that AdamW clips by, so that no update begins before the last of them; with "attention": true attention runs the kernel
+of the devices (cuDNN's where `zero-jax[cudnn]` is installed, or splash); with "ahead": false the pass `gather_ahead` is
 left out, with "beside": false `scatter_beside_products`, with "before": false `multiply_before_loops`. Of each it
 prints the shares of the bytes of gathers and reductions that are sent asynchronously and, of these, beside a matrix
 product; temporaries, and as predicted from the schedule the seconds in which nothing but communication runs, those of a
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 import optax
 
 from models import gpt2
-from zero_jax import Communication, make_mesh, make_zero_train_step
+from zero_jax import Communication, attention, make_mesh, make_zero_train_step
 from zero_jax.planning.plan import examine
 from zero_jax.step import gradients
 from zero_jax.xla.devices import target_devices
@@ -71,7 +72,9 @@ def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> s
     config, batch = MODELS[name]
     batch = int(sequences or batch)
     mesh = make_mesh(devices=target_devices(target))
-    options = {name: value for name, value in arguments.items() if name not in ("xla", "clip", *PASSES)}
+    options = {name: value for name, value in arguments.items() if name not in ("xla", "clip", "attention", *PASSES)}
+    if arguments.get("attention"):
+        config = dataclasses.replace(config, attention=attention(mesh))
     if "clip" in arguments:
         options["optimizer"] = optax.chain(optax.clip_by_global_norm(arguments["clip"]), optax.adamw(1e-3))
     if "communication" in options:

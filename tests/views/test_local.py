@@ -209,13 +209,28 @@ def weighted(model, batch):
     return (losses * batch["weights"]).sum() / batch["weights"].sum(), {"each": losses.mean(1)}, batch["weights"].sum()
 
 
-def test_microbatches_weights_and_metrics_of_each_example():
+@pytest.mark.parametrize("reduce", ["once", slow("every")])
+def test_microbatches_weights_and_metrics_of_each_example(reduce):
     batches = [{**batch, "weights": jnp.asarray(np.random.RandomState(i).rand(*batch["inputs"].shape), jnp.float32)}
                for i, batch in enumerate(token_batches())]
     one = oracle(gpt2.build(CONFIG), batches=batches, loss=weighted, precision="fp32")
-    many = train(gpt2.build(CONFIG), 2, 4, batches=batches, loss=weighted, precision="fp32", view="local",
-                 accumulate=2, guard=zero_jax.Guard(skip=2))
+    many = train(gpt2.build(CONFIG), 3, zero_jax.make_mesh(replica=2, data=2), batches=batches, loss=weighted,
+                 precision="fp32", view="local", accumulate=2, reduce=reduce, guard=zero_jax.Guard(skip=2))
     assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
+
+
+CODES = zero_jax.Communication(weights="int8", gradients="int8")
+
+
+@pytest.mark.parametrize("options", [{"hpz_axes": ("data_1",), "communication": CODES}, slow({"communication": CODES}),
+                                     slow({"hpz_axes": ("data_1",)}), slow({"hpz_axes": ("data_0",)}),
+                                     slow({"hpz_axes": ("data_0",), "communication": CODES})], ids=str)
+def test_secondary_shards_and_codes_have_the_numbers_of_the_global_view(options):
+    local, others = (train(gpt2.build(CONFIG), 3, (2, 4), batches=token_batches(), precision="bf16", view=view,
+                           **options) for view in ("local", "global"))
+    plain = train(gpt2.build(CONFIG), 3, (2, 4), batches=token_batches(), precision="bf16", view="local")
+    assert loss_difference(local, others) < 2e-3
+    assert "communication" not in options or loss_difference(local, plain) > 1e-6  # the codes are seen
 
 
 def test_a_gradient_that_a_device_does_not_send_is_told_apart():
@@ -242,8 +257,7 @@ def test_steps_for_targets_keep_the_contract(target, stage):
 
 
 @pytest.mark.parametrize("options, match", [
-    ({"reduce": "once", "accumulate": 2}, "once"), ({"offload": "optimizer"}, "offload"),
-    ({"communication": zero_jax.Communication(weights="int8")}, "communication"), ({"prefetch": True}, "prefetch")])
+    ({"offload": "optimizer"}, "offload"), ({"tiling": {"up": 2}}, "tiling"), ({"prefetch": True}, "prefetch")])
 def test_what_it_does_not_have_is_refused(options, match):
     with pytest.raises(zero_jax.UsageError, match=f"view=\"local\" .*{match}"):
         zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, view="local", mesh=zero_jax.make_mesh(8), **options)

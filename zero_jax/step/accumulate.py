@@ -33,17 +33,23 @@ from zero_jax.typing import Batch, Gradients, Params, PRNGKey, Pytree, Scalar, V
 
 def accumulate_gradients(
     gradient: GradientFunction, accumulation: Accumulation, layout: Layout, weights: Params, inputs: ForwardInputs,
-    microbatches: Microbatches, scale: Scalar, *, prefetch: bool = False
+    microbatches: Microbatches, scale: Scalar, *, prefetch: bool = False, by_device: bool = True
 ) -> tuple[ForwardOutput, Gradients]:
     """The output and gradient of a whole batch as the weighted mean over its microbatches.
 
     A microbatch of weight 0 adds nothing, whatever its loss is. Gradients are summed in float32, or what is wider, and
     sharded as `layout.gradients`. Those in host memory are the sums: `weight_divisor(output.weight, output.loss)` makes
     a mean of them, which the update takes block by block. prefetch: whether XLA moves the gathers of a round of a loop
-    to the round before.
+    to the round before. by_device: with `reduce="once"`, each device has microbatches of its own; else (in the local
+    view) sums that are not reduced yet are ordinary values, which are reduced where they leave.
     """
-    run = _reduce_once if accumulation.once else _reduce_every
-    return run(gradient, microbatches, layout, weights, inputs, scale, _in_this_round if prefetch else _as_they_are)
+    run = _reduce_once if accumulation.once and by_device else _reduce_every
+    output, grads = run(gradient, microbatches, layout, weights, inputs, scale,
+                        _in_this_round if prefetch else _as_they_are)
+    if accumulation.once and not by_device:
+        uses = dict(named_leaves(layout.uses))
+        grads = map_named(lambda name, grad: grad.astype(uses[name].reduce) if name in uses else grad, grads)
+    return output, grads
 
 
 _Tie = Callable[[Params, Any, Mapping[str, int]], tuple[Params, Any]]

@@ -55,6 +55,7 @@ from zero_jax.step.trainable import split_trainable
 from zero_jax.step.update import apply_update, loss_scale, step_metrics, unscaled_gradients
 from zero_jax.tree import cast_floating, map_named, merge
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
+from zero_jax.views.local import in_parts
 
 LOG = logging.getLogger("zero_jax")
 
@@ -251,13 +252,18 @@ class StepFunctions(StateInArrays):
         layout = layout if host_gradients else dataclasses.replace(layout, host_gradients={})
         gradient = gradient_function(self._model, self._with_inputs_cast(loss), layout, options, activations,
                                      self._reads_of(loss, batch, key))
-        inputs = ForwardInputs(frozen, state.variables, key)
-        if num_microbatches == 1:
-            return gradient(weights, inputs, batch, scale)
-        microbatches = Microbatches(options.accumulation.microbatches, self.axes, self.batches, batch)
-        with microbatch_errors_explained(loss, options.accumulation):
-            return accumulate_gradients(gradient, options.accumulation, layout, weights, inputs, microbatches, scale,
-                                        prefetch=options.prefetch)
+
+        def run(weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar) -> tuple[ForwardOutput, Gradients]:
+            if num_microbatches == 1:
+                return gradient(weights, inputs, batch, scale)
+            microbatches = Microbatches(options.accumulation.microbatches, self.axes, self.batches, batch)
+            with microbatch_errors_explained(loss, options.accumulation):
+                return accumulate_gradients(
+                    gradient, options.accumulation, layout, weights, inputs, microbatches, scale,
+                    prefetch=options.prefetch, by_device=options.view == "global")
+
+        run = in_parts(run, layout, self.batches) if options.view == "local" else run
+        return run(weights, ForwardInputs(frozen, state.variables, key), batch, scale)
 
     def _update(self, state: ZeroState, output: ForwardOutput, grads: Gradients, key: PRNGKey,
                 scale: Scalar | None = None) -> tuple[ZeroState, Metrics]:

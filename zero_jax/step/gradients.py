@@ -1,17 +1,15 @@
 """Forward and backward: the loss of a batch, or of one microbatch, and the gradient of each trainable parameter."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.jaxpr.shared_calls import with_shared_calls
-from zero_jax.sharding.batch_layout import BatchLayout
 from zero_jax.sharding.gather import HostParam
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.host_arrays import carrier_of, is_on_host
@@ -44,7 +42,6 @@ from zero_jax.transforms.tiled_products import tile_products
 from zero_jax.transforms.update_order import wait_for_reads
 from zero_jax.tree import map_named, merge, named_leaves, with_dtypes_of
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
-from zero_jax.views.local import local_view
 from zero_jax.views.loops import read_before_loops
 
 
@@ -188,54 +185,28 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         return add_on_host(closed, list(on_host.values()), weight=len(shardings),
                            shardings=[shardings[name] for name in on_host])
 
-    def in_parts(closed: Any, *, specs: Sequence[P]) -> Any:
-        outs = [sharding.spec for sharding in shardings.values()]
-        return local_view(closed, layout.axes, specs, [*outs, *[None] * (len(closed.jaxpr.outvars) - len(outs))])
-
-    def with_passes(last: Any) -> Any:
-        return with_jaxpr_passes(gradients_first, *(each for enabled, each in on_gradients if enabled), last=last,
-                                 as_call="" if layout.host_params else "gradient")
-
-    gradient_of, gradient_added = (with_passes(
-        functools.partial(to_host, added=added) if on_host or whole else None) for added in (False, True))
+    gradient_of, gradient_added = (with_jaxpr_passes(
+        gradients_first, *(each for enabled, each in on_gradients if enabled),
+        last=functools.partial(to_host, added=added) if on_host or whole else None,
+        as_call="" if layout.host_params else "gradient") for added in (False, True))
 
     def gradient(weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar, sums: HostSums | None = None
                  ) -> tuple[ForwardOutput, Gradients]:
         by_gradient = {name: tree for name, tree in inputs.variables.items() if name in model.set_by_gradient}
-        if by_gradient and not reduced:
+        if by_gradient and not reduced and not local:
             raise UsageError(
                 f"reduce=\"once\" with the collection {next(iter(by_gradient))!r}: its statistics are of the whole "
                 "batch, and each device would make its own: give reduce=\"every\".")
         stored = {name: leaf for name, leaf in named_leaves(weights) if is_on_host(leaf)}
         run = gradient_of if sums is None else gradient_added
         carried = None if sums is None else ([sums.stacks[name] for name in on_host], sums.is_first)
-        if layout.axes.slices or not reduced:
+        if layout.axes.slices or not reduced and not local:
             check_no_raw_keys(lambda variables: gradient_of(
                 None, jax.tree.map(carrier_of, weights), stored, by_gradient, inputs._replace(variables=variables),
                 batch, scale), inputs.variables)
-        if local:
-            run = with_passes(functools.partial(in_parts, specs=_input_specs(
-                layout, BatchLayout(layout.axes, options.batch_specs), weights, by_gradient, inputs, batch, scale)))
         grads, _, new, _, output = run(
             carried, jax.tree.map(carrier_of, weights), stored, by_gradient, inputs, batch, scale)
         check_on_host(grads, layout.host_gradients)
         return output._replace(variables={**output.variables, **new}), grads
 
     return gradient
-
-
-def _input_specs(layout: Layout, batches: BatchLayout, weights: Params, by_gradient: Any, inputs: ForwardInputs,
-                 batch: Batch, scale: Any) -> list[P]:
-    """How the flat inputs of a gradient are sharded: parameters as they are stored, the batch by its rules."""
-    state = layout.state
-    stored = dict(named_leaves(merge(state.params if state.weights is None else state.weights, state.frozen)))
-
-    def of_params(tree: Params) -> Any:
-        return map_named(lambda name, _: stored[name].sharding.spec, tree)
-
-    def whole(tree: Any) -> Any:
-        return jax.tree.map(lambda _: P(), tree)
-
-    return jax.tree.leaves((
-        of_params(weights), whole(by_gradient), of_params(inputs.frozen), whole((inputs.variables, inputs.rng)),
-        map_named(lambda name, leaf: batches.spec(name, leaf), batch), whole(scale)))

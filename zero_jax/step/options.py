@@ -202,9 +202,6 @@ class StepOptions:
         for is_wrong, what in (
                 (axes.tensor_enabled or axes.context_enabled, f"in the mesh {axes.sizes}, which splits more"),
                 (bool(axes.slices), "with DiLoCo"),
-                (bool(self.hpz_axes), f"with hpz_axes={self.hpz_axes}"),
-                (self.accumulation.once, "with reduce=\"once\""),
-                (self.communication is not None, "with communication="),
                 (self.offload is not None, "with offload="),
                 (self.tiling is not None, "with tiling="),
                 (bool(self.partition_activations), f"with partition_activations={self.partition_activations!r}"),

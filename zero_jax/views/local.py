@@ -35,6 +35,7 @@ from zero_jax.jaxpr.equations import (
     trace,
     value_of,
 )
+from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.jaxpr.primitives import (
     BROADCAST,
     CALLS,
@@ -59,8 +60,21 @@ from zero_jax.jaxpr.primitives import (
     own_use,
 )
 from zero_jax.jaxpr.random_keys import bits_at
-from zero_jax.sharding.gather import GATHER_SCOPE, SCATTER, SCATTER_QUANTIZED, SCATTER_WHOLE, ParamUse
+from zero_jax.sharding.batch_layout import BatchLayout
+from zero_jax.sharding.gather import (
+    GATHER_SCOPE,
+    SCATTER,
+    SCATTER_QUANTIZED,
+    SCATTER_WHOLE,
+    ParamUse,
+    secondary_spec,
+)
+from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.quantized.policy import Hop
+from zero_jax.sharding.reduce_scatter import reduce_parts
+from zero_jax.tree import map_named, merge, named_leaves
+from zero_jax.typing import Batch, Params
 from zero_jax.views.rules import Plan, plan_back, plan_of, plan_whole
 from zero_jax.views.spread import (
     Split,
@@ -75,6 +89,7 @@ from zero_jax.views.spread import (
 
 _READS = ("zero_read", "zero_last_read")
 _GATHERS = (GATHER_SCOPE, "zero_read_tangent")
+_COPY = "zero_gather_secondary"
 _SCATTERS = (SCATTER, SCATTER_QUANTIZED, SCATTER_WHOLE)
 _MADE_IN_PARTS = frozenset({*ELEMENTWISE, BROADCAST, RESHAPE, IOTA, RANDOM_BITS})
 """Primitives of whole operands of which a device may compute just the part that it needs, once that is known."""
@@ -94,9 +109,14 @@ class _Value:
 
 @dataclasses.dataclass
 class LocalView:
-    """Evaluates programs in parts. whole: what every device computed whole, by primitive and source line."""
+    """Evaluates programs in parts.
+
+    hops: in which formats gradients are reduced that are sent as codes. whole: what every device computed whole, by
+    scope and primitive.
+    """
 
     axes: MeshAxes
+    hops: Sequence[Hop] = ()
     whole: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def ways(self, names: Sequence[str]) -> int:
@@ -124,6 +144,8 @@ class LocalView:
             return [ins[1]]
         if name in _GATHERS:
             return [whole(_ndim(eqn.outvars[0]))]
+        if name == _COPY:
+            return [spread_of(self._copy_spec(own_use(eqn)), _ndim(eqn.outvars[0]), self.axes)]
         if name in (CONSTRAINT, "reshard"):
             return ins
         if name == SHARD_MAP:
@@ -234,7 +256,9 @@ class LocalView:
         if name in _READS:
             return [operands[1]]
         if name in _GATHERS:
-            return [self._gathered(own_use(eqn), operands[0], eqn)]
+            return [self._gathered(own_use(eqn), operands[0])]
+        if name == _COPY:
+            return [self._copied(own_use(eqn), operands[0])]
         if name in (CONSTRAINT, "reshard"):
             return [operands[0]]
         if name == SHARD_MAP:
@@ -280,9 +304,22 @@ class LocalView:
 
     # Parameters and their gradients -----------------------------------------------------------------------------------
 
-    def _gathered(self, use: ParamUse, stored: _Value, eqn: JaxprEqn) -> _Value:
-        array = self.to(stored, spread_of(use.stored, len(stored.shape), self.axes))
-        value = use.stored_shape.load(gathered_param(use.cast(array), use.stored, self.axes))
+    def _copy_spec(self, use: ParamUse) -> P:
+        """The spec of what is gathered over all but the secondary axes (hpZ)."""
+        return secondary_spec(use.sent, self.axes, use.secondary)
+
+    def _copied(self, use: ParamUse, stored: _Value) -> _Value:
+        """What forward keeps for backward, from which that gathers over the secondary axes alone."""
+        ndim = len(stored.shape)
+        shard = use.cast(self.to(stored, spread_of(use.sent, ndim, self.axes)))
+        copy = gathered_param(shard, use.sent, self.axes, kept=use.secondary)
+        return _Value(copy, spread_of(self._copy_spec(use), ndim, self.axes), stored.shape)
+
+    def _gathered(self, use: ParamUse, stored: _Value) -> _Value:
+        spec = self._copy_spec(use) if use.secondary else use.sent
+        shard = use.cast(self.to(stored, spread_of(spec, len(stored.shape), self.axes)))
+        array = gathered_param(shard, spec, self.axes)
+        value = use.stored_shape.load(array if use.codes is None else use.codes.decode(array, use.dtype))
         return _Value(value, whole(value.ndim), value.shape)
 
     def _reduced(self, eqn: JaxprEqn, gradient: _Value) -> _Value:
@@ -291,7 +328,10 @@ class LocalView:
         here = _Value(self.to(gradient, partial), whole(len(gradient.shape)), gradient.shape)
         (stored,) = self.evaluate(call_jaxpr(eqn), [here])
         value = _Value(stored.array, Spread(stored.spread.dims, partial.partial), stored.shape)
-        return _Value(self.to(value, self._scattered(eqn)), self._scattered(eqn), stored.shape)
+        spread = self._scattered(eqn)
+        if jit_name(eqn) == SCATTER_QUANTIZED and partial.partial:
+            return _Value(reduce_parts(value.array, self.axes, spread.spec, self.hops), spread, stored.shape)
+        return _Value(self.to(value, spread), spread, stored.shape)
 
     # Loops, branches, calls -------------------------------------------------------------------------------------------
 
@@ -365,13 +405,14 @@ class LocalView:
         return self._values(eqn, _run_manual(call_jaxpr(eqn), args), self._outs(eqn, wants))
 
 
-def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_specs: Sequence[P | None]) -> ClosedJaxpr:
+def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_specs: Sequence[P | None],
+               hops: Sequence[Hop] = ()) -> ClosedJaxpr:
     """`closed`, a program of global arrays, as one `jax.shard_map` over the mesh.
 
     specs: how each input is sharded. out_specs: how each result is to be; None: as it is computed, where that is a
     sharding, else whole.
     """
-    view, jaxpr = LocalView(axes), closed.jaxpr
+    view, jaxpr = LocalView(axes, hops), closed.jaxpr
     ins = [spread_of(spec, _ndim(var), axes) for spec, var in zip(specs, jaxpr.invars, strict=True)]
     outs = []
     for found, spec, var in zip(view.spreads(closed, ins), out_specs, jaxpr.outvars, strict=True):
@@ -385,6 +426,44 @@ def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_spec
         warnings.warn("view=\"local\": every device computes the whole of " + ", ".join(sorted(view.whole))
                       + ": no rule is known by which each computes its part.", stacklevel=2)
     return local
+
+
+def in_parts(gradient: Callable[..., Any], layout: Layout, batches: BatchLayout) -> Callable[..., Any]:
+    """`gradient(weights, inputs, batch, scale)`, which returns (output, gradients), in the local view.
+
+    Weights and frozen parameters are as the state stores them, examples as `batches` says, gradients as the layout
+    stores them; everything else is whole on every device, but for outputs of each example.
+    """
+    state = layout.state
+    stored = dict(named_leaves(merge(state.params if state.weights is None else state.weights, state.frozen)))
+    grad_specs = [sharding.spec for sharding in jax.tree.leaves(layout.gradients)]
+
+    def of_params(tree: Params) -> Any:
+        return map_named(lambda name, _: stored[name].sharding.spec, tree)
+
+    def everywhere(tree: Any) -> Any:
+        return jax.tree.map(lambda _: P(), tree)
+
+    def gradients_first(*args: Any) -> tuple[Any, Any]:
+        output, grads = gradient(*args)
+        return grads, output
+
+    def run(weights: Params, inputs: Any, batch: Batch, scale: Any) -> tuple[Any, Any]:
+        specs = jax.tree.leaves((
+            of_params(weights), inputs._replace(
+                frozen=of_params(inputs.frozen), variables=everywhere(inputs.variables), rng=P()),
+            map_named(lambda name, leaf: batches.spec(name, leaf), batch), everywhere(scale)))
+
+        def local(closed: ClosedJaxpr) -> ClosedJaxpr:
+            others = [None] * (len(closed.jaxpr.outvars) - len(grad_specs))
+            hops = () if layout.quantized is None else layout.quantized.hops
+            return local_view(closed, layout.axes, specs, [*grad_specs, *others], hops)
+
+        compute = with_jaxpr_passes(gradients_first, last=local, as_call="gradient")
+        grads, output = compute(weights, inputs, batch, scale)
+        return output, grads
+
+    return run
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

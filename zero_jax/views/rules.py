@@ -160,14 +160,19 @@ def _reshaped(shape: Shape, spread: Spread, result: Shape, ways: Ways) -> Spread
     dims: list[Split | None] = [None] * len(result)
     if 0 in shape:
         return None
-    for at, split in enumerate(spread.dims):
-        if split is None:
-            continue
-        outer, number = math.prod(shape[:at]) * split.outer, ways(split.axes)
+    todo = [(math.prod(shape[:at]) * split.outer, split.axes) for at, split in enumerate(spread.dims) if split]
+    for outer, axes in todo:
         for dim, size in enumerate(result):
-            before = math.prod(result[:dim])
-            if outer % before == 0 and size % (outer // before * number) == 0 and size > 1 and dims[dim] is None:
-                dims[dim] = Split(split.axes, outer // before)
+            before, number = math.prod(result[:dim]), ways(axes)
+            if outer % before or size == 1:
+                continue
+            own, known = outer // before, dims[dim]
+            if size % (own * number) == 0 and (known is None or own == known.outer * ways(known.axes)):
+                dims[dim] = Split((*known.axes, *axes), known.outer) if known else Split(axes, own)
+                break
+            if known is None and size == own * ways(axes[:1]):  # the major axis has this dim, the others the next ones
+                dims[dim] = Split(axes[:1], own)
+                todo.append((outer * ways(axes[:1]), axes[1:]))
                 break
         else:
             return None

@@ -90,14 +90,15 @@ def moved(value: jax.Array, have: Spread, want: Spread, axes: MeshAxes) -> jax.A
     return value
 
 
-def gathered_param(value: jax.Array, spec: P, axes: MeshAxes) -> jax.Array:
-    """A parameter's shard, sharded by `spec`, gathered over all axes but `tensor`.
+def gathered_param(value: jax.Array, spec: P, axes: MeshAxes, kept: Sequence[str] = ()) -> jax.Array:
+    """A parameter's shard, sharded by `spec`, gathered over all axes but `tensor` and those that are `kept`.
 
     In the order of `gather_sequence`, and of the axes of one dim always the minor ones first: what is gathered is then
     one block of each device that is left.
     """
     left = [[name for name in names_of(P(entry)) if name != axes.tensor] for entry in spec]
-    steps = [[names_of(P(entry)) for entry in step] for step in gather_sequence(spec, axes)]
+    steps = [[names_of(P(entry)) for entry in step] for step in gather_sequence(spec, axes, kept)]
+    steps = [step for step in steps if {*kept} <= {name for names in step for name in names}]
     with jax.named_scope(GATHER_SCOPE):
         for before, after in itertools.pairwise(steps):
             dim = next(dim for dim, (names, rest) in enumerate(zip(before, after, strict=True)) if names != rest)
