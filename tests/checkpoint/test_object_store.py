@@ -226,6 +226,7 @@ def failing(bucket, requests, fault, times=10**9):
         bucket.fault = lambda method, path: None
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("requests", [LISTING, PARTS], ids=["listing", "parts"])
 @pytest.mark.parametrize("fault", [401, 403, 404, 408, 412, 429, 500, 503, "drop", "page"])
