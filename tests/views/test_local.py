@@ -173,6 +173,7 @@ def gpt2_alone(flavour, scanned):
 FAST = [("linen", True, 3, 8), ("nnx", False, 2, (2, 4))]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flavour, scanned, stage, data", [*FAST, *(
     slow(*row) for row in itertools.product(FLAVOURS, (True, False), range(4), (8, (2, 4), (2, 2, 2)))
     if row not in FAST)])
@@ -195,6 +196,7 @@ def test_a_model_of_others_is_one_device(name):
     chex.assert_trees_all_close(many.variables, one.variables, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 60, 10)], ids=str)
 def test_modules_grown_from_a_seed_are_one_device(seeds, monkeypatch):
@@ -243,6 +245,7 @@ def test_a_gradient_that_a_device_does_not_send_is_told_apart():
     assert param_difference(broken, gpt2_alone("linen", True), KEY_BIAS) > 1e-4
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("target, stage", [("h100:8", 3), slow("h100:8", 1), slow("h100:2x8", 3), slow("v5e:2x4", 2),
                                            slow("v5p:2x2x2", 3), slow("v6e:2x4", 3)])
 def test_steps_for_targets_keep_the_contract(target, stage):
