@@ -102,6 +102,7 @@ def test_random_updates_are_those_of_one_device(first, stage, devices):
     assert difference(updates, shapes, stage, devices) < 1e-4
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="its XLA computes them rightly")
 @pytest.mark.parametrize("update", NAMED[:2])
 def test_what_xla_makes_of_them_is_caught(update):
     """Negative control: XLA:CPU's own partition of such an update, as of jax 0.10.2."""

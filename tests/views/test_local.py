@@ -110,14 +110,6 @@ PROGRAMS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def whole_is_allowed(recwarn):
-    """What every device computes whole warns; that is looked at by `test_what_is_computed_whole_is_named`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warnings.filters", [])
-        yield
-
-
 @functools.cache
 def arrays():
     return np.asarray(jax.random.normal(jax.random.key(0), (BATCH, WIDTH))), np.asarray(
@@ -143,6 +135,7 @@ def differs(fun, other, sizes):
                for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:view=.local.. every device computes the whole")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_in_parts_has_the_values_of_one_device(name):
     with jax.numpy_rank_promotion("allow"):
@@ -158,8 +151,7 @@ def test_statistics_of_each_device_alone_are_told_apart():
             jax.random.normal(KEY, (2, WIDTH)), (8, 1)), 8) > 1e-2
 
 
-def test_what_is_computed_whole_is_named(monkeypatch):
-    monkeypatch.undo()
+def test_what_is_computed_whole_is_named():
     with pytest.warns(UserWarning, match="computes the whole of .*sort"):
         in_parts(PROGRAMS["sorted over the batch"], MeshAxes.of(zero_jax.make_mesh(8)), *arrays())
 
@@ -235,6 +227,7 @@ def test_secondary_shards_and_codes_have_the_numbers_of_the_global_view(options)
     assert "communication" not in options or loss_difference(local, plain) > 1e-6  # the codes are seen
 
 
+@pytest.mark.filterwarnings("ignore:view=.local.. every device computes the whole")
 def test_a_gradient_that_a_device_does_not_send_is_told_apart():
     """Negative control: a loss that leaves out an eighth of the batch."""
     def forgetful(model, batch):

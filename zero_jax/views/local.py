@@ -41,7 +41,6 @@ from zero_jax.jaxpr.primitives import (
     CALLS,
     COND,
     CONSTRAINT,
-    ELEMENTWISE,
     IOTA,
     RANDOM_BITS,
     REMAT,
@@ -75,7 +74,7 @@ from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.sharding.reduce_scatter import reduce_parts
 from zero_jax.tree import map_named, merge, named_leaves
 from zero_jax.typing import Batch, Params
-from zero_jax.views.rules import Plan, plan_back, plan_of, plan_whole
+from zero_jax.views.rules import ELEMENTWISE, Plan, plan_back, plan_of, plan_whole
 from zero_jax.views.spread import (
     Split,
     Spread,

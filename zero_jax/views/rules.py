@@ -35,6 +35,10 @@ class Plan:
 
 Rule = Callable[[JaxprEqn, Sequence[Spread], Ways], Plan | None]
 
+ELEMENTWISE = primitives.ELEMENTWISE | frozenset(
+    "bessel_i0e bessel_i1e clz complex eq_to igamma igamma_grad_a igammac le_to log2 lt_to mulhi one_minus_square "
+    "polygamma random_clone random_gamma_grad regularized_incomplete_beta stop_gradient zeta".split())
+
 LINEAR = frozenset("neg copy name real imag add sub add_any mul div select_n convert_element_type".split())
 """Elementwise primitives that, of values that are yet to be summed over devices, may be taken before the sum."""
 
@@ -58,7 +62,7 @@ def plan_whole(eqn: JaxprEqn) -> Plan:
 def plan_back(eqn: JaxprEqn, want: Spread, ways: Ways) -> Plan | None:
     """How devices compute just their parts of the one result of `eqn`, of whole operands, so that it is as `want`."""
     name = eqn.primitive.name
-    if name in primitives.ELEMENTWISE and len(eqn.outvars) == 1:
+    if name in ELEMENTWISE and len(eqn.outvars) == 1:
         return Plan(tuple(_fitting(want, _shape(atom), _shape(eqn.outvars[0])) for atom in eqn.invars), (want,))
     if name == primitives.BROADCAST:
         dims, shape = primitives.broadcast_dims(eqn), _shape(eqn.invars[0])
@@ -300,6 +304,16 @@ def _split(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     return Plan((spreads[0],), (spreads[0],) * len(eqn.outvars))
 
 
+def _stack(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    joint, at = _joint([spread.without_sum for spread in spreads]), eqn.params["axis"]
+    return Plan((joint,) * len(spreads), (Spread((*joint.dims[:at], None, *joint.dims[at:])),))
+
+
+def _unstack(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    at = eqn.params["axis"]
+    return None if spreads[0].dims[at] else Plan((spreads[0],), (_dropped(spreads[0], [at]),) * len(eqn.outvars))
+
+
 def _window(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     """reduce_window and its like, select_and_scatter_add: windows of one along the split dims."""
     params, joint = eqn.params, _joint(spreads)
@@ -502,7 +516,7 @@ def _keys(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(primitives.ELEMENTWISE | {"stop_gradient", "random_clone"}, _elementwise),
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
     primitives.RESHAPE: _reshape,
     primitives.BROADCAST: _broadcast,
     primitives.TRANSPOSE: _transpose,
@@ -520,6 +534,8 @@ RULES: dict[str, Rule] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "rev": _rev,
     "split": _split,
+    "stack": _stack,
+    "unstack": _unstack,
     **dict.fromkeys(("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum",
                      "select_and_scatter_add", "select_and_gather_add"), _window),
     primitives.DOT: _dot,
@@ -537,6 +553,6 @@ RULES: dict[str, Rule] = {
 
 SUMS_PASS = LINEAR | {
     primitives.RESHAPE, primitives.BROADCAST, primitives.TRANSPOSE, primitives.SQUEEZE, primitives.SUM, "cumsum",
-    "concatenate", "pad", "slice", "dynamic_slice", "dynamic_update_slice", "rev", "split", primitives.DOT,
-    primitives.CONV, primitives.GATHER_ROWS, primitives.SCATTER_ADD, primitives.BARRIER}
+    "concatenate", "pad", "slice", "dynamic_slice", "dynamic_update_slice", "rev", "split", "unstack",
+    primitives.DOT, primitives.CONV, primitives.GATHER_ROWS, primitives.SCATTER_ADD, primitives.BARRIER}
 """Primitives that are linear, so that a sum over devices may be taken after them."""

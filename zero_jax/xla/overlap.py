@@ -123,7 +123,7 @@ def prefetch_options(device: jax.Device, prefetch: bool, overlap: Overlap = "aut
     if not prefetch:
         return {}
     if is_gpu(device):
-        return {"xla_gpu_enable_pipelined_all_gather": True}
+        return _pipelined("all_gather")
     if device.device_kind not in SPARSE_CORES:
         raise UsageError(f"prefetch=True changes nothing on {device.device_kind!r}: only the compilers for NVIDIA GPUs "
                          f"and TPU {_ASKED_NAMES} gather for the next round of a loop. Leave it out.")
@@ -141,8 +141,14 @@ def buffered_loop_options(device: jax.Device) -> dict[str, Any]:
     """
     if not is_gpu(device):
         return {}
-    return {f"xla_gpu_enable_{name}": True for name in (
-        "while_loop_double_buffering", "pipelined_all_gather", "pipelined_reduce_scatter")}
+    return {"xla_gpu_enable_while_loop_double_buffering": True, **_pipelined("all_gather", "reduce_scatter")}
+
+
+def _pipelined(*kinds: str) -> dict[str, Any]:
+    """XLA:GPU's options by which loops send these collectives an iteration earlier or later."""
+    if jax.__version_info__ < (0, 12):
+        return {f"xla_gpu_enable_pipelined_{kind}": True for kind in kinds}
+    return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in kinds}
 
 
 def reduction_options(device: jax.Device, num_shards: int) -> dict[str, Any]:
