@@ -166,13 +166,17 @@ def test_scatters_in_the_order_of_the_mesh_are_caught(platform, stage, hpz, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("platform", "stage", "net"), [
-    ("v5e:2x4", 1, "wide"), ("v5e:2x4", 3, "wide"), ("v5p:2x2x2", 2, "wide"), ("v6e:2x4", 3, "wide")])
-def test_the_passes_of_a_platform_change_its_program(platform, stage, net):
-    """Else the rows above would compute what any device does: pieces, ahead, before loops, beside products."""
+@pytest.mark.parametrize(("platform", "stage", "net", "programs"), [
+    ("v5e:2x4", 1, "wide", 3), ("v5e:2x4", 3, "wide", 2), ("v5p:2x2x2", 2, "wide", 3), ("v6e:2x4", 3, "wide", 2)])
+def test_the_passes_of_a_platform_change_its_program(platform, stage, net, programs):
+    """Else the rows above would compute what any device does: pieces, tiles, beside products.
+
+    Not at stage 3 what `overlap` adds: this net is too small for it (transforms/test_gather_ahead.py has its numbers).
+    """
     batch = batches(NETS[net].vocab_size)[0]
     texts = {step_of(*row).lower(batch).as_text() for row in ((platform, stage, net), (None, stage, net))}
-    assert len({*texts, step_of(platform, stage, net, overlap=False).lower(batch).as_text()}) == 3
+    assert len(texts) == 2
+    assert len({*texts, step_of(platform, stage, net, overlap=False).lower(batch).as_text()}) == programs
 
 
 def test_a_platform_has_as_many_devices():
