@@ -87,7 +87,8 @@ from zero_jax.views.spread import (
 )
 
 _READS = ("zero_read", "zero_last_read")
-_GATHERS = (GATHER_SCOPE, "zero_read_tangent")
+_TANGENT = "zero_read_tangent"
+_GATHERS = (GATHER_SCOPE, _TANGENT)
 _COPY = "zero_gather_secondary"
 _SCATTERS = (SCATTER, SCATTER_QUANTIZED, SCATTER_WHOLE)
 _MADE_IN_PARTS = frozenset({*ELEMENTWISE, BROADCAST, RESHAPE, IOTA, RANDOM_BITS})
@@ -254,8 +255,10 @@ class LocalView:
         name, ins = primitive_of(eqn), [operand.spread for operand in operands]
         if name in _READS:
             return [operands[1]]
-        if name in _GATHERS:
+        if name == GATHER_SCOPE:
             return [self._gathered(own_use(eqn), operands[0])]
+        if name == _TANGENT:  # of what is stored: no codes, and no copy
+            return [self._gathered(dataclasses.replace(own_use(eqn), codes=None, secondary=()), operands[0])]
         if name == _COPY:
             return [self._copied(own_use(eqn), operands[0])]
         if name in (CONSTRAINT, "reshard"):
