@@ -26,7 +26,9 @@ REMAT = {"remat": "full"}
 ROWS = {
     "stage-0": (0, {}),
     "stage-3": (3, {}),
+    "stage-3-local": (3, {"view": "local"}),
     "remat": (3, REMAT),
+    "remat-local": (3, {**REMAT, "view": "local"}),
     "pa-cpu": (3, {**REMAT, "partition_activations": "cpu"}),
     "pa-cpu-kernels": (3, {**REMAT, "partition_activations": "cpu"}),
     "optimizer-on-host": (3, {"offload": "optimizer"}),
