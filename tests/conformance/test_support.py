@@ -61,13 +61,14 @@ def test_short_random_numbers_are_spread_and_are_others(short_random):
 
 
 class Items(list):
-    """In place of pytest's configuration, with what it has collected: two grids, of which one row is not slow."""
+    """In place of pytest's configuration, with what it has collected: two files, whose row 0 is not slow."""
 
     hook = property(lambda self: self)
 
     def __init__(self, part):
         self.part, self.left = part, []
-        names = [*(f"test_grid[{row}]" for row in range(100)), "test_pair[1]", "test_pair[2]", "test_slow"]
+        names = [*(f"a.py::test_grid[{row}]" for row in range(100)), "b.py::test_pair[1]", "b.py::test_pair[2]",
+                 *(f"a.py::test_{row}" for row in range(8))]
         super().__init__(types.SimpleNamespace(nodeid=name, get_closest_marker={
             "grid": "[" in name, "slow": "[0]" not in name}.get) for name in names)
         grid_part.pytest_collection_modifyitems(self, self)
@@ -83,16 +84,16 @@ class Items(list):
         return {item.nodeid for item in self}
 
 
-def test_a_part_of_each_grid_is_drawn_and_nothing_else_is_left_out():
+def test_a_part_of_each_file_is_drawn_and_nothing_else_is_left_out():
     every = Items(None)
-    assert len(every) == 103 and not every.left  # the control: without the option all run
+    assert len(every) == 110 and not every.left  # the control: without the option all run
     drawn = [Items(f"{text}/4") for text in ("one", "one", "another")]
     assert drawn[0].names == drawn[1].names != drawn[2].names
-    for part in drawn:  # 25 of 99 slow rows, one of two, and what is no grid or not slow
-        assert {"test_grid[0]", "test_slow"} <= part.names and len(part) == 25 + 1 + 2 and len(part.left) == 75
-        assert len(part.names & {"test_pair[1]", "test_pair[2]"}) == 1
-    assert Items("one/1").names == every.names
-    assert set().union(*(Items(f"{text}/4").names for text in range(40))) == every.names  # in many draws all rows run
+    for part in drawn:  # 25 of 99 slow rows, one of two, a quarter of what is no grid, and what is not slow
+        assert "a.py::test_grid[0]" in part.names and len(part) == 25 + 1 + 2 + 1 and len(part.left) == 110 - 29
+        assert len(part.names & {"b.py::test_pair[1]", "b.py::test_pair[2]"}) == 1
+        assert sum("grid" not in name and "a.py" in name for name in part.names) == 2
+    assert set().union(*(Items(f"{text}/4").names for text in range(60))) == every.names  # in many draws all rows run
     for wrong in ("4", "one/", "one/0", "one/x"):
         with pytest.raises(pytest.UsageError, match="give a text and a number of parts"):
             Items(wrong)

@@ -1,7 +1,7 @@
-"""A pytest plugin: of the slow rows of each test that is marked `grid`, the part that a text draws.
+"""A pytest plugin: of the slow rows of each file, the part that a text draws.
 
-The rows of a grid vary one claim, so that a part of them finds most faults, and over several draws all rows run. CI
-draws by the commit (.ci/run); `make test-slow` runs all.
+The rows of tests that are marked `grid` vary one claim, so that a small part of them finds most faults; of the others
+a quarter is drawn. Over several draws all run. CI draws by the commit (.ci/run); `make test-slow` runs all.
 """
 
 import collections
@@ -9,9 +9,10 @@ import hashlib
 
 import pytest
 
+OTHERS = 4
 
 def pytest_addoption(parser):
-    parser.addoption("--grid-part", metavar="TEXT/N", help="one in N of a grid's slow rows, drawn by TEXT")
+    parser.addoption("--grid-part", metavar="TEXT/N", help="one in N of a file's slow rows of grids, and one in OTHERS of its others, drawn by TEXT")
 
 
 def drawn(names: list[str], text: str, parts: int) -> set[str]:
@@ -27,10 +28,13 @@ def pytest_collection_modifyitems(config, items):
     text, _, parts = option.rpartition("/")
     if not text or not parts.isdigit() or int(parts) < 1:
         raise pytest.UsageError(f"--grid-part={option}: give a text and a number of parts, as in --grid-part=4f2a/8")
-    grids = collections.defaultdict(list)
+    grids, others = collections.defaultdict(list), collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("grid") and item.get_closest_marker("slow"):
-            grids[item.nodeid.partition("[")[0]].append(item.nodeid)
-    left_out = {name for names in grids.values() for name in {*names} - drawn(names, text, int(parts))}
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
-    items[:] = [item for item in items if item.nodeid not in left_out]
+        if item.get_closest_marker("slow"):
+            kind = grids if item.get_closest_marker("grid") else others
+            kind[item.nodeid.partition("::")[0]].append(item.nodeid)
+    kept = {name for kind, each in ((grids, int(parts)), (others, OTHERS)) for names in kind.values()
+            for name in drawn(names, text, each)}
+    runs = [not item.get_closest_marker("slow") or item.nodeid in kept for item in items]
+    config.hook.pytest_deselected(items=[item for item, run in zip(items, runs, strict=True) if not run])
+    items[:] = [item for item, run in zip(items, runs, strict=True) if run]
