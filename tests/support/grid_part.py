@@ -12,7 +12,7 @@ import pytest
 OTHERS = 4
 
 def pytest_addoption(parser):
-    parser.addoption("--grid-part", metavar="TEXT/N", help="one in N of a file's slow rows of grids, and one in OTHERS of its others, drawn by TEXT")
+    parser.addoption("--grid-part", metavar="TEXT/N", help="of each file one in N slow rows of grids, drawn by TEXT")
 
 
 def drawn(names: list[str], text: str, parts: int) -> set[str]:
