@@ -260,9 +260,9 @@ class StepFunctions(StateInArrays):
             with microbatch_errors_explained(loss, options.accumulation):
                 return accumulate_gradients(
                     gradient, options.accumulation, layout, weights, inputs, microbatches, scale,
-                    prefetch=options.prefetch, by_device=options.view == "global")
+                    prefetch=options.prefetch, by_device=not options.is_local(self.axes))
 
-        run = in_parts(run, layout, self.batches) if options.view == "local" else run
+        run = in_parts(run, layout, self.batches) if options.is_local(self.axes) else run
         return run(weights, ForwardInputs(frozen, state.variables, key), batch, scale)
 
     def _update(self, state: ZeroState, output: ForwardOutput, grads: Gradients, key: PRNGKey,

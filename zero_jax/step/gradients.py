@@ -98,7 +98,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
     activations: how those of the batches that it will get are sharded. reads: how `loss` reads parameters. With
     `options.accumulation.once` gradients are left as sums over what the function sees.
     """
-    remat, reduced, local = options.remat, not options.accumulation.once, options.view == "local"
+    remat, reduced, local = options.remat, not options.accumulation.once, options.is_local(layout.axes)
 
     def loss_of(weights: Params, stored: dict[str, Any], by_gradient: Any, inputs: ForwardInputs, batch: Batch,
                 scale: Scalar) -> tuple[Scalar, ForwardOutput]:

@@ -24,7 +24,7 @@ from zero_jax.xla.devices import combine_options
 from zero_jax.xla.host_copies import copy_options, host_prefetch_options
 from zero_jax.xla.overlap import Overlap, overlap_options, prefetch_options
 
-View: TypeAlias = Literal["global", "local"]
+View: TypeAlias = Literal["auto", "global", "local"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class StepOptions:
     communication: Communication | None = None
     offload: Offload | None = None
     tiling: Tiling | None = None
-    view: View = "global"
+    view: View = "auto"
     copy_engines: bool = True
 
     def __post_init__(self) -> None:
@@ -70,9 +70,9 @@ class StepOptions:
                              "axis `tensor`), \"cpu\" (and kept in the host's memory) or \"disk\" (in files).")
         if self.partition_activations == "disk":
             self._check_disk_activations()
-        if not is_one_of(self.view, "global", "local"):
-            raise UsageError(f"view={shown(self.view)}: give \"global\" (XLA partitions the gradient) or \"local\" "
-                             "(one shard_map does).")
+        if not is_one_of(self.view, "auto", "global", "local"):
+            raise UsageError(f"view={shown(self.view)}: give \"local\" (the gradient is one shard_map), \"global\" "
+                             "(XLA partitions it) or \"auto\" (local, where that is built).")
 
     def check(self, axes: MeshAxes) -> None:
         """Raises ValueError for what cannot take effect on this mesh, at this stage."""
@@ -116,8 +116,8 @@ class StepOptions:
                              "layer gathers its parameters, which are whole: leave it out.")
         if self.tiling is not None:
             self._check_tiling(axes)
-        if self.view == "local":
-            self._check_local(axes)
+        if self.view == "local" and not self.is_local(axes):
+            raise UsageError(f"view=\"local\" {self._not_local(axes)[0]} is not built: leave view out, or that.")
         # Each of these raises for what it cannot be made of.
         BatchLayout(axes, self.batch_specs)
         if self.host_offload:
@@ -197,17 +197,19 @@ class StepOptions:
             if is_wrong:
                 raise UsageError(f"partition_activations=\"disk\" {what}: {why}, or give \"cpu\" (host memory).")
 
-    def _check_local(self, axes: MeshAxes) -> None:
-        """Raises ValueError for what the local view does not have yet."""
-        for is_wrong, what in (
+    def is_local(self, axes: MeshAxes) -> bool:
+        """Whether the gradient is one `jax.shard_map` on this mesh: else XLA partitions it."""
+        return self.view != "global" and not self._not_local(axes)
+
+    def _not_local(self, axes: MeshAxes) -> list[str]:
+        """What the local view does not have yet."""
+        return [what for is_asked, what in (
                 (axes.tensor_enabled or axes.context_enabled, f"in the mesh {axes.sizes}, which splits more"),
                 (bool(axes.slices), "with DiLoCo"),
                 (self.offload is not None, "with offload="),
                 (self.tiling is not None, "with tiling="),
                 (bool(self.partition_activations), f"with partition_activations={self.partition_activations!r}"),
-                (self.prefetch, "with prefetch=True")):
-            if is_wrong:
-                raise UsageError(f"view=\"local\" {what} is not built: leave view out, or that.")
+                (self.prefetch, "with prefetch=True")) if is_asked]
 
     def _check_tiling(self, axes: MeshAxes) -> None:
         """Raises ValueError for what gathers whole weights, or sums whole gradients, whatever their products do."""
