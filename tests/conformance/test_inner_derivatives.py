@@ -116,7 +116,7 @@ class Scaled(nn.Module):
     @nn.compact
     def __call__(self, x):
         scale = self.param("scale", lambda key: 1 / x.std(0))
-        return Dense()(x * scale)
+        return Dense()(x * scale[None])
 
 
 def adapted(model, batch):
