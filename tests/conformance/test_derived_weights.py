@@ -98,17 +98,17 @@ def test_a_norms_gradient_of_one_device_alone_is_another_run(monkeypatch):
     """Negative control: what is small is a sum over the devices as well."""
     monkeypatch.setattr(derived_weights, "_all_reduced", lambda value, axes: value)
     with pytest.raises(AssertionError):
-        compare(Written(64), 3, vectors(64))
+        compare(Written(64), 3, vectors(64), view="global")
 
 
-def verified(model, stage, sizes, target):
+def verified(model, stage, sizes, target, **options):
     """The report of a step that `verify` accepts."""
     if extra := xla_devices.missing_compiler(target):
         pytest.skip(f"needs {extra}")
     mesh = zero_jax.make_mesh(data=(2, 4) if target == "v5e:2x4" else 8, devices=xla_devices.target_devices(target))
     width, hidden = {"even": (256, 256), "uneven": (260, 268)}[sizes]
     batch = {"x": jax.ShapeDtypeStruct((64, width), jnp.float32), "y": jax.ShapeDtypeStruct((64, 1), jnp.float32)}
-    return zero_jax.make_zero_train_step(MODELS[model](width, hidden), stage, mesh=mesh, loss=squares).verify(batch)
+    return zero_jax.make_zero_train_step(MODELS[model](width, hidden), stage, mesh=mesh, loss=squares, **options).verify(batch)
 
 
 @pytest.mark.grid
@@ -126,4 +126,4 @@ def test_without_sums_after_the_derivative_the_contract_is_broken(monkeypatch):
     """Negative control: the pass is what keeps it."""
     monkeypatch.setattr(gradients, "scatter_derived_gradients", lambda jaxpr, **_: jaxpr)
     with pytest.raises(ValueError, match="(?s)breaks its contract.*all-reduce"):
-        verified("normed", 3, "even", "h100:8")
+        verified("normed", 3, "even", "h100:8", view="global")

@@ -69,6 +69,7 @@ def test_without_the_cast_before_the_scatter_the_contract_is_broken(monkeypatch)
     monkeypatch.setattr(explicit_scatter, "_is_cast", lambda atom, makers: False)
     mesh = zero_jax.make_mesh(devices=xla_devices.target_devices("h100:8"))
     batch = {"x": jax.ShapeDtypeStruct((64, 256), jnp.float32), "y": jax.ShapeDtypeStruct((64, 1), jnp.float32)}
-    step = zero_jax.make_zero_train_step(Typed(512, jnp.float32), 3, mesh=mesh, loss=squares, precision="bf16")
+    step = zero_jax.make_zero_train_step(Typed(512, jnp.float32), 3, mesh=mesh, loss=squares, precision="bf16",
+                                          view="global")
     with pytest.raises(ValueError, match="breaks its contract"):
         step.verify(batch)

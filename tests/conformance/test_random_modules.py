@@ -1,12 +1,14 @@
 """Modules grown at random from what modules are made of, beside a plain Flax and Optax loop on one device."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from support.module_pieces import PIECES
 from support.random_modules import NOT_DRAWN, check, draw
 
-from zero_jax.transforms import explicit_scatter
+from zero_jax.views.local import LocalView
 
 FAST, NUM_SEEDS, GROUP = 3, 300, 10
 NUM_SHORT = 240
@@ -40,16 +42,17 @@ def test_seeds_draw_every_piece_and_setting():
 
 
 def test_a_gradient_that_one_device_does_not_send_is_caught(monkeypatch):
-    """Negative control: of an uneven module at stage 3, whose reductions the library writes itself."""
+    """Negative control: of an uneven module at stage 3."""
     seed = next(seed for seed in range(NUM_SEEDS) if not (drawn := draw(seed)).is_rounded and drawn.stage == 3
                 and drawn.hidden % 8 and drawn.pieces[0] == "dense")
-    right, sent = explicit_scatter.reduce_parts, []
+    right, sent = LocalView._reduced, []
 
-    def forgetful(value, axes, spec, hops=(), **how):
-        sent.append(spec)
-        return right(jnp.where(jax.lax.axis_index("data") == 7, 0, value), axes, spec, hops, **how)
+    def forgetful(self, eqn, gradient):
+        sent.append(gradient.spread.partial)
+        kept = jnp.where(jax.lax.axis_index("data") == 7, 0, gradient.array)
+        return right(self, eqn, dataclasses.replace(gradient, array=kept, parts={}))
 
-    monkeypatch.setattr(explicit_scatter, "reduce_parts", forgetful)
+    monkeypatch.setattr(LocalView, "_reduced", forgetful)
     with pytest.raises(AssertionError):
         check(draw(seed))
-    assert sent
+    assert all(sent)

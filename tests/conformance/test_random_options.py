@@ -1,11 +1,13 @@
 """Options of a step drawn at random, as many as are accepted together, beside a plain loop on one device."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from support.random_options import MESHES, OPTIONS, Drawn, check, draw
 
-from zero_jax.transforms import explicit_scatter
+from zero_jax.views.local import LocalView
 
 FAST, NUM_SEEDS, GROUP = 1, 160, 8
 GROUPS = [pytest.param(range(first, first + GROUP), marks=[pytest.mark.slow, pytest.mark.short_random])
@@ -35,15 +37,16 @@ def test_seeds_draw_every_option_and_mesh():
 
 
 def test_a_gradient_that_one_device_does_not_send_is_caught(monkeypatch):
-    """Negative control: of an uneven model at stage 3, whose reductions the library writes itself."""
+    """Negative control: of an uneven model at stage 3."""
     drawn = Drawn(0, "linen", True, 60, 3, "fp32", "flat", "momentum", True, (("accumulate", 2), ("remat", "full")))
-    right, sent = explicit_scatter.reduce_parts, []
+    right, sent = LocalView._reduced, []
 
-    def forgetful(value, axes, spec, hops=(), **how):
-        sent.append(spec)
-        return right(jnp.where(jax.lax.axis_index("data") == 7, 0, value), axes, spec, hops, **how)
+    def forgetful(self, eqn, gradient):
+        sent.append(gradient.spread.partial)
+        kept = jnp.where(jax.lax.axis_index("data") == 7, 0, gradient.array)
+        return right(self, eqn, dataclasses.replace(gradient, array=kept, parts={}))
 
-    monkeypatch.setattr(explicit_scatter, "reduce_parts", forgetful)
+    monkeypatch.setattr(LocalView, "_reduced", forgetful)
     with pytest.raises(AssertionError):
         check(drawn)
-    assert sent
+    assert all(sent)

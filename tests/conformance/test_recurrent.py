@@ -88,4 +88,4 @@ def test_without_one_send_per_loop_the_contract_is_broken(monkeypatch):
     mesh = zero_jax.make_mesh(devices=xla_devices.target_devices("h100:8"))
     batch = {"x": jax.ShapeDtypeStruct((64, 256), jnp.float32), "y": jax.ShapeDtypeStruct((64, 1), jnp.float32)}
     with pytest.raises(ValueError, match="breaks its contract"):
-        zero_jax.make_zero_train_step(Recurrent(256), 3, mesh=mesh, loss=squares).verify(batch)
+        zero_jax.make_zero_train_step(Recurrent(256), 3, mesh=mesh, loss=squares, view="global").verify(batch)

@@ -123,7 +123,7 @@ class Typed(nn.Module):
 def typed():
     """(report with the passes that keep the reduce-scatter of cast gradients, report without them)."""
     def report():
-        step = zero_jax.make_zero_train_step(Typed(), 3, mesh=mesh_of("h100:8"), loss=squares)
+        step = zero_jax.make_zero_train_step(Typed(), 3, mesh=mesh_of("h100:8"), loss=squares, view="global")
         return step.compiled_step(vectors(512)).report
 
     with pytest.MonkeyPatch.context() as patch:
@@ -224,7 +224,8 @@ class SmallRecurrent(nn.Module):
 def test_a_small_parameter_that_is_sent_in_a_loop_is_told(monkeypatch):
     """The bytes pass. XLA:CPU moves the gathers out of the loop, and leaves the sums in it."""
     def report():
-        step = zero_jax.make_zero_train_step(SmallRecurrent(), 3, mesh=zero_jax.make_mesh(8), loss=squares)
+        step = zero_jax.make_zero_train_step(
+            SmallRecurrent(), 3, mesh=zero_jax.make_mesh(8), loss=squares, view="global")
         return step.compiled_step(vectors(1024)).report
 
     assert not report().violations

@@ -104,6 +104,8 @@ class Row:
         mesh = mesh_of(self.target, **self.sizes)
         model = Replicated(mesh) if self.model is Replicated else self.model or LINEN
         options = {"precision": "bf16", "optimizer": ADAMW} | self.options
+        if self.change in (partitioned, in_each_round, gathered_in_its_round, gradients_last, transposed):
+            options["view"] = "global"  # of whose passes these leave one out
         step = zero_jax.make_zero_train_step(model, self.stage, mesh=mesh, **options)
         rows, length = self.global_batch or self.batch[0] * mesh.size, self.batch[1]
         if options.get("loss") is classify_images:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.oracle import loss_difference, oracle, param_difference, slow, train
+from support.oracle import VIEW, loss_difference, oracle, param_difference, slow, train
 from support.targets import mesh_of
 from support.workloads import KEY_BIAS, token_batches
 
@@ -44,6 +44,7 @@ def before(monkeypatch):
         found.number += len(products)
         return waited(loop, products)
 
+    monkeypatch.setitem(VIEW, "view", "global")
     monkeypatch.setattr(gradients, "multiplies_before_loops", lambda *_: True)
     monkeypatch.setattr(before_loops, "_waited", counted)
     return found

@@ -3,7 +3,7 @@
 import types
 
 import pytest
-from support.oracle import loss_difference, oracle, param_difference, slow, train
+from support.oracle import VIEW, loss_difference, oracle, param_difference, slow, train
 from support.targets import mesh_of
 from support.workloads import KEY_BIAS, token_batches
 
@@ -35,6 +35,7 @@ def ahead(monkeypatch):
         found.loops += 1
         return run(loop, *args)
 
+    monkeypatch.setitem(VIEW, "view", "global")
     monkeypatch.setattr(gradients, "gathers_ahead", lambda *_: True)
     monkeypatch.setattr(gather_ahead, "MAX_WASTE", 1)
     monkeypatch.setattr(gather_ahead._Loop, "run", counted)

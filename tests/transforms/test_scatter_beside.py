@@ -5,7 +5,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from support.oracle import loss_difference, oracle, param_difference, slow, train
+from support.oracle import VIEW, loss_difference, oracle, param_difference, slow, train
 from support.programs import program
 from support.slices import MODELS, batches, trained
 from support.targets import mesh_of
@@ -43,6 +43,7 @@ def beside(monkeypatch):
         found.number += 1
         return eqn(each)
 
+    monkeypatch.setitem(VIEW, "view", "global")
     monkeypatch.setattr(gradients, "scatters_beside_products", lambda *_: True)
     monkeypatch.setattr(scatter_beside._Beside, "eqn", counted)
     return found

@@ -48,6 +48,7 @@ class Layout:
         microbatches: over how many a step sums gradients.
         disk: names of those that are in files between steps (`memory.disk_leaves.with_disk`).
         disk_gradients: of each parameter whose gradient goes to a file, layer by layer, the stack as backward makes it.
+        view_note: what makes the gradient one program for each device.
         overlap_note: XLA's options by which collectives run beside compute, where the step has some.
         gathers_in_pieces: whether whole weights are gathered in pieces into the old ones (`gather_pieces`).
         not_tiled: parameters above the size that `tiling` was given, with the reason why they have no tiles.
@@ -71,6 +72,7 @@ class Layout:
     microbatches: int = 1
     disk: frozenset[str] = frozenset()
     disk_gradients: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+    view_note: str = ""
     overlap_note: str = ""
     gathers_in_pieces: bool = False
     not_tiled: tuple[str, ...] = ()
@@ -218,6 +220,8 @@ class Layout:
             lines += host_lines(rows, self.host_params, self.reads, tiled=tiled) + gradient_lines(
                 self.host_gradients, self.reads, self.microbatches, tiled=tiled)
         lines += file_lines(rows, self.disk_layers, self.disk_gradients, self.reads)
+        if self.view_note:
+            lines.append(f"the gradient is {self.view_note}")
         if self.overlap_note:
             lines.append(f"collectives run beside compute by XLA's options: {self.overlap_note}")
         if self.replicated_batch:

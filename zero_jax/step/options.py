@@ -116,8 +116,8 @@ class StepOptions:
                              "layer gathers its parameters, which are whole: leave it out.")
         if self.tiling is not None:
             self._check_tiling(axes)
-        if self.view == "local" and not self.is_local(axes):
-            raise UsageError(f"view=\"local\" {self._not_local(axes)[0]} is not built: leave view out, or that.")
+        if self.view == "local" and (missing := self._not_local(axes)):
+            raise UsageError(f"view=\"local\" {missing[0]} is not built: leave view out, or that.")
         # Each of these raises for what it cannot be made of.
         BatchLayout(axes, self.batch_specs)
         if self.host_offload:
@@ -198,8 +198,11 @@ class StepOptions:
                 raise UsageError(f"partition_activations=\"disk\" {what}: {why}, or give \"cpu\" (host memory).")
 
     def is_local(self, axes: MeshAxes) -> bool:
-        """Whether the gradient is one `jax.shard_map` on this mesh: else XLA partitions it."""
-        return self.view != "global" and not self._not_local(axes)
+        """Whether the gradient is one `jax.shard_map` on this mesh: else XLA partitions it.
+
+        On TPUs only where it is asked for: there it takes more memory (docs/passes.md).
+        """
+        return self.view == "local" or self.view == "auto" and not (axes.is_tpu or self._not_local(axes))
 
     def _not_local(self, axes: MeshAxes) -> list[str]:
         """What the local view does not have yet."""
