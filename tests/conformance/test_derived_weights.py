@@ -108,7 +108,8 @@ def verified(model, stage, sizes, target, **options):
     mesh = zero_jax.make_mesh(data=(2, 4) if target == "v5e:2x4" else 8, devices=xla_devices.target_devices(target))
     width, hidden = {"even": (256, 256), "uneven": (260, 268)}[sizes]
     batch = {"x": jax.ShapeDtypeStruct((64, width), jnp.float32), "y": jax.ShapeDtypeStruct((64, 1), jnp.float32)}
-    return zero_jax.make_zero_train_step(MODELS[model](width, hidden), stage, mesh=mesh, loss=squares, **options).verify(batch)
+    step = zero_jax.make_zero_train_step(MODELS[model](width, hidden), stage, mesh=mesh, loss=squares, **options)
+    return step.verify(batch)
 
 
 @pytest.mark.grid
