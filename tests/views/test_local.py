@@ -156,6 +156,56 @@ def test_what_is_computed_whole_is_named():
         in_parts(PROGRAMS["sorted over the batch"], MeshAxes.of(zero_jax.make_mesh(8)), *arrays())
 
 
+def over_both(fun, specs, out):
+    return jax.shard_map(fun, in_specs=specs, out_specs=out, check_vma=False)
+
+
+SPLIT = {
+    "split by both": ((P("data"), P(("tensor", "data"))), lambda x, w: jnp.tanh(x @ w.T) @ w),
+    "split by both, the other first": ((P("data"), P(("data", "tensor"))), lambda x, w: jnp.tanh(x @ w.T) @ w),
+    "split in two dims": ((P("data", "tensor"), P("data", "tensor")), lambda x, w: (w @ x.T, x.sum())),
+    "gradient": ((P("data"), P("tensor")), lambda x, w: jax.grad(lambda w: (jnp.tanh(x @ w.T) ** 2).mean())(w)),
+    "constraints": ((P("data"), P("tensor", "data")), lambda x, w: constrained(
+        constrained(x @ constrained(w, P("tensor")).T, P("data", "tensor")).sum(0), P(P.UNCONSTRAINED))),
+    "statistics in 16 bits": ((P("data", "tensor"), P()), lambda x, w: (
+        jnp.round(x).astype(jnp.bfloat16).sum(0), x.astype(jnp.bfloat16).max(0), (x > 2).any(0))),
+    "the batch sorted": ((P("data", "tensor"), P()), lambda x, w: jnp.sort(x, 0)),
+    "a shard_map over both": ((P("data"), P("tensor")), lambda x, w: over_both(
+        lambda x, w: jax.lax.psum(x @ w.T, "tensor") + x.shape[0], (P("data", "tensor"), P(None, "tensor")), P("data")
+        )(x, w)),
+    "a shard_map of dims split by both": ((P("data"), P("tensor")), lambda x, w: over_both(
+        lambda w: w + 10 * jax.lax.axis_index("tensor"), P(("tensor", "data")), P(("tensor", "data")))(w)),
+    "in a loop, checkpointed": ((P("data"), P("tensor")), lambda x, w: jax.grad(lambda w: jax.lax.scan(
+        jax.checkpoint(lambda carry, _: (constrained(jnp.tanh(carry @ w.T), P("data", "tensor")) @ w, None)),
+        x, None, length=3)[0].var())(w)),
+}
+"""How (x, w) are sharded, x: (16, 8), w: (16, 8); a program of them, in the mesh of data=4, tensor=2."""
+
+
+def constrained(value, spec):
+    return jax.lax.with_sharding_constraint(value, NamedSharding(zero_jax.make_mesh(tensor=2), spec))
+
+
+@pytest.mark.filterwarnings("ignore:view=.local.. every device computes the whole of sort")
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_program_in_parts_beside_tensor_has_the_values_of_one_device(name):
+    specs, fun = SPLIT[name]
+    mesh, args = zero_jax.make_mesh(tensor=2), [jax.random.normal(jax.random.key(i), (16, 8)) for i in range(2)]
+    with jax.set_mesh(mesh):
+        found = in_parts(fun, MeshAxes.of(mesh), *args, specs=specs)
+        expected = jax.tree.leaves(jax.jit(fun)(*args))
+    chex.assert_trees_all_close([np.asarray(each, np.float32) for each in found],
+                                [np.asarray(each, np.float32) for each in expected], rtol=1e-5, atol=1e-5)
+
+
+def test_rows_in_another_order_are_told_apart():
+    """Negative control: a dim that `tensor` splits first is not one that `data` splits first."""
+    mesh, args = zero_jax.make_mesh(tensor=2), [jax.random.normal(jax.random.key(i), (16, 8)) for i in range(2)]
+    (found,) = in_parts(lambda x, w: w * 2, MeshAxes.of(mesh), *args, specs=(P("data"), P(("tensor", "data"))))
+    other = args[1].reshape(4, 2, 2, 8).swapaxes(0, 1).reshape(16, 8)
+    assert np.allclose(found, args[1] * 2) and not np.allclose(found, other * 2)
+
+
 @functools.cache
 def gpt2_alone(flavour, scanned):
     return oracle(FLAVOURS[flavour](dataclasses.replace(CONFIG, scan_layers=scanned)), batches=token_batches(),
@@ -163,17 +213,46 @@ def gpt2_alone(flavour, scanned):
 
 
 FAST = [("linen", True, 3, 8), ("nnx", False, 2, (2, 4))]
+TENSOR = [("nnx", True, 3, {"tensor": 2}), ("linen", False, 1, {"tensor": 4})]
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("flavour, scanned, stage, data", [*FAST, *(
-    slow(*row) for row in itertools.product(FLAVOURS, (True, False), range(4), (8, (2, 4), (2, 2, 2)))
+    slow(*row) for row in (*TENSOR, *itertools.product(FLAVOURS, (True, False), range(4), (8, (2, 4), (2, 2, 2))))
     if row not in FAST)])
 def test_gpt2_is_one_device(flavour, scanned, stage, data):
-    many = train(FLAVOURS[flavour](dataclasses.replace(CONFIG, scan_layers=scanned)), stage, data,
-                 batches=token_batches(), precision="fp32", view="local")
+    split = isinstance(data, dict)
+    many = train(FLAVOURS[flavour](dataclasses.replace(CONFIG, scan_layers=scanned)), stage,
+                 zero_jax.make_mesh(**data) if split else data, batches=token_batches(), precision="fp32", view="local",
+                 **{"tensor_rules": gpt2.tensor_rules(CONFIG)} if split else {})
     one = gpt2_alone(flavour, scanned)
     assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
+
+
+class Uneven(nn.Module):
+    """No dim of a part divides over four devices; `tensor` splits one of each kernel."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.LayerNorm()(nn.relu(nn.Dense(14, name="up")(x)))
+        return nn.Dense(10, name="down")(x)
+
+
+RULES = [("up/kernel", P(None, "tensor")), ("up/bias", P("tensor")), ("down/kernel", P("tensor", None))]
+
+
+@pytest.mark.parametrize("stage, sizes", [(3, {"tensor": 2}), (1, {"tensor": 2}), *(
+    slow(stage, sizes) for stage, sizes in itertools.product(range(4), (
+        {"tensor": 2}, {"data": (2, 2), "tensor": 2}, {"replica": 2, "tensor": 2}))
+    if (stage, sizes) not in [(3, {"tensor": 2}), (1, {"tensor": 2})])])
+def test_uneven_leaves_beside_tensor_are_one_device(stage, sizes):
+    batches = [{"x": np.random.RandomState(i).randn(8, 10).astype(np.float32)} for i in range(3)]
+    options = {"batches": batches, "loss": lambda model, batch: ((model(batch["x"]) - batch["x"]) ** 2).mean(),
+               "optimizer": SGD}
+    one, many = oracle(Uneven(), **options), train(Uneven(), stage, zero_jax.make_mesh(**sizes), view="local",
+                                                   tensor_rules=RULES, **options)
+    assert loss_difference(many, one) < 1e-6 and param_difference(many, one) < 1e-6
+    assert param_difference(dataclasses.replace(many, params=one.start), one) > 1e-3
 
 
 SGD = optax.sgd(0.1, momentum=0.9)

@@ -97,6 +97,11 @@ def in_specs(shard_map: JaxprEqn) -> tuple[Any, ...]:
     return tuple(shard_map.params["in_specs"])
 
 
+def newly_manual(shard_map: JaxprEqn) -> frozenset[str]:
+    """The mesh axes along which a shard_map maps."""
+    return frozenset(shard_map.params["newly_manual_axes"])
+
+
 def checkpoint_names(eqn: JaxprEqn) -> tuple[str, ...]:
     """What `jax.ad_checkpoint.checkpoint_name` calls the result, or values directly within a custom_vjp_call.
 

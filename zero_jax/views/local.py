@@ -1,6 +1,7 @@
 """A program of global arrays, computed by many devices, each of which computes its examples.
 
-`local_view` evaluates the differentiated loss inside of one `jax.shard_map` over the mesh. It follows how the devices
+`local_view` evaluates the differentiated loss inside of one `jax.shard_map` over the mesh, whose axis `tensor` is left
+to XLA's partitioner and to the constraints that the program has. It follows how the devices
 hold each value (`spread.Spread`), by the table of primitives in `rules`. A batch is split by its examples; parameters
 and gradients as the layout stores them. What a sum over examples leaves on each device is summed over the devices where
 something needs the sum, and scattered where a gradient is stored. Where no rule holds, operands are gathered and every
@@ -55,6 +56,7 @@ from zero_jax.jaxpr.primitives import (
     in_specs,
     iota_dim,
     jit_name,
+    newly_manual,
     out_shardings,
     own_use,
 )
@@ -66,6 +68,8 @@ from zero_jax.sharding.gather import (
     SCATTER_QUANTIZED,
     SCATTER_WHOLE,
     ParamUse,
+    compute_spec,
+    names_of,
     secondary_spec,
 )
 from zero_jax.sharding.layout import Layout
@@ -78,9 +82,11 @@ from zero_jax.views.rules import ELEMENTWISE, Plan, plan_back, plan_of, plan_who
 from zero_jax.views.spread import (
     Split,
     Spread,
+    combined,
     gathered_param,
     local_shape,
     moved,
+    on_tensor,
     positions,
     spread_of,
     whole,
@@ -166,8 +172,7 @@ class LocalView:
         return (plan_of(eqn, ins, self.ways) or plan_whole(eqn)).outs
 
     def _scattered(self, eqn: JaxprEqn) -> Spread:
-        spec = getattr(out_shardings(eqn)[0], "spec", P())  # unspecified where a loss itself differentiates
-        return spread_of(spec, _ndim(eqn.outvars[0]), self.axes)
+        return spread_of(_scatter_spec(eqn), _ndim(eqn.outvars[0]), self.axes)
 
     def _scan_spreads(self, eqn: JaxprEqn, ins: Sequence[Spread]) -> tuple[list[Spread], list[Spread]]:
         """(Of the operands, of the results): the carry is spread as one round leaves it to the next."""
@@ -262,7 +267,7 @@ class LocalView:
         if name == _COPY:
             return [self._copied(own_use(eqn), operands[0])]
         if name in (CONSTRAINT, "reshard"):
-            return [operands[0]]
+            return [self._constrained(eqn, operands[0])]
         if name == SHARD_MAP:
             return self._mapped(eqn, operands)
         if jit_name(eqn) in _SCATTERS:
@@ -300,9 +305,19 @@ class LocalView:
         args = [self.to(operand, want) for operand, want in zip(operands, plan.ins, strict=True)]
         results = bind_unsharded(eqn.replace(params={**eqn.params, **dict(plan.shapes)}), args)
         if plan.combine:
-            results = [_combined(result, plan.combine, plan.over) for result in results]
+            combine = jax.lax.pmax if plan.combine == "max" else jax.lax.pmin
+            results = [combined(combine, result, plan.over, self.axes) for result in results]
         return [_Value(array, spread, _shape(var))
                 for array, spread, var in zip(results, plan.outs, eqn.outvars, strict=True)]
+
+    def _constrained(self, eqn: JaxprEqn, value: _Value) -> _Value:
+        """What a constraint says of `tensor`, which the partitioner splits over; the other axes are this view's."""
+        spec, tensor = getattr(eqn.params.get("sharding"), "spec", None), self.axes.tensor
+        if spec is None or not self.axes.tensor_enabled:
+            return value
+        spec = P(*[entry if entry is P.UNCONSTRAINED else tensor if tensor in names_of(P(entry)) else None
+                   for entry in spec])
+        return dataclasses.replace(value, array=jax.lax.with_sharding_constraint(value.array, spec))
 
     # Parameters and their gradients -----------------------------------------------------------------------------------
 
@@ -313,15 +328,20 @@ class LocalView:
     def _copied(self, use: ParamUse, stored: _Value) -> _Value:
         """What forward keeps for backward, from which that gathers over the secondary axes alone."""
         ndim = len(stored.shape)
-        shard = use.cast(self.to(stored, spread_of(use.sent, ndim, self.axes)))
-        copy = gathered_param(shard, use.sent, self.axes, kept=use.secondary)
-        return _Value(copy, spread_of(self._copy_spec(use), ndim, self.axes), stored.shape)
+        shard, spec = use.cast(self.to(stored, spread_of(use.sent, ndim, self.axes))), self._copy_spec(use)
+        copy = on_tensor(lambda shard: gathered_param(shard, use.sent, self.axes, kept=use.secondary), shard, use.sent,
+                         spec, self.axes)
+        return _Value(copy, spread_of(spec, ndim, self.axes), stored.shape)
 
     def _gathered(self, use: ParamUse, stored: _Value) -> _Value:
         spec = self._copy_spec(use) if use.secondary else use.sent
         shard = use.cast(self.to(stored, spread_of(spec, len(stored.shape), self.axes)))
-        array = gathered_param(shard, spec, self.axes)
-        value = use.stored_shape.load(array if use.codes is None else use.codes.decode(array, use.dtype))
+
+        def gathered(shard: jax.Array) -> jax.Array:
+            array = gathered_param(shard, spec, self.axes)
+            return array if use.codes is None else use.codes.decode(array, use.dtype, split=(self.axes.tensor,))
+
+        value = use.stored_shape.load(on_tensor(gathered, shard, spec, use.stored, self.axes))
         return _Value(value, whole(value.ndim), value.shape)
 
     def _reduced(self, eqn: JaxprEqn, gradient: _Value) -> _Value:
@@ -330,10 +350,19 @@ class LocalView:
         here = _Value(self.to(gradient, partial), whole(len(gradient.shape)), gradient.shape)
         (stored,) = self.evaluate(call_jaxpr(eqn), [here])
         value = _Value(stored.array, Spread(stored.spread.dims, partial.partial), stored.shape)
-        spread = self._scattered(eqn)
-        if jit_name(eqn) == SCATTER_QUANTIZED and partial.partial:
-            return _Value(reduce_parts(value.array, self.axes, spread.spec, self.hops), spread, stored.shape)
-        return _Value(self.to(value, spread), spread, stored.shape)
+        return self._stored(value, _scatter_spec(eqn), self.hops if jit_name(eqn) == SCATTER_QUANTIZED else ())
+
+    def _stored(self, value: _Value, spec: P, hops: Sequence[Hop] = ()) -> _Value:
+        """`value` as it is stored by `spec`, reduced as `hops` say."""
+        have, want = value.spread, spread_of(spec, len(value.shape), self.axes)
+        if not have.partial or any(have.dims):
+            return _Value(self.to(value, want), want, value.shape)
+        own = Spread(tuple(split and Split(split.axes) for split in want.dims))  # of a device's part along `tensor`
+
+        def reduced(array: jax.Array) -> jax.Array:
+            return reduce_parts(array, self.axes, spec, hops) if hops else moved(array, have, own, self.axes)
+
+        return _Value(on_tensor(reduced, value.array, spec, spec, self.axes), want, value.shape)
 
     # Loops, branches, calls -------------------------------------------------------------------------------------------
 
@@ -404,7 +433,13 @@ class LocalView:
         wants = [spread_of(spec, len(operand.shape), self.axes)
                  for spec, operand in zip(in_specs(eqn), operands, strict=True)]
         args = [self.to(operand, want) for operand, want in zip(operands, wants, strict=True)]
-        return self._values(eqn, _run_manual(call_jaxpr(eqn), args), self._outs(eqn, wants))
+        run: Any = functools.partial(_run_manual, call_jaxpr(eqn))
+        if self.axes.tensor_enabled and self.axes.tensor in newly_manual(eqn):
+            specs, out_specs = ([compute_spec(spec, self.axes) for spec in each]
+                                for each in (in_specs(eqn), eqn.params["out_specs"]))
+            run = jax.shard_map(run, axis_names={self.axes.tensor}, in_specs=tuple(specs), out_specs=out_specs,
+                                check_vma=False)
+        return self._values(eqn, run(*args), self._outs(eqn, wants))
 
 
 def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_specs: Sequence[P | None],
@@ -418,11 +453,22 @@ def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_spec
     ins = [spread_of(spec, _ndim(var), axes) for spec, var in zip(specs, jaxpr.invars, strict=True)]
     outs = []
     for found, spec, var in zip(view.spreads(closed, ins), out_specs, jaxpr.outvars, strict=True):
-        plain = all(split is None or split.outer == 1 for split in found.dims)
-        free = found.without_sum if plain else whole(_ndim(var))
+        free = found.without_sum if found.is_plain else whole(_ndim(var))
         outs.append(free if spec is None else spread_of(spec, _ndim(var), axes))
-    run = jax.shard_map(view._function(closed, ins, outs), mesh=axes.mesh, in_specs=tuple(each.spec for each in ins),
-                        out_specs=[each.spec for each in outs], check_vma=False)
+    function = view._function(closed, ins, outs)
+
+    def on_device(*args: Any) -> list[Any]:
+        results = function(*(spread.joined(arg) for spread, arg in zip(ins, args, strict=True)))
+        return [spread.blocks(result) for spread, result in zip(outs, results, strict=True)]
+
+    manual = {name for name in axes.mesh.axis_names if name != axes.tensor or not axes.tensor_enabled}
+    mapped = jax.shard_map(on_device, mesh=axes.mesh, in_specs=tuple(each.spec for each in ins),
+                           out_specs=[each.spec for each in outs], axis_names=manual, check_vma=False)
+
+    def run(*args: Any) -> list[Any]:
+        results = mapped(*(spread.blocks(arg) for spread, arg in zip(ins, args, strict=True)))
+        return [spread.joined(result) for spread, result in zip(outs, results, strict=True)]
+
     local = trace(run, *map(shape_of, jaxpr.invars))
     if view.whole:
         warnings.warn("view=\"local\": every device computes the whole of " + ", ".join(sorted(view.whole))
@@ -468,6 +514,11 @@ def in_parts(gradient: Callable[..., Any], layout: Layout, batches: BatchLayout)
     return run
 
 
+def _scatter_spec(eqn: JaxprEqn) -> P:
+    """How a gradient is stored; as it is where a loss itself differentiates."""
+    return getattr(out_shardings(eqn)[0], "spec", P())
+
+
 def _shape(atom: Any) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
 
@@ -511,14 +562,14 @@ def _settled(step: Callable[[list[Spread]], Sequence[Spread]], carry: list[Sprea
         carry = after
 
 
-def _run_manual(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+def _run_manual(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     """The body of a shard_map, where JAX does not check which values differ between devices."""
     def bind(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
         if primitive_of(eqn) in ("pvary", "pcast"):
             return args
         if primitive_of(eqn) == "psum_invariant":
             return jax.lax.psum(args, eqn.params["axes"])
-        return _run_manual(call_jaxpr(eqn), args) if primitive_of(eqn) in CALLS else bind_eqn(eqn, args)
+        return _run_manual(call_jaxpr(eqn), *args) if primitive_of(eqn) in CALLS else bind_eqn(eqn, args)
 
     jaxpr = closed.jaxpr
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
@@ -530,12 +581,6 @@ def _holds_own(eqn: JaxprEqn) -> bool:
     """Whether a loop, branch or call holds a read or a gradient of a parameter."""
     return any(primitive_of(inner).startswith("zero_") or jit_name(inner) in _SCATTERS or _holds_own(inner)
                for jaxpr in inner_jaxprs(eqn) for inner in closed_jaxpr(jaxpr).jaxpr.eqns)
-
-
-def _combined(value: jax.Array, combine: str, over: Sequence[str]) -> jax.Array:
-    if value.dtype == bool:
-        return _combined(value.astype(jnp.int8), combine, over).astype(bool)
-    return (jax.lax.pmax if combine == "max" else jax.lax.pmin)(value, tuple(over))
 
 
 def _bits_at(key: jax.Array, shape: Sequence[int], splits: Mapping[int, Split], axes: MeshAxes) -> jax.Array:

@@ -457,8 +457,8 @@ def _scatter(*, adds: bool) -> Rule:
         if summed and any(ins_operand):
             return None
         partial = tuple(summed)
-        if not summed and adds and spreads[0].partial and not taken:
-            partial = spreads[0].partial  # a sum of which a part is added to: by one device
+        if not summed and adds and not taken and (spreads[0].partial or spreads[2].partial):
+            partial = spreads[0].partial or spreads[2].partial  # what is whole is added by one device
             return Plan((Spread(tuple(ins_operand), partial), Spread(tuple(ins_indices)),
                          Spread(tuple(ins_updates), partial)), (Spread(tuple(ins_operand), partial),))
         return Plan((Spread(tuple(ins_operand), partial), Spread(tuple(ins_indices)), Spread(tuple(ins_updates))),

@@ -3,14 +3,14 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.sharding.gather import GATHER_SCOPE, gather_sequence, names_of
+from zero_jax.sharding.gather import GATHER_SCOPE, compute_spec, gather_sequence, names_of
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.reduce_scatter import mesh_ordered_runs, reduce_parts
 from zero_jax.typing import AxisNames, Shape
@@ -21,7 +21,7 @@ class Split:
     """A dim of which each device holds equal parts, by its place along `axes` (major first).
 
     outer: into how many equal blocks the dim is cut first; a device holds a part of each. Other than 1 where an array
-    whose minor dim is split was reshaped into fewer dims.
+    whose minor dim is split was reshaped into fewer dims, and where `tensor` splits a stored dim before the others do.
     """
 
     axes: AxisNames
@@ -46,10 +46,29 @@ class Spread:
         return Spread(self.dims)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether no dim is cut into blocks first."""
+        return all(dim is None or dim.outer == 1 for dim in self.dims)
+
+    @property
     def spec(self) -> P:
-        """As a `PartitionSpec`, where nothing is to be summed and no dim is cut into blocks first."""
-        assert not self.partial and all(dim is None or dim.outer == 1 for dim in self.dims), self
-        return P(*[None if dim is None else dim.axes[0] if len(dim.axes) == 1 else dim.axes for dim in self.dims])
+        """As a `PartitionSpec`, where nothing is to be summed; of `blocks`."""
+        assert not self.partial, self
+        entries = [[None] * (dim is not None and dim.outer > 1) + [None if dim is None else dim.axes]
+                   for dim in self.dims]
+        return P(*[axes[0] if axes and len(axes) == 1 else axes for entry in entries for axes in entry])
+
+    def blocks(self, value: jax.Array) -> jax.Array:
+        """`value` with a dim of its own for the blocks into which a dim is cut."""
+        for dim, split in reversed([*enumerate(self.dims)]):
+            value = value if split is None or split.outer == 1 else _blocks(value, dim, split.outer)
+        return value
+
+    def joined(self, value: jax.Array) -> jax.Array:
+        """The inverse of `blocks`."""
+        for dim, split in enumerate(self.dims):
+            value = value if split is None or split.outer == 1 else _joined(value, dim)
+        return value
 
 
 def whole(ndim: int) -> Spread:
@@ -58,10 +77,13 @@ def whole(ndim: int) -> Spread:
 
 
 def spread_of(spec: P, ndim: int, axes: MeshAxes) -> Spread:
-    """That of an array sharded by `spec`; mesh axes of size 1 split nothing."""
-    entries = [tuple(name for name in names_of(P(entry)) if axes.size(name) > 1) for entry in spec]
-    entries += [()] * (ndim - len(entries))
-    return Spread(tuple(Split(names) if names else None for names in entries))
+    """That of an array sharded by `spec`; mesh axes of size 1 split nothing, and `tensor` is the partitioner's."""
+    dims: list[Split | None] = [None] * ndim
+    for dim, entry in enumerate(spec):
+        names = [name for name in names_of(P(entry)) if axes.size(name) > 1]
+        if own := tuple(name for name in names if name != axes.tensor):
+            dims[dim] = Split(own, axes.tensor_size if names[0] == axes.tensor else 1)
+    return Spread(tuple(dims))
 
 
 def local_shape(shape: Shape, spread: Spread, axes: MeshAxes) -> tuple[int, ...]:
@@ -75,9 +97,9 @@ def moved(value: jax.Array, have: Spread, want: Spread, axes: MeshAxes) -> jax.A
     if have == want:
         return value
     if have.partial and not want.partial:
-        if not any(have.dims) and any(want.dims) and set(have.partial) == set(axes.batch):
+        if not any(have.dims) and any(want.dims) and want.is_plain and set(have.partial) == set(axes.batch):
             return reduce_parts(value, axes, want.spec)
-        value = jax.lax.psum(value, have.partial)
+        value = combined(jax.lax.psum, value, have.partial, axes)
     elif want.partial and not have.partial:
         value = jnp.where(_index(want.partial, axes) == 0, value, jnp.zeros(value.shape, value.dtype))
     differ = [dim for dim, (one, other) in enumerate(zip(have.dims, want.dims, strict=True)) if one != other]
@@ -88,6 +110,28 @@ def moved(value: jax.Array, have: Spread, want: Spread, axes: MeshAxes) -> jax.A
         if (split := want.dims[dim]) is not None:
             value = _part(value, dim, split, axes)
     return value
+
+
+def combined(combine: Callable[..., jax.Array], value: jax.Array, over: AxisNames, axes: MeshAxes) -> jax.Array:
+    """`combine(value, over)`, which is `psum`, `pmax` or `pmin`.
+
+    XLA for CPUs (jaxlib 0.10.2 and 0.12) ends the process on one of a narrow dtype beside an axis of the partitioner.
+    """
+    narrow = value.dtype.itemsize < 4 and axes.tensor_enabled and axes.platform == "cpu" or value.dtype == bool
+    wide = jnp.promote_types(value.dtype, jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else jnp.int32)
+    return combine(value.astype(wide), over).astype(value.dtype) if narrow else combine(value, over)
+
+
+def on_tensor(fun: Callable[[jax.Array], jax.Array], value: jax.Array, before: P, after: P, axes: MeshAxes
+              ) -> jax.Array:
+    """`fun(value)` on the part of each device along `tensor`, which splits `value` and the result as these specs say.
+
+    The partitioner gathers over `tensor` what a collective over other axes takes.
+    """
+    if not axes.tensor_enabled:
+        return fun(value)
+    return jax.shard_map(fun, axis_names={axes.tensor}, in_specs=compute_spec(before, axes),
+                         out_specs=compute_spec(after, axes), check_vma=False)(value)
 
 
 def gathered_param(value: jax.Array, spec: P, axes: MeshAxes, kept: Sequence[str] = ()) -> jax.Array:
