@@ -200,7 +200,7 @@ class StepOptions:
     def _check_local(self, axes: MeshAxes) -> None:
         """Raises ValueError for what the local view does not have yet."""
         for is_wrong, what in (
-                (axes.tensor_enabled or axes.context_enabled, f"in the mesh {axes.sizes}, which splits more"),
+                (axes.tensor_enabled, f"in the mesh {axes.sizes}, whose axis {axes.tensor!r} splits more"),
                 (bool(axes.slices), "with DiLoCo"),
                 (self.offload is not None, "with offload="),
                 (self.tiling is not None, "with tiling="),
