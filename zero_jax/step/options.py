@@ -207,7 +207,6 @@ class StepOptions:
     def _not_local(self, axes: MeshAxes) -> list[str]:
         """What the local view does not have yet."""
         return [what for is_asked, what in (
-                (axes.context_enabled, f"in the mesh {axes.sizes}, which splits more"),
                 (bool(axes.slices), "with DiLoCo"),
                 (self.offload is not None, "with offload="),
                 (self.tiling is not None, "with tiling="),

@@ -89,6 +89,7 @@ from zero_jax.views.spread import (
     on_tensor,
     positions,
     spread_of,
+    summed_axes,
     whole,
 )
 
@@ -169,7 +170,7 @@ class LocalView:
             return self._cond_spreads(eqn, ins)[1]
         if name == "while":
             return self._while_spreads(eqn, ins)
-        return (plan_of(eqn, ins, self.ways) or plan_whole(eqn)).outs
+        return plan_of(eqn, ins, self.ways).outs
 
     def _scattered(self, eqn: JaxprEqn) -> Spread:
         return spread_of(_scatter_spec(eqn), _ndim(eqn.outvars[0]), self.axes)
@@ -292,13 +293,12 @@ class LocalView:
         if name == "while":
             return self._looped(eqn, operands)
         plan = plan_of(eqn, ins, self.ways)
-        if plan is None:
-            plan = plan_whole(eqn)
-            self._note(eqn)
+        if plan.repeats:
+            self._note(eqn, plan.repeats)
         return self._bound(eqn, plan, operands)
 
-    def _note(self, eqn: JaxprEqn) -> None:
-        where = "/".join(filter(None, (scope_of(eqn), primitive_of(eqn))))
+    def _note(self, eqn: JaxprEqn, axes: Sequence[str]) -> None:
+        where = "/".join(filter(None, (scope_of(eqn), primitive_of(eqn)))) + f" over {', '.join(axes)}"
         self.whole[where] = self.whole.get(where, 0) + 1
 
     def _bound(self, eqn: JaxprEqn, plan: Plan, operands: Sequence[_Value]) -> list[_Value]:
@@ -346,7 +346,8 @@ class LocalView:
 
     def _reduced(self, eqn: JaxprEqn, gradient: _Value) -> _Value:
         """A gradient as it is stored: padded or merged on each device, then reduced and scattered."""
-        partial = Spread((None,) * len(gradient.shape), gradient.spread.partial)
+        unsummed = () if gradient.spread.is_whole else tuple(summed_axes(self.axes))
+        partial = Spread((None,) * len(gradient.shape), unsummed)
         here = _Value(self.to(gradient, partial), whole(len(gradient.shape)), gradient.shape)
         (stored,) = self.evaluate(call_jaxpr(eqn), [here])
         value = _Value(stored.array, Spread(stored.spread.dims, partial.partial), stored.shape)
@@ -536,12 +537,12 @@ def _unstacked(spread: Spread) -> Spread:
 
 
 def _join(one: Spread, other: Spread) -> Spread:
-    """How a value is spread that is now as `one` and now as `other`."""
-    if one == other or other.is_whole:
-        return one
-    if one.is_whole:
-        return other
-    return whole(len(one.dims))
+    """How a value is spread that is now as `one` and now as `other`: whole where they contradict each other."""
+    dims = tuple(split or own for split, own in zip(one.dims, other.dims, strict=True))
+    joined = Spread(dims, tuple({*one.partial, *other.partial}))
+    names = [*joined.partial, *(name for split in dims if split for name in split.axes)]
+    alike = all(split in (own, None) or own is None for split, own in zip(one.dims, other.dims, strict=True))
+    return joined if alike and len({*names}) == len(names) else whole(len(dims))
 
 
 def _settled(step: Callable[[list[Spread]], Sequence[Spread]], carry: list[Spread]) -> list[Spread]:

@@ -6,8 +6,9 @@ results then are. None: no such way is known, and every device computes the whol
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.jaxpr import primitives
@@ -23,7 +24,8 @@ Ways = Callable[[AxisNames], int]
 class Plan:
     """ins, outs: how operands and results are spread. shapes: parameters that are shapes, by name, of local sizes.
 
-    combine: "max" or "min": results of devices are to be combined so, over `over`.
+    combine: "max" or "min": results of devices are to be combined so, over `over`. repeats: mesh axes along which all
+    devices compute the same, as no rule says how each computes its part.
     """
 
     ins: tuple[Spread, ...]
@@ -31,6 +33,7 @@ class Plan:
     shapes: tuple[tuple[str, Any], ...] = ()
     combine: str = ""
     over: AxisNames = ()
+    repeats: AxisNames = ()
 
 
 Rule = Callable[[JaxprEqn, Sequence[Spread], Ways], Plan | None]
@@ -43,15 +46,35 @@ LINEAR = frozenset("neg copy name real imag add sub add_any mul div select_n con
 """Elementwise primitives that, of values that are yet to be summed over devices, may be taken before the sum."""
 
 
-def plan_of(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
-    """How devices compute `eqn` in parts; None: they do not."""
+def plan_of(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan:
+    """How devices compute `eqn`: in parts along as many mesh axes as a rule allows."""
     name = eqn.primitive.name
     rule = RULES.get(name) or (_leading if name.startswith("dot_product_attention") else None)
     if all(spread.is_whole for spread in spreads):
         return plan_whole(eqn)
     if name not in SUMS_PASS:
         spreads = [spread.without_sum for spread in spreads]
-    return rule(eqn, spreads, ways) if rule else None
+    names = sorted({name for spread in spreads for split in spread.dims if split for name in split.axes})
+    some = [each for number in range(max(1, len(names))) for each in itertools.combinations(names, number)]
+    for repeats in sorted(some, key=ways) if rule else ():
+        plan = rule(eqn, [_without(spread, repeats, ways) for spread in spreads], ways)
+        if plan is not None:
+            return dataclasses.replace(plan, repeats=repeats)
+    return dataclasses.replace(plan_whole(eqn), repeats=tuple(names))
+
+
+def _without(spread: Spread, names: Sequence[str], ways: Ways) -> Spread:
+    """`spread` after gathers over mesh axes."""
+    def of_dim(split: Split | None) -> Split | None:
+        axes, outer, blocks = [], [], 1
+        for name, own in zip(split.axes, split.outer, strict=True) if split else ():
+            if name in names:
+                blocks *= own * ways((name,))
+            else:
+                axes, outer, blocks = [*axes, name], [*outer, own * blocks], 1
+        return Split(tuple(axes), tuple(outer)) if axes else None
+
+    return Spread(tuple(map(of_dim, spread.dims)), spread.partial) if names else spread
 
 
 def plan_whole(eqn: JaxprEqn) -> Plan:
@@ -103,8 +126,22 @@ def _fitting(spread: Spread, shape: Shape, result: Shape) -> Spread:
 
 
 def _joint(spreads: Sequence[Spread]) -> Spread:
-    """The first of equal ranks that is split, else the first."""
-    return next((spread for spread in spreads if any(spread.dims)), spreads[0])
+    """How those of equal ranks are split together: of two that want the same mesh axis for other dims, as the first."""
+    dims: list[Split | None] = [None] * len(spreads[0].dims)
+    taken: set[str] = set()
+    for spread in spreads:
+        for dim, split in enumerate(spread.dims):
+            if split and dims[dim] is None and taken.isdisjoint(split.axes):
+                dims[dim] = split
+                taken |= {*split.axes}
+    return Spread(tuple(dims), _sums(spreads))
+
+
+def _sums(spreads: Sequence[Spread]) -> AxisNames:
+    """The axes over which something is yet to be summed; none where one of them splits a dim: it is summed before."""
+    partial = {name for spread in spreads for name in spread.partial}
+    split = {name for spread in spreads for dim in spread.dims if dim for name in dim.axes}
+    return tuple(sorted(partial)) if partial.isdisjoint(split) else ()
 
 
 def _is_zero(atom: Any) -> bool:
@@ -115,15 +152,10 @@ def _is_zero(atom: Any) -> bool:
 
 
 def _elementwise(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
-    result, partial = _shape(eqn.outvars[0]), _sum_passes(eqn, spreads)
-    dims: list[Split | None] = [None] * len(result)
-    taken: set[str] = set()
-    for atom, spread in zip(eqn.invars, spreads, strict=True):
-        for dim, split in enumerate(spread.dims if len(spread.dims) == len(result) else ()):
-            if split and _shape(atom)[dim] == result[dim] and dims[dim] is None and taken.isdisjoint(split.axes):
-                dims[dim] = split
-                taken |= {*split.axes}
-    joint, summed = Spread(tuple(dims)), _summed(eqn, spreads)
+    result, partial, summed = _shape(eqn.outvars[0]), _sum_passes(eqn, spreads), _summed(eqn, spreads)
+    joint = _joint([whole(len(result)), *(
+        _fitting(spread, _shape(atom), result) for atom, spread in zip(eqn.invars, spreads, strict=True)
+        if len(spread.dims) == len(result))])
     return Plan(tuple(Spread(_fitting(joint, _shape(atom), result).dims, partial if i in summed else ())
                       for i, atom in enumerate(eqn.invars)), (Spread(joint.dims, partial),) * len(eqn.outvars))
 
@@ -140,18 +172,16 @@ def _summed(eqn: JaxprEqn, spreads: Sequence[Spread]) -> Sequence[int]:
 
 def _sum_passes(eqn: JaxprEqn, spreads: Sequence[Spread]) -> AxisNames:
     """The axes over which the result is yet to be summed: none where the sum is taken before."""
-    sums = {spread.partial for spread in spreads if spread.partial}
     name = eqn.primitive.name
-    split = any(any(spread.dims) for spread in spreads)
-    if name not in LINEAR or len(sums) != 1 or split:
-        return ()
     summed = [i for i, spread in enumerate(spreads) if spread.partial]
+    if name not in LINEAR or not summed:
+        return ()
     dtypes = [shape_of(atom).dtype.kind for atom in (*(eqn.invars[i] for i in summed), *eqn.outvars)]
     if name == "convert_element_type" and any(kind in "biu" for kind in dtypes):
         return ()
     if name == "mul" and len(summed) > 1 or name == "div" and summed != [0] or name == "select_n" and 0 in summed:
         return ()
-    return sums.pop()
+    return _sums(spreads)
 
 
 def _reshape(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
@@ -164,22 +194,20 @@ def _reshaped(shape: Shape, spread: Spread, result: Shape, ways: Ways) -> Spread
     dims: list[Split | None] = [None] * len(result)
     if 0 in shape:
         return None
-    todo = [(math.prod(shape[:at]) * split.outer, split.axes) for at, split in enumerate(spread.dims) if split]
-    for outer, axes in todo:
-        for dim, size in enumerate(result):
-            before, number = math.prod(result[:dim]), ways(axes)
-            if outer % before or size == 1:
-                continue
-            own, known = outer // before, dims[dim]
-            if size % (own * number) == 0 and (known is None or own == known.outer * ways(known.axes)):
-                dims[dim] = Split((*known.axes, *axes), known.outer) if known else Split(axes, own)
-                break
-            if known is None and size == own * ways(axes[:1]):  # the major axis has this dim, the others the next ones
-                dims[dim] = Split(axes[:1], own)
-                todo.append((outer * ways(axes[:1]), axes[1:]))
-                break
-        else:
-            return None
+    for at, split in enumerate(spread.dims):
+        before = math.prod(shape[:at])  # blocks of the array, of each of which the devices along an axis have parts
+        for name, outer in zip(split.axes, split.outer, strict=True) if split else ():
+            before, number = before * outer, ways((name,))
+            for dim, size in enumerate(result):
+                own, rest = divmod(before, math.prod(result[:dim]))
+                known = dims[dim] or Split(())
+                blocks = math.prod(known.outer) * ways(known.axes)
+                if not rest and own % blocks == 0 == size % (own * number):
+                    dims[dim] = Split((*known.axes, name), (*known.outer, own // blocks))
+                    break
+            else:
+                return None
+            before *= number
     return Spread(tuple(dims), spread.partial)
 
 
@@ -207,10 +235,7 @@ def _squeeze(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | Non
 
 def _sum(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     axes = primitives.reduced_axes(eqn)
-    over = _over(spreads[0], axes)
-    if over and spreads[0].partial:
-        spreads = [spreads[0].without_sum]
-    return Plan((spreads[0],), (_dropped(spreads[0], axes, over or spreads[0].partial),))
+    return Plan((spreads[0],), (_dropped(spreads[0], axes, (*_over(spreads[0], axes), *spreads[0].partial)),))
 
 
 def _over(spread: Spread, dims: Sequence[int]) -> AxisNames:
@@ -233,16 +258,11 @@ def _along(*names: str) -> Rule:
     """Of what works along the dims that the first of these parameters names: none of them may be split."""
     def rule(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
         given = next(eqn.params[name] for name in names if name in eqn.params)
-        along = (given,) if isinstance(given, int) else tuple(given)
+        along = tuple(given) if isinstance(given, (tuple, list)) else (int(given),)
         joint = _joint(spreads)
         along = tuple(dim % len(joint.dims) for dim in along)
         if _over(joint, along):
             return None
-        if any(spread.partial for spread in spreads):
-            if any(any(spread.dims) for spread in spreads):
-                spreads = [spread.without_sum for spread in spreads]
-            partial = next((spread.partial for spread in spreads if spread.partial), ())
-            joint = Spread(_joint(spreads).dims, partial)
         return Plan((joint,) * len(eqn.invars), (joint,) * len(eqn.outvars))
 
     return rule
@@ -285,9 +305,7 @@ def _dynamic_slice(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan
 
 def _dynamic_update_slice(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     operand, update, *starts = spreads
-    joint = Spread(_joint([operand, update]).dims, operand.partial or update.partial)
-    if any(joint.dims) and joint.partial:
-        joint = joint.without_sum
+    joint = _joint([operand, update])
     if any(any(start.dims) for start in starts) or any(split and size != part for split, size, part in zip(
             joint.dims, _shape(eqn.invars[0]), _shape(eqn.invars[1]), strict=True)):
         return None
@@ -335,26 +353,40 @@ def _dot(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     if partial:
         outs = Spread((None,) * _ndim(eqn.outvars[0]), partial)
         return Plan(tuple(spreads), (outs,))
-    lhs, rhs = (list(spread.dims) for spread in spreads)
+    sides = [list(spread.dims) for spread in spreads]
+    paired = [{0: left, 1: right} for left, right in [*zip(*batched, strict=True), *zip(*contracted, strict=True)]]
+    free = [[dim for dim in range(len(dims)) if dim not in (*batched[side], *contracted[side])]
+            for side, dims in enumerate(sides)]
     taken: set[str] = set()
 
-    def kept(split: Split | None) -> Split | None:
-        """`split`, unless a dim before has one of its mesh axes."""
-        if split is None or not taken.isdisjoint(split.axes):
-            return None
-        taken.update(split.axes)
-        return split
+    def claim(split: Split | None, dims: Mapping[int, int]) -> None:
+        """`split` for dims by their operand, unless another dim has one of its mesh axes."""
+        split = split if split and taken.isdisjoint(split.axes) else None
+        taken.update(split.axes if split else ())
+        for side, dim in dims.items():
+            sides[side][dim] = split
 
-    # Dims of both operands are split alike, and first; then those of the left one, where two want the same mesh axes.
-    for left, right in [*zip(*batched, strict=True), *zip(*contracted, strict=True)]:
-        lhs[left] = rhs[right] = kept(lhs[left] or rhs[right])
+    # What both have alike first; then what the larger one has: the other is gathered where both want a mesh axis.
+    wanted = [[sides[side][dim] for side, dim in dims.items()] for dims in paired]
+    alike = [i < len(batched[0]) or left == right for i, (left, right) in enumerate(wanted)]
+    for splits, dims, both in zip(wanted, paired, alike, strict=True):
+        claim(splits[0] or splits[1] if both else None, dims)
+    for side in sorted((0, 1), key=lambda side: -math.prod(_shape(eqn.invars[side]))):
+        for dim in free[side]:
+            claim(sides[side][dim], {side: dim})
+        for splits, dims in zip(wanted, paired, strict=True):
+            if splits[side] and not sides[side][dims[side]]:
+                claim(splits[side], dims)
+    for side, spread in enumerate(spreads if taken else ()):  # a sum is scattered, so that each device has a part
+        rest = tuple(name for name in spread.partial if name not in taken)
+        even = [dim for dim in free[side] if rest and not sides[side][dim]
+                and _shape(eqn.invars[side])[dim] % ways(rest) == 0]
+        if even:
+            claim(Split(rest), {side: max(even, key=lambda dim, side=side: _shape(eqn.invars[side])[dim])})
+    lhs, rhs = sides
     summed = tuple(name for dim in contracted[0] if lhs[dim] for name in lhs[dim].axes)  # type: ignore[union-attr]
-    for dims, common in ((lhs, (*batched[0], *contracted[0])), (rhs, (*batched[1], *contracted[1]))):
-        for dim in range(len(dims)):
-            dims[dim] = dims[dim] if dim in common else kept(dims[dim])
-    out = Spread((*(lhs[dim] for dim in batched[0]),
-                  *(split for dim, split in enumerate(lhs) if dim not in (*batched[0], *contracted[0])),
-                  *(split for dim, split in enumerate(rhs) if dim not in (*batched[1], *contracted[1]))), summed)
+    out = Spread((*(lhs[dim] for dim in batched[0]), *(lhs[dim] for dim in free[0]), *(rhs[dim] for dim in free[1])),
+                 summed)
     return Plan((Spread(tuple(lhs)), Spread(tuple(rhs))), (out,))
 
 
@@ -396,7 +428,7 @@ def _gather(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None
     numbers, sizes = eqn.params["dimension_numbers"], list(map(int, eqn.params["slice_sizes"]))
     shape = _shape(eqn.invars[0])
     operand, indices = spreads
-    if operand.partial and (any(indices.dims) or any(operand.dims) or indices.partial):
+    if indices.partial or not _sums(spreads):
         operand = operand.without_sum
     indices = indices.without_sum
     offsets = list(map(int, numbers.offset_dims))
@@ -456,13 +488,10 @@ def _scatter(*, adds: bool) -> Rule:
                 summed += split.axes
         if summed and any(ins_operand):
             return None
-        partial = tuple(summed)
-        if not summed and adds and not taken and (spreads[0].partial or spreads[2].partial):
-            partial = spreads[0].partial or spreads[2].partial  # what is whole is added by one device
-            return Plan((Spread(tuple(ins_operand), partial), Spread(tuple(ins_indices)),
-                         Spread(tuple(ins_updates), partial)), (Spread(tuple(ins_operand), partial),))
-        return Plan((Spread(tuple(ins_operand), partial), Spread(tuple(ins_indices)), Spread(tuple(ins_updates))),
-                    (Spread(tuple(ins_operand), partial),))
+        later = [name for name in (*spreads[0].partial, *spreads[2].partial) if adds and name not in taken]
+        partial = tuple({*summed, *later})  # of an operand that is whole, one device has what is added to
+        return Plan((Spread(tuple(ins_operand), partial), Spread(tuple(ins_indices)),
+                     Spread(tuple(ins_updates), tuple({*later}))), (Spread(tuple(ins_operand), partial),))
 
     return rule
 

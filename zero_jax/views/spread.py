@@ -1,6 +1,7 @@
 """How the devices of a mesh hold a value of the program of one device, and the collectives from one way to another."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -20,12 +21,21 @@ from zero_jax.typing import AxisNames, Shape
 class Split:
     """A dim of which each device holds equal parts, by its place along `axes` (major first).
 
-    outer: into how many equal blocks the dim is cut first; a device holds a part of each. Other than 1 where an array
-    whose minor dim is split was reshaped into fewer dims, and where `tensor` splits a stored dim before the others do.
+    outer: for each axis, into how many equal blocks what a device then holds is cut first: it keeps a part of each.
+    All 1 (the default) but for what was reshaped into fewer dims, of which a minor one is split, and where `tensor`
+    splits a stored dim before the others do.
     """
 
     axes: AxisNames
-    outer: int = 1
+    outer: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outer", self.outer or (1,) * len(self.axes))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each device's part is one block."""
+        return set(self.outer) == {1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +44,9 @@ class Spread:
 
     dims: tuple[Split | None, ...]
     partial: AxisNames = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "partial", tuple(sorted(self.partial)))
 
     @property
     def is_whole(self) -> bool:
@@ -48,26 +61,26 @@ class Spread:
     @property
     def is_plain(self) -> bool:
         """Whether no dim is cut into blocks first."""
-        return all(dim is None or dim.outer == 1 for dim in self.dims)
+        return all(dim is None or dim.is_plain for dim in self.dims)
 
     @property
     def spec(self) -> P:
         """As a `PartitionSpec`, where nothing is to be summed; of `blocks`."""
         assert not self.partial, self
-        entries = [[None] * (dim is not None and dim.outer > 1) + [None if dim is None else dim.axes]
+        entries = [[None] * (dim is not None and not dim.is_plain) + [None if dim is None else dim.axes]
                    for dim in self.dims]
         return P(*[axes[0] if axes and len(axes) == 1 else axes for entry in entries for axes in entry])
 
     def blocks(self, value: jax.Array) -> jax.Array:
         """`value` with a dim of its own for the blocks into which a dim is cut."""
         for dim, split in reversed([*enumerate(self.dims)]):
-            value = value if split is None or split.outer == 1 else _blocks(value, dim, split.outer)
+            value = value if split is None or split.is_plain else _blocks(value, dim, split.outer[0])
         return value
 
     def joined(self, value: jax.Array) -> jax.Array:
         """The inverse of `blocks`."""
         for dim, split in enumerate(self.dims):
-            value = value if split is None or split.outer == 1 else _joined(value, dim)
+            value = value if split is None or split.is_plain else _joined(value, dim)
         return value
 
 
@@ -82,7 +95,8 @@ def spread_of(spec: P, ndim: int, axes: MeshAxes) -> Spread:
     for dim, entry in enumerate(spec):
         names = [name for name in names_of(P(entry)) if axes.size(name) > 1]
         if own := tuple(name for name in names if name != axes.tensor):
-            dims[dim] = Split(own, axes.tensor_size if names[0] == axes.tensor else 1)
+            blocks = axes.tensor_size if names[0] == axes.tensor else 1
+            dims[dim] = Split(own, (blocks, *(1,) * (len(own) - 1)))
     return Spread(tuple(dims))
 
 
@@ -94,21 +108,32 @@ def local_shape(shape: Shape, spread: Spread, axes: MeshAxes) -> tuple[int, ...]
 
 def moved(value: jax.Array, have: Spread, want: Spread, axes: MeshAxes) -> jax.Array:
     """A device's part of a value that is spread as `have`, spread as `want`; inside of a `jax.shard_map`."""
-    if have == want:
-        return value
-    if have.partial and not want.partial:
-        if not any(have.dims) and any(want.dims) and want.is_plain and set(have.partial) == set(axes.batch):
-            return reduce_parts(value, axes, want.spec)
-        value = combined(jax.lax.psum, value, have.partial, axes)
-    elif want.partial and not have.partial:
-        value = jnp.where(_index(want.partial, axes) == 0, value, jnp.zeros(value.shape, value.dtype))
-    differ = [dim for dim, (one, other) in enumerate(zip(have.dims, want.dims, strict=True)) if one != other]
-    for dim in differ:
-        if (split := have.dims[dim]) is not None:
-            value = _gathered(value, dim, split, axes)
-    for dim in differ:
-        if (split := want.dims[dim]) is not None:
-            value = _part(value, dim, split, axes)
+    dims, due, added = list(have.dims), {*have.partial} - {*want.partial}, {*want.partial} - {*have.partial}
+    for dim, split in enumerate(have.dims):  # parts among zeros are to be summed
+        if split and split != want.dims[dim] and {*split.axes} <= added:
+            value = _each_run(_embedded, value, dim, split, 0, axes, major=False)
+            dims[dim], added = None, added - {*split.axes}
+    if added:
+        value = jnp.where(_index(sorted(added), axes) == 0, value, jnp.zeros(value.shape, value.dtype))
+    if due == summed_axes(axes) and not any(dims) and any(want.dims) and not want.partial and want.is_plain:
+        return reduce_parts(value, axes, want.spec)
+    for dim, split in enumerate(want.dims):
+        if split and not dims[dim] and {*split.axes} <= due:
+            value = _each_run(_scattered, value, dim, split, 0, axes)
+            dims[dim], due = split, due - {*split.axes}
+    value = combined(jax.lax.psum, value, tuple(sorted(due)), axes) if due else value
+    for dim, split in enumerate(dims):
+        to = next((at for at, other in enumerate(want.dims) if other == split and not dims[at]), None)
+        if split and to is not None and want.dims[dim] is None and len(_runs(split, 0, axes)) == 1:
+            value = _each_run(functools.partial(_exchanged, to=to), value, dim, split, 0, axes, major=False)
+            dims[dim], dims[to] = None, split
+    kept = [_common(one, other) for one, other in zip(dims, want.dims, strict=True)]
+    for dim, split in enumerate(dims):
+        if split:
+            value = _each_run(_gathered, value, dim, split, kept[dim], axes, major=False)
+    for dim, split in enumerate(want.dims):
+        if split:
+            value = _each_run(_part, value, dim, split, kept[dim], axes)
     return value
 
 
@@ -134,6 +159,11 @@ def on_tensor(fun: Callable[[jax.Array], jax.Array], value: jax.Array, before: P
                          out_specs=compute_spec(after, axes), check_vma=False)(value)
 
 
+def summed_axes(axes: MeshAxes) -> set[str]:
+    """The axes of several devices over which a gradient is summed."""
+    return {name for name in axes.step_names if name != axes.tensor and axes.size(name) > 1}
+
+
 def gathered_param(value: jax.Array, spec: P, axes: MeshAxes, kept: Sequence[str] = ()) -> jax.Array:
     """A parameter's shard, sharded by `spec`, gathered over all axes but `tensor` and those that are `kept`.
 
@@ -148,16 +178,19 @@ def gathered_param(value: jax.Array, spec: P, axes: MeshAxes, kept: Sequence[str
             dim = next(dim for dim, (names, rest) in enumerate(zip(before, after, strict=True)) if names != rest)
             count = len(before[dim]) - len(after[dim])
             left[dim], names = left[dim][:-count], left[dim][-count:]
-            value = _gathered(value, dim, Split(tuple(names)), axes)
+            value = _each_run(_gathered, value, dim, Split(tuple(names)), 0, axes, major=False)
     return value
 
 
 def positions(size: int, split: Split, axes: MeshAxes) -> jax.Array:
     """int32 (size of the part,): the places along a dim of `size` that a device's part has."""
-    ways = axes.size(*split.axes)
-    inner = size // split.outer // ways
-    here = jax.lax.iota(jnp.int32, size // ways)
-    return here // inner * (ways * inner) + _index(split.axes, axes) * inner + here % inner
+    left = size // axes.size(*split.axes)
+    here, position = jax.lax.iota(jnp.int32, left), jnp.int32(0)
+    for name, outer in zip(split.axes, split.outer, strict=True):
+        size, left = size // (outer * axes.size(name)), left // outer
+        position = position + (here // left * axes.size(name) + jax.lax.axis_index(name)) * size
+        here = here % left
+    return position + here
 
 
 def _index(names: Sequence[str], axes: MeshAxes) -> Any:
@@ -168,24 +201,63 @@ def _index(names: Sequence[str], axes: MeshAxes) -> Any:
     return index
 
 
-def _blocks(value: jax.Array, dim: int, outer: int) -> jax.Array:
-    return value.reshape(*value.shape[:dim], outer, value.shape[dim] // outer, *value.shape[dim + 1:])
+def _common(one: Split | None, other: Split | None) -> int:
+    """Of how many of the first axes two splits are alike."""
+    if one is None or other is None:
+        return 0
+    pairs = zip(zip(one.axes, one.outer, strict=True), zip(other.axes, other.outer, strict=True), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _each_run(move: Callable[[jax.Array, int, AxisNames, int], jax.Array], value: jax.Array, dim: int, split: Split,
+              first: int, axes: MeshAxes, *, major: bool = True) -> jax.Array:
+    """`move(blocks of the value, dim of a block, names, devices)` for the axes of a split from number `first` on.
+
+    Axes that follow in the order of the mesh, and in one block, go together. major: whether the major ones go first.
+    """
+    runs = _runs(split, first, axes)
+    for blocks, names in runs if major else reversed(runs):
+        value = _blocks(value, dim, blocks) if blocks > 1 else value
+        value = move(value, dim + (blocks > 1), names, axes.size(*names))
+        value = _joined(value, dim) if blocks > 1 else value
+    return value
+
+
+def _runs(split: Split, first: int, axes: MeshAxes) -> list[tuple[int, AxisNames]]:
+    starts = [at for at in range(first, len(split.axes)) if at == first or split.outer[at] > 1]
+    return [(math.prod(split.outer[:at + 1]), names) for at, end in itertools.pairwise([*starts, len(split.axes)])
+            for names in mesh_ordered_runs(split.axes[at:end], axes.mesh)]
+
+
+def _gathered(value: jax.Array, dim: int, names: AxisNames, devices: int) -> jax.Array:
+    return jax.lax.all_gather(value, names, axis=dim, tiled=True)
+
+
+def _scattered(value: jax.Array, dim: int, names: AxisNames, devices: int) -> jax.Array:
+    return jax.lax.psum_scatter(value, names, scatter_dimension=dim, tiled=True)
+
+
+def _part(value: jax.Array, dim: int, names: AxisNames, devices: int) -> jax.Array:
+    size = value.shape[dim] // devices
+    return jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(names) * size, size, dim)
+
+
+def _embedded(value: jax.Array, dim: int, names: AxisNames, devices: int) -> jax.Array:
+    """The part at its place among zeros."""
+    size = value.shape[dim]
+    zeros = jnp.zeros((*value.shape[:dim], size * devices, *value.shape[dim + 1:]), value.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(zeros, value, jax.lax.axis_index(names) * size, dim)
+
+
+def _exchanged(value: jax.Array, dim: int, names: AxisNames, devices: int, *, to: int) -> jax.Array:
+    """Parts of `dim` for parts of the dim `to`."""
+    return jax.lax.all_to_all(value, names, to, dim, tiled=True)
+
+
+def _blocks(value: jax.Array, dim: int, blocks: int) -> jax.Array:
+    shape = value.shape
+    return value.reshape(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1:])
 
 
 def _joined(value: jax.Array, dim: int) -> jax.Array:
     return value.reshape(*value.shape[:dim], math.prod(value.shape[dim:dim + 2]), *value.shape[dim + 2:])
-
-
-def _gathered(value: jax.Array, dim: int, split: Split, axes: MeshAxes) -> jax.Array:
-    if split.outer > 1:
-        return _joined(_gathered(_blocks(value, dim, split.outer), dim + 1, Split(split.axes), axes), dim)
-    for names in reversed(mesh_ordered_runs(split.axes, axes.mesh)):
-        value = jax.lax.all_gather(value, names, axis=dim, tiled=True)
-    return value
-
-
-def _part(value: jax.Array, dim: int, split: Split, axes: MeshAxes) -> jax.Array:
-    if split.outer > 1:
-        return _joined(_part(_blocks(value, dim, split.outer), dim + 1, Split(split.axes), axes), dim)
-    size = value.shape[dim] // axes.size(*split.axes)
-    return jax.lax.dynamic_slice_in_dim(value, _index(split.axes, axes) * size, size, dim)
