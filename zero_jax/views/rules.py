@@ -50,17 +50,24 @@ def plan_of(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan:
     """How devices compute `eqn`: in parts along as many mesh axes as a rule allows."""
     name = eqn.primitive.name
     rule = RULES.get(name) or (_leading if name.startswith("dot_product_attention") else None)
+    if rule is None:
+        return dataclasses.replace(plan_whole(eqn), repeats=_split_over(spreads))
     if all(spread.is_whole for spread in spreads):
         return plan_whole(eqn)
     if name not in SUMS_PASS:
         spreads = [spread.without_sum for spread in spreads]
-    names = sorted({name for spread in spreads for split in spread.dims if split for name in split.axes})
+    names = _split_over(spreads)
     some = [each for number in range(max(1, len(names))) for each in itertools.combinations(names, number)]
-    for repeats in sorted(some, key=ways) if rule else ():
+    for repeats in sorted(some, key=ways):
         plan = rule(eqn, [_without(spread, repeats, ways) for spread in spreads], ways)
         if plan is not None:
             return dataclasses.replace(plan, repeats=repeats)
-    return dataclasses.replace(plan_whole(eqn), repeats=tuple(names))
+    return dataclasses.replace(plan_whole(eqn), repeats=names)
+
+
+def _split_over(spreads: Sequence[Spread]) -> tuple[str, ...]:
+    """The axes over which dims are split."""
+    return tuple(sorted({name for spread in spreads for split in spread.dims if split for name in split.axes}))
 
 
 def _without(spread: Spread, names: Sequence[str], ways: Ways) -> Spread:
