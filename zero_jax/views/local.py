@@ -31,7 +31,7 @@ from zero_jax.jaxpr.equations import (
     primitive_of,
     run_eqns,
     scope_of,
-    shape_of,
+    type_of,
     trace,
     value_of,
 )
@@ -313,13 +313,13 @@ class LocalView:
     def _copied(self, use: ParamUse, stored: _Value) -> _Value:
         """What forward keeps for backward, from which that gathers over the secondary axes alone."""
         ndim = len(stored.shape)
-        shard = use.cast(self.to(stored, spread_of(use.sent, ndim, self.axes)))
+        shard = use.cast(use.on_device(self.to(stored, spread_of(use.sent, ndim, self.axes))))
         copy = gathered_param(shard, use.sent, self.axes, kept=use.secondary)
         return _Value(copy, spread_of(self._copy_spec(use), ndim, self.axes), stored.shape)
 
     def _gathered(self, use: ParamUse, stored: _Value) -> _Value:
         spec = self._copy_spec(use) if use.secondary else use.sent
-        shard = use.cast(self.to(stored, spread_of(spec, len(stored.shape), self.axes)))
+        shard = use.cast(use.on_device(self.to(stored, spread_of(spec, len(stored.shape), self.axes))))
         array = gathered_param(shard, spec, self.axes)
         value = use.stored_shape.load(array if use.codes is None else use.codes.decode(array, use.dtype))
         return _Value(value, whole(value.ndim), value.shape)
@@ -423,7 +423,7 @@ def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_spec
         outs.append(free if spec is None else spread_of(spec, _ndim(var), axes))
     run = jax.shard_map(view._function(closed, ins, outs), mesh=axes.mesh, in_specs=tuple(each.spec for each in ins),
                         out_specs=[each.spec for each in outs], check_vma=False)
-    local = trace(run, *map(shape_of, jaxpr.invars))
+    local = trace(run, *map(type_of, jaxpr.invars))
     if view.whole:
         warnings.warn("view=\"local\": every device computes the whole of " + ", ".join(sorted(view.whole))
                       + ": no rule is known by which each computes its part.", stacklevel=2)
