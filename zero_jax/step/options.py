@@ -202,6 +202,7 @@ class StepOptions:
         for is_wrong, what in (
                 (axes.tensor_enabled or axes.context_enabled, f"in the mesh {axes.sizes}, which splits more"),
                 (bool(axes.slices), "with DiLoCo"),
+                (self.in_pieces, "with parameters or activations in files"),
                 (self.prefetch, "with prefetch=True")):
             if is_wrong:
                 raise UsageError(f"view=\"local\" {what} is not built: leave view out, or that.")

@@ -31,8 +31,8 @@ from zero_jax.jaxpr.equations import (
     primitive_of,
     run_eqns,
     scope_of,
-    type_of,
     trace,
+    type_of,
     value_of,
 )
 from zero_jax.jaxpr.passes import with_jaxpr_passes
@@ -72,6 +72,7 @@ from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.sharding.reduce_scatter import reduce_parts
+from zero_jax.transforms.tiled_products import TILED_PRODUCT
 from zero_jax.tree import map_named, merge, named_leaves
 from zero_jax.typing import Batch, Params
 from zero_jax.views.rules import ELEMENTWISE, Plan, plan_back, plan_of, plan_whole
@@ -153,6 +154,8 @@ class LocalView:
                     for spec, var in zip(eqn.params["out_specs"], eqn.outvars, strict=True)]
         if jit_name(eqn) in _SCATTERS:
             return [self._scattered(eqn)]
+        if name == TILED_PRODUCT:
+            return self.spreads(_tile_by_tile(eqn), ins)
         if all(spread.is_whole for spread in ins) and not _holds_own(eqn):
             return plan_whole(eqn).outs
         if name in CALLS:
@@ -270,7 +273,9 @@ class LocalView:
         if eqn.effects and name not in (*CALLS, SCAN, COND, "while"):
             raise UsageError(f"view=\"local\": the loss calls back to the host ({name}), which every device would do: "
                              "leave view out, or the call.")
-        is_whole = all(spread.is_whole for spread in ins)
+        is_whole = all(spread.is_whole for spread in ins) and not eqn.effects
+        if name == TILED_PRODUCT:
+            return self.evaluate(_tile_by_tile(eqn), operands)
         if name in CALLS and not (name == REMAT and eqn.params["differentiated"]):
             return self.evaluate(call_jaxpr(eqn), operands)
         if is_whole and not _holds_own(eqn):
@@ -524,6 +529,11 @@ def _run_manual(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
     run_eqns(closed.jaxpr.eqns, env, bind)
     return [value_of(atom, env) for atom in closed.jaxpr.outvars]
+
+
+def _tile_by_tile(eqn: JaxprEqn) -> ClosedJaxpr:
+    """The loop over tiles that a product in tiles computes."""
+    return trace(own_use(eqn).forward, *map(type_of, eqn.invars))
 
 
 def _holds_own(eqn: JaxprEqn) -> bool:
