@@ -136,6 +136,8 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
             host_in_barriers=not layout.axes.is_tpu)),
         (gathers, remat_scan_bodies),
     ]
+    ordered = (reduced and layout.host and (bool(layout.host_gradients) or not layout.axes.is_tpu),
+               functools.partial(order_stacked_gradients, tiled=layout.axes.is_tpu))
     on_gradients = [
         (again, functools.partial(
             gather_again, host_in_barriers=not (layout.host_params and layout.axes.is_tpu))),
@@ -144,8 +146,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         (True, compute_grads_in_reduce_dtype),
         (reduced, functools.partial(
             communicate_once_per_loop, batch_size=activations.batch_size, axes=layout.axes, hops=hops)),
-        (reduced and layout.host and (bool(layout.host_gradients) or not layout.axes.is_tpu),
-         functools.partial(order_stacked_gradients, tiled=layout.axes.is_tpu)),
+        ordered,
         (reduced, functools.partial(
             scatter_derived_gradients, batch_size=activations.batch_size, axes=layout.axes, hops=hops)),
         (reduced and scatters_beside_products(options, layout), functools.partial(
@@ -159,7 +160,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         (not reduced or bool(layout.axes.slices), functools.partial(
             convolve_on_own_device, axes=layout.axes, once=not reduced)),
     ]
-    on_gradients = on_gradients[:1] if local else on_gradients
+    on_gradients = [on_gradients[0], ordered] if local else on_gradients
     loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled),
                                 first=remat_blocks, last=with_shared_calls)
     backward = value_and_grad(loss_of, argnums=(0, 2), barrier=again)

@@ -22,7 +22,7 @@ from zero_jax.transforms.remat import Remat
 from zero_jax.typing import AxisNames, Pattern
 from zero_jax.xla.devices import combine_options
 from zero_jax.xla.host_copies import copy_options, host_prefetch_options
-from zero_jax.xla.overlap import Overlap, overlap_options, prefetch_options
+from zero_jax.xla.overlap import Overlap, in_order_options, overlap_options, prefetch_options
 
 View: TypeAlias = Literal["auto", "global", "local"]
 
@@ -208,9 +208,7 @@ class StepOptions:
         """What the local view does not have yet."""
         return [what for is_asked, what in (
                 (bool(axes.slices), "with DiLoCo"),
-                (self.offload is not None, "with offload="),
-                (self.tiling is not None, "with tiling="),
-                (bool(self.partition_activations), f"with partition_activations={self.partition_activations!r}"),
+                (self.in_pieces, "with parameters or activations in files"),
                 (self.prefetch, "with prefetch=True")) if is_asked]
 
     def _check_tiling(self, axes: MeshAxes) -> None:
@@ -275,7 +273,8 @@ class StepOptions:
         copies = copy_options(device, engines=self.uses_copy_engines(axes)) if activations or offload else {}
         ahead = activations or offload is not None and offload.parameters == "host"
         reads = host_prefetch_options(device) if ahead else {}
-        return combine_options(device, self.combine_bytes) | copies | reads
+        in_order = in_order_options(device) if self.view == "local" else {}
+        return combine_options(device, self.combine_bytes) | copies | reads | in_order
 
     def uses_copy_engines(self, axes: MeshAxes) -> bool:
         """Whether what is in host memory is copied by a GPU's copy engines, beside compute, not by kernels after it.

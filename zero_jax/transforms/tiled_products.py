@@ -102,7 +102,8 @@ class TiledProduct:
         out = shape_of(self._dot.outvars[0]).shape
         return 2.0 * math.prod(out) * math.prod(sizes[dim] for dim in contracted[0])
 
-    def _forward(self, stored: jax.Array, other: jax.Array) -> jax.Array:
+    def forward(self, stored: jax.Array, other: jax.Array) -> jax.Array:
+        """The product, in a loop over the tiles."""
         out, (of_other, of_out) = shape_of(self._dot.outvars[0]), self._dims
         # The sum of the tiles' products is in float32, as the product's own would be.
         dtype = jnp.promote_types(out.dtype, jnp.float32) if of_out is None else out.dtype
@@ -198,4 +199,4 @@ def tiled_product(eqn: JaxprEqn) -> TiledProduct | None:
     return next((own_use(each) for each in eqns if primitive_of(each) == TILED_PRODUCT), None)
 
 
-_FORWARD = named_call(TILED_PRODUCT, lambda stored, other, use: use._forward(stored, other))
+_FORWARD = named_call(TILED_PRODUCT, lambda stored, other, use: use.forward(stored, other))

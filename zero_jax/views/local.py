@@ -32,8 +32,8 @@ from zero_jax.jaxpr.equations import (
     primitive_of,
     run_eqns,
     scope_of,
-    shape_of,
     trace,
+    type_of,
     value_of,
 )
 from zero_jax.jaxpr.passes import with_jaxpr_passes
@@ -76,6 +76,7 @@ from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.sharding.reduce_scatter import reduce_parts
+from zero_jax.transforms.tiled_products import TILED_PRODUCT
 from zero_jax.tree import map_named, merge, named_leaves
 from zero_jax.typing import Batch, Params
 from zero_jax.views.rules import ELEMENTWISE, Plan, plan_back, plan_of, plan_whole
@@ -160,6 +161,8 @@ class LocalView:
                     for spec, var in zip(eqn.params["out_specs"], eqn.outvars, strict=True)]
         if jit_name(eqn) in _SCATTERS:
             return [self._scattered(eqn)]
+        if name == TILED_PRODUCT:
+            return self.spreads(_tile_by_tile(eqn), ins)
         if all(spread.is_whole for spread in ins) and not _holds_own(eqn):
             return plan_whole(eqn).outs
         if name in CALLS:
@@ -276,7 +279,9 @@ class LocalView:
         if eqn.effects and name not in (*CALLS, SCAN, COND, "while"):
             raise UsageError(f"view=\"local\": the loss calls back to the host ({name}), which every device would do: "
                              "leave view out, or the call.")
-        is_whole = all(spread.is_whole for spread in ins)
+        is_whole = all(spread.is_whole for spread in ins) and not eqn.effects
+        if name == TILED_PRODUCT:
+            return self.evaluate(_tile_by_tile(eqn), operands)
         if name in CALLS and not (name == REMAT and eqn.params["differentiated"]):
             return self.evaluate(call_jaxpr(eqn), operands)
         if is_whole and not _holds_own(eqn):
@@ -328,14 +333,15 @@ class LocalView:
     def _copied(self, use: ParamUse, stored: _Value) -> _Value:
         """What forward keeps for backward, from which that gathers over the secondary axes alone."""
         ndim = len(stored.shape)
-        shard, spec = use.cast(self.to(stored, spread_of(use.sent, ndim, self.axes))), self._copy_spec(use)
+        shard = use.cast(use.on_device(self.to(stored, spread_of(use.sent, ndim, self.axes))))
+        spec = self._copy_spec(use)
         copy = on_tensor(lambda shard: gathered_param(shard, use.sent, self.axes, kept=use.secondary), shard, use.sent,
                          spec, self.axes)
         return _Value(copy, spread_of(spec, ndim, self.axes), stored.shape)
 
     def _gathered(self, use: ParamUse, stored: _Value) -> _Value:
         spec = self._copy_spec(use) if use.secondary else use.sent
-        shard = use.cast(self.to(stored, spread_of(spec, len(stored.shape), self.axes)))
+        shard = use.cast(use.on_device(self.to(stored, spread_of(spec, len(stored.shape), self.axes))))
 
         def gathered(shard: jax.Array) -> jax.Array:
             array = gathered_param(shard, spec, self.axes)
@@ -470,7 +476,7 @@ def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_spec
         results = mapped(*(spread.blocks(arg) for spread, arg in zip(ins, args, strict=True)))
         return [spread.joined(result) for spread, result in zip(outs, results, strict=True)]
 
-    local = trace(run, *map(shape_of, jaxpr.invars))
+    local = trace(run, *map(type_of, jaxpr.invars))
     if view.whole:
         warnings.warn("view=\"local\": every device computes the whole of " + ", ".join(sorted(view.whole))
                       + ": no rule is known by which each computes its part.", stacklevel=2)
@@ -576,6 +582,11 @@ def _run_manual(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
     run_eqns(closed.jaxpr.eqns, env, bind)
     return [value_of(atom, env) for atom in closed.jaxpr.outvars]
+
+
+def _tile_by_tile(eqn: JaxprEqn) -> ClosedJaxpr:
+    """The loop over tiles that a product in tiles computes."""
+    return trace(own_use(eqn).forward, *map(type_of, eqn.invars))
 
 
 def _holds_own(eqn: JaxprEqn) -> bool:

@@ -582,7 +582,7 @@ RULES: dict[str, Rule] = {
                      "scatter_max"), _scatter(adds=False)),
     **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve", "fft", "householder_product"),
                     _matrices),
-    primitives.BARRIER: _barrier,
+    **dict.fromkeys((primitives.BARRIER, "device_put"), _barrier),
     primitives.RANDOM_BITS: _random_bits,
     **dict.fromkeys(("random_wrap", "random_unwrap", "random_split", "random_fold_in"), _keys),
 }
