@@ -251,7 +251,7 @@ def drawn_step(model, **options):
 def test_raw_keys_that_all_devices_would_share_are_refused(stacked):
     batch = {"x": np.ones((16, 16), np.float32)}
     mesh = zero_jax.make_mesh(4, replica=2)
-    once = drawn_step(Draws(True, stacked), mesh=mesh, accumulate=2, reduce="once")
+    once = drawn_step(Draws(True, stacked), mesh=mesh, accumulate=2, reduce="once", view="global")
     slices = zero_jax.make_diloco_step(drawn_step(Draws(True, stacked), mesh=mesh), every=2)
     for step in (once, slices):
         with pytest.raises(zero_jax.UsageError, match=r"keys/raw is a raw random key.*jax\.random\.key"):
