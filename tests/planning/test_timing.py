@@ -5,6 +5,8 @@ import gzip
 import itertools
 import json
 import math
+import statistics
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,19 @@ def test_a_chips_rates_are_the_defaults():
     assert run(compute(1), target=slow, rates=None).seconds == 2 and run(compute(1), target=slow).seconds == 1
     assert run(compute(1), target=V5P, rates=None).seconds == pytest.approx(
         CHIP.peak_flops["bf16"] / V5P.chip.peak_flops["bf16"] / Rates().matmul)
+
+
+def test_published_rows():
+    """Of rows that calibrated nothing, as planned when published.json was written."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "tables"))
+    import published
+
+    found = json.loads(published.PREDICTED.read_text())
+    errors = [found[row["key"]]["tokens"] / published.tokens_per_second(row) - 1 for row in published.rows()
+              if row["key"] in found and row["used"] == "no"]
+    assert len(errors) >= 20 and statistics.median(map(abs, errors)) <= 0.08
+    assert sum(abs(error) <= 0.2 for error in errors) >= 0.9 * len(errors)
+    assert all(row["used"] in ("yes", "no") and row["source"] for row in published.rows())
 
 
 def measured_step():

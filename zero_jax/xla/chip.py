@@ -79,6 +79,9 @@ class Rates:
     """Bytes/s of the network for a group that crosses hosts, at most; inf: the bandwidth of `Target.link`."""
     launch: float = 0.0
     """Seconds that a kernel takes before its first byte."""
+    band: tuple[float, ...] = ()
+    """Seconds of published steps over those predicted, least and most of nine in ten that calibrated nothing; ():
+    none was compared (scripts/tables/published.py)."""
     products: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     """`matmul` by dtype, and as "bf16 odd" of those whose rows fill no 16 bytes."""
     attention: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict, hash=False)
@@ -92,6 +95,8 @@ class Rates:
             if not 0 < share <= 1:
                 raise UsageError(f"rates: {name!r} is {share} of the peak: give a share of at most 1; attention is "
                                  "written as [share, length].")
+        if self.band and not (len(self.band) == 2 and self.band[0] <= self.band[1]):
+            raise UsageError(f"rates: 'band' is {list(self.band)}: give least and most, over predicted seconds.")
         if wrong := [name for name in self.attention if not re.fullmatch(r"\d+ (forward|backward)", name)]:
             raise UsageError(f"rates: attention {wrong[0]!r} is not written as \"64 forward\" or \"64 backward\".")
 
