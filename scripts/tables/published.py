@@ -86,7 +86,7 @@ def compiled(row, path):
     mesh = zero_jax.make_mesh(tensor=row["tensor"], replica=row["replica"], devices=devices)
     module, config = config_of(row)
     model = module.build(dataclasses.replace(config, attention=zero_jax.attention(mesh), remat=row["remat"] == "full"))
-    extra = {"tensor_rules": module.tensor_rules} if row["tensor"] > 1 else {}
+    extra = {"tensor_rules": module.tensor_rules(config)} if row["tensor"] > 1 else {}
     if row["remat"] not in ("none", "full"):
         extra["remat"] = row["remat"]
     step = zero_jax.make_zero_train_step(model, row["stage"], mesh=mesh, precision="bf16", optimizer=optax.adamw(1e-4),

@@ -201,9 +201,13 @@ def _record(kind: Any, table: Mapping[str, Any], where: str, within: str = "") -
             near = within + nearest(cut(name), fields)
             raise UsageError(f"{where}: unknown field {named(within + name)}, nearest is {near!r}")
     for name, field in fields.items():
-        if field.default is dataclasses.MISSING and name not in table:
+        if field.default is field.default_factory is dataclasses.MISSING and name not in table:
             raise UsageError(f"{where}: field {within + name!r} is missing")
-    return kind(**{name: _value(fields[name].type, value, where, within + name) for name, value in table.items()})
+    values = {name: _value(fields[name].type, value, where, within + name) for name, value in table.items()}
+    try:
+        return kind(**values)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
 
 
 def _value(kind: Any, value: Any, where: str, name: str) -> Any:
