@@ -149,7 +149,7 @@ def table(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Published training throughput beside what plan predicts.")
     parser.add_argument("--compile", metavar="FOLDER", type=Path)
     parser.add_argument("--rates", metavar="FOLDER", type=Path)
     parser.add_argument("--only", default="", help="rows of which the key has this text")

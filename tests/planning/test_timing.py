@@ -61,7 +61,7 @@ def coords_of(target):
     return [(number // target.dims[1], number) for number in range(target.num_devices)]
 
 
-def run(*events, target=H100, rates=EXACT, tokens=0, model_flops=0):
+def run(*events, target=H100, rates: Rates | None = EXACT, tokens=0.0, model_flops=0.0):
     timed = timing.predict(
         events, target, coords_of(target), tokens=tokens, model_flops=model_flops, rates=rates)
     assert sum(timed.spent.values()) == pytest.approx(timed.seconds)
@@ -112,7 +112,7 @@ def test_a_chips_rates_are_the_defaults():
 def test_published_rows():
     """Of rows that calibrated nothing, as planned when published.json was written."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "tables"))
-    import published
+    import published  # pyright: ignore[reportMissingImports]
 
     found = json.loads(published.PREDICTED.read_text())
     errors = [found[row["key"]]["tokens"] / published.tokens_per_second(row) - 1 for row in published.rows()
