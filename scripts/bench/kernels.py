@@ -12,6 +12,7 @@ import argparse
 import gzip
 import json
 import os
+import re
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -77,13 +78,69 @@ def kernel_seconds(path):
     return {op: {**each, "names": [name for name, _ in each["names"].most_common(3)]} for op, each in found.items()}
 
 
+CLASSES = (  # of an instruction: the first whose pattern is found in "opcode target kernel dtypes"
+    ("attention forward", "forward"), ("attention backward", "backward"), ("product, odd rows", " odd "),
+    ("product, cuBLAS", "cublas"), ("product, Triton", "fusion.* (bf16|f32)"), ("fusion, asynchronous", "fusion-start"),
+    ("fusion", "fusion"), ("copy", "copy"))
+
+
+def table(path, rates=None):
+    """By class of instruction: launches, and milliseconds as predicted and as measured, as Markdown."""
+    from zero_jax.planning.timing import predict
+    from zero_jax.xla.events import Loop, Work
+    from zero_jax.xla.live_chip import chip_of_kind
+    from zero_jax.xla.parser import parse
+    from zero_jax.xla.schedule import schedule
+    from zero_jax.xla.targets import Target
+
+    found = json.loads(path.read_text())
+    with gzip.open(path.with_suffix(".hlo.gz"), "rt") as file:
+        module = parse(file.read())
+    instructions = {name: each for body in module.computations.values() for name, each in body.instructions.items()}
+    chip, works = chip_of_kind(found["device"]), []
+
+    def walk(events, times):
+        for event in events:
+            if isinstance(event, Loop):
+                walk(event.body, times * event.trips)
+            elif isinstance(event, Work):
+                works.append((event, times))
+
+    def seconds(events):
+        return predict(events, Target("", chip, (1, 1)), [(0, 0)], tokens=0, model_flops=0, rates=rates).seconds
+
+    events = schedule(module)
+    walk(events, 1)
+    measured = {name: each["seconds"] for name, each in found["kernels"].items()}
+    rows = defaultdict(lambda: [0, 0.0, 0.0])
+    for work, times in works:
+        instruction = instructions[work.name]
+        about = f"{work.opcode} {instruction.custom_call_target} {work.kernel} {' '.join(work.flops)}"
+        name = next((name for name, pattern in CLASSES if re.search(pattern, about)), "other")
+        row = rows[name]
+        row[0] += times
+        row[1] += times * seconds([work])
+        row[2] += measured.pop(work.name, 0.0)
+    rows["fusion, asynchronous"][2] += sum(measured.values())  # measured under names that the program does not have
+    print(f"| {path.stem} | launches | predicted ms | measured ms |\n| --- | --- | --- | --- |")
+    for name, (launches, predicted, took) in sorted(rows.items(), key=lambda item: -item[1][2]):
+        print(f"| {name} | {launches:,} | {predicted * 1e3:.2f} | {took * 1e3:.2f} |")
+    busy = sum(each["seconds"] for each in found["kernels"].values())
+    print(f"| between kernels | | | {(found['step'] - busy) * 1e3:.2f} |")
+    launches = sum(row[0] for row in rows.values())
+    print(f"| the step | {launches:,} | {seconds(events) * 1e3:.2f} | {found['step'] * 1e3:.2f} |")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", help="NAME:BATCH")
     parser.add_argument("--row", nargs="+", default=["stage-3"])
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--measure", metavar="FOLDER", type=Path)
+    parser.add_argument("--table", metavar="FILE", type=Path, nargs="+", default=[], help="what --measure wrote")
     args = parser.parse_args()
+    for path in args.table:
+        table(path)
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
     for model in args.models:
         for row in args.row:

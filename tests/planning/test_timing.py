@@ -1,8 +1,13 @@
 """The time model: timelines by hand, and a compiled step."""
 
 import dataclasses
+import gzip
 import itertools
+import json
 import math
+import statistics
+import sys
+from pathlib import Path
 
 import pytest
 from support.programs import DEEP, program
@@ -13,6 +18,7 @@ from zero_jax.planning.timing import Rates
 from zero_jax.xla import devices as xla_devices
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.events import Done, Loop, Start, Work
+from zero_jax.xla.schedule import schedule
 from zero_jax.xla.targets import target_of
 
 EXACT = Rates(matmul=1, hbm=1, links=1)
@@ -55,7 +61,7 @@ def coords_of(target):
     return [(number // target.dims[1], number) for number in range(target.num_devices)]
 
 
-def run(*events, target=H100, rates=EXACT, tokens=0, model_flops=0):
+def run(*events, target=H100, rates: Rates | None = EXACT, tokens=0.0, model_flops=0.0):
     timed = timing.predict(
         events, target, coords_of(target), tokens=tokens, model_flops=model_flops, rates=rates)
     assert sum(timed.spent.values()) == pytest.approx(timed.seconds)
@@ -81,6 +87,53 @@ def test_rates_by_dtype():
     flops = {"f8e4m3fn": CHIP.peak_flops["f8"], "f64": CHIP.peak_flops["f32"]}  # not listed: as f32
     assert run(Work("w", "dot", "", flops, 0)).seconds == 2
     assert run(compute(1), rates=Rates(0.5, 1, 1)).seconds == run(memory(1), rates=Rates(1, 0.5, 1)).seconds == 2
+
+
+def test_rates_by_kernel():
+    """A launch each; odd rows; attention by the nearest head dim, slower in short sequences; else as without rates."""
+    rates = Rates(1, 1, 1, launch=0.25, products={"bf16 odd": 0.5}, attention={"64 forward": (0.5, 1024)})
+    once = compute(1)
+    for changes, seconds in (
+            ({}, 1), ({"kernel": "odd"}, 2), ({"kernel": "64 forward", "length": 1024}, 4),
+            ({"kernel": "128 forward", "length": 3072}, 8 / 3)):
+        work = dataclasses.replace(once, **changes)
+        assert run(work, rates=rates).seconds == pytest.approx(seconds + 0.25)
+        assert run(work).seconds == 1
+    assert run(once, memory(1), rates=rates).spent == {"compute": 1, "memory": 1, "launches": 0.5}
+
+
+def test_a_chips_rates_are_the_defaults():
+    slow = with_chip(H100, rates=dataclasses.replace(EXACT, matmul=0.5))
+    assert run(compute(1), target=slow, rates=None).seconds == 2 and run(compute(1), target=slow).seconds == 1
+    assert run(compute(1), target=V5P, rates=None).seconds == pytest.approx(
+        CHIP.peak_flops["bf16"] / V5P.chip.peak_flops["bf16"] / Rates().matmul)
+
+
+def test_published_rows():
+    """Of rows that calibrated nothing, as planned when published.json was written."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "tables"))
+    import published  # pyright: ignore[reportMissingImports]
+
+    found = json.loads(published.PREDICTED.read_text())
+    errors = [found[row["key"]]["tokens"] / published.tokens_per_second(row) - 1 for row in published.rows()
+              if row["key"] in found and row["used"] == "no"]
+    assert len(errors) >= 20 and statistics.median(map(abs, errors)) <= 0.08
+    assert sum(abs(error) <= 0.2 for error in errors) >= 0.9 * len(errors)
+    assert all(row["used"] in ("yes", "no") and row["source"] for row in published.rows())
+
+
+def measured_step():
+    """Events of GPT-2 124M's step as compiled on one H100, and the seconds that it took there."""
+    folder = Path(__file__).parents[2] / "scripts" / "bench" / "measured"
+    with gzip.open(folder / "124m_16_stage-3.hlo.gz", "rt") as file:
+        return schedule(file.read()), json.loads((folder / "124m_16_stage-3.json").read_text())["step"]
+
+
+def test_a_measured_step():
+    """Within 5 % by the chip's rates, and 25 % off by typical ones, for which attention runs as fast as any product."""
+    events, seconds = measured_step()
+    assert run(*events, target=target_of("h100:1"), rates=None).seconds == pytest.approx(seconds, rel=0.05)
+    assert run(*events, target=target_of("h100:1"), rates=Rates()).seconds < 0.8 * seconds
 
 
 def test_overlapped_collective():

@@ -53,6 +53,23 @@ def flops(line: str) -> dict[str, float]:
     return totals(events(line)).flops
 
 
+def test_what_sets_the_rate():
+    """Attention by head dim, direction and length; products by whether their rows fill 16 bytes."""
+    def rate(line):
+        work = next(event for event in events(line) if event.flops)
+        return work.kernel, work.length
+
+    assert rate(CUDNN) == ("64 forward", SEQ)
+    assert rate(CUDNN.replace("fmhaSoftmax", "fmhaSoftmaxBackward")) == ("64 backward", SEQ)
+    assert rate(PALLAS) == ("64 backward", SEQ) and rate(PALLAS.replace("mha_dkv", "mha_fwd")) == ("64 forward", SEQ)
+    dot = ("%d = bf16[16,16]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={1}\n"
+           "  ROOT %c = f32[] constant(0)\n}\n")
+    for row, kernel in (("bf16[16,64]{1,0}", ""), ("bf16[16,57]{1,0}", "odd"), ("bf16[16,57]{0,1}", ""),
+                        ("f32[16,57]{1,0}", "")):
+        text = f"HloModule m, is_scheduled=true\n\nENTRY %main () -> f32[] {{\n  %a = {row} parameter(0)\n  {dot}"
+        assert [work.kernel for work in schedule(text) if work.flops] == [kernel]
+
+
 CAUSAL = (SEQ + 1) / (2 * SEQ)
 
 

@@ -1,19 +1,20 @@
 """Step time of a scheduled program on a target topology: what runs when on one device, and what it waits for.
 
-Two engines: one computes, the other sends. Work takes the longer of its FLOPs over the chip's rate and its bytes over
-the HBM's bandwidth. A collective takes a latency and its bytes over the bandwidth of the links that it crosses; it
-starts once those links are free, and overlaps with work until its `Done` waits for it.
+Two engines: one computes, the other sends. Work takes a launch and the longer of its FLOPs over the chip's rate and its
+bytes over the HBM's bandwidth, as far as `Rates` says that they are reached. A collective takes a latency and its bytes
+over the bandwidth of the links that it crosses; it starts once those links are free, and overlaps with work until its
+`Done` waits for it.
 
-Not modelled: kernel launches, tiles that a matrix product does not fill, contention on links beyond what `Target.link`
+Not modelled: tiles that a matrix product does not fill, contention on links beyond what `Target.link`
 counts, traffic to the host, and devices that differ.
 """
 
 import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from zero_jax.xla.chip import Rates
 from zero_jax.xla.events import Done, Event, Loop, Start, Work, opaque_calls, totals
 from zero_jax.xla.targets import Target
 
@@ -25,23 +26,6 @@ _PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}  # times aroun
 
 
 @dataclasses.dataclass(frozen=True)
-class Rates:
-    """The share of the chip's figures that a program reaches. The defaults are typical of large arrays, and not fitted.
-
-    Attributes:
-        matmul: of the peak FLOP/s: cuBLAS on large bf16 products has 0.7 to 0.8 on H100, A100 and V100.
-        hbm: of the HBM's bandwidth: a copy has 0.85 to 0.9.
-        links: of the links' bandwidth: nccl-tests report 0.8 of NVLink (all-reduce, DGX-2 and DGX H100).
-        ring: bytes/s of the network for a group that crosses hosts, at most; inf: the bandwidth of `Target.link`.
-    """
-
-    matmul: float = 0.75
-    hbm: float = 0.85
-    links: float = 0.8
-    ring: float = math.inf
-
-
-@dataclasses.dataclass(frozen=True)
 class Timing:
     """A predicted step. Seconds are of one device; `spent` sums to `seconds`.
 
@@ -50,7 +34,8 @@ class Timing:
         compute_seconds: its FLOPs alone, at the reached rates.
         hbm_seconds: its HBM traffic alone.
         communication_seconds: its collectives alone, by link: nvlink, network, die, or ici with its axes: "ici xy".
-        spent: the step by what bounds it: compute, memory (work bound by HBM), and links (waiting for them).
+        spent: the step by what bounds it: compute, memory (work bound by HBM), launches (where the chip's rates
+            have them), and links (waiting for them).
         tokens_per_second: of all devices.
         mfu: model FLOPs utilisation: the model's FLOPs over the peak's.
         hfu: hardware FLOPs utilisation: those of the program, with recomputation, over the peak's.
@@ -96,10 +81,10 @@ def predict(
         tokens: of a step, on all devices.
         model_flops: of a step, on all devices, without recomputation.
         palm_flops: the same by PaLM's formula, if it is known.
-        rates: default: `Rates()`.
+        rates: default: those of the target's chip.
     """
     events, peak = tuple(events), target.chip.peak_flops["bf16"]
-    device = _Device(target, coords, rates or Rates())
+    device = _Device(target, coords, rates or target.chip.rates)
     device.run(events)
     clock, seconds = device.clock, device.clock["now"]
     links, spent = ({key[1]: value for key, value in clock.items() if key[0] == kind} for kind in ("link", "spent"))
@@ -138,14 +123,18 @@ class _Device:
             kinds[type(event)](event)
 
     def work(self, work: Work) -> None:
-        chip, clock, peak = self.target.chip, self.clock, self.target.chip.peak_flops
+        chip, clock, rates, peak = self.target.chip, self.clock, self.rates, self.target.chip.peak_flops
         named = (("f8" if dtype.startswith("f8") else dtype, flops) for dtype, flops in work.flops.items())
-        compute = sum(flops / (peak.get(dtype, peak["f32"]) * self.rates.matmul) for dtype, flops in named)
-        memory = work.hbm_bytes / (chip.memory_bandwidth * self.rates.hbm)
+        compute = sum(flops / peak.get(dtype, peak["f32"]) / rates.of_peak(dtype, work.kernel, work.length)
+                      for dtype, flops in named)
+        memory = work.hbm_bytes / (chip.memory_bandwidth * rates.hbm)
         clock["flops"] += compute
         clock["bytes"] += memory
-        clock["spent", "memory" if memory > compute else "compute"] += max(compute, memory)
-        clock["now"] += max(compute, memory)
+        busy = max(compute, memory)
+        clock["spent", "memory" if memory > compute else "compute"] += busy
+        if rates.launch:
+            clock["spent", "launches"] += rates.launch
+        clock["now"] += busy + rates.launch
 
     def start(self, event: Start) -> None:
         collective = event.collective

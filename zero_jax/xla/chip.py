@@ -5,6 +5,7 @@ import difflib
 import functools
 import importlib.resources
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.resources.abc import Traversable
@@ -62,6 +63,54 @@ class Tpu:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rates:
+    """The share of a chip's figures that its programs reach. Defaults are typical of large arrays, and not fitted.
+
+    Raises UsageError for a share above 1.
+    """
+
+    matmul: float = 0.75
+    """Of the peak FLOP/s, of products that are not listed: cuBLAS on large ones has 0.7 to 0.8 on A100 and V100."""
+    hbm: float = 0.85
+    """Of the HBM's bandwidth: a copy has 0.85 to 0.9."""
+    links: float = 0.8
+    """Of the links' bandwidth: nccl-tests report 0.8 of NVLink (all-reduce, DGX-2 and DGX H100)."""
+    ring: float = math.inf
+    """Bytes/s of the network for a group that crosses hosts, at most; inf: the bandwidth of `Target.link`."""
+    launch: float = 0.0
+    """Seconds that a kernel takes before its first byte."""
+    band: tuple[float, ...] = ()
+    """Seconds of published steps over those predicted, least and most of nine in ten that calibrated nothing; ():
+    none was compared (scripts/tables/published.py)."""
+    products: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    """`matmul` by dtype, and as "bf16 odd" of those whose rows fill no 16 bytes."""
+    attention: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict, hash=False)
+    """By head dim and direction, as "64 forward": the share s and the length h, of a rate of s x length / (length + h)
+    of the peak; FLOPs are of the pairs that a causal mask leaves. Of the nearest head dim where it is not listed."""
+
+    def __post_init__(self):
+        shares = {"matmul": self.matmul, "hbm": self.hbm, "links": self.links, **self.products}
+        shares |= {name: (values[0] if len(values) == 2 else math.inf) for name, values in self.attention.items()}
+        for name, share in shares.items():
+            if not 0 < share <= 1:
+                raise UsageError(f"rates: {name!r} is {share} of the peak: give a share of at most 1; attention is "
+                                 "written as [share, length].")
+        if self.band and not (len(self.band) == 2 and self.band[0] <= self.band[1]):
+            raise UsageError(f"rates: 'band' is {list(self.band)}: give least and most, over predicted seconds.")
+        if wrong := [name for name in self.attention if not re.fullmatch(r"\d+ (forward|backward)", name)]:
+            raise UsageError(f"rates: attention {wrong[0]!r} is not written as \"64 forward\" or \"64 backward\".")
+
+    def of_peak(self, dtype: str, kernel: str = "", length: int = 0) -> float:
+        """The share of the peak FLOP/s of `dtype`; kernel, length: those of `zero_jax.xla.events.Work`."""
+        if not length or not self.attention:
+            return self.products.get(f"{dtype} {kernel}", self.products.get(dtype, self.matmul))
+        head_dim, direction = kernel.split()
+        listed = [name for name in self.attention if name.endswith(direction)] or list(self.attention)
+        share, half = self.attention[min(listed, key=lambda name: abs(int(name.split()[0]) - int(head_dim)))]
+        return share * length / (length + half)
+
+
+@dataclasses.dataclass(frozen=True)
 class Chip:
     """A kind of device, read from its file in zero_jax/xla/chips. Figures are per device, as JAX counts devices."""
 
@@ -88,6 +137,8 @@ class Chip:
     """Of that share, in bytes/s, where nothing is written at the same time; 0: not known."""
     disk_write_bandwidth: float = 0.0
     """The same of writes, where nothing is read."""
+    rates: Rates = Rates()
+    """What its programs reach of these figures."""
     gpu: Gpu | None = None
     tpu: Tpu | None = None
     examples: tuple[str, ...] = ()
@@ -139,6 +190,9 @@ def _read(text: str, file: str) -> Chip:
     return chip
 
 
+_LENGTHS = Mapping[str, tuple[float, ...]]
+
+
 def _record(kind: Any, table: Mapping[str, Any], where: str, within: str = "") -> Any:
     """`table` as the dataclass `kind`; `where` and `within` are for the errors: its file, its name in there."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
@@ -147,19 +201,23 @@ def _record(kind: Any, table: Mapping[str, Any], where: str, within: str = "") -
             near = within + nearest(cut(name), fields)
             raise UsageError(f"{where}: unknown field {named(within + name)}, nearest is {near!r}")
     for name, field in fields.items():
-        if field.default is dataclasses.MISSING and name not in table:
+        if field.default is field.default_factory is dataclasses.MISSING and name not in table:
             raise UsageError(f"{where}: field {within + name!r} is missing")
-    return kind(**{name: _value(fields[name].type, value, where, within + name) for name, value in table.items()})
+    values = {name: _value(fields[name].type, value, where, within + name) for name, value in table.items()}
+    try:
+        return kind(**values)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
 
 
 def _value(kind: Any, value: Any, where: str, name: str) -> Any:
     """`value` of the field `name`, whose type is `kind`; numbers are positive."""
-    if kind in (Gpu | None, Tpu | None) and isinstance(value, dict):
-        return _record(Gpu if kind == Gpu | None else Tpu, value, where, f"{name}.")
-    if kind == Mapping[str, float] and isinstance(value, dict):
-        return {key: _value(float, item, where, f"{name}.{key}") for key, item in value.items()}
-    if kind in (tuple[int, ...], tuple[str, ...]) and isinstance(value, list):
-        return tuple(_value(int if kind == tuple[int, ...] else str, item, where, name) for item in value)
+    if (record := {Gpu | None: Gpu, Tpu | None: Tpu, Rates: Rates}.get(kind)) and isinstance(value, dict):
+        return _record(record, value, where, f"{name}.")
+    if (item := {Mapping[str, float]: float, _LENGTHS: tuple[float, ...]}.get(kind)) and isinstance(value, dict):
+        return {key: _value(item, each, where, f"{name}.{key}") for key, each in value.items()}
+    if (item := {tuple[each, ...]: each for each in (int, str, float)}.get(kind)) and isinstance(value, list):
+        return tuple(_value(item, each, where, name) for each in value)
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or kind is not str and not value > 0:

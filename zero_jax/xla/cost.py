@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from zero_jax.xla.kernels import kernel_flops, wider
+from zero_jax.xla.kernels import attention_kernel, kernel_flops, wider
 from zero_jax.xla.parser import Computation, Frame, Instruction, Module
 from zero_jax.xla.shapes import Array
 
@@ -41,6 +41,24 @@ def flops(module: Module, frame: Frame, instruction: Instruction) -> Mapping[str
         instruction: any instruction of it.
     """
     return _flops(_memo(module), module, frame.computation, instruction)
+
+
+def kernel(module: Module, within: Computation, instruction: Instruction) -> tuple[str, int]:
+    """What sets the rate of the first product of `instruction`: its kind, and keys of each sequence of attention.
+
+    "64 forward": attention of heads of 64. "odd": a product that reads 16-bit rows of no multiple of 16 bytes, which
+    the tensor cores of GPUs cannot load at once. "": any other.
+    """
+    if instruction.opcode in ("dot", "convolution", "custom-call") and not instruction.callees:
+        operands = [array for name in instruction.operands for array in within.arrays(name).values()]
+        if found := attention_kernel(instruction, [array.shape for array in operands]):
+            return found
+        minor = ((array.dtype, array.dims[array.minor_to_major[0]]) for array in operands[:2] if array.minor_to_major)
+        return "odd" if any(dtype in ("bf16", "f16") and size % 8 for dtype, size in minor) else "", 0
+    inside = (module.computations[name] for name in instruction.callees)
+    products = ((computation, each) for computation in inside for each in computation.instructions.values()
+                if _flops(_memo(module), module, computation, each))
+    return next((kernel(module, *product) for product in products), ("", 0))
 
 
 def hbm_bytes(module: Module, frame: Frame, instruction: Instruction) -> float:

@@ -18,6 +18,8 @@ class Work:
         flops: FLOPs of its matrix products by dtype of the operands; empty if it has none.
         hbm_bytes: bytes that it reads from HBM and writes to it.
         opaque: what a custom call calls, where its FLOPs are not known here (`kernels.is_opaque`); else "".
+        kernel: what `Rates` tells apart, see `cost.kernel`: "odd", "64 forward", "128 backward"; else "".
+        length: keys of each sequence, where it is a kernel of attention; else 0.
     """
 
     name: str
@@ -26,6 +28,8 @@ class Work:
     flops: Mapping[str, float]
     hbm_bytes: float
     opaque: str = ""
+    kernel: str = ""
+    length: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,6 +56,18 @@ def kernel_flops(instruction: Instruction, operands: Sequence[Shape], convolutio
     return Counter({dtype: convolution(instruction, image, kernel, out)})
 
 
+def attention_kernel(instruction: Instruction, operands: Sequence[Shape]) -> tuple[str, int] | None:
+    """Head dim and direction as "64 forward", and keys of each sequence, of a kernel of attention; else None."""
+    arrays = [dims for dtype, dims in operands if len(dims) > 2 and dtype in ("bf16", "f16", "f32")]
+    named = instruction.custom_call_target.startswith("__cudnn$fmha")
+    if len(arrays) < 2 or not (named or any(re.match(name, instruction.name) for name, _ in _PALLAS_PRODUCTS)):
+        return None
+    scores = re.search(r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^]]*)', instruction.tail)
+    length = integers(scores[1])[-1] if scores else arrays[1][-2]
+    backward = re.search("Backward", instruction.custom_call_target) or re.search("bwd|_dq|_dkv", instruction.name)
+    return f"{arrays[0][-1]} {'backward' if backward else 'forward'}", length
+
+
 def is_opaque(instruction: Instruction, flops: Mapping[str, float]) -> bool:
     """Whether `instruction` is a custom call of which nobody here knows what it computes; flops: those counted."""
     target = instruction.custom_call_target if instruction.opcode == "custom-call" else ""

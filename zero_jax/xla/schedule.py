@@ -105,7 +105,8 @@ class _Walk:
         if not flops and not hbm_bytes and not opaque:
             return []
         op_name = self.module.metadata(instruction)[0]
-        return [Work(instruction.name, instruction.opcode, op_name, flops, hbm_bytes, opaque)]
+        kernel, length = cost.kernel(self.module, frame.computation, instruction) if flops else ("", 0)
+        return [Work(instruction.name, instruction.opcode, op_name, flops, hbm_bytes, opaque, kernel, length)]
 
     def _collective(self, frame: Frame, instruction: Instruction, execution: Execution) -> list:
         chain = chain_of(instruction)

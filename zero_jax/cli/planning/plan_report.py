@@ -179,7 +179,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "communication": communication,
         "memory": plan.memory and [dataclasses.asdict(row) for row in plan.memory.rows],
         "links": [{"link": link, "axes": axes, "bytes": sent} for (link, axes), sent in plan.links.items()],
-        "timing": plan.timing and dataclasses.asdict(plan.timing) | {"bound": plan.timing.bound},
+        "timing": plan.timing and dataclasses.asdict(plan.timing) | {
+            "bound": plan.timing.bound,
+            "band": [each * plan.timing.seconds for each in plan.target.chip.rates.band] if plan.target else []},
         **dict(zip(("optimizer_bytes", "adamw_bytes"), optimizer_bytes(plan.layout), strict=True)),
         "gather": plan.layout.gather_note, "overlap": plan.overlap and dataclasses.asdict(plan.overlap),
         "replicated": [{"name": row.name, "bytes": row.bytes} for row in plan.layout.replicated()],
@@ -231,11 +233,14 @@ def _timing_table(plan: Plan) -> Table:
     table = _table("Predicted step time (not measured; the model is zero_jax/planning/timing.py)", "", "seconds",
                    "share")
     for name, seconds in timing.spent.items():
-        waits = name not in ("compute", "memory")
+        waits = name in timing.communication_seconds
         label = f"waiting for {name} ({timing.communication_seconds[name]:.3g} s alone)" if waits else name
         table.add_row(label, f"{seconds:.3g}", f"{seconds / timing.seconds:.0%}" if timing.seconds else "")
     table.add_section()
     table.add_row(f"step, bound by {timing.bound}", f"{timing.seconds:.3g}", style="bold")
+    band = plan.target.chip.rates.band if plan.target else ()
+    table.add_row("nine in ten published steps of this chip would be", f"{band[0] * timing.seconds:.3g} to "
+                  f"{band[1] * timing.seconds:.3g}" if band else "not compared")
     table.add_row("tokens per second", f"{timing.tokens_per_second:,.0f}")
     table.add_row("MFU, and HFU with recomputation", f"{timing.mfu:.1%}", f"{timing.hfu:.1%}")
     if timing.palm_mfu is not None:

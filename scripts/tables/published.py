@@ -1,0 +1,178 @@
+"""Published training throughput beside what `zero_jax.plan` predicts: each run compiled for its chips, at its sizes.
+
+    python scripts/tables/published.py                        # the table, from published.json; no compiler
+    python scripts/tables/published.py --compile FOLDER       # plans the rows anew: 10 to 100 CPU seconds each
+    python scripts/tables/published.py --rates FOLDER         # the same programs, kept in FOLDER, at today's rates
+
+`published.tsv` holds the rows: figures as published, which of them calibrated the rates of a chip file, and sources.
+The runs are of other frameworks: what is compared is the step that this library would run at the same sizes. Medians
+and the band that `zero-jax plan` prints are of rows that did not calibrate.
+"""
+
+import argparse
+import csv
+import dataclasses
+import gzip
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PREDICTED = HERE / "published.json"
+MPT = {  # layers, width, heads of llm-foundry's yamls
+    "125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64)}
+LLAMA = {  # layers, width, heads, key-value heads, hidden, vocabulary; head dim 128
+    "2-7b": (32, 4096, 32, 32, 11008, 32000), "2-13b": (40, 5120, 40, 40, 13824, 32000),
+    "2-70b": (80, 8192, 64, 8, 28672, 32000),
+    "3-8b": (32, 4096, 32, 8, 14336, 128256), "3-70b": (80, 8192, 64, 8, 28672, 128256),
+    # MaxText's global_parameter_scale of its base model
+    "scale-16": (32, 4096, 64, 64, 28672, 32000), "scale-32": (32, 8192, 64, 64, 28672, 32000),
+    "scale-64": (64, 8192, 64, 64, 28672, 32000), "scale-128": (64, 8192, 128, 128, 57344, 32000)}
+
+ATTENTION = {("llm-foundry", "h100"): 0.18, ("llm-foundry", "a100-80gb"): 0.32}
+"""Shares of the peak of a framework's own kernel of attention, where it is not cuDNN's; fitted to the rows used."""
+
+
+def rows():
+    """The rows of published.tsv, numbers as such; `key` names what is compiled."""
+    with open(HERE / "published.tsv") as file:
+        found = list(csv.DictReader((line for line in file if not line.startswith("#")), delimiter="\t"))
+    sizes = ("seq", "batch", "accumulate", "stage", "tensor", "replica")
+    for row in found:
+        row |= {name: int(row[name]) for name in sizes} | {"figure": float(row["figure"])}
+        row["key"] = " ".join(str(row[name]) for name in ("target", "model", *sizes[:-1], "remat"))
+        row["key"] += f" {row['replica']}" * (row["replica"] > 1)
+    return found
+
+
+def config_of(row):
+    """The model's module and configuration; MPT is GPT-2 with ALiBi and without biases, which cost nothing here."""
+    from models import gpt2, llama
+
+    family, _, name = row["model"].partition(":")
+    if family == "mpt":
+        return gpt2, gpt2.Config(*MPT[name], vocab_size=50368, max_length=row["seq"])
+    if family == "gpt2":
+        config = gpt2.PRESETS.get(name) or gpt2.Config(48, 6144, 24, vocab_size=32000, max_length=row["seq"])
+        return gpt2, dataclasses.replace(config, remat=False)
+    *sizes, vocabulary = LLAMA[name]
+    return llama, llama.Config(*sizes, vocab_size=vocabulary, max_length=row["seq"])
+
+
+def tokens_per_second(row):
+    """Per device, as published; from TFLOP/s by PaLM's formula, attention counted whole, where the source has those."""
+    if row["unit"] == "tokens":
+        return row["figure"]
+    config = config_of(row)[1]
+    width = config.num_heads * getattr(config, "head_dim", 0) or config.width
+    flops = 6 * (config.num_params - config.vocab_size * config.width) + 12 * config.num_layers * width * row["seq"]
+    return row["figure"] * 1e12 / flops
+
+
+def compiled(row, path):
+    """Compiles the step of `row`; keeps its program and what `timing.predict` needs beside it."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import zero_jax
+    from zero_jax.planning.flops import model_flops
+    from zero_jax.xla.devices import target_devices
+
+    devices = target_devices(row["target"])
+    mesh = zero_jax.make_mesh(tensor=row["tensor"], replica=row["replica"], devices=devices)
+    module, config = config_of(row)
+    model = module.build(dataclasses.replace(config, attention=zero_jax.attention(mesh), remat=row["remat"] == "full"))
+    extra = {"tensor_rules": module.tensor_rules(config)} if row["tensor"] > 1 else {}
+    if row["remat"] not in ("none", "full"):
+        extra["remat"] = row["remat"]
+    step = zero_jax.make_zero_train_step(model, row["stage"], mesh=mesh, precision="bf16", optimizer=optax.adamw(1e-4),
+                                         accumulate=row["accumulate"], **extra)
+    count = row["batch"] * row["accumulate"] * len(devices)
+    batch = {name: jax.ShapeDtypeStruct((count, row["seq"]), jnp.int32) for name in ("inputs", "targets")}
+    began, program = time.process_time(), step.compiled_step(batch)
+    flops = model_flops(step, batch)
+    with gzip.open(path, "wt") as file:
+        file.write(program.text)
+    path.with_suffix(".json").write_text(json.dumps({
+        "tokens": count * row["seq"], "model_flops": flops, "cpu_seconds": time.process_time() - began}))
+
+
+def predicted(row, path):
+    """What is predicted of a program that `compiled` kept."""
+    import zero_jax
+    from zero_jax.planning import timing
+    from zero_jax.xla import devices as xla_devices
+    from zero_jax.xla.schedule import schedule
+    from zero_jax.xla.targets import target_of
+
+    mesh = zero_jax.make_mesh(tensor=row["tensor"], replica=row["replica"],
+                              devices=xla_devices.target_devices(row["target"]))
+    target = target_of(row["target"])
+    share = ATTENTION.get((row["software"], row["target"].partition(":")[0]))
+    rates = target.chip.rates if share is None else dataclasses.replace(
+        target.chip.rates, attention={f"128 {way}": (share, 1.0) for way in ("forward", "backward")})
+    about = json.loads(path.with_suffix(".json").read_text())
+    with gzip.open(path, "rt") as file:
+        timed = timing.predict(
+            schedule(file.read()), target, [xla_devices.coords(each) for each in mesh.devices.flat],
+            tokens=about["tokens"], model_flops=about["model_flops"], rates=rates)
+    return {"tokens": timed.tokens_per_second / mesh.size, "seconds": timed.seconds, "spent": dict(timed.spent),
+            "uncounted": timed.uncounted, "mfu": timed.mfu, "hfu": timed.hfu, "cpu_seconds": about["cpu_seconds"]}
+
+
+def table(found):
+    """Markdown: each row that was planned, and by chip the errors of those that did not calibrate."""
+    print("| software | target | model | sequences | ZeRO | recomputed | published | predicted | error | used |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    errors = {}
+    for row in rows():
+        if row["key"] not in found:
+            continue
+        published, ours = tokens_per_second(row), found[row["key"]]["tokens"]
+        errors.setdefault((row["target"].partition(":")[0], row["used"]), []).append(ours / published - 1)
+        sequences = f"{row['batch']}{f' x {times}' if (times := row['accumulate']) > 1 else ''} of {row['seq']:,}"
+        print(f"| {row['software']} | {row['target']} | {row['model']} | {sequences} | {row['stage']} | {row['remat']} "
+              f"| {published:,.0f} | {ours:,.0f} | {ours / published - 1:+.0%} | {row['used']} |")
+    print("\n| rows | number | median error | median of its size | within 20 % | seconds over predicted, nine in ten |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    groups = {f"{chip}, {'used' if used == 'yes' else 'not used'}": each for (chip, used), each in errors.items()}
+    groups["all, not used"] = [error for (_, used), each in errors.items() if used == "no" for error in each]
+    for name, each in sorted(groups.items()):
+        low, *_, high = statistics.quantiles(each * 2, n=20, method="inclusive")
+        print(f"| {name} | {len(each)} | {statistics.median(each):+.1%} | {statistics.median(map(abs, each)):.1%} "
+              f"| {sum(abs(error) <= 0.2 for error in each) / len(each):.0%} "
+              f"| {1 + low:.2f} to {1 + high:.2f} |")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Published training throughput beside what plan predicts.")
+    parser.add_argument("--compile", metavar="FOLDER", type=Path)
+    parser.add_argument("--rates", metavar="FOLDER", type=Path)
+    parser.add_argument("--only", default="", help="rows of which the key has this text")
+    args = parser.parse_args()
+    found = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
+    folder = args.compile or args.rates
+    for row in rows() if folder else ():
+        path = folder / f"{row['key'].replace(':', '-').replace(' ', '_')}.gz"
+        if args.only not in row["key"]:
+            continue
+        if args.compile and not path.exists():
+            try:
+                compiled(row, path)
+                print(row["key"], "compiled", flush=True)
+            except Exception as error:
+                print(row["key"], "not compiled:", type(error).__name__, str(error)[:300], flush=True)
+        if args.rates and path.exists():
+            found[row["key"]] = predicted(row, path)
+    if args.rates:
+        PREDICTED.write_text(json.dumps(found, indent=1) + "\n")
+    table(found)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    main()
