@@ -122,16 +122,16 @@ def combined(combine: Callable[..., jax.Array], value: jax.Array, over: AxisName
     return combine(value.astype(wide), over).astype(value.dtype) if narrow else combine(value, over)
 
 
-def on_tensor(fun: Callable[[jax.Array], jax.Array], value: jax.Array, before: P, after: P, axes: MeshAxes
-              ) -> jax.Array:
-    """`fun(value)` on the part of each device along `tensor`, which splits `value` and the result as these specs say.
+def on_tensor(fun: Callable[..., Any], before: Sequence[P], after: Any, axes: MeshAxes) -> Callable[..., Any]:
+    """`fun` of the parts that each device along `tensor` has, which splits arguments and results as these specs say.
 
     The partitioner gathers over `tensor` what a collective over other axes takes.
     """
-    if not axes.tensor_enabled:
-        return fun(value)
-    return jax.shard_map(fun, axis_names={axes.tensor}, in_specs=compute_spec(before, axes),
-                         out_specs=compute_spec(after, axes), check_vma=False)(value)
+    def of_tensor(specs: Any) -> Any:
+        return jax.tree.map(lambda spec: compute_spec(spec, axes), specs, is_leaf=lambda spec: isinstance(spec, P))
+
+    return jax.shard_map(fun, axis_names={axes.tensor}, in_specs=of_tensor(tuple(before)), out_specs=of_tensor(after),
+                         check_vma=False) if axes.tensor_enabled else fun
 
 
 def gathered_param(value: jax.Array, spec: P, axes: MeshAxes, kept: Sequence[str] = ()) -> jax.Array:
