@@ -1,11 +1,11 @@
 """A program of global arrays, computed by many devices, each of which computes its examples.
 
 `local_view` evaluates the differentiated loss inside of one `jax.shard_map` over the mesh, whose axis `tensor` is left
-to XLA's partitioner and to the constraints that the program has. It follows how the devices
-hold each value (`spread.Spread`), by the table of primitives in `rules`. A batch is split by its examples; parameters
-and gradients as the layout stores them. What a sum over examples leaves on each device is summed over the devices where
-something needs the sum, and scattered where a gradient is stored. Where no rule holds, operands are gathered and every
-device computes the whole: right for any program, and named in a warning.
+to XLA's partitioner and to the constraints of the program. It follows how the devices hold each value
+(`spread.Spread`), by the table of primitives in `rules`. A batch is split by its examples; parameters and gradients as
+the layout stores them. What a sum over examples leaves on each device is summed over the devices where something needs
+the sum, and scattered where a gradient is stored. Where no rule holds, operands are gathered and every device computes
+the whole: right for any program, and named in a warning.
 """
 
 import dataclasses

@@ -96,11 +96,12 @@ def moved(value: jax.Array, have: Spread, want: Spread, axes: MeshAxes) -> jax.A
     """A device's part of a value that is spread as `have`, spread as `want`; inside of a `jax.shard_map`."""
     if have == want:
         return value
-    if have.partial and not want.partial:
-        if not any(have.dims) and any(want.dims) and want.is_plain and set(have.partial) == set(axes.batch):
-            return reduce_parts(value, axes, want.spec)
-        value = combined(jax.lax.psum, value, have.partial, axes)
-    elif want.partial and not have.partial:
+    if have.partial and have.partial != want.partial:
+        if (not any(have.dims) and any(want.dims) and want.is_plain and not want.partial
+                and set(have.partial) == set(axes.batch)):
+            return combined(lambda value, _: reduce_parts(value, axes, want.spec), value, have.partial, axes)
+        value, have = combined(jax.lax.psum, value, have.partial, axes), have.without_sum
+    if want.partial and not have.partial:
         value = jnp.where(_index(want.partial, axes) == 0, value, jnp.zeros(value.shape, value.dtype))
     differ = [dim for dim, (one, other) in enumerate(zip(have.dims, want.dims, strict=True)) if one != other]
     for dim in differ:
@@ -113,7 +114,7 @@ def moved(value: jax.Array, have: Spread, want: Spread, axes: MeshAxes) -> jax.A
 
 
 def combined(combine: Callable[..., jax.Array], value: jax.Array, over: AxisNames, axes: MeshAxes) -> jax.Array:
-    """`combine(value, over)`, which is `psum`, `pmax` or `pmin`.
+    """`combine(value, over)`, an all-reduce or reduce-scatter.
 
     XLA for CPUs (jaxlib 0.10.2 and 0.12) ends the process on one of a narrow dtype beside an axis of the partitioner.
     """
