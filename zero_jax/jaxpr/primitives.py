@@ -132,6 +132,17 @@ def is_attention_kernel(primitive: Any, params: Mapping[str, Any]) -> bool:
     return any(name in (CUDNN_ATTENTION, PALLAS) for name in (primitive.name, *(eqn.primitive.name for eqn in inner)))
 
 
+def head_dims(attention: JaxprEqn) -> dict[int, int] | None:
+    """Of a kernel of cuDNN's, the dim that counts heads in its arrays, by their rank; none where a bias has others too.
+
+    None: it is no such kernel.
+    """
+    if not attention.primitive.name.startswith("dot_product_attention"):
+        return None
+    layout = attention.params["layout"]  # 0: (batch, length, heads, width); 1: (batch, heads, length, width)
+    return {4: 2 - getattr(layout, "value", layout), 3: 1} if shape_of(attention.invars[3]).size == 0 else {}
+
+
 def policy_dtypes(avals: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
     """The dtype of the result of what a checkpoint policy is called with, if its parameters say it, else its operands'.
 

@@ -1,11 +1,11 @@
 """A program of global arrays, computed by many devices, each of which computes its examples.
 
 `local_view` evaluates the differentiated loss inside of one `jax.shard_map` over the mesh, whose axis `tensor` is left
-to XLA's partitioner and to the constraints that the program has. It follows how the devices
-hold each value (`spread.Spread`), by the table of primitives in `rules`. A batch is split by its examples; parameters
-and gradients as the layout stores them. What a sum over examples leaves on each device is summed over the devices where
-something needs the sum, and scattered where a gradient is stored. Where no rule holds, operands are gathered and every
-device computes the whole: right for any program, and named in a warning.
+to XLA's partitioner and to the constraints of the program. It follows how the devices hold each value
+(`spread.Spread`), by the table of primitives in `rules`. A batch is split by its examples; parameters and gradients as
+the layout stores them. What a sum over examples leaves on each device is summed over the devices where something needs
+the sum, and scattered where a gradient is stored. Where no rule holds, operands are gathered and every device computes
+the whole: right for any program, and named in a warning.
 """
 
 import dataclasses
@@ -53,6 +53,7 @@ from zero_jax.jaxpr.primitives import (
     branches,
     call_jaxpr,
     draws_by_key,
+    head_dims,
     in_specs,
     iota_dim,
     jit_name,
@@ -68,7 +69,6 @@ from zero_jax.sharding.gather import (
     SCATTER_QUANTIZED,
     SCATTER_WHOLE,
     ParamUse,
-    compute_spec,
     names_of,
     secondary_spec,
 )
@@ -285,7 +285,7 @@ class LocalView:
         if name in CALLS and not (name == REMAT and eqn.params["differentiated"]):
             return self.evaluate(call_jaxpr(eqn), operands)
         if is_whole and not _holds_own(eqn):
-            results = bind_unsharded(eqn, [operand.array for operand in operands])
+            results = self._bind(eqn, [operand.array for operand in operands])
             keep = (eqn, tuple(operands)) if name in _MADE_IN_PARTS else (None, ())
             return [_Value(array, whole(_ndim(var)), _shape(var), *keep)
                     for array, var in zip(results, eqn.outvars, strict=True)]
@@ -308,12 +308,26 @@ class LocalView:
 
     def _bound(self, eqn: JaxprEqn, plan: Plan, operands: Sequence[_Value]) -> list[_Value]:
         args = [self.to(operand, want) for operand, want in zip(operands, plan.ins, strict=True)]
-        results = bind_unsharded(eqn.replace(params={**eqn.params, **dict(plan.shapes)}), args)
+        results = self._bind(eqn.replace(params={**eqn.params, **dict(plan.shapes)}), args)
         if plan.combine:
             combine = jax.lax.pmax if plan.combine == "max" else jax.lax.pmin
             results = [combined(combine, result, plan.over, self.axes) for result in results]
         return [_Value(array, spread, _shape(var))
                 for array, spread, var in zip(results, plan.outs, eqn.outvars, strict=True)]
+
+    def _bind(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+        """The results of `eqn` on a device's parts; of a kernel that JAX cannot partition in here, on its heads."""
+        if (heads := head_dims(eqn)) is None:
+            return bind_unsharded(eqn, args)
+        size, tensor = self.axes.tensor_size, self.axes.tensor
+        divide = all(_shape(atom)[heads[_ndim(atom)]] % size == 0 for atom in eqn.invars if _ndim(atom) in heads)
+
+        def specs(atoms: Sequence[Any]) -> list[P]:
+            return [P(*[None] * heads[_ndim(atom)], tensor) if divide and _ndim(atom) in heads else P()
+                    for atom in atoms]
+
+        return on_tensor(lambda *parts: bind_unsharded(eqn, parts), specs(eqn.invars), specs(eqn.outvars), self.axes
+                         )(*args)
 
     def _constrained(self, eqn: JaxprEqn, value: _Value) -> _Value:
         """What a constraint says of `tensor`, which the partitioner splits over; the other axes are this view's."""
@@ -335,9 +349,9 @@ class LocalView:
         ndim = len(stored.shape)
         shard = use.cast(use.on_device(self.to(stored, spread_of(use.sent, ndim, self.axes))))
         spec = self._copy_spec(use)
-        copy = on_tensor(lambda shard: gathered_param(shard, use.sent, self.axes, kept=use.secondary), shard, use.sent,
-                         spec, self.axes)
-        return _Value(copy, spread_of(spec, ndim, self.axes), stored.shape)
+        copy = on_tensor(lambda shard: gathered_param(shard, use.sent, self.axes, kept=use.secondary), [use.sent], spec,
+                         self.axes)
+        return _Value(copy(shard), spread_of(spec, ndim, self.axes), stored.shape)
 
     def _gathered(self, use: ParamUse, stored: _Value) -> _Value:
         spec = self._copy_spec(use) if use.secondary else use.sent
@@ -347,7 +361,7 @@ class LocalView:
             array = gathered_param(shard, spec, self.axes)
             return array if use.codes is None else use.codes.decode(array, use.dtype, split=(self.axes.tensor,))
 
-        value = use.stored_shape.load(on_tensor(gathered, shard, spec, use.stored, self.axes))
+        value = use.stored_shape.load(on_tensor(gathered, [spec], use.stored, self.axes)(shard))
         return _Value(value, whole(value.ndim), value.shape)
 
     def _reduced(self, eqn: JaxprEqn, gradient: _Value) -> _Value:
@@ -369,7 +383,7 @@ class LocalView:
         def reduced(array: jax.Array) -> jax.Array:
             return reduce_parts(array, self.axes, spec, hops) if hops else moved(array, have, own, self.axes)
 
-        return _Value(on_tensor(reduced, value.array, spec, spec, self.axes), want, value.shape)
+        return _Value(on_tensor(reduced, [spec], spec, self.axes)(value.array), want, value.shape)
 
     # Loops, branches, calls -------------------------------------------------------------------------------------------
 
@@ -441,11 +455,8 @@ class LocalView:
                  for spec, operand in zip(in_specs(eqn), operands, strict=True)]
         args = [self.to(operand, want) for operand, want in zip(operands, wants, strict=True)]
         run: Any = functools.partial(_run_manual, call_jaxpr(eqn))
-        if self.axes.tensor_enabled and self.axes.tensor in newly_manual(eqn):
-            specs, out_specs = ([compute_spec(spec, self.axes) for spec in each]
-                                for each in (in_specs(eqn), eqn.params["out_specs"]))
-            run = jax.shard_map(run, axis_names={self.axes.tensor}, in_specs=tuple(specs), out_specs=out_specs,
-                                check_vma=False)
+        if self.axes.tensor in newly_manual(eqn):
+            run = on_tensor(run, in_specs(eqn), [*eqn.params["out_specs"]], self.axes)
         return self._values(eqn, run(*args), self._outs(eqn, wants))
 
 

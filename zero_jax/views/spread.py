@@ -116,10 +116,11 @@ def moved(value: jax.Array, have: Spread, want: Spread, axes: MeshAxes) -> jax.A
     if added:
         value = jnp.where(_index(sorted(added), axes) == 0, value, jnp.zeros(value.shape, value.dtype))
     if due == summed_axes(axes) and not any(dims) and any(want.dims) and not want.partial and want.is_plain:
-        return reduce_parts(value, axes, want.spec)
+        return combined(lambda value, _: reduce_parts(value, axes, want.spec), value, have.partial, axes)
     for dim, split in enumerate(want.dims):
         if split and not dims[dim] and {*split.axes} <= due:
-            value = _each_run(_scattered, value, dim, split, 0, axes)
+            value = combined(lambda value, _, at=(dim, split): _each_run(_scattered, value, *at, 0, axes), value,
+                             split.axes, axes)
             dims[dim], due = split, due - {*split.axes}
     value = combined(jax.lax.psum, value, tuple(sorted(due)), axes) if due else value
     for dim, split in enumerate(dims):
@@ -138,7 +139,7 @@ def moved(value: jax.Array, have: Spread, want: Spread, axes: MeshAxes) -> jax.A
 
 
 def combined(combine: Callable[..., jax.Array], value: jax.Array, over: AxisNames, axes: MeshAxes) -> jax.Array:
-    """`combine(value, over)`, which is `psum`, `pmax` or `pmin`.
+    """`combine(value, over)`, an all-reduce or reduce-scatter.
 
     XLA for CPUs (jaxlib 0.10.2 and 0.12) ends the process on one of a narrow dtype beside an axis of the partitioner.
     """
@@ -147,16 +148,16 @@ def combined(combine: Callable[..., jax.Array], value: jax.Array, over: AxisName
     return combine(value.astype(wide), over).astype(value.dtype) if narrow else combine(value, over)
 
 
-def on_tensor(fun: Callable[[jax.Array], jax.Array], value: jax.Array, before: P, after: P, axes: MeshAxes
-              ) -> jax.Array:
-    """`fun(value)` on the part of each device along `tensor`, which splits `value` and the result as these specs say.
+def on_tensor(fun: Callable[..., Any], before: Sequence[P], after: Any, axes: MeshAxes) -> Callable[..., Any]:
+    """`fun` of the parts that each device along `tensor` has, which splits arguments and results as these specs say.
 
     The partitioner gathers over `tensor` what a collective over other axes takes.
     """
-    if not axes.tensor_enabled:
-        return fun(value)
-    return jax.shard_map(fun, axis_names={axes.tensor}, in_specs=compute_spec(before, axes),
-                         out_specs=compute_spec(after, axes), check_vma=False)(value)
+    def of_tensor(specs: Any) -> Any:
+        return jax.tree.map(lambda spec: compute_spec(spec, axes), specs, is_leaf=lambda spec: isinstance(spec, P))
+
+    return jax.shard_map(fun, axis_names={axes.tensor}, in_specs=of_tensor(tuple(before)), out_specs=of_tensor(after),
+                         check_vma=False) if axes.tensor_enabled else fun
 
 
 def summed_axes(axes: MeshAxes) -> set[str]:
