@@ -106,6 +106,8 @@ PROGRAMS = {
     "decompositions": lambda x, w: jnp.linalg.cholesky(jax.vmap(lambda r: jnp.outer(r, r))(x) + 9 * jnp.eye(WIDTH)),
     "a transform": lambda x, w: jnp.abs(jnp.fft.fft(x)) + jnp.abs(jnp.fft.fft(x, axis=0)),
     "einsum": lambda x, w: jnp.einsum("bi,ij,bj->b", x, w, x),
+    "through host memory": lambda x, w: jax.device_put(jax.device_put(
+        x.sum(1), jax.memory.Space.Host), jax.memory.Space.Device) + 1,
     "second derivatives": lambda x, w: jax.hessian(lambda v: jnp.tanh(x @ v).mean())(w[0]),
 }
 
@@ -306,6 +308,29 @@ def test_secondary_shards_and_codes_have_the_numbers_of_the_global_view(options)
     assert "communication" not in options or loss_difference(local, plain) > 1e-6  # the codes are seen
 
 
+HOST = zero_jax.Offload(parameters="host", gradients="host", buffer_bytes=2**16)
+
+
+@pytest.mark.parametrize("options", [
+    {"offload": HOST, "accumulate": 2}, slow({"offload": "parameters", "tiling": {"up/kernel": 2}}),
+    slow({"offload": "parameters", "partition_activations": "cpu", "remat": "full"}),
+    slow({"offload": "optimizer", "tiling": {"up/kernel": 2}})], ids=str)
+def test_what_is_in_host_memory_or_in_tiles_is_one_device(options):
+    config = dataclasses.replace(CONFIG, width=128)
+    one = oracle(gpt2.build(config), batches=token_batches(), precision="fp32")
+    many = train(gpt2.build(config), 3, zero_jax.make_mesh(replica=2, data=2), batches=token_batches(),
+                 precision="fp32", view="local", **options)
+    assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
+    assert many.step.layout().host and ("tiling" not in options or many.step.layout().tiles)
+
+
+@pytest.mark.parametrize("call", [lambda x, w: jax.debug.print("{}", x.sum()), lambda x, w: jax.lax.fori_loop(
+    0, 2, lambda i, w: [jax.debug.print("{}", i), w][1], w)])
+def test_calls_to_the_host_that_every_device_would_make_are_refused(call):
+    with pytest.raises(zero_jax.UsageError, match="calls back to the host"):
+        in_parts(lambda x, w: [call(x, w), x.sum()][1], MeshAxes.of(zero_jax.make_mesh(8)), *arrays())
+
+
 @pytest.mark.filterwarnings("ignore:view=.local.. every device computes the whole")
 def test_a_gradient_that_a_device_does_not_send_is_told_apart():
     """Negative control: a loss that leaves out an eighth of the batch."""
@@ -335,7 +360,7 @@ def test_steps_for_targets_keep_the_contract(target, stage, tensor):
 
 
 @pytest.mark.parametrize("options, match", [
-    ({"offload": "optimizer"}, "offload"), ({"tiling": {"up": 2}}, "tiling"), ({"prefetch": True}, "prefetch")])
+    ({"offload": zero_jax.Offload(parameters="disk", disk="run")}, "files"), ({"prefetch": True}, "prefetch")])
 def test_what_it_does_not_have_is_refused(options, match):
     with pytest.raises(zero_jax.UsageError, match=f"view=\"local\" .*{match}"):
         zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, view="local", mesh=zero_jax.make_mesh(8), **options)

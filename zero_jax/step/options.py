@@ -208,6 +208,8 @@ class StepOptions:
         """What the local view does not have yet."""
         return [what for is_asked, what in (
                 (bool(axes.slices), "with DiLoCo"),
+                (axes.tensor_enabled and (self.tiling is not None or bool(self.partition_activations)),
+                 f"with tiling or partition_activations in the mesh {axes.sizes}"),
                 (self.in_pieces, "with parameters or activations in files"),
                 (self.prefetch, "with prefetch=True")) if is_asked]
 
