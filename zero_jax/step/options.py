@@ -201,7 +201,6 @@ class StepOptions:
         """Raises ValueError for what the local view does not have yet."""
         for is_wrong, what in (
                 (axes.tensor_enabled, f"in the mesh {axes.sizes}, whose axis {axes.tensor!r} splits more"),
-                (bool(axes.slices), "with DiLoCo"),
                 (self.offload is not None, "with offload="),
                 (self.tiling is not None, "with tiling="),
                 (bool(self.partition_activations), f"with partition_activations={self.partition_activations!r}"),

@@ -72,6 +72,7 @@ from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.sharding.reduce_scatter import reduce_parts
+from zero_jax.sharding.slices import on_one_slice
 from zero_jax.tree import map_named, merge, named_leaves
 from zero_jax.typing import Batch, Params
 from zero_jax.views.rules import ELEMENTWISE, Plan, plan_back, plan_of, plan_whole
@@ -422,7 +423,7 @@ def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_spec
         plain = all(split is None or split.is_plain for split in found.dims)
         free = found.without_sum if plain else whole(_ndim(var))
         outs.append(free if spec is None else spread_of(spec, _ndim(var), axes))
-    run = jax.shard_map(view._function(closed, ins, outs), mesh=axes.mesh, in_specs=tuple(each.spec for each in ins),
+    run = jax.shard_map(on_one_slice(view._function(closed, ins, outs), axes), mesh=axes.mesh, in_specs=tuple(each.spec for each in ins),
                         out_specs=[each.spec for each in outs], check_vma=False)
     local = trace(run, *map(shape_of, jaxpr.invars))
     if view.whole:
