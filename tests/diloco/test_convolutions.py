@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from support.oracle import VIEW, by_name, oracle
+from support.oracle import by_name, oracle
 
 import zero_jax
 from zero_jax.step import gradients
@@ -31,7 +31,7 @@ def difference(stage, data, *, rows=16, **options):
     random = np.random.default_rng(0)
     batch = {"inputs": random.normal(size=(rows, 8, 8, 3)).astype(np.float32), "targets": random.integers(0, 5, rows)}
     step = zero_jax.make_zero_train_step(Net(), stage, mesh=zero_jax.make_mesh(data, replica=4), optimizer=OPTIMIZER,
-                                         loss=loss, **{**VIEW, **options})
+                                         loss=loss, **options)
     slices = zero_jax.make_diloco_step(step, every=1, learning_rate=1.0, momentum=0.0, nesterov=False)
     state, _ = slices(slices.init(jax.random.key(0), batch), batch)
     expected = oracle(Net(), batches=[batch], loss=loss, optimizer=OPTIMIZER).params

@@ -423,7 +423,8 @@ def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_spec
         plain = all(split is None or split.is_plain for split in found.dims)
         free = found.without_sum if plain else whole(_ndim(var))
         outs.append(free if spec is None else spread_of(spec, _ndim(var), axes))
-    run = jax.shard_map(on_one_slice(view._function(closed, ins, outs), axes), mesh=axes.mesh, in_specs=tuple(each.spec for each in ins),
+    compute = on_one_slice(view._function(closed, ins, outs), axes)
+    run = jax.shard_map(compute, mesh=axes.mesh, in_specs=tuple(each.spec for each in ins),
                         out_specs=[each.spec for each in outs], check_vma=False)
     local = trace(run, *map(shape_of, jaxpr.invars))
     if view.whole:

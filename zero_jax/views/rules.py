@@ -56,8 +56,8 @@ def plan_of(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan:
         spreads = [spread.without_sum for spread in spreads]
     names = sorted({name for spread in spreads for split in spread.dims if split for name in split.axes})
     some = [each for number in range(max(1, len(names))) for each in itertools.combinations(names, number)]
-    for repeats in sorted(some, key=ways) if rule else ():
-        plan = rule(eqn, [_without(spread, repeats, ways) for spread in spreads], ways)
+    for repeats in sorted(some, key=ways):
+        plan = rule and rule(eqn, [_without(spread, repeats, ways) for spread in spreads], ways)
         if plan is not None:
             return dataclasses.replace(plan, repeats=repeats)
     return dataclasses.replace(plan_whole(eqn), repeats=tuple(names))
