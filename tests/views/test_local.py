@@ -208,6 +208,74 @@ def test_rows_in_another_order_are_told_apart():
     assert np.allclose(found, args[1] * 2) and not np.allclose(found, other * 2)
 
 
+SEQUENCES = np.asarray(jax.random.normal(jax.random.key(4), (8, 16, WIDTH)))
+
+
+def attended(x, w):
+    queries, keys, values = (each.reshape(8, 16, 2, 3) for each in (x @ w, x, x @ w.T))
+    return jax.nn.dot_product_attention(queries, keys, values, is_causal=True).reshape(x.shape)
+
+
+def rotated(x):
+    angles = jnp.arange(16)[:, None] / 10 ** (jnp.arange(3) / 3)
+    return jnp.concatenate([x[..., :3] * jnp.cos(angles), x[..., 3:] * jnp.sin(angles)], axis=-1)
+
+
+SEQUENCE_PROGRAMS = {
+    "sums of tokens": lambda x, w: (x.sum(1), x.sum((0, 1)), x.sum(1).mean(0), x.max(1), x.argmax(1)),
+    "shifts": lambda x, w: (x[:, 1:] - x[:, :-1], jnp.roll(x, 1, axis=1) * x, x[:, ::-1], x[:, 0], x[:, 3:5]),
+    "padded in front": lambda x, w: jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1] + x,
+    "running sums": lambda x, w: (jnp.cumsum(x, axis=1), jax.lax.associative_scan(jnp.add, x, axis=1)),
+    "positions": lambda x, w: x + jnp.arange(16)[:, None] + jnp.tile(w, (3, 1))[jnp.arange(16)],
+    "gradient of positions": lambda x, w: jax.grad(lambda t: jnp.tanh(x + jnp.tile(t, (3, 1))[:16]).mean())(w),
+    "attention": lambda x, w: attended(rotated(x), w),
+    "gradient of attention": lambda x, w: jax.grad(lambda x, w: (attended(x, w) ** 2).mean(), (0, 1))(x, w),
+    "gradient of attention in a loop": lambda x, w: jax.grad(lambda w: jax.lax.scan(jax.checkpoint(
+        lambda x, _: (attended(x, w), None)), x, None, length=2)[0].mean())(w),
+    "all tokens in one dim": lambda x, w: (x.reshape(-1, WIDTH) @ w + jax.random.normal(KEY, (128, WIDTH)),
+                                           (x.reshape(-1, WIDTH) @ w).reshape(8, 16, WIDTH), x.reshape(16, 8, WIDTH)),
+    "chunks": lambda x, w: (x.reshape(8, 4, 4, WIDTH).sum(2), x.reshape(32, 4, WIDTH).max(1)),
+    "loop over the sequence": lambda x, w: jax.lax.scan(
+        lambda carry, part: (jnp.tanh(carry @ w + part), carry), jnp.zeros((8, WIDTH)), x.swapaxes(0, 1)),
+    "loop of sums": lambda x, w: jax.lax.fori_loop(0, 3, lambda i, c: (
+        c[0] + x.sum((0, 1)), c[1] + x.sum(0), c[2] + x.sum(1)), (
+            jnp.zeros(WIDTH), jnp.zeros((16, WIDTH)), jnp.zeros((8, WIDTH)))),
+    "convolution": lambda x, w: jax.grad(lambda k: (jax.lax.conv_general_dilated(
+        x, k, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")) ** 2).mean())(jnp.stack([w, w, w])),
+    "normalised": lambda x, w: ((x - x.mean(1, keepdims=True)) / x.var((0, 1)), x - x.mean((0, 1))),
+    "branches": lambda x, w: jax.lax.cond(
+        x.mean() > 0, lambda x: x - x.mean(1, keepdims=True), lambda x: x[:, ::-1], x),
+}
+
+
+def of_sequences(fun, other, **sizes):
+    axes = MeshAxes.of(zero_jax.make_mesh(**sizes))
+    found, expected = in_parts(fun, axes, SEQUENCES, arrays()[1]), plainly(other, SEQUENCES, arrays()[1])
+    return max(float(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max())
+               for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:view=.local.. every device computes the whole")
+@pytest.mark.parametrize("name", SEQUENCE_PROGRAMS)
+def test_a_program_of_split_sequences_has_the_values_of_one_device(name):
+    with jax.numpy_rank_promotion("allow"):
+        assert of_sequences(SEQUENCE_PROGRAMS[name], SEQUENCE_PROGRAMS[name], data=(2, 2), context=2) < 2e-5
+
+
+def test_sums_of_a_part_of_each_sequence_are_told_apart():
+    """Negative control: means and positions of the tokens that one device has."""
+    with jax.numpy_rank_promotion("allow"):
+        assert of_sequences(lambda x, w: x - x.mean(1, keepdims=True), lambda x, w: x - jnp.repeat(
+            x.reshape(8, 2, 8, WIDTH).mean(2), 8, axis=1), data=4, context=2) > 1e-2
+        assert of_sequences(lambda x, w: x + jnp.arange(16)[:, None], lambda x, w: x + jnp.tile(
+            jnp.arange(8), 2)[:, None], data=4, context=2) > 1
+
+
+def test_what_has_no_rule_along_the_sequence_is_computed_in_parts_along_the_examples():
+    with pytest.warns(UserWarning, match="computes the whole of cumsum over context:"):
+        of_sequences(lambda x, w: jnp.cumsum(x, axis=1), lambda x, w: jnp.cumsum(x, axis=1), data=4, context=2)
+
+
 @functools.cache
 def gpt2_alone(flavour, scanned):
     return oracle(FLAVOURS[flavour](dataclasses.replace(CONFIG, scan_layers=scanned)), batches=token_batches(),
@@ -255,6 +323,17 @@ def test_uneven_leaves_beside_tensor_are_one_device(stage, sizes):
                                                    tensor_rules=RULES, **options)
     assert loss_difference(many, one) < 1e-6 and param_difference(many, one) < 1e-6
     assert param_difference(dataclasses.replace(many, params=one.start), one) > 1e-3
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("stage, sizes", [
+    (3, {"data": 2, "replica": 2, "context": 2}), slow(0, {"data": 4, "context": 2}),
+    slow(1, {"data": 1, "context": 8}), slow(2, {"data": (2, 2), "context": 2})])
+def test_gpt2_of_split_sequences_is_one_device(stage, sizes):
+    many = train(gpt2.build(CONFIG), stage, zero_jax.make_mesh(**sizes), batches=token_batches(),
+                 precision="fp32", view="local")
+    one = gpt2_alone("linen", True)
+    assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
 
 
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -343,13 +422,13 @@ def test_a_gradient_that_a_device_does_not_send_is_told_apart():
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("target, stage, tensor", [
-    ("h100:8", 3, 1), slow("h100:8", 3, 2), slow("h100:8", 1, 1), slow("h100:2x8", 3, 1), slow("v5e:2x4", 2, 1),
-    slow("v5p:2x2x2", 3, 1), slow("v6e:2x4", 3, 1)])
-def test_steps_for_targets_keep_the_contract(target, stage, tensor):
+@pytest.mark.parametrize("target, stage, sizes", [
+    ("h100:8", 3, {}), slow("h100:8", 3, {"tensor": 2}), slow("h100:8", 1, {}), slow("h100:2x8", 3, {}),
+    slow("v5e:2x4", 2, {}), slow("v5p:2x2x2", 3, {}), slow("v6e:2x4", 3, {}), slow("h100:8", 3, {"context": 2})])
+def test_steps_for_targets_keep_the_contract(target, stage, sizes):
     if extra := xla_devices.missing_compiler(target):
         pytest.skip(f"needs {extra}")
-    mesh = zero_jax.make_mesh(tensor=tensor, devices=xla_devices.target_devices(target))
+    mesh, tensor = zero_jax.make_mesh(devices=xla_devices.target_devices(target), **sizes), sizes.get("tensor", 1)
     config = gpt2.Config(4, 512, 8, vocab_size=2048, max_length=256,
                          attention=zero_jax.attention(mesh) if tensor > 1 else None)
     tokens = jax.ShapeDtypeStruct((mesh.devices.size // tensor, 256), jnp.int32)

@@ -32,7 +32,7 @@ def on_one_slice(fun: Callable[..., Any], axes: MeshAxes) -> Callable[..., Any]:
         assert axis_size == 1, axis_size
         own = [value[0] if batched else value for value, batched in zip(values, in_batched, strict=True)]
         out = fun(*own)
-        return jax.tree.map(lambda value: value[None], out), jax.tree.map(lambda value: True, out)
+        return jax.tree.map(lambda value: jnp.asarray(value)[None], out), jax.tree.map(lambda value: True, out)
 
     each.def_vmap(squeezed)
     return each

@@ -66,7 +66,7 @@ def make_zero_train_step(
     communication: Communication | None = None,
     offload: Offload | str | None = None,
     tiling: Tiling | None = None,
-    view: View = "auto",
+    view: View = "global",
     streams: Sequence[str] | None = None,
     secondary: str | Sequence[str] | None = None,
 ) -> ZeroTrainStep:

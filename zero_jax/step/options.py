@@ -54,7 +54,7 @@ class StepOptions:
     communication: Communication | None = None
     offload: Offload | None = None
     tiling: Tiling | None = None
-    view: View = "auto"
+    view: View = "global"
     copy_engines: bool = True
 
     def __post_init__(self) -> None:
@@ -200,14 +200,16 @@ class StepOptions:
     def is_local(self, axes: MeshAxes) -> bool:
         """Whether the gradient is one `jax.shard_map` on this mesh: else XLA partitions it.
 
-        On TPUs only where it is asked for: there it takes more memory (docs/passes.md).
+        On TPUs, and for slices of DiLoCo, only where it is asked for: there it takes more memory (docs/passes.md), and
+        overlaps no fragments.
         """
-        return self.view == "local" or self.view == "auto" and not (axes.is_tpu or self._not_local(axes))
+        return self.view == "local" or self.view == "auto" and not (
+            axes.is_tpu or axes.slices or self._not_local(axes))
 
     def _not_local(self, axes: MeshAxes) -> list[str]:
         """What the local view does not have yet."""
         return [what for is_asked, what in (
-                (bool(axes.slices), "with DiLoCo"),
+                (axes.tensor_enabled and bool(axes.slices), f"with DiLoCo in the mesh {axes.sizes}"),
                 (axes.tensor_enabled and (self.tiling is not None or bool(self.partition_activations)),
                  f"with tiling or partition_activations in the mesh {axes.sizes}"),
                 (self.in_pieces, "with parameters or activations in files"),

@@ -76,6 +76,7 @@ from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.sharding.reduce_scatter import reduce_parts
+from zero_jax.sharding.slices import on_one_slice
 from zero_jax.transforms.tiled_products import TILED_PRODUCT
 from zero_jax.tree import map_named, merge, named_leaves
 from zero_jax.typing import Batch, Params
@@ -473,7 +474,7 @@ def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_spec
     for found, spec, var in zip(view.spreads(closed, ins), out_specs, jaxpr.outvars, strict=True):
         free = found.without_sum if found.is_plain else whole(_ndim(var))
         outs.append(free if spec is None else spread_of(spec, _ndim(var), axes))
-    function = view._function(closed, ins, outs)
+    function = on_one_slice(view._function(closed, ins, outs), axes)
 
     def on_device(*args: Any) -> list[Any]:
         results = function(*(spread.joined(arg) for spread, arg in zip(ins, args, strict=True)))

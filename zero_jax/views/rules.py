@@ -144,6 +144,15 @@ def _joint(spreads: Sequence[Spread]) -> Spread:
     return Spread(tuple(dims), _sums(spreads))
 
 
+def _scattered(spread: Spread, shape: Shape, dims: Sequence[int], ways: Ways) -> Spread:
+    """`spread` after its sum, scattered along the largest of `dims` that divides."""
+    even = [dim for dim in dims if not spread.dims[dim] and shape[dim] % ways(spread.partial) == 0]
+    if not spread.partial or not even:
+        return spread.without_sum
+    at = max(even, key=lambda dim: shape[dim])
+    return Spread(tuple(Split(spread.partial) if dim == at else split for dim, split in enumerate(spread.dims)))
+
+
 def _sums(spreads: Sequence[Spread]) -> AxisNames:
     """The axes over which something is yet to be summed; none where one of them splits a dim: it is summed before."""
     partial = {name for spread in spreads for name in spread.partial}
@@ -219,11 +228,13 @@ def _reshaped(shape: Shape, spread: Spread, result: Shape, ways: Ways) -> Spread
 
 
 def _broadcast(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    larger = math.prod(_shape(eqn.outvars[0])) > math.prod(_shape(eqn.invars[0]))
+    operand = spreads[0].without_sum if larger else spreads[0]
     dims: list[Split | None] = [None] * _ndim(eqn.outvars[0])
     for i, dim in enumerate(primitives.broadcast_dims(eqn)):
-        dims[dim] = spreads[0].dims[i]
-    out = Spread(tuple(dims), spreads[0].partial)
-    return Plan((spreads[0],), (out,), _sizes(eqn, "shape", out, ways))
+        dims[dim] = operand.dims[i]
+    out = Spread(tuple(dims), operand.partial)
+    return Plan((operand,), (out,), _sizes(eqn, "shape", out, ways))
 
 
 def _transpose(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
@@ -281,11 +292,12 @@ def _top_k(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
 
 
 def _pad(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
-    operand = spreads[0]
-    if not _is_zero(eqn.invars[1]):
+    operand, padded = spreads[0], [tuple(amounts) != (0, 0, 0) for amounts in eqn.params["padding_config"]]
+    if any(operand.dims):  # of fewer values than the result has
+        operand = _scattered(operand, _shape(eqn.invars[0]), [dim for dim, more in enumerate(padded) if not more], ways)
+    if any(operand.dims) or not _is_zero(eqn.invars[1]):
         operand = operand.without_sum
-    if any(split and tuple(amounts) != (0, 0, 0)
-           for split, amounts in zip(operand.dims, eqn.params["padding_config"], strict=True)):
+    if any(split and more for split, more in zip(operand.dims, padded, strict=True)):
         return None
     return Plan((operand, whole(0)), (operand,))
 
@@ -384,12 +396,10 @@ def _dot(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
         for splits, dims in zip(wanted, paired, strict=True):
             if splits[side] and not sides[side][dims[side]]:
                 claim(splits[side], dims)
-    for side, spread in enumerate(spreads if taken else ()):  # a sum is scattered, so that each device has a part
-        rest = tuple(name for name in spread.partial if name not in taken)
-        even = [dim for dim in free[side] if rest and not sides[side][dim]
-                and _shape(eqn.invars[side])[dim] % ways(rest) == 0]
-        if even:
-            claim(Split(rest), {side: max(even, key=lambda dim, side=side: _shape(eqn.invars[side])[dim])})
+    for side, spread in enumerate(spreads if taken else ()):  # each device computes a part of what is summed before
+        due = Spread(tuple(sides[side]), tuple(name for name in spread.partial if name not in taken))
+        sides[side] = list(_scattered(due, _shape(eqn.invars[side]), free[side], ways).dims)
+        taken.update(due.partial)
     lhs, rhs = sides
     summed = tuple(name for dim in contracted[0] if lhs[dim] for name in lhs[dim].axes)  # type: ignore[union-attr]
     out = Spread((*(lhs[dim] for dim in batched[0]), *(lhs[dim] for dim in free[0]), *(rhs[dim] for dim in free[1])),
