@@ -22,7 +22,7 @@ from support.zoo import CASES
 import zero_jax
 from models import gpt2
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.views.local import local_view
+from zero_jax.views.in_parts import local_view
 from zero_jax.xla import devices as xla_devices
 
 BATCH, WIDTH = 16, 6

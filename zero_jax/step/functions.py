@@ -55,7 +55,7 @@ from zero_jax.step.trainable import split_trainable
 from zero_jax.step.update import apply_update, loss_scale, step_metrics, unscaled_gradients
 from zero_jax.tree import cast_floating, map_named, merge
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
-from zero_jax.views.local import in_parts
+from zero_jax.views.in_parts import in_parts
 
 LOG = logging.getLogger("zero_jax")
 

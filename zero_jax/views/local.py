@@ -1,7 +1,7 @@
 """A program of global arrays, computed by many devices, each of which computes its examples.
 
-`local_view` evaluates the differentiated loss inside of one `jax.shard_map` over the mesh, whose axis `tensor` is left
-to XLA's partitioner and to the constraints of the program. It follows how the devices hold each value
+`in_parts.local_view` evaluates it inside of one `jax.shard_map` over the mesh, whose axis `tensor` is left to XLA's
+partitioner and to the constraints of the program. `LocalView` follows how the devices hold each value
 (`spread.Spread`), by the table of primitives in `rules`. A batch is split by its examples; parameters and gradients as
 the layout stores them. What a sum over examples leaves on each device is summed over the devices where something needs
 the sum, and scattered where a gradient is stored. Where no rule holds, operands are gathered and every device computes
@@ -11,7 +11,6 @@ the whole: right for any program, and named in a warning.
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +35,6 @@ from zero_jax.jaxpr.equations import (
     type_of,
     value_of,
 )
-from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.jaxpr.primitives import (
     BROADCAST,
     CALLS,
@@ -62,7 +60,6 @@ from zero_jax.jaxpr.primitives import (
     own_use,
 )
 from zero_jax.jaxpr.random_keys import bits_at
-from zero_jax.sharding.batch_layout import BatchLayout
 from zero_jax.sharding.gather import (
     GATHER_SCOPE,
     SCATTER,
@@ -72,14 +69,10 @@ from zero_jax.sharding.gather import (
     names_of,
     secondary_spec,
 )
-from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.sharding.reduce_scatter import reduce_parts
-from zero_jax.sharding.slices import on_one_slice
 from zero_jax.transforms.tiled_products import TILED_PRODUCT
-from zero_jax.tree import map_named, merge, named_leaves
-from zero_jax.typing import Batch, Params
 from zero_jax.views.rules import ELEMENTWISE, Plan, plan_back, plan_of, plan_whole
 from zero_jax.views.spread import (
     Split,
@@ -88,8 +81,10 @@ from zero_jax.views.spread import (
     gathered_param,
     local_shape,
     moved,
+    ndim_at,
     on_tensor,
     positions,
+    shape_at,
     spread_of,
     summed_axes,
     whole,
@@ -137,11 +132,11 @@ class LocalView:
     def spreads(self, closed: ClosedJaxpr, inputs: Sequence[Spread]) -> list[Spread]:
         """How the results of `closed` are spread, of inputs that are spread as `inputs`."""
         jaxpr = closed.jaxpr
-        env: dict[Var, Spread] = {var: whole(_ndim(var)) for var in jaxpr.constvars}
+        env: dict[Var, Spread] = {var: whole(ndim_at(var)) for var in jaxpr.constvars}
         env.update(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atom: Any) -> Spread:
-            return whole(_ndim(atom)) if is_literal(atom) else env[atom]
+            return whole(ndim_at(atom)) if is_literal(atom) else env[atom]
 
         for eqn in jaxpr.eqns:
             env.update(zip(eqn.outvars, self._outs(eqn, [read(atom) for atom in eqn.invars]), strict=True))
@@ -152,13 +147,13 @@ class LocalView:
         if name in _READS:
             return [ins[1]]
         if name in _GATHERS:
-            return [whole(_ndim(eqn.outvars[0]))]
+            return [whole(ndim_at(eqn.outvars[0]))]
         if name == _COPY:
-            return [spread_of(self._copy_spec(own_use(eqn)), _ndim(eqn.outvars[0]), self.axes)]
+            return [spread_of(self._copy_spec(own_use(eqn)), ndim_at(eqn.outvars[0]), self.axes)]
         if name in (CONSTRAINT, "reshard"):
             return ins
         if name == SHARD_MAP:
-            return [spread_of(spec, _ndim(var), self.axes)
+            return [spread_of(spec, ndim_at(var), self.axes)
                     for spec, var in zip(eqn.params["out_specs"], eqn.outvars, strict=True)]
         if jit_name(eqn) in _SCATTERS:
             return [self._scattered(eqn)]
@@ -177,7 +172,7 @@ class LocalView:
         return plan_of(eqn, ins, self.ways).outs
 
     def _scattered(self, eqn: JaxprEqn) -> Spread:
-        return spread_of(_scatter_spec(eqn), _ndim(eqn.outvars[0]), self.axes)
+        return spread_of(_scatter_spec(eqn), ndim_at(eqn.outvars[0]), self.axes)
 
     def _scan_spreads(self, eqn: JaxprEqn, ins: Sequence[Spread]) -> tuple[list[Spread], list[Spread]]:
         """(Of the operands, of the results): the carry is spread as one round leaves it to the next."""
@@ -288,7 +283,7 @@ class LocalView:
         if is_whole and not _holds_own(eqn):
             results = self._bind(eqn, [operand.array for operand in operands])
             keep = (eqn, tuple(operands)) if name in _MADE_IN_PARTS else (None, ())
-            return [_Value(array, whole(_ndim(var)), _shape(var), *keep)
+            return [_Value(array, whole(ndim_at(var)), shape_at(var), *keep)
                     for array, var in zip(results, eqn.outvars, strict=True)]
         if name == REMAT:
             return self._checkpointed(eqn, operands)
@@ -313,7 +308,7 @@ class LocalView:
         if plan.combine:
             combine = jax.lax.pmax if plan.combine == "max" else jax.lax.pmin
             results = [combined(combine, result, plan.over, self.axes) for result in results]
-        return [_Value(array, spread, _shape(var))
+        return [_Value(array, spread, shape_at(var))
                 for array, spread, var in zip(results, plan.outs, eqn.outvars, strict=True)]
 
     def _bind(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
@@ -321,10 +316,10 @@ class LocalView:
         if (heads := head_dims(eqn)) is None:
             return bind_unsharded(eqn, args)
         size, tensor = self.axes.tensor_size, self.axes.tensor
-        divide = all(_shape(atom)[heads[_ndim(atom)]] % size == 0 for atom in eqn.invars if _ndim(atom) in heads)
+        divide = all(shape_at(atom)[heads[ndim_at(atom)]] % size == 0 for atom in eqn.invars if ndim_at(atom) in heads)
 
         def specs(atoms: Sequence[Any]) -> list[P]:
-            return [P(*[None] * heads[_ndim(atom)], tensor) if divide and _ndim(atom) in heads else P()
+            return [P(*[None] * heads[ndim_at(atom)], tensor) if divide and ndim_at(atom) in heads else P()
                     for atom in atoms]
 
         return on_tensor(lambda *parts: bind_unsharded(eqn, parts), specs(eqn.invars), specs(eqn.outvars), self.axes
@@ -388,18 +383,18 @@ class LocalView:
 
     # Loops, branches, calls -------------------------------------------------------------------------------------------
 
-    def _function(self, closed: ClosedJaxpr, ins: Sequence[Spread], outs: Sequence[Spread]
-                  ) -> Callable[..., list[Any]]:
+    def function(self, closed: ClosedJaxpr, ins: Sequence[Spread], outs: Sequence[Spread]
+                 ) -> Callable[..., list[Any]]:
         """`closed` as a function of flat parts to flat parts."""
         def fun(*args: Any) -> list[Any]:
-            inputs = [_Value(arg, spread, _shape(var)) for arg, spread, var in zip(
+            inputs = [_Value(arg, spread, shape_at(var)) for arg, spread, var in zip(
                 args, ins, closed.jaxpr.invars, strict=True)]
             return [self.to(value, want) for value, want in zip(self.evaluate(closed, inputs), outs, strict=True)]
 
         return fun
 
     def _values(self, eqn: JaxprEqn, arrays: Sequence[Any], spreads: Sequence[Spread]) -> list[_Value]:
-        return [_Value(array, spread, _shape(var))
+        return [_Value(array, spread, shape_at(var))
                 for array, spread, var in zip(arrays, spreads, eqn.outvars, strict=True)]
 
     def _scanned(self, eqn: JaxprEqn, operands: Sequence[_Value]) -> list[_Value]:
@@ -408,7 +403,7 @@ class LocalView:
         args = [self.to(operand, want) for operand, want in zip(operands, ins, strict=True)]
         ends = scan.num_consts, scan.num_consts + scan.num_carry
         inner = [*ins[:ends[1]], *map(_unstacked, ins[ends[1]:])]
-        run = self._function(body, inner, [*outs[:scan.num_carry], *map(_unstacked, outs[scan.num_carry:])])
+        run = self.function(body, inner, [*outs[:scan.num_carry], *map(_unstacked, outs[scan.num_carry:])])
 
         def step(carry: Any, xs: Any) -> Any:
             results = run(*args[:ends[0]], *carry, *xs)
@@ -421,7 +416,7 @@ class LocalView:
     def _branched(self, eqn: JaxprEqn, operands: Sequence[_Value]) -> list[_Value]:
         ins, outs = self._cond_spreads(eqn, [operand.spread for operand in operands])
         index, *args = [self.to(operand, want) for operand, want in zip(operands, ins, strict=True)]
-        runs = [self._function(branch, ins[1:], outs) for branch in branches(eqn)]
+        runs = [self.function(branch, ins[1:], outs) for branch in branches(eqn)]
         return self._values(eqn, jax.lax.switch(index, runs, *args), outs)
 
     def _looped(self, eqn: JaxprEqn, operands: Sequence[_Value]) -> list[_Value]:
@@ -430,8 +425,8 @@ class LocalView:
         in_parts = not all(each.is_whole for each in outs)
         consts = [operand.spread if in_parts else whole(len(operand.shape)) for operand in operands[:first + second]]
         args = [self.to(operand, want) for operand, want in zip(operands, [*consts, *outs], strict=True)]
-        test = self._function(condition, [*consts[:first], *outs], [whole(0)])
-        run = self._function(body, [*consts[first:], *outs], outs)
+        test = self.function(condition, [*consts[:first], *outs], [whole(0)])
+        run = self.function(body, [*consts[first:], *outs], outs)
         carry = jax.lax.while_loop(lambda carry: test(*args[:first], *carry)[0],
                                    lambda carry: run(*args[first:first + second], *carry), args[first + second:])
         return self._values(eqn, carry, outs)
@@ -440,7 +435,7 @@ class LocalView:
         body, ins = call_jaxpr(eqn), [operand.spread for operand in operands]
         outs = self.spreads(body, ins)
         args = [operand.array for operand in operands]
-        inner = trace(self._function(body, ins, outs), *map(jax.typeof, args))
+        inner = trace(self.function(body, ins, outs), *map(jax.typeof, args))
         jaxpr = inner.jaxpr
         if inner.consts:
             jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
@@ -461,89 +456,9 @@ class LocalView:
         return self._values(eqn, run(*args), self._outs(eqn, wants))
 
 
-def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_specs: Sequence[P | None],
-               hops: Sequence[Hop] = ()) -> ClosedJaxpr:
-    """`closed`, a program of global arrays, as one `jax.shard_map` over the mesh.
-
-    specs: how each input is sharded. out_specs: how each result is to be; None: as it is computed, where that is a
-    sharding, else whole.
-    """
-    view, jaxpr = LocalView(axes, hops), closed.jaxpr
-    ins = [spread_of(spec, _ndim(var), axes) for spec, var in zip(specs, jaxpr.invars, strict=True)]
-    outs = []
-    for found, spec, var in zip(view.spreads(closed, ins), out_specs, jaxpr.outvars, strict=True):
-        free = found.without_sum if found.is_plain else whole(_ndim(var))
-        outs.append(free if spec is None else spread_of(spec, _ndim(var), axes))
-    function = on_one_slice(view._function(closed, ins, outs), axes)
-
-    def on_device(*args: Any) -> list[Any]:
-        results = function(*(spread.joined(arg) for spread, arg in zip(ins, args, strict=True)))
-        return [spread.blocks(result) for spread, result in zip(outs, results, strict=True)]
-
-    manual = {name for name in axes.mesh.axis_names if name != axes.tensor or not axes.tensor_enabled}
-    mapped = jax.shard_map(on_device, mesh=axes.mesh, in_specs=tuple(each.spec for each in ins),
-                           out_specs=[each.spec for each in outs], axis_names=manual, check_vma=False)
-
-    def run(*args: Any) -> list[Any]:
-        results = mapped(*(spread.blocks(arg) for spread, arg in zip(ins, args, strict=True)))
-        return [spread.joined(result) for spread, result in zip(outs, results, strict=True)]
-
-    local = trace(run, *map(type_of, jaxpr.invars))
-    if view.whole:
-        warnings.warn("view=\"local\": every device computes the whole of " + ", ".join(sorted(view.whole))
-                      + ": no rule is known by which each computes its part.", stacklevel=2)
-    return local
-
-
-def in_parts(gradient: Callable[..., Any], layout: Layout, batches: BatchLayout) -> Callable[..., Any]:
-    """`gradient(weights, inputs, batch, scale)`, which returns (output, gradients), in the local view.
-
-    Weights and frozen parameters are as the state stores them, examples as `batches` says, gradients as the layout
-    stores them; everything else is whole on every device, but for outputs of each example.
-    """
-    state = layout.state
-    stored = dict(named_leaves(merge(state.params if state.weights is None else state.weights, state.frozen)))
-    grad_specs = [sharding.spec for sharding in jax.tree.leaves(layout.gradients)]
-
-    def of_params(tree: Params) -> Any:
-        return map_named(lambda name, _: stored[name].sharding.spec, tree)
-
-    def everywhere(tree: Any) -> Any:
-        return jax.tree.map(lambda _: P(), tree)
-
-    def gradients_first(*args: Any) -> tuple[Any, Any]:
-        output, grads = gradient(*args)
-        return grads, output
-
-    def run(weights: Params, inputs: Any, batch: Batch, scale: Any) -> tuple[Any, Any]:
-        specs = jax.tree.leaves((
-            of_params(weights), inputs._replace(
-                frozen=of_params(inputs.frozen), variables=everywhere(inputs.variables), rng=P()),
-            map_named(lambda name, leaf: batches.spec(name, leaf), batch), everywhere(scale)))
-
-        def local(closed: ClosedJaxpr) -> ClosedJaxpr:
-            others = [None] * (len(closed.jaxpr.outvars) - len(grad_specs))
-            hops = () if layout.quantized is None else layout.quantized.hops
-            return local_view(closed, layout.axes, specs, [*grad_specs, *others], hops)
-
-        compute = with_jaxpr_passes(gradients_first, last=local, as_call="gradient")
-        grads, output = compute(weights, inputs, batch, scale)
-        return output, grads
-
-    return run
-
-
 def _scatter_spec(eqn: JaxprEqn) -> P:
     """How a gradient is stored; as it is where a loss itself differentiates."""
     return getattr(out_shardings(eqn)[0], "spec", P())
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return tuple(atom.aval.shape)
-
-
-def _ndim(atom: Any) -> int:
-    return len(atom.aval.shape)
 
 
 def _constant(value: Any) -> _Value:

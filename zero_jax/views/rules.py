@@ -14,7 +14,7 @@ from typing import Any
 from zero_jax.jaxpr import primitives
 from zero_jax.jaxpr.equations import JaxprEqn, is_literal, shape_of
 from zero_jax.typing import AxisNames, Shape
-from zero_jax.views.spread import Split, Spread, whole
+from zero_jax.views.spread import Split, Spread, ndim_at, shape_at, whole
 
 Ways = Callable[[AxisNames], int]
 """The number of devices along mesh axes."""
@@ -86,21 +86,21 @@ def _without(spread: Spread, names: Sequence[str], ways: Ways) -> Spread:
 
 def plan_whole(eqn: JaxprEqn) -> Plan:
     """Every device computes all of it."""
-    return Plan(tuple(whole(_ndim(atom)) for atom in eqn.invars), tuple(whole(_ndim(var)) for var in eqn.outvars))
+    return Plan(tuple(whole(ndim_at(atom)) for atom in eqn.invars), tuple(whole(ndim_at(var)) for var in eqn.outvars))
 
 
 def plan_back(eqn: JaxprEqn, want: Spread, ways: Ways) -> Plan | None:
     """How devices compute just their parts of the one result of `eqn`, of whole operands, so that it is as `want`."""
     name = eqn.primitive.name
     if name in ELEMENTWISE and len(eqn.outvars) == 1:
-        return Plan(tuple(_fitting(want, _shape(atom), _shape(eqn.outvars[0])) for atom in eqn.invars), (want,))
+        return Plan(tuple(_fitting(want, shape_at(atom), shape_at(eqn.outvars[0])) for atom in eqn.invars), (want,))
     if name == primitives.BROADCAST:
-        dims, shape = primitives.broadcast_dims(eqn), _shape(eqn.invars[0])
-        operand = Spread(tuple(want.dims[dim] if shape[i] == _shape(eqn.outvars[0])[dim] else None
+        dims, shape = primitives.broadcast_dims(eqn), shape_at(eqn.invars[0])
+        operand = Spread(tuple(want.dims[dim] if shape[i] == shape_at(eqn.outvars[0])[dim] else None
                                for i, dim in enumerate(dims)))
         return Plan((operand,), (want,), _sizes(eqn, "shape", want, ways))
     if name == primitives.RESHAPE:
-        operand = _reshaped(_shape(eqn.outvars[0]), want, _shape(eqn.invars[0]), ways)
+        operand = _reshaped(shape_at(eqn.outvars[0]), want, shape_at(eqn.invars[0]), ways)
         return operand and Plan((operand,), (want,), _sizes(eqn, "new_sizes", want, ways))
     return None
 
@@ -108,20 +108,12 @@ def plan_back(eqn: JaxprEqn, want: Spread, ways: Ways) -> Plan | None:
 # Shapes -------------------------------------------------------------------------------------------------------------
 
 
-def _shape(atom: Any) -> Shape:
-    return tuple(atom.aval.shape)
-
-
-def _ndim(atom: Any) -> int:
-    return len(atom.aval.shape)
-
-
 def _local(shape: Shape, spread: Spread, ways: Ways) -> tuple[int, ...]:
     return tuple(size if dim is None else size // ways(dim.axes) for size, dim in zip(shape, spread.dims, strict=True))
 
 
 def _sizes(eqn: JaxprEqn, name: str, spread: Spread, ways: Ways) -> tuple[tuple[str, Any], ...]:
-    return ((name, _local(_shape(eqn.outvars[0]), spread, ways)),)
+    return ((name, _local(shape_at(eqn.outvars[0]), spread, ways)),)
 
 
 def _fitting(spread: Spread, shape: Shape, result: Shape) -> Spread:
@@ -161,18 +153,18 @@ def _sums(spreads: Sequence[Spread]) -> AxisNames:
 
 
 def _is_zero(atom: Any) -> bool:
-    return is_literal(atom) and _ndim(atom) == 0 and atom.val == 0
+    return is_literal(atom) and ndim_at(atom) == 0 and atom.val == 0
 
 
 # Families -----------------------------------------------------------------------------------------------------------
 
 
 def _elementwise(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
-    result, partial, summed = _shape(eqn.outvars[0]), _sum_passes(eqn, spreads), _summed(eqn, spreads)
+    result, partial, summed = shape_at(eqn.outvars[0]), _sum_passes(eqn, spreads), _summed(eqn, spreads)
     joint = _joint([whole(len(result)), *(
-        _fitting(spread, _shape(atom), result) for atom, spread in zip(eqn.invars, spreads, strict=True)
+        _fitting(spread, shape_at(atom), result) for atom, spread in zip(eqn.invars, spreads, strict=True)
         if len(spread.dims) == len(result))])
-    return Plan(tuple(Spread(_fitting(joint, _shape(atom), result).dims, partial if i in summed else ())
+    return Plan(tuple(Spread(_fitting(joint, shape_at(atom), result).dims, partial if i in summed else ())
                       for i, atom in enumerate(eqn.invars)), (Spread(joint.dims, partial),) * len(eqn.outvars))
 
 
@@ -201,7 +193,7 @@ def _sum_passes(eqn: JaxprEqn, spreads: Sequence[Spread]) -> AxisNames:
 
 
 def _reshape(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
-    out = _reshaped(_shape(eqn.invars[0]), spreads[0], _shape(eqn.outvars[0]), ways)
+    out = _reshaped(shape_at(eqn.invars[0]), spreads[0], shape_at(eqn.outvars[0]), ways)
     return None if out is None else Plan((spreads[0],), (out,), _sizes(eqn, "new_sizes", out, ways))
 
 
@@ -228,9 +220,9 @@ def _reshaped(shape: Shape, spread: Spread, result: Shape, ways: Ways) -> Spread
 
 
 def _broadcast(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
-    larger = math.prod(_shape(eqn.outvars[0])) > math.prod(_shape(eqn.invars[0]))
+    larger = math.prod(shape_at(eqn.outvars[0])) > math.prod(shape_at(eqn.invars[0]))
     operand = spreads[0].without_sum if larger else spreads[0]
-    dims: list[Split | None] = [None] * _ndim(eqn.outvars[0])
+    dims: list[Split | None] = [None] * ndim_at(eqn.outvars[0])
     for i, dim in enumerate(primitives.broadcast_dims(eqn)):
         dims[dim] = operand.dims[i]
     out = Spread(tuple(dims), operand.partial)
@@ -294,7 +286,8 @@ def _top_k(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
 def _pad(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     operand, padded = spreads[0], [tuple(amounts) != (0, 0, 0) for amounts in eqn.params["padding_config"]]
     if any(operand.dims):  # of fewer values than the result has
-        operand = _scattered(operand, _shape(eqn.invars[0]), [dim for dim, more in enumerate(padded) if not more], ways)
+        free = [dim for dim, more in enumerate(padded) if not more]
+        operand = _scattered(operand, shape_at(eqn.invars[0]), free, ways)
     if any(operand.dims) or not _is_zero(eqn.invars[1]):
         operand = operand.without_sum
     if any(split and more for split, more in zip(operand.dims, padded, strict=True)):
@@ -303,7 +296,7 @@ def _pad(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
 
 
 def _slice(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
-    shape, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    shape, result = shape_at(eqn.invars[0]), shape_at(eqn.outvars[0])
     strides = eqn.params["strides"] or (1,) * len(shape)
     if any(split and (size != kept or stride != 1)
            for split, size, kept, stride in zip(spreads[0].dims, shape, result, strides, strict=True)):
@@ -316,7 +309,7 @@ def _slice(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
 def _dynamic_slice(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     operand, *starts = spreads
     if any(any(start.dims) for start in starts) or any(split and size != kept for split, size, kept in zip(
-            operand.dims, _shape(eqn.invars[0]), _shape(eqn.outvars[0]), strict=True)):
+            operand.dims, shape_at(eqn.invars[0]), shape_at(eqn.outvars[0]), strict=True)):
         return None
     return Plan((operand, *(start.without_sum for start in starts)), (operand,),
                 _sizes(eqn, "slice_sizes", operand, ways))
@@ -326,7 +319,7 @@ def _dynamic_update_slice(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) 
     operand, update, *starts = spreads
     joint = _joint([operand, update])
     if any(any(start.dims) for start in starts) or any(split and size != part for split, size, part in zip(
-            joint.dims, _shape(eqn.invars[0]), _shape(eqn.invars[1]), strict=True)):
+            joint.dims, shape_at(eqn.invars[0]), shape_at(eqn.invars[1]), strict=True)):
         return None
     return Plan((joint, joint, *(start.without_sum for start in starts)), (joint,))
 
@@ -362,7 +355,7 @@ def _window(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None
         if split and not (alone and all((params.get(name) or (1,) * len(sizes))[dim] == 1
                                         for name in ("base_dilation", "window_dilation"))):
             return None
-    ins = tuple(joint if _ndim(atom) == len(joint.dims) else whole(_ndim(atom)) for atom in eqn.invars)
+    ins = tuple(joint if ndim_at(atom) == len(joint.dims) else whole(ndim_at(atom)) for atom in eqn.invars)
     return Plan(ins, (joint,) * len(eqn.outvars))
 
 
@@ -370,7 +363,7 @@ def _dot(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     (contracted, batched) = primitives.dot_dims(eqn)
     partial = _bilinear(spreads)
     if partial:
-        outs = Spread((None,) * _ndim(eqn.outvars[0]), partial)
+        outs = Spread((None,) * ndim_at(eqn.outvars[0]), partial)
         return Plan(tuple(spreads), (outs,))
     sides = [list(spread.dims) for spread in spreads]
     paired = [{0: left, 1: right} for left, right in [*zip(*batched, strict=True), *zip(*contracted, strict=True)]]
@@ -390,7 +383,7 @@ def _dot(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     alike = [i < len(batched[0]) or left == right for i, (left, right) in enumerate(wanted)]
     for splits, dims, both in zip(wanted, paired, alike, strict=True):
         claim(splits[0] or splits[1] if both else None, dims)
-    for side in sorted((0, 1), key=lambda side: -math.prod(_shape(eqn.invars[side]))):
+    for side in sorted((0, 1), key=lambda side: -math.prod(shape_at(eqn.invars[side]))):
         for dim in free[side]:
             claim(sides[side][dim], {side: dim})
         for splits, dims in zip(wanted, paired, strict=True):
@@ -398,7 +391,7 @@ def _dot(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
                 claim(splits[side], dims)
     for side, spread in enumerate(spreads if taken else ()):  # each device computes a part of what is summed before
         due = Spread(tuple(sides[side]), tuple(name for name in spread.partial if name not in taken))
-        sides[side] = list(_scattered(due, _shape(eqn.invars[side]), free[side], ways).dims)
+        sides[side] = list(_scattered(due, shape_at(eqn.invars[side]), free[side], ways).dims)
         taken.update(due.partial)
     lhs, rhs = sides
     summed = tuple(name for dim in contracted[0] if lhs[dim] for name in lhs[dim].axes)  # type: ignore[union-attr]
@@ -416,7 +409,7 @@ def _bilinear(spreads: Sequence[Spread]) -> AxisNames:
 
 def _conv(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     lhs_dims, kernel_dims, out_dims = eqn.params["dimension_numbers"]
-    out: list[Split | None] = [None] * _ndim(eqn.outvars[0])
+    out: list[Split | None] = [None] * ndim_at(eqn.outvars[0])
     partial = _bilinear(spreads)
     if partial:
         return Plan(tuple(spreads), (Spread(tuple(out), partial),))
@@ -443,7 +436,7 @@ def _only(dims: Sequence[Any], dim: int, split: Split) -> Spread:
 
 def _gather(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     numbers, sizes = eqn.params["dimension_numbers"], list(map(int, eqn.params["slice_sizes"]))
-    shape = _shape(eqn.invars[0])
+    shape = shape_at(eqn.invars[0])
     operand, indices = spreads
     if indices.partial or not _sums(spreads):
         operand = operand.without_sum
@@ -451,12 +444,12 @@ def _gather(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None
     offsets = list(map(int, numbers.offset_dims))
     gone = {*map(int, numbers.collapsed_slice_dims), *map(int, numbers.operand_batching_dims)}
     windows = [dim for dim in range(len(shape)) if dim not in gone]
-    rows = [dim for dim in range(_ndim(eqn.outvars[0])) if dim not in offsets]  # of the result, as dims of the indices
+    rows = [dim for dim in range(ndim_at(eqn.outvars[0])) if dim not in offsets]  # as dims of the indices
     pairs = dict(zip(map(int, numbers.operand_batching_dims), map(int, numbers.start_indices_batching_dims),
                      strict=True))
     ins_operand: list[Split | None] = [None] * len(shape)
     ins_indices: list[Split | None] = [*indices.dims[:-1], None]
-    out: list[Split | None] = [None] * _ndim(eqn.outvars[0])
+    out: list[Split | None] = [None] * ndim_at(eqn.outvars[0])
     for own, row in pairs.items():
         ins_operand[own] = ins_indices[row] = operand.dims[own] or ins_indices[row]
         if ins_operand[own]:
@@ -474,24 +467,24 @@ def _gather(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None
 
 def _scatter(*, adds: bool) -> Rule:
     def rule(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
-        numbers, shape = eqn.params["dimension_numbers"], _shape(eqn.invars[0])
+        numbers, shape = eqn.params["dimension_numbers"], shape_at(eqn.invars[0])
         operand, indices, updates = (spread.without_sum for spread in spreads)
         window = list(map(int, numbers.update_window_dims))
         pairs = dict(zip(map(int, numbers.operand_batching_dims), map(int, numbers.scatter_indices_batching_dims),
                          strict=True))
         gone = {*map(int, numbers.inserted_window_dims), *pairs}
         windows = [dim for dim in range(len(shape)) if dim not in gone]
-        rows = [dim for dim in range(_ndim(eqn.invars[2])) if dim not in window]  # of updates, as dims of the indices
+        rows = [dim for dim in range(ndim_at(eqn.invars[2])) if dim not in window]  # of updates, as dims of the indices
         ins_operand: list[Split | None] = [None] * len(shape)
-        ins_indices: list[Split | None] = [None] * _ndim(eqn.invars[1])
-        ins_updates: list[Split | None] = [None] * _ndim(eqn.invars[2])
+        ins_indices: list[Split | None] = [None] * ndim_at(eqn.invars[1])
+        ins_updates: list[Split | None] = [None] * ndim_at(eqn.invars[2])
         for own, row in pairs.items():
             split = operand.dims[own] or indices.dims[row] or updates.dims[rows[row]]
             ins_operand[own] = ins_indices[row] = ins_updates[rows[row]] = split
         taken = {name for split in ins_operand if split for name in split.axes}
         for dim, at in zip(windows, window, strict=True):
             split = operand.dims[dim] or updates.dims[at]
-            if split and _shape(eqn.invars[2])[at] == shape[dim] and taken.isdisjoint(split.axes):
+            if split and shape_at(eqn.invars[2])[at] == shape[dim] and taken.isdisjoint(split.axes):
                 ins_operand[dim] = ins_updates[at] = split
                 taken |= {*split.axes}
         summed: list[str] = []
@@ -518,11 +511,11 @@ def _leading(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | Non
     first = next((spread for spread in spreads if spread.dims and spread.dims[0]), None)
     if first is None or any(any(spread.dims[1:]) for spread in spreads):
         return None
-    size = _shape(eqn.invars[list(spreads).index(first)])[0]
+    size = shape_at(eqn.invars[list(spreads).index(first)])[0]
 
     def spread(atom: Any) -> Spread:
-        ndim = _ndim(atom)
-        return _only((None,) * ndim, 0, first.dims[0]) if ndim and _shape(atom)[0] == size else whole(ndim)  # type: ignore[arg-type]
+        ndim = ndim_at(atom)
+        return _only((None,) * ndim, 0, first.dims[0]) if ndim and shape_at(atom)[0] == size else whole(ndim)  # type: ignore[arg-type]
 
     return Plan(tuple(map(spread, eqn.invars)), tuple(map(spread, eqn.outvars)))
 
@@ -535,7 +528,7 @@ def _matrices(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | No
         return None
     lead = joint.dims[:-last]
     return Plan((joint,) * len(eqn.invars), tuple(
-        Spread((*lead, *[None] * (_ndim(var) - len(lead)))) for var in eqn.outvars))
+        Spread((*lead, *[None] * (ndim_at(var) - len(lead)))) for var in eqn.outvars))
 
 
 def _barrier(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
@@ -556,9 +549,10 @@ def _keys(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
         joint = _joint(spreads) if len(spreads[0].dims) == len(spreads[1].dims) else None
         return joint and Plan((joint, joint), (joint,))
     if name == "random_wrap":
-        out = Spread(spreads[0].dims[:_ndim(eqn.outvars[0])])
-        return None if any(spreads[0].dims[_ndim(eqn.outvars[0]):]) else Plan((spreads[0],), (out,))
-    return Plan((spreads[0],), (Spread((*spreads[0].dims, *[None] * (_ndim(eqn.outvars[0]) - len(spreads[0].dims)))),))
+        out = Spread(spreads[0].dims[:ndim_at(eqn.outvars[0])])
+        return None if any(spreads[0].dims[ndim_at(eqn.outvars[0]):]) else Plan((spreads[0],), (out,))
+    more = [None] * (ndim_at(eqn.outvars[0]) - len(spreads[0].dims))
+    return Plan((spreads[0],), (Spread((*spreads[0].dims, *more)),))
 
 
 RULES: dict[str, Rule] = {

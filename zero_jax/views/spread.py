@@ -84,6 +84,16 @@ class Spread:
         return value
 
 
+def shape_at(atom: Any) -> Shape:
+    """The global shape of a variable or a literal of the program."""
+    return tuple(atom.aval.shape)
+
+
+def ndim_at(atom: Any) -> int:
+    """Its number of dims."""
+    return len(atom.aval.shape)
+
+
 def whole(ndim: int) -> Spread:
     """Every device holds all of a value of `ndim` dims."""
     return Spread((None,) * ndim)
@@ -119,8 +129,8 @@ def moved(value: jax.Array, have: Spread, want: Spread, axes: MeshAxes) -> jax.A
         return combined(lambda value, _: reduce_parts(value, axes, want.spec), value, have.partial, axes)
     for dim, split in enumerate(want.dims):
         if split and not dims[dim] and {*split.axes} <= due:
-            value = combined(lambda value, _, at=(dim, split): _each_run(_scattered, value, *at, 0, axes), value,
-                             split.axes, axes)
+            scattered = functools.partial(_scattered_dim, dim=dim, split=split, axes=axes)
+            value = combined(scattered, value, split.axes, axes)
             dims[dim], due = split, due - {*split.axes}
     value = combined(jax.lax.psum, value, tuple(sorted(due)), axes) if due else value
     for dim, split in enumerate(dims):
@@ -236,6 +246,10 @@ def _gathered(value: jax.Array, dim: int, names: AxisNames, devices: int) -> jax
 
 def _scattered(value: jax.Array, dim: int, names: AxisNames, devices: int) -> jax.Array:
     return jax.lax.psum_scatter(value, names, scatter_dimension=dim, tiled=True)
+
+
+def _scattered_dim(value: jax.Array, _: AxisNames, dim: int, split: Split, axes: MeshAxes) -> jax.Array:
+    return _each_run(_scattered, value, dim, split, 0, axes)
 
 
 def _part(value: jax.Array, dim: int, names: AxisNames, devices: int) -> jax.Array:

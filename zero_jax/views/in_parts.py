@@ -1,0 +1,92 @@
+"""The gradient, or any program of global arrays, as one `jax.shard_map`, by a `LocalView`."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.jaxpr.equations import ClosedJaxpr, trace, type_of
+from zero_jax.jaxpr.passes import with_jaxpr_passes
+from zero_jax.sharding.batch_layout import BatchLayout
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.quantized.policy import Hop
+from zero_jax.sharding.slices import on_one_slice
+from zero_jax.tree import map_named, merge, named_leaves
+from zero_jax.typing import Batch, Params
+from zero_jax.views.local import LocalView
+from zero_jax.views.spread import ndim_at, spread_of, whole
+
+
+def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_specs: Sequence[P | None],
+               hops: Sequence[Hop] = ()) -> ClosedJaxpr:
+    """`closed`, a program of global arrays, as one `jax.shard_map` over the mesh.
+
+    specs: how each input is sharded. out_specs: how each result is to be; None: as it is computed, where that is a
+    sharding, else whole.
+    """
+    view, jaxpr = LocalView(axes, hops), closed.jaxpr
+    ins = [spread_of(spec, ndim_at(var), axes) for spec, var in zip(specs, jaxpr.invars, strict=True)]
+    outs = []
+    for found, spec, var in zip(view.spreads(closed, ins), out_specs, jaxpr.outvars, strict=True):
+        free = found.without_sum if found.is_plain else whole(ndim_at(var))
+        outs.append(free if spec is None else spread_of(spec, ndim_at(var), axes))
+    function = on_one_slice(view.function(closed, ins, outs), axes)
+
+    def on_device(*args: Any) -> list[Any]:
+        results = function(*(spread.joined(arg) for spread, arg in zip(ins, args, strict=True)))
+        return [spread.blocks(result) for spread, result in zip(outs, results, strict=True)]
+
+    manual = {name for name in axes.mesh.axis_names if name != axes.tensor or not axes.tensor_enabled}
+    mapped = jax.shard_map(on_device, mesh=axes.mesh, in_specs=tuple(each.spec for each in ins),
+                           out_specs=[each.spec for each in outs], axis_names=manual, check_vma=False)
+
+    def run(*args: Any) -> list[Any]:
+        results = mapped(*(spread.blocks(arg) for spread, arg in zip(ins, args, strict=True)))
+        return [spread.joined(result) for spread, result in zip(outs, results, strict=True)]
+
+    local = trace(run, *map(type_of, jaxpr.invars))
+    if view.whole:
+        warnings.warn("view=\"local\": every device computes the whole of " + ", ".join(sorted(view.whole))
+                      + ": no rule is known by which each computes its part.", stacklevel=2)
+    return local
+
+
+def in_parts(gradient: Callable[..., Any], layout: Layout, batches: BatchLayout) -> Callable[..., Any]:
+    """`gradient(weights, inputs, batch, scale)`, which returns (output, gradients), in the local view.
+
+    Weights and frozen parameters are as the state stores them, examples as `batches` says, gradients as the layout
+    stores them; everything else is whole on every device, but for outputs of each example.
+    """
+    state = layout.state
+    stored = dict(named_leaves(merge(state.params if state.weights is None else state.weights, state.frozen)))
+    grad_specs = [sharding.spec for sharding in jax.tree.leaves(layout.gradients)]
+
+    def of_params(tree: Params) -> Any:
+        return map_named(lambda name, _: stored[name].sharding.spec, tree)
+
+    def everywhere(tree: Any) -> Any:
+        return jax.tree.map(lambda _: P(), tree)
+
+    def gradients_first(*args: Any) -> tuple[Any, Any]:
+        output, grads = gradient(*args)
+        return grads, output
+
+    def run(weights: Params, inputs: Any, batch: Batch, scale: Any) -> tuple[Any, Any]:
+        specs = jax.tree.leaves((
+            of_params(weights), inputs._replace(
+                frozen=of_params(inputs.frozen), variables=everywhere(inputs.variables), rng=P()),
+            map_named(lambda name, leaf: batches.spec(name, leaf), batch), everywhere(scale)))
+
+        def local(closed: ClosedJaxpr) -> ClosedJaxpr:
+            others = [None] * (len(closed.jaxpr.outvars) - len(grad_specs))
+            hops = () if layout.quantized is None else layout.quantized.hops
+            return local_view(closed, layout.axes, specs, [*grad_specs, *others], hops)
+
+        compute = with_jaxpr_passes(gradients_first, last=local, as_call="gradient")
+        grads, output = compute(weights, inputs, batch, scale)
+        return output, grads
+
+    return run
