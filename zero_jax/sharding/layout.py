@@ -212,6 +212,8 @@ class Layout:
         lines.append("gathered up front: " + (", ".join(up_front) or "none"))
         lines.append("unused parameters: "
                      + (", ".join(name for name, access in self.reads.items() if not access.count) or "none"))
+        if self.view_note:
+            lines.append(f"the gradient is {self.view_note}")
         if self.gather_note:
             lines.append(f"parameters are gathered {self.gather_note}")
         lines += tile_lines(self.reads, shapes, dict(named_leaves(self.uses)), self.not_tiled)
@@ -220,8 +222,6 @@ class Layout:
             lines += host_lines(rows, self.host_params, self.reads, tiled=tiled) + gradient_lines(
                 self.host_gradients, self.reads, self.microbatches, tiled=tiled)
         lines += file_lines(rows, self.disk_layers, self.disk_gradients, self.reads)
-        if self.view_note:
-            lines.append(f"the gradient is {self.view_note}")
         if self.overlap_note:
             lines.append(f"collectives run beside compute by XLA's options: {self.overlap_note}")
         if self.replicated_batch:
