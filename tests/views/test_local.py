@@ -283,7 +283,7 @@ def gpt2_alone(flavour, scanned):
 
 
 FAST = [("linen", True, 3, 8), ("nnx", False, 2, (2, 4))]
-TENSOR = [("nnx", True, 3, {"tensor": 2}), ("linen", False, 1, {"tensor": 4})]
+TENSOR = [("nnx", True, 3, {"tensor": 2}), ("linen", False, 1, {"data": (2, 2), "tensor": 2})]
 
 
 @pytest.mark.grid
