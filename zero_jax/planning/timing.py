@@ -62,7 +62,7 @@ class Timing:
 
     @property
     def bound(self) -> str:
-        """What bounds most of the step: "compute", "memory", or a link's name."""
+        """What bounds most of the step: "compute", "memory", "launches", or a link's name."""
         return max(self.spent, key=lambda name: self.spent[name])
 
 
