@@ -1,15 +1,11 @@
 """Modules grown at random from what modules are made of, beside a plain Flax and Optax loop on one device."""
 
-import dataclasses
 
 import jax
-import jax.numpy as jnp
 import pytest
 from support.module_pieces import PIECES
-from support.oracle import VIEW
+from support.program_controls import unsent_by_one_device
 from support.random_modules import NOT_DRAWN, check, draw
-
-from zero_jax.views.local import LocalView
 
 FAST, NUM_SEEDS, GROUP = 3, 300, 10
 NUM_SHORT = 240
@@ -42,19 +38,10 @@ def test_seeds_draw_every_piece_and_setting():
     assert draw(3) == draw(3) and draw(3) != draw(4)
 
 
-def test_a_gradient_that_one_device_does_not_send_is_caught(monkeypatch):
+def test_a_gradient_that_one_device_does_not_send_is_caught():
     """Negative control: of an uneven module at stage 3."""
     seed = next(seed for seed in range(NUM_SEEDS) if not (drawn := draw(seed)).is_rounded and drawn.stage == 3
                 and drawn.hidden % 8 and drawn.pieces[0] == "dense")
-    right, sent = LocalView._reduced, []
-
-    def forgetful(self, eqn, gradient):
-        sent.append(gradient.spread.partial)
-        kept = jnp.where(jax.lax.axis_index("data") == 7, 0, gradient.array)
-        return right(self, eqn, dataclasses.replace(gradient, array=kept, parts={}))
-
-    monkeypatch.setattr(LocalView, "_reduced", forgetful)
-    monkeypatch.setitem(VIEW, "view", "local")
-    with pytest.raises(AssertionError):
+    with unsent_by_one_device() as sent, pytest.raises(AssertionError):
         check(draw(seed))
     assert sent and all(sent)

@@ -1,14 +1,10 @@
 """Options of a step drawn at random, as many as are accepted together, beside a plain loop on one device."""
 
-import dataclasses
 
 import jax
-import jax.numpy as jnp
 import pytest
-from support.oracle import VIEW
+from support.program_controls import unsent_by_one_device
 from support.random_options import MESHES, OPTIONS, Drawn, check, draw
-
-from zero_jax.views.local import LocalView
 
 FAST, NUM_SEEDS, GROUP = 1, 160, 8
 GROUPS = [pytest.param(range(first, first + GROUP), marks=[pytest.mark.slow, pytest.mark.short_random])
@@ -37,18 +33,9 @@ def test_seeds_draw_every_option_and_mesh():
     assert draw(3) == draw(3) != draw(4)
 
 
-def test_a_gradient_that_one_device_does_not_send_is_caught(monkeypatch):
+def test_a_gradient_that_one_device_does_not_send_is_caught():
     """Negative control: of an uneven model at stage 3."""
     drawn = Drawn(0, "linen", True, 60, 3, "fp32", "flat", "momentum", True, (("accumulate", 2), ("remat", "full")))
-    right, sent = LocalView._reduced, []
-
-    def forgetful(self, eqn, gradient):
-        sent.append(gradient.spread.partial)
-        kept = jnp.where(jax.lax.axis_index("data") == 7, 0, gradient.array)
-        return right(self, eqn, dataclasses.replace(gradient, array=kept, parts={}))
-
-    monkeypatch.setattr(LocalView, "_reduced", forgetful)
-    monkeypatch.setitem(VIEW, "view", "local")
-    with pytest.raises(AssertionError):
+    with unsent_by_one_device() as sent, pytest.raises(AssertionError):
         check(drawn)
     assert sent and all(sent)

@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
+
+from support.oracle import VIEW
+from zero_jax.views.local import LocalView
 
 
 @contextlib.contextmanager
@@ -31,6 +35,22 @@ def partitioned(step: Any, batch: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zero_jax.step.gradients.scatter_partial_gradients", lambda jaxpr, **_: jaxpr)
         yield
+
+
+@contextlib.contextmanager
+def unsent_by_one_device() -> Iterator[list[Any]]:
+    """The last of 8 devices adds nothing to the gradients, in the local view; gives the axes they are summed over."""
+    right, sent = LocalView._reduced, []
+
+    def forgetful(self: LocalView, eqn: Any, gradient: Any) -> Any:
+        sent.append(gradient.spread.partial)
+        kept = jnp.where(jax.lax.axis_index("data") == 7, 0, gradient.array)
+        return right(self, eqn, dataclasses.replace(gradient, array=kept, parts={}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalView, "_reduced", forgetful)
+        patch.setitem(VIEW, "view", "local")
+        yield sent
 
 
 @contextlib.contextmanager

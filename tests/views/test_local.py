@@ -24,6 +24,7 @@ from models import gpt2
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.views.in_parts import local_view
 from zero_jax.xla import devices as xla_devices
+from zero_jax.xla.overlap import in_order_options
 
 BATCH, WIDTH = 16, 6
 CONFIG = gpt2.Config(2, 32, 2, vocab_size=64, max_length=16)
@@ -123,16 +124,17 @@ def in_parts(fun, axes, *args, specs=None):
     specs = specs or (axes.batch_spec, P())
     local = local_view(closed, axes, specs, [None] * len(closed.jaxpr.outvars))
     placed = [jax.device_put(arg, NamedSharding(axes.mesh, spec)) for arg, spec in zip(args, specs, strict=True)]
-    return jax.jit(jax.extend.core.jaxpr_as_fun(local))(*placed)
+    return jax.jit(jax.extend.core.jaxpr_as_fun(local), compiler_options=in_order_options(axes.mesh.devices.flat[0]))(
+        *placed)
 
 
 def plainly(fun, *args):
     return jax.tree.leaves(jax.jit(fun)(*args))
 
 
-def differs(fun, other, sizes):
-    mesh = zero_jax.make_mesh(data=sizes)
-    found, expected = in_parts(fun, MeshAxes.of(mesh), *arrays()), plainly(other, *arrays())
+def differs(fun, other, args=None, **sizes):
+    args = args or arrays()
+    found, expected = in_parts(fun, MeshAxes.of(zero_jax.make_mesh(**sizes)), *args), plainly(other, *args)
     return max(float(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max())
                for a, b in zip(found, expected, strict=True))
 
@@ -141,16 +143,16 @@ def differs(fun, other, sizes):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_in_parts_has_the_values_of_one_device(name):
     with jax.numpy_rank_promotion("allow"):
-        assert differs(PROGRAMS[name], PROGRAMS[name], (4, 2)) < 2e-5
+        assert differs(PROGRAMS[name], PROGRAMS[name], data=(4, 2)) < 2e-5
 
 
 def test_statistics_of_each_device_alone_are_told_apart():
     """Negative control: the mean over each device's examples is another value."""
     with jax.numpy_rank_promotion("allow"):
         assert differs(lambda x, w: x - x.mean(0), lambda x, w: x - jnp.repeat(x.reshape(8, 2, WIDTH).mean(1), 2, 0),
-                       8) > 1e-2
+                       data=8) > 1e-2
         assert differs(lambda x, w: x + jax.random.normal(KEY, x.shape), lambda x, w: x + jnp.tile(
-            jax.random.normal(KEY, (2, WIDTH)), (8, 1)), 8) > 1e-2
+            jax.random.normal(KEY, (2, WIDTH)), (8, 1)), data=8) > 1e-2
 
 
 def test_what_is_computed_whole_is_named():
@@ -249,10 +251,7 @@ SEQUENCE_PROGRAMS = {
 
 
 def of_sequences(fun, other, **sizes):
-    axes = MeshAxes.of(zero_jax.make_mesh(**sizes))
-    found, expected = in_parts(fun, axes, SEQUENCES, arrays()[1]), plainly(other, SEQUENCES, arrays()[1])
-    return max(float(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max())
-               for a, b in zip(found, expected, strict=True))
+    return differs(fun, other, (SEQUENCES, arrays()[1]), **sizes)
 
 
 @pytest.mark.filterwarnings("ignore:view=.local.. every device computes the whole")
@@ -401,6 +400,20 @@ def test_what_is_in_host_memory_or_in_tiles_is_one_device(options):
                  precision="fp32", view="local", **options)
     assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
     assert many.step.layout().host and ("tiling" not in options or many.step.layout().tiles)
+
+
+@pytest.mark.parametrize("target, options, local", [
+    ("", {}, True), ("", {"view": "global"}, False), ("h100:8", {}, True), ("h100:8", {"prefetch": True}, False),
+    ("v5p:2x2x2", {}, False), ("v5p:2x2x2", {"view": "local"}, True)])
+def test_auto_is_local_where_it_is_built(target, options, local):
+    """The layout says which view it is, and XLA:CPU is asked for one collective after the other in the local one."""
+    if target and (extra := xla_devices.missing_compiler(target)):
+        pytest.skip(f"needs {extra}")
+    mesh = zero_jax.make_mesh(devices=xla_devices.target_devices(target) if target else None)
+    step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, mesh=mesh, **{"view": "auto", **options})
+    told = "the gradient is " + ("one shard_map" if local else "partitioned by XLA")
+    assert told in step.layout(token_batches()[0]).describe()
+    assert ("xla_cpu_multi_thread_eigen" in step._compiler_options) == (local and not target)
 
 
 @pytest.mark.parametrize("call", [lambda x, w: jax.debug.print("{}", x.sum()), lambda x, w: jax.lax.fori_loop(

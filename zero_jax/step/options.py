@@ -277,7 +277,7 @@ class StepOptions:
         copies = copy_options(device, engines=self.uses_copy_engines(axes)) if activations or offload else {}
         ahead = activations or offload is not None and offload.parameters == "host"
         reads = host_prefetch_options(device) if ahead else {}
-        in_order = in_order_options(device) if self.view == "local" else {}
+        in_order = in_order_options(device) if self.is_local(axes) else {}
         return combine_options(device, self.combine_bytes) | copies | reads | in_order
 
     def uses_copy_engines(self, axes: MeshAxes) -> bool:

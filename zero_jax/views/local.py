@@ -4,8 +4,8 @@
 partitioner and to the constraints of the program. `LocalView` follows how the devices hold each value
 (`spread.Spread`), by the table of primitives in `rules`. A batch is split by its examples; parameters and gradients as
 the layout stores them. What a sum over examples leaves on each device is summed over the devices where something needs
-the sum, and scattered where a gradient is stored. Where no rule holds, operands are gathered and every device computes
-the whole: right for any program, and named in a warning.
+the sum, and scattered where a gradient is stored. Where no rule holds, operands are gathered over the axes in its way,
+along which every device computes the same: right for any program, and named in a warning.
 """
 
 import dataclasses
@@ -238,7 +238,7 @@ class LocalView:
         splits = [(dim, split) for dim, split in enumerate(want.dims) if split]
         if name == IOTA:
             (array,) = bind_unsharded(eqn.replace(params={
-                **eqn.params, "shape": local_shape(value.shape, want, self.axes)}), [])
+                **eqn.params, "shape": local_shape(value.shape, want, self.ways)}), [])
             if (split := want.dims[iota_dim(eqn)]) is None:
                 return array
             here = positions(value.shape[iota_dim(eqn)], split, self.axes).astype(array.dtype)

@@ -2,7 +2,7 @@
 
 A rule takes the equation, of the global shapes, and how its operands are spread. It returns a `Plan`: how the operands
 must be spread so that each device computes its part of the results from its parts of the operands alone, and how the
-results then are. None: no such way is known, and every device computes the whole.
+results then are. None: no such way is known; operands are then gathered over as few mesh axes as let a rule hold.
 """
 
 import dataclasses
@@ -14,10 +14,7 @@ from typing import Any
 from zero_jax.jaxpr import primitives
 from zero_jax.jaxpr.equations import JaxprEqn, is_literal, shape_of
 from zero_jax.typing import AxisNames, Shape
-from zero_jax.views.spread import Split, Spread, ndim_at, shape_at, whole
-
-Ways = Callable[[AxisNames], int]
-"""The number of devices along mesh axes."""
+from zero_jax.views.spread import Split, Spread, Ways, local_shape, ndim_at, shape_at, whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +105,8 @@ def plan_back(eqn: JaxprEqn, want: Spread, ways: Ways) -> Plan | None:
 # Shapes -------------------------------------------------------------------------------------------------------------
 
 
-def _local(shape: Shape, spread: Spread, ways: Ways) -> tuple[int, ...]:
-    return tuple(size if dim is None else size // ways(dim.axes) for size, dim in zip(shape, spread.dims, strict=True))
-
-
 def _sizes(eqn: JaxprEqn, name: str, spread: Spread, ways: Ways) -> tuple[tuple[str, Any], ...]:
-    return ((name, _local(shape_at(eqn.outvars[0]), spread, ways)),)
+    return ((name, local_shape(shape_at(eqn.outvars[0]), spread, ways)),)
 
 
 def _fitting(spread: Spread, shape: Shape, result: Shape) -> Spread:

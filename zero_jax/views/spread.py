@@ -16,6 +16,9 @@ from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.reduce_scatter import mesh_ordered_runs, reduce_parts
 from zero_jax.typing import AxisNames, Shape
 
+Ways = Callable[[AxisNames], int]
+"""The number of devices along mesh axes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Split:
@@ -66,7 +69,7 @@ class Spread:
     @property
     def spec(self) -> P:
         """As a `PartitionSpec`, where nothing is to be summed; of `blocks`."""
-        assert not self.partial, self
+        assert not self.partial and all(dim is None or {*dim.outer[1:]} <= {1} for dim in self.dims), self
         entries = [[None] * (dim is not None and not dim.is_plain) + [None if dim is None else dim.axes]
                    for dim in self.dims]
         return P(*[axes[0] if axes and len(axes) == 1 else axes for entry in entries for axes in entry])
@@ -110,9 +113,9 @@ def spread_of(spec: P, ndim: int, axes: MeshAxes) -> Spread:
     return Spread(tuple(dims))
 
 
-def local_shape(shape: Shape, spread: Spread, axes: MeshAxes) -> tuple[int, ...]:
+def local_shape(shape: Shape, spread: Spread, ways: Ways) -> Shape:
     """The shape of a device's part of a value of shape `shape`."""
-    return tuple(size if dim is None else size // axes.size(*dim.axes)
+    return tuple(size if dim is None else size // ways(dim.axes)
                  for size, dim in zip(shape, spread.dims, strict=True))
 
 
