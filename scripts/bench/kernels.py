@@ -3,9 +3,9 @@
     python scripts/bench/kernels.py 124m:16 --measure FOLDER                 # on the GPU: writes the two files
     python scripts/bench/kernels.py --table FOLDER/124m_16_stage-3.json      # anywhere
 
-Measured: the median over steps of each instruction's time by CUPTI, as `jax.profiler` records it, without CUDA graphs
-(they hide which instruction a kernel is of). Predicted: FLOPs and HBM bytes of the same compiled program, by
-`zero_jax.xla.schedule`. The difference of the step and the sum of its kernels is what launches and gaps cost.
+Measured: the mean over steps of each instruction's time by CUPTI, as `jax.profiler` records it, without CUDA graphs
+(they hide which instruction a kernel is of). Predicted: of the same compiled program, by typical
+rates and by those of the chip's file. The step less the sum of its kernels is what launches and gaps cost.
 """
 
 import argparse
@@ -84,9 +84,12 @@ CLASSES = (  # of an instruction: the first whose pattern is found in "opcode ta
     ("fusion", "fusion"), ("copy", "copy"))
 
 
-def table(path, rates=None):
+def table(path):
     """By class of instruction: launches, and milliseconds as predicted and as measured, as Markdown."""
+    import numpy as np
+
     from zero_jax.planning.timing import predict
+    from zero_jax.xla.chip import Rates
     from zero_jax.xla.events import Loop, Work
     from zero_jax.xla.live_chip import chip_of_kind
     from zero_jax.xla.parser import parse
@@ -107,12 +110,15 @@ def table(path, rates=None):
                 works.append((event, times))
 
     def seconds(events):
-        return predict(events, Target("", chip, (1, 1)), [(0, 0)], tokens=0, model_flops=0, rates=rates).seconds
+        """By typical rates, and by the chip's."""
+        target = Target("", chip, (1, 1))
+        return np.array([predict(events, target, [(0, 0)], tokens=0, model_flops=0, rates=rates).seconds
+                         for rates in (Rates(), chip.rates)])
 
     events = schedule(module)
     walk(events, 1)
     measured = {name: each["seconds"] for name, each in found["kernels"].items()}
-    rows = defaultdict(lambda: [0, 0.0, 0.0])
+    rows = defaultdict(lambda: [0, np.zeros(2), 0.0])
     for work, times in works:
         instruction = instructions[work.name]
         about = f"{work.opcode} {instruction.custom_call_target} {work.kernel} {' '.join(work.flops)}"
@@ -122,13 +128,15 @@ def table(path, rates=None):
         row[1] += times * seconds([work])
         row[2] += measured.pop(work.name, 0.0)
     rows["fusion, asynchronous"][2] += sum(measured.values())  # measured under names that the program does not have
-    print(f"| {path.stem} | launches | predicted ms | measured ms |\n| --- | --- | --- | --- |")
+    print(f"| {path.stem} | launches | typical rates, ms | the chip's rates, ms | measured ms |")
+    print("| --- " * 5 + "|")
     for name, (launches, predicted, took) in sorted(rows.items(), key=lambda item: -item[1][2]):
-        print(f"| {name} | {launches:,} | {predicted * 1e3:.2f} | {took * 1e3:.2f} |")
+        print(f"| {name} | {launches:,} | {' | '.join(f'{each * 1e3:.2f}' for each in predicted)} | {took * 1e3:.2f} |")
     busy = sum(each["seconds"] for each in found["kernels"].values())
-    print(f"| between kernels | | | {(found['step'] - busy) * 1e3:.2f} |")
+    print(f"| between kernels | | | | {(found['step'] - busy) * 1e3:.2f} |")
     launches = sum(row[0] for row in rows.values())
-    print(f"| the step | {launches:,} | {seconds(events) * 1e3:.2f} | {found['step'] * 1e3:.2f} |")
+    predicted = " | ".join(f"{each * 1e3:.2f}" for each in seconds(events))
+    print(f"| the step | {launches:,} | {predicted} | {found['step'] * 1e3:.2f} |")
 
 
 def main():

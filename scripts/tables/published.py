@@ -117,35 +117,63 @@ def predicted(row, path):
         target.chip.rates, attention={f"128 {way}": (share, 1.0) for way in ("forward", "backward")})
     about = json.loads(path.with_suffix(".json").read_text())
     with gzip.open(path, "rt") as file:
-        timed = timing.predict(
-            schedule(file.read()), target, [xla_devices.coords(each) for each in mesh.devices.flat],
-            tokens=about["tokens"], model_flops=about["model_flops"], rates=rates)
-    return {"tokens": timed.tokens_per_second / mesh.size, "seconds": timed.seconds, "spent": dict(timed.spent),
+        events = schedule(file.read())
+    timed, typical = (timing.predict(
+        events, target, [xla_devices.coords(each) for each in mesh.devices.flat], tokens=about["tokens"],
+        model_flops=about["model_flops"], rates=each) for each in (rates, timing.Rates()))
+    return {"tokens": timed.tokens_per_second / mesh.size, "typical_tokens": typical.tokens_per_second / mesh.size,
+            "seconds": timed.seconds, "spent": dict(timed.spent),
             "uncounted": timed.uncounted, "mfu": timed.mfu, "hfu": timed.hfu, "cpu_seconds": about["cpu_seconds"]}
+
+
+def errors_by_chip(found, what="tokens"):
+    """Predicted over published tokens/s less 1, by (chip, whether the row calibrated); what: of `predicted`."""
+    errors = {}
+    for row in rows():
+        if row["key"] in found:
+            errors.setdefault((row["target"].partition(":")[0], row["used"]), []).append(
+                found[row["key"]][what] / tokens_per_second(row) - 1)
+    return errors
+
+
+def band(errors):
+    """Seconds over those predicted, least and most of nine in ten: tokens/s predicted over those published."""
+    low, *_, high = statistics.quantiles(errors * 2, n=20, method="inclusive")
+    return round(1 + low, 2), round(1 + high, 2)
+
+
+def rates_of(chips):
+    """Of each chip the rates by which its rows are predicted."""
+    from zero_jax.xla.targets import target_of
+
+    return {chip: {**dataclasses.asdict(target_of(f"{chip}:8").chip.rates), "band": None} for chip in chips}
 
 
 def table(found):
     """Markdown: each row that was planned, and by chip the errors of those that did not calibrate."""
     print("| software | target | model | sequences | ZeRO | recomputed | published | predicted | error | used |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    errors = {}
     for row in rows():
         if row["key"] not in found:
             continue
         published, ours = tokens_per_second(row), found[row["key"]]["tokens"]
-        errors.setdefault((row["target"].partition(":")[0], row["used"]), []).append(ours / published - 1)
         sequences = f"{row['batch']}{f' x {times}' if (times := row['accumulate']) > 1 else ''} of {row['seq']:,}"
         print(f"| {row['software']} | {row['target']} | {row['model']} | {sequences} | {row['stage']} | {row['remat']} "
               f"| {published:,.0f} | {ours:,.0f} | {ours / published - 1:+.0%} | {row['used']} |")
     print("\n| rows | number | median error | median of its size | within 20 % | seconds over predicted, nine in ten |")
     print("| --- | --- | --- | --- | --- | --- |")
-    groups = {f"{chip}, {'used' if used == 'yes' else 'not used'}": each for (chip, used), each in errors.items()}
-    groups["all, not used"] = [error for (_, used), each in errors.items() if used == "no" for error in each]
+    groups = {}
+    for what, rates in (("tokens", ""), ("typical_tokens", ", typical rates")):
+        errors = errors_by_chip(found, what)
+        groups |= {f"{chip}, {'used' if used == 'yes' else 'not used'}{rates}": each
+                   for (chip, used), each in errors.items()}
+        unused = [each for (_, used), each in errors.items() if used == "no"]
+        groups[f"all, not used{rates}"] = [error for each in unused for error in each]
     for name, each in sorted(groups.items()):
-        low, *_, high = statistics.quantiles(each * 2, n=20, method="inclusive")
+        low, high = band(each)
         print(f"| {name} | {len(each)} | {statistics.median(each):+.1%} | {statistics.median(map(abs, each)):.1%} "
               f"| {sum(abs(error) <= 0.2 for error in each) / len(each):.0%} "
-              f"| {1 + low:.2f} to {1 + high:.2f} |")
+              f"| {low:.2f} to {high:.2f} |")
 
 
 def main():
@@ -169,6 +197,7 @@ def main():
         if args.rates and path.exists():
             found[row["key"]] = predicted(row, path)
     if args.rates:
+        found["rates"] = rates_of(sorted({row["target"].partition(":")[0] for row in rows() if row["key"] in found}))
         PREDICTED.write_text(json.dumps(found, indent=1) + "\n")
     table(found)
 

@@ -138,7 +138,7 @@ class Chip:
     disk_write_bandwidth: float = 0.0
     """The same of writes, where nothing is read."""
     rates: Rates = Rates()
-    """What its programs reach of these figures."""
+    """What its programs reach of these figures; in a file also the name of a chip whose rates these are."""
     gpu: Gpu | None = None
     tpu: Tpu | None = None
     examples: tuple[str, ...] = ()
@@ -212,6 +212,8 @@ def _record(kind: Any, table: Mapping[str, Any], where: str, within: str = "") -
 
 def _value(kind: Any, value: Any, where: str, name: str) -> Any:
     """`value` of the field `name`, whose type is `kind`; numbers are positive."""
+    if kind is Rates and isinstance(value, str) and value in chip_files():
+        return dataclasses.replace(built_in(value).rates, band=())
     if (record := {Gpu | None: Gpu, Tpu | None: Tpu, Rates: Rates}.get(kind)) and isinstance(value, dict):
         return _record(record, value, where, f"{name}.")
     if (item := {Mapping[str, float]: float, _LENGTHS: tuple[float, ...]}.get(kind)) and isinstance(value, dict):
@@ -221,7 +223,8 @@ def _value(kind: Any, value: Any, where: str, name: str) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or kind is not str and not value > 0:
-        names = {int: "a positive whole number", float: "a positive number", str: "a text"}
+        names = {int: "a positive whole number", float: "a positive number", str: "a text",
+                 Rates: "a table, or the name of a chip that has one"}
         raise UsageError(f"{where}: field {named(name)} is {named(value)} and should be "
                          f"{names.get(kind, 'a table or a list')}")
     return value

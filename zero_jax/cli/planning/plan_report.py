@@ -239,7 +239,7 @@ def _timing_table(plan: Plan) -> Table:
     table.add_section()
     table.add_row(f"step, bound by {timing.bound}", f"{timing.seconds:.3g}", style="bold")
     band = plan.target.chip.rates.band if plan.target else ()
-    table.add_row("nine in ten published steps of this chip would be", f"{band[0] * timing.seconds:.3g} to "
+    table.add_row("as far off as nine in ten published steps of this chip", f"{band[0] * timing.seconds:.3g} to "
                   f"{band[1] * timing.seconds:.3g}" if band else "not compared")
     table.add_row("tokens per second", f"{timing.tokens_per_second:,.0f}")
     table.add_row("MFU, and HFU with recomputation", f"{timing.mfu:.1%}", f"{timing.hfu:.1%}")
