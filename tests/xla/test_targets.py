@@ -1,5 +1,6 @@
 """Targets as data: their files, how they are written and refused, what links their devices. No JAX."""
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -165,6 +166,15 @@ def test_a_broken_file_names_field_and_file(old, new, message, tmp_path):
     with pytest.raises(ValueError) as error:
         target_of(f"{path}:8")
     assert message in str(error.value) and path in str(error.value)
+
+
+def test_rates_of_another_chip(tmp_path):
+    """But for its band, which is of that chip's steps; and one of which there is no file."""
+    h100, h200 = (target_of(f"{name}:8").chip.rates for name in ("h100", "h200"))
+    assert h100.band and h200 == dataclasses.replace(h100, band=())
+    text = next(file for file in FILES if file.stem == "h200").read_text()
+    with pytest.raises(ValueError, match="'rates' is 'h101' and should be a table, or the name of a chip"):
+        read_chip(written(tmp_path, text.replace('rates = "h100"', 'rates = "h101"')))
 
 
 def test_a_file_that_is_not_there():

@@ -212,8 +212,8 @@ def _record(kind: Any, table: Mapping[str, Any], where: str, within: str = "") -
 
 def _value(kind: Any, value: Any, where: str, name: str) -> Any:
     """`value` of the field `name`, whose type is `kind`; numbers are positive."""
-    if kind is Rates and isinstance(value, str) and value in chip_files():
-        return dataclasses.replace(built_in(value).rates, band=())
+    if kind == Rates and str(value) in chip_files():
+        return dataclasses.replace(built_in(str(value)).rates, band=())
     if (record := {Gpu | None: Gpu, Tpu | None: Tpu, Rates: Rates}.get(kind)) and isinstance(value, dict):
         return _record(record, value, where, f"{name}.")
     if (item := {Mapping[str, float]: float, _LENGTHS: tuple[float, ...]}.get(kind)) and isinstance(value, dict):
