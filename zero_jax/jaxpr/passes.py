@@ -42,7 +42,7 @@ def with_jaxpr_passes(fun: Callable[..., Any], *passes: Pass, as_call: str = "",
         closed, out_treedef = trace_flat(fun, leaves, treedef)
         closed = first(closed) if first else closed
         for each in passes:
-            closed = _apply(each, closed, {})
+            closed = applied(each, closed)
         closed = last(closed) if last else closed
         outs = call_of(closed, leaves, as_call) if as_call else jaxpr_to_fun(closed)(*leaves)
         return jax.tree.unflatten(out_treedef, outs)
@@ -63,6 +63,11 @@ def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
             return run(call_jaxpr(eqn), args) if primitive_of(eqn) in CALLS else bind_eqn(eqn, args)
 
     return trace(lambda *args: run(closed, args), *map(type_of, closed.jaxpr.invars))
+
+
+def applied(each: Pass, closed: ClosedJaxpr) -> ClosedJaxpr:
+    """`closed` with a pass applied to it and to every jaxpr within, those within first."""
+    return _apply(each, closed, {})
 
 
 def _apply(each: Pass, param: Any, known: dict[int, tuple[Any, Any]]) -> Any:

@@ -22,7 +22,7 @@ from zero_jax.transforms.remat import Remat
 from zero_jax.typing import AxisNames, Pattern
 from zero_jax.xla.devices import combine_options
 from zero_jax.xla.host_copies import copy_options, host_prefetch_options
-from zero_jax.xla.overlap import Overlap, in_order_options, overlap_options, prefetch_options
+from zero_jax.xla.overlap import Overlap, overlap_options, prefetch_options
 
 View: TypeAlias = Literal["auto", "global", "local"]
 
@@ -277,8 +277,7 @@ class StepOptions:
         copies = copy_options(device, engines=self.uses_copy_engines(axes)) if activations or offload else {}
         ahead = activations or offload is not None and offload.parameters == "host"
         reads = host_prefetch_options(device) if ahead else {}
-        in_order = in_order_options(device) if self.is_local(axes) else {}
-        return combine_options(device, self.combine_bytes) | copies | reads | in_order
+        return combine_options(device, self.combine_bytes) | copies | reads
 
     def uses_copy_engines(self, axes: MeshAxes) -> bool:
         """Whether what is in host memory is copied by a GPU's copy engines, beside compute, not by kernels after it.

@@ -16,6 +16,7 @@ from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.sharding.slices import on_one_slice
 from zero_jax.tree import map_named, merge, named_leaves
 from zero_jax.typing import Batch, Params
+from zero_jax.views.in_order import one_by_one
 from zero_jax.views.local import LocalView
 from zero_jax.views.spread import ndim_at, spread_of, whole
 
@@ -51,7 +52,7 @@ def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_spec
     if view.whole:
         warnings.warn("view=\"local\": every device computes the whole of " + ", ".join(sorted(view.whole))
                       + ": no rule is known by which each computes its part.", stacklevel=2)
-    return local
+    return one_by_one(local) if axes.platform == "cpu" else local
 
 
 def in_parts(gradient: Callable[..., Any], layout: Layout, batches: BatchLayout) -> Callable[..., Any]:

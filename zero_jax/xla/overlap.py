@@ -144,15 +144,6 @@ def buffered_loop_options(device: jax.Device) -> dict[str, Any]:
     return {"xla_gpu_enable_while_loop_double_buffering": True, **_pipelined("all_gather", "reduce_scatter")}
 
 
-def in_order_options(device: jax.Device) -> dict[str, Any]:
-    """XLA's options by which a CPU computes one collective after the other, as those of a `jax.shard_map` must be.
-
-    JAX gives all of these one channel. XLA:CPU begins what follows a loop before another thread has ended it, so that
-    devices meet at different collectives, and the process aborts or waits for ever (jax 0.10.2).
-    """
-    return {"xla_cpu_multi_thread_eigen": False} if device.platform == "cpu" else {}
-
-
 def _pipelined(*kinds: str) -> dict[str, Any]:
     """XLA:GPU's options by which loops send these collectives an iteration earlier or later."""
     if jax.__version_info__ < (0, 12):
