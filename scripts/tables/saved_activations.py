@@ -20,7 +20,7 @@ from zero_jax.jaxpr.equations import (
     trace,
     variables,
 )
-from zero_jax.jaxpr.primitives import JIT, SCAN, call_jaxpr, num_rounds
+from zero_jax.jaxpr.primitives import JIT, SCAN, SHARD_MAP, call_jaxpr, num_rounds
 from zero_jax.sharding.layout import Layout
 from zero_jax.transforms.gather_again import is_backward_barrier
 from zero_jax.tree import leaf_bytes, named_leaves
@@ -65,14 +65,15 @@ def saved_activations(step: Any, batch: Any) -> SavedActivations:
     axes = step.batch_sharding.spec[0]
     num_shards = math.prod(step.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
     traced = trace(jax.jit(step), step.abstract_state(batch), step.abstract_batch(batch)).jaxpr
-    barrier, rounds_of = _barrier(traced, traced.invars[-len(jax.tree.leaves(batch)):])
+    barrier, rounds_of, in_parts = _barrier(traced, traced.invars[-len(jax.tree.leaves(batch)):])
     if barrier is None:
         raise ValueError("saved_activations: nothing is gathered again in the backward pass, so that it has no single "
                          "start: the mesh has one device, or no parameter is sharded.")
     stacked = other = largest = of_block = 0.0
     loops: dict[int, float] = {}
     for var in dict.fromkeys(variables(barrier.invars)):
-        saved = leaf_bytes(var.aval.shape, var.aval.dtype) / (num_shards if size in var.aval.shape else 1)
+        divided = size in var.aval.shape and not in_parts
+        saved = leaf_bytes(var.aval.shape, var.aval.dtype) / (num_shards if divided else 1)
         if rounds := rounds_of.get(var, 0):
             stacked, loops[rounds] = stacked + saved, loops.get(rounds, 0) + saved
             of_block = max(of_block, saved / rounds)
@@ -81,19 +82,22 @@ def saved_activations(step: Any, batch: Any) -> SavedActivations:
     return SavedActivations(stacked, other, largest, of_block, max(loops, key=lambda rounds: loops[rounds], default=0))
 
 
-def _barrier(jaxpr: Jaxpr, inputs: Iterable[Any]) -> tuple[JaxprEqn | None, dict[Any, int]]:
-    """The barrier between forward and backward, in a call at any depth, and `_computed` of the program it is in."""
+def _barrier(jaxpr: Jaxpr, inputs: Iterable[Any]) -> tuple[JaxprEqn | None, dict[Any, int], bool]:
+    """The barrier between forward and backward, in a call at any depth, and `_computed` of the program it is in.
+
+    And whether that is the program of one device.
+    """
     rounds_of = _computed(jaxpr, inputs)
     for eqn in jaxpr.eqns:
         if is_backward_barrier(eqn):
-            return eqn, rounds_of
-        if primitive_of(eqn) == JIT:
+            return eqn, rounds_of, False
+        if primitive_of(eqn) in (JIT, SHARD_MAP):
             inner = call_jaxpr(eqn).jaxpr
-            found, within = _barrier(inner, [own for own, atom in zip(inner.invars, eqn.invars, strict=True)
+            found, within, in_parts = _barrier(inner, [own for own, atom in zip(inner.invars, eqn.invars, strict=True)
                                              if not is_literal(atom) and atom in rounds_of])
             if found is not None:
-                return found, within
-    return None, {}
+                return found, within, in_parts or primitive_of(eqn) == SHARD_MAP
+    return None, {}, False
 
 
 def _computed(jaxpr: Jaxpr, inputs: Iterable[Any]) -> dict[Any, int]:

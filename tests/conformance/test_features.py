@@ -252,7 +252,7 @@ def test_scales_of_fp8_products_move_as_in_flax(stage, sizes):
 
 
 def test_fp8_statistics_of_each_device_alone_are_refused():
-    step = zero_jax.make_zero_train_step(Eight(16), 2, loss=squares, accumulate=2, reduce="once")
+    step = zero_jax.make_zero_train_step(Eight(16), 2, loss=squares, accumulate=2, reduce="once", view="global")
     state = step.init(jax.random.key(0), vectors(16)[0])
     with pytest.raises(ValueError, match="_overwrite_with_gradient.*reduce=\"every\""):
         step(state, vectors(16)[0])

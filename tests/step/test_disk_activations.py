@@ -58,7 +58,7 @@ def trained(step, steps=3):
 
 
 def assert_same_bits(tmp_path, **options):
-    wanted = trained(made(tmp_path / "program", activations=False, **options))
+    wanted = trained(made(tmp_path / "program", activations=False, view="global", **options))
     found = trained(made(tmp_path / "pieces", **options))
     assert wanted[0] == found[0]
     assert [name for name in wanted[1] if wanted[1][name].tobytes() != found[1][name].tobytes()] == []

@@ -31,6 +31,7 @@ ADAM = optax.adam(1e-2)
 def made(folder, *, model=Stacked, parameters="disk", gradients=None, optimizer=ADAM, stage=3, **options):
     model = model() if model in (Stacked, TwoLoops) else model
     offload = zero_jax.Offload(disk=folder, parameters=parameters, gradients=gradients, buffer_bytes=2**16)
+    options = {"view": "global", **options}  # as what runs in pieces is, to the bit
     return zero_jax.make_zero_train_step(model, stage, optimizer=optimizer, offload=offload, **options)
 
 

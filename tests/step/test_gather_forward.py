@@ -15,7 +15,7 @@ from models import gpt2, gpt2_nnx
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.contract import verify as contract
-from zero_jax.sharding import gather
+from zero_jax.views import local
 
 CONFIG = gpt2.Config(2, 36, 2, vocab_size=67, max_length=16)  # no dim of its matrices divides by 8
 FLAVOURS = {"linen": gpt2.build, "nnx": gpt2_nnx.build}
@@ -46,9 +46,9 @@ def test_it_has_the_numbers_of_one_device(flavour, options):
 
 def test_weights_with_other_bits_are_caught(monkeypatch):
     """Negative control."""
-    original = gather.gather
-    monkeypatch.setattr(gather, "gather", lambda value, *args: original(
-        value.astype(jnp.bfloat16).astype(value.dtype), *args))
+    original = local.gathered_param
+    monkeypatch.setattr(local, "gathered_param", lambda value, *args, **kwargs: original(
+        value.astype(jnp.bfloat16).astype(value.dtype), *args, **kwargs))
     assert differences("linen", remat="full")[1] > 3e-5
 
 

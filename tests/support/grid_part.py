@@ -1,7 +1,7 @@
 """A pytest plugin: of the slow rows of each file, the part that a text draws.
 
 The rows of tests that are marked `grid` vary one claim, so that a small part of them finds most faults; of the others
-a quarter is drawn. Over several draws all run. CI draws by the commit (.ci/run); `make test-slow` runs all.
+a sixth is drawn. Over several draws all run. CI draws by the commit (.ci/run); `make test-slow` runs all.
 """
 
 import collections
@@ -9,7 +9,7 @@ import hashlib
 
 import pytest
 
-OTHERS = 4
+OTHERS = 6
 
 def pytest_addoption(parser):
     parser.addoption("--grid-part", metavar="TEXT/N", help="of each file one in N slow rows of grids, drawn by TEXT")

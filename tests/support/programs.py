@@ -220,10 +220,10 @@ PROGRAMS: dict[str, Row] = {
     **{f"h100 stage 3, 4 layers unrolled{', combined' * bool(size)}": Row(
         H100, 3, gpt2.build(dataclasses.replace(WIDE, num_layers=4, scan_layers=False)), batch=(4, 512),
         options={"combine_bytes": size}) for size in (None, 30 * 2**20)},  # XLA's own threshold
-    "h100 stage 3, annotated": Row(H100, 3, change=annotated),
+    "h100 stage 3, annotated": Row(H100, 3, options={"view": "global"}, change=annotated),
     "h100 stage 3, kept": Row(H100, 3, change=kept),
     "h100 stage 3, padded after the sum": Row(H100, 3, gpt2.build(UNEVEN), change=partitioned),
-    "h100 stage 3, activations everywhere": Row(H100, 3, Replicated, batch=(1, 64)),
+    "h100 stage 3, activations everywhere": Row(H100, 3, Replicated, batch=(1, 64), options={"view": "global"}),
     "h100 stage 3, read in a loop": Row(H100, 3, Recurrent(), batch=(1, 16), change=in_each_round),
     # Ways to write the model.
     **{f"h100 stage 3, {flavour}{'' if scanned else ' unrolled'}{' remat' if remat else ''}":

@@ -101,7 +101,8 @@ def test_a_sum_that_leaves_out_an_axis_is_told(monkeypatch):
 
 def scattered(model, stage, mesh, batch, **options):
     """The share of the gradients' bytes that explicit reduce-scatters carry; only `psum_scatter` makes them on CPU."""
-    step = zero_jax.make_zero_train_step(model, stage, mesh=zero_jax.make_mesh(**mesh), precision="fp32", **options)
+    step = zero_jax.make_zero_train_step(model, stage, mesh=zero_jax.make_mesh(**mesh), precision="fp32", view="global",
+                                          **options)
     found = [c for c in hlo.collectives(step.lower(batch).compile().as_text()) if c.kind == "reduce-scatter"]
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(step.layout(batch).state.params))
     return sum(c.payload_bytes * c.count for c in found) / size, found

@@ -40,22 +40,23 @@ def purpose_of(collective: Collective, contract: Contract) -> str:
 
 
 def split_by_purpose(collective: Collective, contract: Contract) -> Iterable[Collective]:
-    """A gather or all-reduce of many buffers as one for each purpose: compilers combine what they can."""
+    """A collective of many buffers as one for each purpose: compilers combine what they can."""
     if collective.kind == "all-reduce":
         return _sums_by_purpose(collective, contract)
     budget = contract.budget("matrices")
     matrices = set(budget.pieces) if budget and MATRICES_SCOPE in collective.op_name else set()
     names = collective.op_name.split(":")
     # Keys and values may have the size of a parameter: where each buffer has a name, that says what it is.
-    named = len(names) == len(collective.shapes) and GATHER_SCOPE in collective.op_name
-    mixed = named and not all(GATHER_SCOPE in name for name in names)
-    if collective.kind != "all-gather" or len(collective.shapes) == 1 or (
-            not matrices and not mixed and _is_piece(collective, contract)):
+    scope = SCATTER if collective.kind == "reduce-scatter" else GATHER_SCOPE
+    named = len(names) == len(collective.shapes) and scope in collective.op_name
+    mixed = named and not all(scope in name for name in names)
+    if len(collective.shapes) == 1 or not mixed and (
+            collective.kind != "all-gather" or not matrices and _is_piece(collective, contract)):
         return (collective,)
-    parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {MATRICES_SCOPE: [], GATHER_SCOPE: [], "": []}
+    parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {MATRICES_SCOPE: [], scope: [], "": []}
     for i, shape in enumerate(collective.shapes):
-        is_param = GATHER_SCOPE in names[i] if named else math.prod(shape[1]) in contract.budgets[0].pieces
-        parts[MATRICES_SCOPE if sorted_dims(shape[1]) in matrices else GATHER_SCOPE if is_param else ""].append(shape)
+        is_param = scope in names[i] if named else math.prod(shape[1]) in contract.budgets[0].pieces
+        parts[MATRICES_SCOPE if sorted_dims(shape[1]) in matrices else scope if is_param else ""].append(shape)
     return [_part(collective, shapes, scope) for scope, shapes in parts.items() if shapes]
 
 
@@ -93,7 +94,7 @@ def total_elements(collectives: Iterable[Collective]) -> float:
 
 def _part(collective: Collective, shapes: Sequence[tuple[str, tuple[int, ...]]], scope: str) -> Collective:
     """What of it carries `shapes`, with the names of all but the other scopes."""
-    others = {MATRICES_SCOPE, GATHER_SCOPE} - {scope}
+    others = {MATRICES_SCOPE, GATHER_SCOPE, SCATTER} - {scope}
     names = [name for name in collective.op_name.split(":") if not any(other in name for other in others)]
     return dataclasses.replace(
         collective, shapes=tuple(shapes), payload_bytes=sum(shape_bytes(*shape) for shape in shapes),

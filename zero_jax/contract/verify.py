@@ -42,16 +42,19 @@ class ContractError(ValueError):
 
 
 def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimizer: Any = None,
-                activation_bytes: float = 0.0, host_activations: bool = False, in_pieces: bool = False) -> Contract:
+                activation_bytes: float = 0.0, host_activations: bool = False, in_pieces: bool = False,
+                in_parts: bool = False) -> Contract:
     """What a step of this layout may send; exact for every leaf, padding included.
 
     With microbatches, stage 3 gathers in each of them or once a step, and gradients are reduced in each or once. Of
     `optimizer` only what `whole_matrices` moves may be sent. activation_bytes: what a step's activations may send over
     `tensor` and `context` (`Activations.communication_bytes`). host_activations: whether checkpoints are kept in
-    host memory. in_pieces: whether forward and backward are several programs.
+    host memory. in_pieces: whether forward and backward are several programs. in_parts: whether the gradient is one
+    `jax.shard_map`.
 
-    For simulated devices the contract is what XLA:CPU can keep: it sends bfloat16 as float32. There, at stage 0 and in
-    pieces a tied embedding, as a rule the largest leaf, is reduced for each of its reads.
+    For simulated devices the contract is what XLA:CPU can keep: it sends bfloat16 as float32. Where XLA partitions the
+    gradient, a tied embedding, as a rule the largest leaf, is reduced there, at stage 0 and in pieces for each of its
+    reads.
     """
     mesh, stage, platform, names = layout.axes.sizes, layout.stage, layout.axes.platform, layout.axes.step_names
 
@@ -59,7 +62,7 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
     num_microbatches = 1 if accumulation is None else accumulation.microbatches
     params, pieces = param_traffic(layout, num_microbatches), param_pieces(layout)
     gathered, reduced = sum(each.gathered_bytes for each in params), sum(each.reduced_bytes for each in params)
-    if platform == "cpu" or not stage.shards_optimizer or in_pieces:
+    if not in_parts and (platform == "cpu" or not stage.shards_optimizer or in_pieces):
         reduced += max((each.reduced_bytes for each in params if not each.reduces_codes), default=0.0)
     num_reductions = 1 if accumulation is None or accumulation.once else num_microbatches
     reduced *= num_reductions

@@ -367,7 +367,8 @@ class LocalView:
         here = _Value(self.to(gradient, partial), whole(len(gradient.shape)), gradient.shape)
         (stored,) = self.evaluate(call_jaxpr(eqn), [here])
         value = _Value(stored.array, Spread(stored.spread.dims, partial.partial), stored.shape)
-        return self._stored(value, _scatter_spec(eqn), self.hops if jit_name(eqn) == SCATTER_QUANTIZED else ())
+        with jax.named_scope(SCATTER):
+            return self._stored(value, _scatter_spec(eqn), self.hops if jit_name(eqn) == SCATTER_QUANTIZED else ())
 
     def _stored(self, value: _Value, spec: P, hops: Sequence[Hop] = ()) -> _Value:
         """`value` as it is stored by `spec`, reduced as `hops` say."""

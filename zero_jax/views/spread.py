@@ -157,7 +157,7 @@ def combined(combine: Callable[..., jax.Array], value: jax.Array, over: AxisName
     XLA for CPUs (jaxlib 0.10.2 and 0.12) ends the process on one of a narrow dtype beside an axis of the partitioner.
     """
     narrow = value.dtype.itemsize < 4 and axes.tensor_enabled and axes.platform == "cpu" or value.dtype == bool
-    wide = jnp.promote_types(value.dtype, jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else jnp.int32)
+    wide = jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else jnp.int32
     return combine(value.astype(wide), over).astype(value.dtype) if narrow else combine(value, over)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from zero_jax.xla.events import Event, Loop, Work
+from zero_jax.xla.events import Done, Event, Loop, Start, Work
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 PRODUCTS, KERNELS, OTHER = "matrix products", "custom kernels", "elementwise operations, reductions and copies"
@@ -69,14 +69,16 @@ def summarize(events: Iterable[tuple[str, float]], schedule: Iterable[Event]) ->
 
     events: (name of an HLO instruction, seconds). schedule: of the compiled step.
     """
-    works = {work.name: work for work in _works(schedule)}
+    flat = list(_flat(schedule))
+    works = {event.name: event for event in flat if isinstance(event, Work)}
+    sent = {event.collective.name: event.collective.kind for event in flat if isinstance(event, Start | Done)}
     kinds: collections.defaultdict[str, float] = collections.defaultdict(float)
     operations: collections.defaultdict[str, float] = collections.defaultdict(float)
     for name, seconds in events:
         if name.split(".")[0] in CONTROL:
             continue
         work = works.get(name)
-        kind = next((kind for kind in COLLECTIVES if name.startswith(kind)), None) or (
+        kind = sent.get(name) or next((kind for kind in COLLECTIVES if name.startswith(kind)), None) or (
             PRODUCTS if work and work.flops else KERNELS if work and work.opaque else OTHER)
         kinds[kind] += seconds
         operations[f"{name}{f' ({work.op_name})' if work and work.op_name else ''}"] += seconds
@@ -107,12 +109,12 @@ def profile_writer(profile: Profile, schedule: Iterable[Event], module: str, *, 
     return write
 
 
-def _works(events: Iterable[Event]) -> Iterator[Work]:
+def _flat(events: Iterable[Event]) -> Iterator[Event]:
     for event in events:
-        if isinstance(event, Work):
+        if isinstance(event, Loop):
+            yield from _flat(event.body)
+        else:
             yield event
-        elif isinstance(event, Loop):
-            yield from _works(event.body)
 
 
 def _largest(values: Mapping[str, float]) -> list[tuple[str, float]]:
