@@ -21,7 +21,10 @@ from support.zoo import CASES
 
 import zero_jax
 from models import gpt2
+from zero_jax.jaxpr.equations import all_eqns, primitive_of
+from zero_jax.jaxpr.primitives import SCAN
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.step import gradients
 from zero_jax.views.in_parts import local_view
 from zero_jax.xla import devices as xla_devices
 
@@ -43,6 +46,7 @@ def scanned(cell):
 
 
 PROGRAMS = {
+    "tiled": lambda x, w: (jnp.tile(x, (3, 2)) * jnp.cos(jnp.arange(3 * x.shape[0]))[:, None]) @ jnp.tile(w, (2, 1)),
     "mean": lambda x, w: x.mean(),
     "variance": lambda x, w: jnp.log(jnp.var(x @ w, axis=0)),
     "weighted mean": lambda x, w: (x * (x > 0)).sum() / (x > 0).sum(),
@@ -353,6 +357,21 @@ def test_modules_grown_from_a_seed_are_one_device(seeds, monkeypatch):
     for seed in seeds:
         check_module(draw(seed))
         jax.clear_caches()
+
+
+@pytest.mark.parametrize("remat, narrow", [("full", True), (None, True), ("full", False)], ids=str)
+def test_gradients_of_layers_are_stacked_as_they_are_reduced(remat, narrow, monkeypatch):
+    """Negative control: without the pass backward holds all of them in the optimizer's dtype."""
+    if not narrow:
+        monkeypatch.setattr(gradients, "stack_narrow", lambda jaxpr: jaxpr)
+    step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, precision="bf16", remat=remat, view="local")
+    batch = step.abstract_batch(token_batches()[0])
+    traced = jax.make_jaxpr(step)(step.abstract_state(batch), batch)
+    shards = {(layers, rows // 8, columns) for layers, rows, columns in (
+        leaf.shape for leaf in jax.tree.leaves(step.layout(batch).state.params) if leaf.ndim == 3)}
+    dtypes = {var.aval.dtype for eqn in all_eqns(traced.jaxpr) if primitive_of(eqn) == SCAN
+              for var in eqn.outvars if var.aval.shape in shards}
+    assert dtypes == {jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)}
 
 
 def weighted(model, batch):

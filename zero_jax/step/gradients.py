@@ -42,7 +42,7 @@ from zero_jax.transforms.tiled_products import tile_products
 from zero_jax.transforms.update_order import wait_for_reads
 from zero_jax.tree import map_named, merge, named_leaves, with_dtypes_of
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
-from zero_jax.views.loops import read_before_loops
+from zero_jax.views.loops import read_before_loops, stack_narrow
 
 
 class ForwardOutput(NamedTuple):
@@ -160,7 +160,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         (not reduced or bool(layout.axes.slices), functools.partial(
             convolve_on_own_device, axes=layout.axes, once=not reduced)),
     ]
-    on_gradients = [on_gradients[0], ordered] if local else on_gradients
+    on_gradients = [on_gradients[0], (not layout.host_gradients, stack_narrow), ordered] if local else on_gradients
     loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled),
                                 first=remat_blocks, last=with_shared_calls)
     backward = value_and_grad(loss_of, argnums=(0, 2), barrier=again)

@@ -49,7 +49,7 @@ def _in_order(jaxpr: Jaxpr) -> Jaxpr:
         else:
             waiting = operands if sends and behind_loop else []
         behind = sent if loops else sent[:1]
-        later = {var: variable_like(var) for var in waiting}
+        later: dict[Any, Any] = {var: variable_like(var) for var in waiting}
         eqns += [eqn_of(jax.jit(_wait), [var, *behind], [other]) for var, other in later.items()]
         eqns.append(eqn.replace(invars=[atom if is_literal(atom) else later.get(atom, atom) for atom in eqn.invars]))
         made = [var for var in eqn.outvars if _is_number(var)]

@@ -1,19 +1,26 @@
-"""A pass on the traced loss: what every iteration of a loop reads is read once, before the loop."""
+"""Passes for loops in parts: what every iteration reads is read once; what it widens is widened behind the loop."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zero_jax.jaxpr.equations import (
     Jaxpr,
     JaxprEqn,
+    eqn_of,
+    is_literal,
     primitive_of,
+    producers,
     replace_eqn,
     run_eqns,
+    shape_of,
     value_of,
+    variable_like,
     variables,
 )
-from zero_jax.jaxpr.primitives import SCAN, Scan, call_jaxpr
+from zero_jax.jaxpr.primitives import CONVERT, REMAT, SCAN, Scan, call_jaxpr, with_call_jaxpr
 
 READS = ("zero_read", "zero_last_read")
 
@@ -72,3 +79,57 @@ def _with_reads_before(eqn: JaxprEqn, hoisted: list[JaxprEqn]) -> JaxprEqn:
         return [*carry, *ys]
 
     return replace_eqn(eqn, fun)
+
+
+def stack_narrow(jaxpr: Jaxpr) -> Jaxpr:
+    """What every iteration of a loop widens and stacks is stacked as it is, and widened behind the loop.
+
+    Gradients of stacked layers are then held in the dtype in which they are reduced, until the update.
+    """
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        eqns += _stacked_narrow(eqn) if primitive_of(eqn) == SCAN else [eqn]
+    return jaxpr.replace(eqns=eqns) if len(eqns) > len(jaxpr.eqns) else jaxpr
+
+
+def _stacked_narrow(eqn: JaxprEqn) -> list[JaxprEqn]:
+    body = call_jaxpr(eqn).jaxpr
+    stacked = range(Scan.of(eqn).num_carry, len(body.outvars))
+    body, narrow = _unwidened(body, stacked)
+    outs = {at: variable_like(eqn.outvars[at], dtype) for at, dtype in narrow.items()}
+    loop = with_call_jaxpr(eqn, body)
+    return [loop.replace(outvars=[outs.get(at, var) for at, var in enumerate(eqn.outvars)]), *(
+        eqn_of(lambda value, at=at: value.astype(shape_of(eqn.outvars[at]).dtype), [outs[at]], [eqn.outvars[at]])
+        for at in outs)]
+
+
+def _unwidened(jaxpr: Jaxpr, outputs: Iterable[int]) -> tuple[Jaxpr, dict[int, Any]]:
+    """(`jaxpr` with some of these outputs as they are before a last cast to a wider dtype, number -> narrow dtype)."""
+    makers = producers(jaxpr)
+    outvars: list[Any] = list(jaxpr.outvars)
+    wanted = {at: makers[outvars[at]] for at in outputs if not is_literal(outvars[at]) and outvars[at] in makers}
+    read = {var for eqn in jaxpr.eqns for var in variables(eqn.invars)}
+    eqns: list[JaxprEqn] = []
+    narrow: dict[int, Any] = {}
+    for eqn in jaxpr.eqns:
+        ends = {at: eqn.outvars.index(outvars[at]) for at, maker in wanted.items()
+                if maker is eqn and outvars[at] not in read}
+        if _widens(eqn):
+            outvars = [eqn.invars[0] if at in ends else atom for at, atom in enumerate(outvars)]
+            narrow |= dict.fromkeys(ends, shape_of(eqn.invars[0]).dtype)
+        elif ends and primitive_of(eqn) == REMAT:
+            inner, dtypes = _unwidened(eqn.params["jaxpr"], ends.values())
+            made = [variable_like(var, dtypes[at]) if at in dtypes else var for at, var in enumerate(eqn.outvars)]
+            narrow |= {at: dtypes[end] for at, end in ends.items() if end in dtypes}
+            outvars = [made[ends[at]] if at in ends else atom for at, atom in enumerate(outvars)]
+            eqn = eqn.replace(outvars=made, params={**eqn.params, "jaxpr": inner})
+        eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns, outvars=outvars), narrow
+
+
+def _widens(eqn: JaxprEqn) -> bool:
+    if primitive_of(eqn) != CONVERT or is_literal(eqn.invars[0]):
+        return False
+    narrow, wide = (shape_of(atom).dtype for atom in (*eqn.invars, *eqn.outvars))
+    floating = jnp.issubdtype(narrow, jnp.floating) and jnp.issubdtype(wide, jnp.floating)
+    return floating and narrow.itemsize < wide.itemsize

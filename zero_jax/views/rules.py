@@ -321,6 +321,12 @@ def _rev(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     return None if _over(spreads[0], eqn.params["dimensions"]) else Plan((spreads[0],), (spreads[0],))
 
 
+def _tile(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    dims = tuple(split and Split(split.axes, (split.outer[0] * times, *split.outer[1:]))
+                 for split, times in zip(spreads[0].dims, eqn.params["reps"], strict=True))
+    return Plan((spreads[0],), (Spread(dims, spreads[0].partial),))
+
+
 def _split(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     if spreads[0].dims[eqn.params["axis"]]:
         return None
@@ -566,6 +572,7 @@ RULES: dict[str, Rule] = {
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "rev": _rev,
+    "tile": _tile,
     "split": _split,
     "stack": _stack,
     "unstack": _unstack,
@@ -586,6 +593,6 @@ RULES: dict[str, Rule] = {
 
 SUMS_PASS = LINEAR | {
     primitives.RESHAPE, primitives.BROADCAST, primitives.TRANSPOSE, primitives.SQUEEZE, primitives.SUM, "cumsum",
-    "concatenate", "pad", "slice", "dynamic_slice", "dynamic_update_slice", "rev", "split", "unstack",
-    primitives.DOT, primitives.CONV, primitives.GATHER_ROWS, primitives.SCATTER_ADD, primitives.BARRIER}
+    "concatenate", "pad", "slice", "dynamic_slice", "dynamic_update_slice", "rev", "split", "tile",
+    "unstack", primitives.DOT, primitives.CONV, primitives.GATHER_ROWS, primitives.SCATTER_ADD, primitives.BARRIER}
 """Primitives that are linear, so that a sum over devices may be taken after them."""
