@@ -25,6 +25,7 @@ from zero_jax.jaxpr.equations import all_eqns, primitive_of
 from zero_jax.jaxpr.primitives import SCAN
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.step import gradients
+from zero_jax.views import local
 from zero_jax.views.in_parts import local_view
 from zero_jax.xla import devices as xla_devices
 
@@ -372,6 +373,18 @@ def test_gradients_of_layers_are_stacked_as_they_are_reduced(remat, narrow, monk
     dtypes = {var.aval.dtype for eqn in all_eqns(traced.jaxpr) if primitive_of(eqn) == SCAN
               for var in eqn.outvars if var.aval.shape in shards}
     assert dtypes == {jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)}
+
+
+@pytest.mark.parametrize("remat", ["full", zero_jax.Remat(every=2)], ids=str)
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_device_makes_masks_of_its_examples_alone(remat, inside, monkeypatch):
+    """Of the whole batch a mask is as large as all scores. Negative control: made before the loop that needs it."""
+    if not inside:
+        monkeypatch.setattr(local._Value, "in_another_trace", lambda self: dataclasses.replace(self, eqn=None))
+    step = zero_jax.make_zero_train_step(gpt2.build(dataclasses.replace(CONFIG, num_layers=4)), 3, remat=remat,
+                                         view="local")
+    batch = step.abstract_batch({name: jax.ShapeDtypeStruct((24, 16), jnp.int32) for name in ("inputs", "targets")})
+    assert ("24,2,16,16]" in step.compile(batch).as_text()) == (not inside and remat != "full")
 
 
 def weighted(model, batch):

@@ -110,6 +110,10 @@ class _Value:
     operands: tuple["_Value", ...] = ()
     parts: dict[Spread, Any] = dataclasses.field(default_factory=dict)
 
+    def in_another_trace(self) -> "_Value":
+        """The same value, whose parts are made where it is then used: in a loop, say, that closes over it."""
+        return dataclasses.replace(self, parts={}, operands=tuple(each.in_another_trace() for each in self.operands))
+
 
 @dataclasses.dataclass
 class LocalView:
@@ -384,12 +388,18 @@ class LocalView:
 
     # Loops, branches, calls -------------------------------------------------------------------------------------------
 
-    def function(self, closed: ClosedJaxpr, ins: Sequence[Spread], outs: Sequence[Spread]
-                 ) -> Callable[..., list[Any]]:
-        """`closed` as a function of flat parts to flat parts."""
+    def function(self, closed: ClosedJaxpr, ins: Sequence[Spread], outs: Sequence[Spread],
+                 first: Sequence[_Value] = ()) -> Callable[..., list[Any]]:
+        """`closed` as a function of flat parts to flat parts.
+
+        first: what the first inputs are; of whole ones the function may then make a part, as `to` does.
+        """
         def fun(*args: Any) -> list[Any]:
             inputs = [_Value(arg, spread, shape_at(var)) for arg, spread, var in zip(
                 args, ins, closed.jaxpr.invars, strict=True)]
+            made = [value.in_another_trace() if value.eqn and spread.is_whole else own
+                    for value, spread, own in zip(first, ins, inputs, strict=False)]
+            inputs[:len(made)] = made
             return [self.to(value, want) for value, want in zip(self.evaluate(closed, inputs), outs, strict=True)]
 
         return fun
@@ -404,7 +414,8 @@ class LocalView:
         args = [self.to(operand, want) for operand, want in zip(operands, ins, strict=True)]
         ends = scan.num_consts, scan.num_consts + scan.num_carry
         inner = [*ins[:ends[1]], *map(_unstacked, ins[ends[1]:])]
-        run = self.function(body, inner, [*outs[:scan.num_carry], *map(_unstacked, outs[scan.num_carry:])])
+        run = self.function(body, inner, [*outs[:scan.num_carry], *map(_unstacked, outs[scan.num_carry:])],
+                            operands[:ends[0]])
 
         def step(carry: Any, xs: Any) -> Any:
             results = run(*args[:ends[0]], *carry, *xs)
