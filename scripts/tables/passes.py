@@ -120,7 +120,7 @@ def measure(case):
     config = dataclasses.replace(GPT2, **{"vocab_size": 50304, **case.config})
     step = zero_jax.make_zero_train_step(
         case.model or gpt2.build(config), 3, mesh=zero_jax.make_mesh(devices=devices, tensor=case.tensor),
-        optimizer=optax.adamw(1e-3), **{"precision": "bf16", **case.options})
+        optimizer=optax.adamw(1e-3), **{"precision": "bf16", "view": "global", **case.options})
     shape = (BATCH_PER_DEVICE * len(devices), case.length)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}
     compiled = step.compile(batch)

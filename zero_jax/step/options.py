@@ -200,7 +200,7 @@ class StepOptions:
     def is_local(self, axes: MeshAxes) -> bool:
         """Whether the gradient is one `jax.shard_map` on this mesh: else XLA partitions it.
 
-        On TPUs, and for slices of DiLoCo, only where it is asked for: there it takes more memory (docs/passes.md), and
+        On TPUs, and for slices of DiLoCo, only where it is asked for: there it takes more time (docs/passes.md), and
         overlaps no fragments.
         """
         return self.view == "local" or self.view == "auto" and not (
