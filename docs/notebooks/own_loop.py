@@ -90,8 +90,8 @@ print("\n".join(text[:5] + ["..."] + text[-3:]))
 #
 # Each stage has a contract: which collectives, over which axes, with how many bytes. `verify` compiles the step and
 # compares. A program that sends more, or that leaves something whole that the stage shards, raises `ContractError` with
-# the operation and its source line. XLA's CPU backend keeps what forward gathered of so small a model for backward; GPUs
-# and TPUs gather twice.
+# the operation and its source line. XLA's CPU backend keeps what forward gathered of so small a model for backward;
+# GPUs and TPUs gather twice.
 
 # %%
 report = steps[3].verify(batch_of(0))
