@@ -444,11 +444,32 @@ def test_auto_is_local_where_it_is_built(target, options, local):
     assert told in step.layout(token_batches()[0]).describe()
 
 
-@pytest.mark.parametrize("call", [lambda x, w: jax.debug.print("{}", x.sum()), lambda x, w: jax.lax.fori_loop(
-    0, 2, lambda i, w: [jax.debug.print("{}", i), w][1], w)])
-def test_calls_to_the_host_that_every_device_would_make_are_refused(call):
-    with pytest.raises(zero_jax.UsageError, match="calls back to the host"):
-        in_parts(lambda x, w: [call(x, w), x.sum()][1], MeshAxes.of(zero_jax.make_mesh(8)), *arrays())
+def test_one_device_tells_what_a_program_prints():
+    """The sum over all examples, once, and in each round of a loop."""
+    told = []
+
+    def tell(*values):
+        told.append(values)
+
+    def telling(x, w):
+        jax.debug.callback(tell, x.sum(), x[:, 0])
+        return jax.lax.scan(lambda x, i: [jax.debug.callback(tell, i, x), (2 * x, None)][1], x, jnp.arange(2))[0]
+
+    x, w = arrays()
+    in_parts(telling, MeshAxes.of(zero_jax.make_mesh(data=(2, 4))), x, w)
+    jax.effects_barrier()
+    rounds = [(values[0], values[1]) for values in told if values[1].ndim == 2]
+    (sums,) = (values for values in told if values[1].ndim == 1)
+    chex.assert_trees_all_close(sums, (x.sum(), x[:, 0]), rtol=1e-5)
+    assert sorted(int(i) for i, _ in rounds) == [0, 1] and all((found == x * 2**i).all() for i, found in rounds)
+
+
+def test_calls_to_the_host_that_every_device_would_make_are_refused():
+    def calling(x, w):
+        return jax.experimental.io_callback(lambda total: total, jax.ShapeDtypeStruct((), x.dtype), x.sum())
+
+    with pytest.raises(zero_jax.UsageError, match="calls back to the host .io_callback.*view=\"global\""):
+        in_parts(calling, MeshAxes.of(zero_jax.make_mesh(8)), *arrays())
 
 
 @pytest.mark.filterwarnings("ignore:view=.local.. every device computes the whole")
