@@ -90,16 +90,16 @@ print("\n".join(text[:5] + ["..."] + text[-3:]))
 #
 # Each stage has a contract: which collectives, over which axes, with how many bytes. `verify` compiles the step and
 # compares. A program that sends more, or that leaves something whole that the stage shards, raises `ContractError` with
-# the operation and its source line. XLA's CPU backend keeps what forward gathered of so small a model for backward;
-# GPUs and TPUs gather twice.
+# the operation and its source line. XLA's CPU backend has no reduce-scatter, so that its all-reduces count half here;
+# GPUs and TPUs have one.
 
 # %%
 report = steps[3].verify(batch_of(0))
 print("\n".join(str(report).splitlines()[:8]))
 
 # %% [markdown]
-# To see it fail, leave the program to XLA's partitioner and constrain an activation to be replicated: it must now be
-# gathered, which stage 3 does not allow. (In parts, the default here, such a constraint moves nothing.)
+# To see it fail, constrain an activation to be replicated: the program must now gather it, which stage 3 does not
+# allow.
 
 # %%
 
@@ -112,7 +112,7 @@ class Replicating(nn.Module):
         return nn.Dense(VOCAB)(jax.lax.with_sharding_constraint(x, whole))
 
 
-broken = zero_jax.make_zero_train_step(Replicating(), 3, mesh=steps[3].mesh, view="global")
+broken = zero_jax.make_zero_train_step(Replicating(), 3, mesh=steps[3].mesh)
 try:
     broken.verify(batch_of(0))
 except zero_jax.ContractError as error:
