@@ -3,7 +3,8 @@
 import pytest
 
 from zero_jax.cli.training.profile import KERNELS, OTHER, PRODUCTS, summarize
-from zero_jax.xla.events import Loop, Work
+from zero_jax.xla.collective import Collective
+from zero_jax.xla.events import Loop, Start, Work
 
 SCHEDULE = (
     Work("fusion.1", "fusion", "jit(_step)/add", {}, 8.0),
@@ -22,6 +23,13 @@ def test_each_operation_counts_as_what_it_is_and_a_loop_as_what_is_inside():
     assert "   40.0%     400.000 ms  fusion.2 (jit(_step)/dot_general)" in text and "while" not in text
     # Negative control: without the program a product is not known as one.
     assert PRODUCTS not in summarize(EVENTS, ()).kinds
+
+
+def test_a_collective_is_known_by_the_program_whatever_its_name():
+    """In a `shard_map` instructions have the names of JAX's functions."""
+    sent = Collective("all-reduce", (), 8, (0, 1), 1, True, False, False, "", "psum.7", "", "")
+    assert summarize([("psum.7", 1.0)], [Start(sent)]).kinds == {"all-reduce": 1.0}
+    assert summarize([("psum.7", 1.0)], ()).kinds == {OTHER: 1.0}  # negative control
 
 
 def test_a_trace_without_names_is_said_to_be_one():

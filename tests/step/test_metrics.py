@@ -163,12 +163,13 @@ def test_what_microbatches_cannot_combine(metric):
         metrics_of(lambda model, batch: (reporting(model, batch)[0], {"odd": metric}), accumulate=2)
 
 
-def test_means_of_what_jax_does_not_promote():
+@pytest.mark.parametrize("view", ["global", "local"])
+def test_means_of_what_jax_does_not_promote(view):
     def narrow(model, batch):
         loss, _ = reporting(model, batch)
         return loss, {"eighth": loss.astype(jnp.float8_e4m3fn), "few": jnp.int4(3)}
 
-    found, _ = metrics_of(narrow, accumulate=2)
+    found, _ = metrics_of(narrow, accumulate=2, view=view)
     assert found["eighth"].dtype == jnp.float8_e4m3fn and float(found["few"]) == 3
     np.testing.assert_allclose(float(found["eighth"]), found["loss"], rtol=0.1)
 

@@ -413,6 +413,7 @@ def test_secondary_shards_and_codes_have_the_numbers_of_the_global_view(options)
                            **options) for view in ("local", "global"))
     plain = train(gpt2.build(CONFIG), 3, (2, 4), batches=token_batches(), precision="bf16", view="local")
     assert loss_difference(local, others) < 2e-3
+    assert local.step.verify(token_batches()[0]).violations == ()  # the codes' messages have names, too
     assert "communication" not in options or loss_difference(local, plain) > 1e-6  # the codes are seen
 
 

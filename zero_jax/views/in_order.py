@@ -28,7 +28,8 @@ from zero_jax.jaxpr.equations import (
 from zero_jax.jaxpr.passes import applied
 from zero_jax.jaxpr.primitives import COND, SCAN
 
-_COLLECTIVES = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "reduce_scatter")
+_COLLECTIVES = ("all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmin", "ppermute", "psum",
+                "psum_invariant", "ragged_all_to_all", "reduce_scatter")
 _LOOPS = (COND, SCAN, "while")
 
 

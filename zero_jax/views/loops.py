@@ -1,4 +1,4 @@
-"""Passes for loops in parts: what every iteration reads is read once; what it widens is widened behind the loop."""
+"""Passes of the local view: what every iteration reads is read once, what it widens is widened behind the loop."""
 
 from collections.abc import Iterable
 from typing import Any
