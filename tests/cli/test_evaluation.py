@@ -89,7 +89,7 @@ def test_an_evaluation_has_all_of_the_held_out_part_once(tmp_path, documents, nu
     options = {"plain": {}, "instruct": {"documents": "pad", "objective": "instruct"}}.get(
         documents, {"documents": documents})
     config = TrainConfig(model="gpt2:tiny", data=(data,), eval_data=(eval_data,), batch_size=4, seq_len=8, devices=1,
-                         **options)
+                         out=str(tmp_path / "run"), **options)
     texts = {"plain": [plain], "concatenate": [plain], "instruct": [text[:9] for text in texts]}.get(documents, texts)
     pairs = [(ord(a), ord(b)) for text in texts for k, (a, b) in enumerate(zip(text, text[1:], strict=False))
              if documents != "instruct" or k]
@@ -112,7 +112,8 @@ def test_an_evaluation_of_pairs_has_each_pair_once(tmp_path):
         (tmp_path / name).write_text("\n".join(json.dumps(
             {"prompt": prompt, "chosen": chosen, "rejected": rejected}) for prompt, chosen, rejected in texts))
     config = TrainConfig(model="gpt2:tiny", objective="preferences", data=(str(tmp_path / "a.jsonl"),), batch_size=4,
-                         eval_data=(str(tmp_path / "b.jsonl"),), seq_len=8, devices=1, dpo_beta=0.5)
+                         eval_data=(str(tmp_path / "b.jsonl"),), seq_len=8, devices=1, dpo_beta=0.5,
+                         out=str(tmp_path / "run"))
 
     def log_prob(prompt, answer):
         text = [*map(ord, prompt + answer)]
