@@ -62,7 +62,7 @@ def test_instructions_have_the_loss_of_each_response_alone(base, tmp_path):
             totals[place] += float(part.sum()), len(part)
     expected, over_all = totals[:, 0] / totals[:, 1]
     np.testing.assert_allclose(found.validation_loss, expected, rtol=1e-5)
-    assert abs(over_all - expected) > 0.02, "the prompts' tokens would show"
+    assert abs(over_all - expected) > 0.01, "the prompts' tokens would show"
     assert "--- held-out prompt:" in found.samples[0] and "--- the model's:" in found.samples[0]
 
 
