@@ -32,7 +32,7 @@ if not ON_GPU:
     simulate_local(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-pytest_plugins = ["support.short_random", "support.grid_part", *["support.worker_memory"] * (not ON_GPU)]
+pytest_plugins = ["support.short_random", "support.slow_turn", *["support.worker_memory"] * (not ON_GPU)]
 
 if hasattr(providers, "_get_local_constants"):
     # Hypothesis draws constants out of the source of all local modules that are imported by then: what it draws would

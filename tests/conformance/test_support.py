@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis.internal.conjecture import providers
-from support import grid_part
+from support import slow_turn
 from support.covering import pairs, pairwise
 from support.short_random import use
 
@@ -65,16 +65,16 @@ class Items(list):
 
     hook = property(lambda self: self)
 
-    def __init__(self, part):
-        self.part, self.left = part, []
+    def __init__(self, turn):
+        self.turn, self.left = turn, []
         names = [*(f"a.py::test_grid[{row}]" for row in range(100)), "b.py::test_pair[1]", "b.py::test_pair[2]",
                  *(f"a.py::test_{row}" for row in range(8))]
         super().__init__(types.SimpleNamespace(nodeid=name, get_closest_marker={
             "grid": "[" in name, "slow": "[0]" not in name}.get) for name in names)
-        grid_part.pytest_collection_modifyitems(self, self)
+        slow_turn.pytest_collection_modifyitems(self, self)
 
     def getoption(self, name):
-        return {"--grid-part": self.part}[name]
+        return {"--slow-turn": self.turn}[name]
 
     def pytest_deselected(self, items):
         self.left += items
@@ -84,18 +84,19 @@ class Items(list):
         return {item.nodeid for item in self}
 
 
-def test_a_part_of_each_file_is_drawn_and_nothing_else_is_left_out():
+def test_each_slow_row_has_its_turn_and_nothing_else_is_left_out():
     every = Items(None)
     assert len(every) == 110 and not every.left  # the control: without the option all run
-    drawn = [Items(f"{text}/4") for text in ("one", "one", "another")]
-    assert drawn[0].names == drawn[1].names != drawn[2].names
-    for part in drawn:  # 25 of 99 slow rows, one of two, a quarter of what is no grid, and what is not slow
-        assert "a.py::test_grid[0]" in part.names and len(part) == 25 + 1 + 2 + 1 and len(part.left) == 110 - 29
-        assert len(part.names & {"b.py::test_pair[1]", "b.py::test_pair[2]"}) == 1
-        assert sum("grid" not in name and "a.py" in name for name in part.names) == 2
-    assert set().union(*(Items(f"{text}/4").names for text in range(60))) == every.names  # in many draws all rows run
-    for wrong in ("4", "one/", "one/0", "one/x"):
-        with pytest.raises(pytest.UsageError, match="give a text and a number of parts"):
+    turns = [Items(str(turn)) for turn in range(slow_turn.GRIDS * slow_turn.OTHERS)]
+    assert set().union(*(turn.names for turn in turns)) == every.names
+    grids = [{name for name in turn.names if "[" in name and "[0]" not in name} for turn in turns[:slow_turn.GRIDS]]
+    others = [{name for name in turn.names if "[" not in name} for turn in turns[:slow_turn.OTHERS]]
+    for rows, number in (grids, 101), (others, 8):
+        assert sum(map(len, rows)) == len(set().union(*rows)) == number  # each once
+    assert all("a.py::test_grid[0]" in turn.names and len(turn) + len(turn.left) == 110 for turn in turns)
+    assert turns[0].names == Items("0").names != turns[1].names
+    for wrong in ("", "one", "-1"):
+        with pytest.raises(pytest.UsageError, match="give the number of a turn"):
             Items(wrong)
 
 

@@ -31,8 +31,8 @@ BARRIER, OWN = "optimization_barrier", "zero_"
 
 _INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)  # a class from JAX 0.12 on
 
-CALLS = (JIT, REMAT, CUSTOM_VJP, "custom_jvp_call", "closed_call")
-"""Primitives that evaluate `call_jaxpr` of their operands, and nothing else."""
+CALLS = (JIT, REMAT, CUSTOM_VJP, "custom_jvp_call", "closed_call", "eval_jaxpr")
+"""Primitives that evaluate `call_jaxpr` of their operands, and nothing else (the last from JAX 0.12 on)."""
 
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj "
