@@ -465,12 +465,19 @@ def test_one_device_tells_what_a_program_prints():
     assert sorted(int(i) for i, _ in rounds) == [0, 1] and all((found == x * 2**i).all() for i, found in rounds)
 
 
-def test_calls_to_the_host_that_every_device_would_make_are_refused():
-    def calling(x, w):
-        return jax.experimental.io_callback(lambda total: total, jax.ShapeDtypeStruct((), x.dtype), x.sum())
+def test_a_call_to_the_host_is_made_once_and_all_devices_get_its_results():
+    called = []
 
-    with pytest.raises(zero_jax.UsageError, match="calls back to the host .io_callback.*view=\"global\""):
-        in_parts(calling, MeshAxes.of(zero_jax.make_mesh(8)), *arrays())
+    def calling(x, w):
+        return x * jax.experimental.io_callback(
+            lambda total: [called.append(total), 2 * total][1], jax.ShapeDtypeStruct((), x.dtype), x.sum())
+
+    x, _ = arrays()
+    (found,) = in_parts(calling, MeshAxes.of(zero_jax.make_mesh(data=(2, 4))), *arrays())
+    np.testing.assert_allclose(found, 2 * x * x.sum(), rtol=1e-5)
+    assert len(called) == 1
+    with pytest.raises(zero_jax.UsageError, match="calls back to the host .io_callback.*'tensor': 2.*view=\"global\""):
+        in_parts(calling, MeshAxes.of(zero_jax.make_mesh(data=4, tensor=2)), *arrays())
 
 
 @pytest.mark.filterwarnings("ignore:view=.local.. every device computes the whole")

@@ -95,7 +95,7 @@ _TANGENT = "zero_read_tangent"
 _GATHERS = (GATHER_SCOPE, _TANGENT)
 _COPY = "zero_gather_secondary"
 _SCATTERS = (SCATTER, SCATTER_QUANTIZED, SCATTER_WHOLE)
-_PRINTS = ("debug_print", "debug_callback")
+_CALLBACKS = "debug_print", "debug_callback", "io_callback"
 _MADE_IN_PARTS = frozenset({*ELEMENTWISE, BROADCAST, RESHAPE, IOTA, RANDOM_BITS})
 """Primitives of whole operands of which a device may compute just the part that it needs, once that is known."""
 
@@ -277,11 +277,11 @@ class LocalView:
             return self._mapped(eqn, operands)
         if jit_name(eqn) in _SCATTERS:
             return [self._reduced(eqn, operands[0])]
-        if name in _PRINTS and not self.axes.tensor_enabled:
-            return self._told(eqn, operands)
+        if name in _CALLBACKS and not self.axes.tensor_enabled:
+            return self._called_back(eqn, operands)
         if eqn.effects and name not in (*CALLS, SCAN, COND, "while"):
-            raise UsageError(f"The loss calls back to the host ({name}), which every device would do: give "
-                             "view=\"global\", or leave the call out.")
+            raise UsageError(f"The loss calls back to the host ({name}), which every device would do in a mesh "
+                             f"{self.axes.sizes}: give view=\"global\", or leave the call out.")
         is_whole = all(spread.is_whole for spread in ins) and not eqn.effects
         if name == TILED_PRODUCT:
             return self.evaluate(_tile_by_tile(eqn), operands)
@@ -305,13 +305,16 @@ class LocalView:
             self._note(eqn, plan.repeats)
         return self._bound(eqn, plan, operands)
 
-    def _told(self, eqn: JaxprEqn, operands: Sequence[_Value]) -> list[_Value]:
-        """`jax.debug.print` and its like: the whole values, by one device."""
+    def _called_back(self, eqn: JaxprEqn, operands: Sequence[_Value]) -> list[_Value]:
+        """A call to the host with the whole values, by the first device, whose results all devices get."""
         args = [self.to(operand, whole(len(operand.shape))) for operand in operands]
-        places = [jax.lax.axis_index(name) for name in self.axes.mesh.axis_names]
-        is_first = functools.reduce(jnp.logical_and, [place == 0 for place in places])
-        jax.lax.cond(is_first, lambda *args: [bind_unsharded(eqn, args), None][1], lambda *_: None, *args)
-        return []
+        names = self.axes.mesh.axis_names
+        is_first = functools.reduce(jnp.logical_and, [jax.lax.axis_index(name) == 0 for name in names])
+        results = jax.lax.cond(
+            is_first, lambda *args: tuple(bind_unsharded(eqn, args)),
+            lambda *_: tuple(jnp.zeros(shape_at(var), type_of(var).dtype) for var in eqn.outvars), *args)
+        return [_Value(combined(jax.lax.psum, result, names, self.axes), whole(result.ndim), result.shape)
+                for result in results]
 
     def _note(self, eqn: JaxprEqn, axes: Sequence[str]) -> None:
         where = "/".join(filter(None, (scope_of(eqn), primitive_of(eqn)))) + f" over {', '.join(axes)}"
