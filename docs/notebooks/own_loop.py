@@ -98,8 +98,8 @@ report = steps[3].verify(batch_of(0))
 print("\n".join(str(report).splitlines()[:8]))
 
 # %% [markdown]
-# To see it fail, constrain an activation to be replicated: the program must now gather it, which stage 3 does not
-# allow.
+# To see it fail, leave the gradient to XLA's partitioner (`view="global"`) and constrain an activation to be replicated:
+# the program must now gather it, which stage 3 does not allow.
 
 # %%
 
@@ -112,7 +112,7 @@ class Replicating(nn.Module):
         return nn.Dense(VOCAB)(jax.lax.with_sharding_constraint(x, whole))
 
 
-broken = zero_jax.make_zero_train_step(Replicating(), 3, mesh=steps[3].mesh)
+broken = zero_jax.make_zero_train_step(Replicating(), 3, mesh=steps[3].mesh, view="global")
 try:
     broken.verify(batch_of(0))
 except zero_jax.ContractError as error:

@@ -66,7 +66,7 @@ def make_zero_train_step(
     communication: Communication | None = None,
     offload: Offload | str | None = None,
     tiling: Tiling | None = None,
-    view: View = "global",
+    view: View = "auto",
     streams: Sequence[str] | None = None,
     secondary: str | Sequence[str] | None = None,
 ) -> ZeroTrainStep:

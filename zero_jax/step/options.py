@@ -54,7 +54,7 @@ class StepOptions:
     communication: Communication | None = None
     offload: Offload | None = None
     tiling: Tiling | None = None
-    view: View = "global"
+    view: View = "auto"
     copy_engines: bool = True
 
     def __post_init__(self) -> None:
