@@ -163,6 +163,27 @@ def test_what_is_computed_whole_is_named():
         in_parts(PROGRAMS["sorted over the batch"], MeshAxes.of(zero_jax.make_mesh(8)), *arrays())
 
 
+def stacked(w):
+    return jnp.stack([w, 2 * w, w.T])
+
+
+def grouped(x, w, last=8):
+    """Three groups of rows, of which the middle one begins and ends within a device's."""
+    return jax.lax.ragged_dot(x, w, jnp.array([1, BATCH - 9, last]))
+
+
+GROUPS = {
+    "products of groups": lambda x, w: jax.grad(lambda *args: (grouped(*args) ** 2).sum(), (0, 1))(x, stacked(w)),
+    "groups of fewer rows": lambda x, w: grouped(x, stacked(w), 5),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_of_rows_are_multiplied_in_parts(name):
+    """No warning: no device computes the whole of it."""
+    assert differs(GROUPS[name], GROUPS[name], data=(4, 2)) < 2e-5
+
+
 def over_both(fun, specs, out):
     return jax.shard_map(fun, in_specs=specs, out_specs=out, check_vma=False)
 

@@ -24,6 +24,7 @@ from zero_jax.jaxpr.equations import (
 SCAN, COND, JIT = primitives.scan_p.name, primitives.cond_p.name, primitives.jit_p.name
 REMAT, CUSTOM_VJP = primitives.remat_p.name, primitives.custom_vjp_call_p.name
 NAME, CONVERT, DOT, CONV = "name", "convert_element_type", "dot_general", "conv_general_dilated"
+RAGGED_DOT = "ragged_dot_general"
 CUDNN_ATTENTION, PALLAS = "dot_product_attention_fwd_wrapper", "pallas_call"
 GATHER_ROWS, SCATTER_ADD, SHARD_MAP, CONSTRAINT = "gather", "scatter-add", "shard_map", "sharding_constraint"
 BARRIER, OWN = "optimization_barrier", "zero_"

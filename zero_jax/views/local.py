@@ -41,6 +41,7 @@ from zero_jax.jaxpr.primitives import (
     COND,
     CONSTRAINT,
     IOTA,
+    RAGGED_DOT,
     RANDOM_BITS,
     REMAT,
     RESHAPE,
@@ -73,12 +74,14 @@ from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.sharding.reduce_scatter import reduce_parts
 from zero_jax.transforms.tiled_products import TILED_PRODUCT
-from zero_jax.views.rules import ELEMENTWISE, Plan, plan_back, plan_of, plan_whole
+from zero_jax.views.rules import ELEMENTWISE, plan_back, plan_of, plan_whole
 from zero_jax.views.spread import (
+    Plan,
     Split,
     Spread,
     combined,
     gathered_param,
+    group_sizes,
     local_shape,
     moved,
     ndim_at,
@@ -322,6 +325,10 @@ class LocalView:
 
     def _bound(self, eqn: JaxprEqn, plan: Plan, operands: Sequence[_Value]) -> list[_Value]:
         args = [self.to(operand, want) for operand, want in zip(operands, plan.ins, strict=True)]
+        if primitive_of(eqn) == RAGGED_DOT:
+            (rows,) = eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+            if split := plan.ins[0].dims[rows]:
+                args[2] = group_sizes(args[2], operands[0].shape[rows], split, self.axes)
         results = self._bind(eqn.replace(params={**eqn.params, **dict(plan.shapes)}), args)
         if plan.combine:
             combine = jax.lax.pmax if plan.combine == "max" else jax.lax.pmin

@@ -14,24 +14,7 @@ from typing import Any
 from zero_jax.jaxpr import primitives
 from zero_jax.jaxpr.equations import JaxprEqn, is_literal, shape_of
 from zero_jax.typing import AxisNames, Shape
-from zero_jax.views.spread import Split, Spread, Ways, local_shape, ndim_at, shape_at, whole
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """ins, outs: how operands and results are spread. shapes: parameters that are shapes, by name, of local sizes.
-
-    combine: "max" or "min": results of devices are to be combined so, over `over`. repeats: mesh axes along which all
-    devices compute the same, as no rule says how each computes its part.
-    """
-
-    ins: tuple[Spread, ...]
-    outs: tuple[Spread, ...]
-    shapes: tuple[tuple[str, Any], ...] = ()
-    combine: str = ""
-    over: AxisNames = ()
-    repeats: AxisNames = ()
-
+from zero_jax.views.spread import Plan, Split, Spread, Ways, local_shape, ndim_at, shape_at, whole
 
 Rule = Callable[[JaxprEqn, Sequence[Spread], Ways], Plan | None]
 
@@ -406,6 +389,21 @@ def _bilinear(spreads: Sequence[Spread]) -> AxisNames:
     return ()
 
 
+def _ragged_dot(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
+    """Rows in groups: each device's rows, of smaller groups (`spread.group_sizes`)."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (summed, summed_right), (batched, _) = numbers.dot_dimension_numbers
+    (rows,) = numbers.lhs_ragged_dimensions
+    if batched or len(spreads[2].dims) != 1:
+        return None
+    rows_right = summed_right[summed.index(rows)] if rows in summed else None
+    split = spreads[0].dims[rows] or (None if rows_right is None else spreads[1].dims[rows_right])
+    left, right = _only(spreads[0].dims, rows, split), _only(spreads[1].dims, rows_right, split)
+    dims = (None,) * ndim_at(eqn.outvars[0])
+    out = _only(dims, 0, split) if rows_right is None else Spread(dims, split.axes if split else ())
+    return Plan((left, right, whole(1)), (out,))
+
+
 def _conv(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     lhs_dims, kernel_dims, out_dims = eqn.params["dimension_numbers"]
     out: list[Split | None] = [None] * ndim_at(eqn.outvars[0])
@@ -429,7 +427,7 @@ def _conv(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     return None
 
 
-def _only(dims: Sequence[Any], dim: int, split: Split) -> Spread:
+def _only(dims: Sequence[Any], dim: int | None, split: Split | None) -> Spread:
     return Spread(tuple(split if at == dim else None for at in range(len(dims))))
 
 
@@ -580,6 +578,7 @@ RULES: dict[str, Rule] = {
                      "select_and_scatter_add", "select_and_gather_add"), _window),
     primitives.DOT: _dot,
     primitives.CONV: _conv,
+    primitives.RAGGED_DOT: _ragged_dot,
     primitives.GATHER_ROWS: _gather,
     primitives.SCATTER_ADD: _scatter(adds=True),
     **dict.fromkeys(("scatter", "scatter-mul", "scatter-min", "scatter-max", "scatter_mul", "scatter_min",

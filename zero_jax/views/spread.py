@@ -87,6 +87,22 @@ class Spread:
         return value
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """ins, outs: how operands and results are spread. shapes: parameters that are shapes, by name, of local sizes.
+
+    combine: "max" or "min": results of devices are to be combined so, over `over`. repeats: mesh axes along which all
+    devices compute the same, as no rule says how each computes its part.
+    """
+
+    ins: tuple[Spread, ...]
+    outs: tuple[Spread, ...]
+    shapes: tuple[tuple[str, Any], ...] = ()
+    combine: str = ""
+    over: AxisNames = ()
+    repeats: AxisNames = ()
+
+
 def shape_at(atom: Any) -> Shape:
     """The global shape of a variable or a literal of the program."""
     return tuple(atom.aval.shape)
@@ -205,6 +221,12 @@ def positions(size: int, split: Split, axes: MeshAxes) -> jax.Array:
         position = position + (here // left * axes.size(name) + jax.lax.axis_index(name)) * size
         here = here % left
     return position + here
+
+
+def group_sizes(sizes: jax.Array, rows: int, split: Split, axes: MeshAxes) -> jax.Array:
+    """int32 (groups,): of groups of `sizes` among `rows` rows, how many rows a device has of each."""
+    ends = jnp.searchsorted(positions(rows, split, axes), jnp.cumsum(sizes))
+    return jnp.diff(ends, prepend=0).astype(sizes.dtype)
 
 
 def _index(names: Sequence[str], axes: MeshAxes) -> Any:
