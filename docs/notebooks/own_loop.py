@@ -98,8 +98,8 @@ report = steps[3].verify(batch_of(0))
 print("\n".join(str(report).splitlines()[:8]))
 
 # %% [markdown]
-# To see it fail, leave the gradient to XLA's partitioner (`view="global"`) and constrain an activation to be replicated:
-# the program must now gather it, which stage 3 does not allow.
+# To see it fail, leave the gradient to XLA's partitioner (`view="global"`) and constrain an activation to be
+# replicated: the program must now gather it, which stage 3 does not allow.
 
 # %%
 
