@@ -486,17 +486,24 @@ def test_one_device_tells_what_a_program_prints():
     assert sorted(int(i) for i, _ in rounds) == [0, 1] and all((found == x * 2**i).all() for i, found in rounds)
 
 
-def test_a_call_to_the_host_is_made_once_and_all_devices_get_its_results():
+@pytest.mark.parametrize("call_back", [jax.experimental.io_callback, jax.pure_callback])
+def test_a_call_to_the_host_is_made_once_and_all_devices_get_its_results(call_back):
     called = []
 
     def calling(x, w):
-        return x * jax.experimental.io_callback(
+        return x * call_back(
             lambda total: [called.append(total), 2 * total][1], jax.ShapeDtypeStruct((), x.dtype), x.sum())
 
     x, _ = arrays()
     (found,) = in_parts(calling, MeshAxes.of(zero_jax.make_mesh(data=(2, 4))), *arrays())
     np.testing.assert_allclose(found, 2 * x * x.sum(), rtol=1e-5)
     assert len(called) == 1
+
+
+def test_calls_to_the_host_that_every_device_beside_tensor_would_make_are_refused():
+    def calling(x, w):
+        return jax.experimental.io_callback(lambda total: total, jax.ShapeDtypeStruct((), x.dtype), x.sum())
+
     with pytest.raises(zero_jax.UsageError, match="calls back to the host .io_callback.*'tensor': 2.*view=\"global\""):
         in_parts(calling, MeshAxes.of(zero_jax.make_mesh(data=4, tensor=2)), *arrays())
 

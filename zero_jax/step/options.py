@@ -200,8 +200,8 @@ class StepOptions:
     def is_local(self, axes: MeshAxes) -> bool:
         """Whether the gradient is one `jax.shard_map` on this mesh: else XLA partitions it.
 
-        On TPUs, and for slices of DiLoCo, only where it is asked for: there it takes more time (docs/passes.md), and
-        overlaps no fragments.
+        On TPUs, and for slices of DiLoCo, only where it is asked for: on v5e and v6e it takes more time
+        (docs/passes.md), and it overlaps no fragments.
         """
         return self.view == "local" or self.view == "auto" and not (
             axes.is_tpu or axes.slices or self._not_local(axes))

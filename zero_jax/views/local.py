@@ -98,7 +98,7 @@ _TANGENT = "zero_read_tangent"
 _GATHERS = (GATHER_SCOPE, _TANGENT)
 _COPY = "zero_gather_secondary"
 _SCATTERS = (SCATTER, SCATTER_QUANTIZED, SCATTER_WHOLE)
-_CALLBACKS = "debug_print", "debug_callback", "io_callback"
+_CALLBACKS = "debug_print", "debug_callback", "io_callback", "pure_callback"
 _MADE_IN_PARTS = frozenset({*ELEMENTWISE, BROADCAST, RESHAPE, IOTA, RANDOM_BITS})
 """Primitives of whole operands of which a device may compute just the part that it needs, once that is known."""
 
