@@ -227,13 +227,13 @@ def test_the_kernel_is_the_asked_one():
         kernels.attention(q, q, q, causal=True, implementation="cudnn")
 
 
-def plan_of(name, stage, length=32):
+def plan_of(name, stage, length=32, **options):
     """Of the smallest preset on eight H100s in bf16."""
     module, config = module_of(name), module_of(name).PRESETS["tiny"]
     batch = module.batch_shapes(config, 16, length) if hasattr(module, "batch_shapes") else {
         key: jax.ShapeDtypeStruct((16, length), jnp.int32) for key in ("inputs", "targets")}
     return zero_jax.plan(module.build(config), stage, "h100:8", batch, loss=getattr(module, "loss", None),
-                         precision="bf16")
+                         precision="bf16", **options)
 
 
 @pytest.mark.grid
@@ -247,12 +247,12 @@ def test_the_contract_is_kept_on_h100s(name, stage):
 
 @pytest.mark.slow
 def test_a_bias_that_all_examples_share_breaks_it(monkeypatch):
-    """Negative control: its gradient is reduced as scores of all heads, before it is summed into buckets.
+    """Negative control, of the partitioner's view: its gradient is reduced as scores of all heads, before buckets.
 
     XLA merges that with the sums of scales, and no name says whose it is.
     """
-    assert not plan_of("t5", 3, 64).communication.violations
+    assert not plan_of("t5", 3, 64, view="global").communication.violations
     of_each = t5.relative_bias
     monkeypatch.setattr(t5, "relative_bias", lambda table, config, x, causal: of_each(
         table, config, x[:1], causal=causal))
-    assert "all-reduce whole gradients" in plan_of("t5", 3, 64).communication.violations[0]
+    assert "all-reduce whole gradients" in plan_of("t5", 3, 64, view="global").communication.violations[0]

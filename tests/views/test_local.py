@@ -456,7 +456,9 @@ def test_what_is_in_host_memory_or_in_tiles_is_one_device(options):
 
 @pytest.mark.parametrize("target, options, local", [
     ("", {}, True), ("", {"view": "global"}, False), ("h100:8", {}, True), ("h100:8", {"prefetch": True}, False),
-    ("v5p:2x2x2", {}, False), ("v5p:2x2x2", {"view": "local"}, True)])
+    ("v5p:2x2x2", {}, False), ("v5p:2x2x2", {"view": "local"}, True), ("", {"offload": "optimizer"}, False),
+    ("h100:8", {"partition_activations": "cpu", "remat": "full"}, False),
+    ("h100:8", {"partition_activations": "cpu", "remat": "full", "view": "local"}, True)])
 def test_auto_is_local_where_it_is_built(target, options, local):
     if target and (extra := xla_devices.missing_compiler(target)):
         pytest.skip(f"needs {extra}")

@@ -150,8 +150,8 @@ def make_zero_train_step(
         below. A weight that is named must be used by one matrix product alone.
       view: "local": the gradient is one `jax.shard_map`, where each device computes its examples, and each collective
         is written where it runs; a primitive without a rule is computed whole on every device, with a warning that
-        names it. "global": XLA's partitioner splits the program of the gradient. "auto": local on GPUs and CPUs, with
-        what it is built for. `describe()` says which it is. The numbers are the same.
+        names it. "global": XLA's partitioner splits the program of the gradient. "auto": local on GPUs and CPUs,
+        without an axis `tensor` and without host memory. `describe()` says which it is. The numbers are the same.
       streams: deprecated, the former name of `rng_streams`.
       secondary: deprecated, the former name of `hpz_axes`.
 

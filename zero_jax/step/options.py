@@ -200,11 +200,13 @@ class StepOptions:
     def is_local(self, axes: MeshAxes) -> bool:
         """Whether the gradient is one `jax.shard_map` on this mesh: else XLA partitions it.
 
-        On TPUs, and for slices of DiLoCo, only where it is asked for: on v5e and v6e it takes more time
-        (docs/passes.md), and it overlaps no fragments.
+        Only where it is asked for on TPUs (on v5e and v6e it takes more time, docs/passes.md), for slices of DiLoCo
+        (it overlaps no fragments), and with `tensor` and host memory, where it does not yet pass all slow rows of
+        tests/sharding/test_zero_r.py and tests/step/test_offload_host_gradients.py.
         """
+        in_host_memory = self.host_offload is not None or bool(self.partition_activations)
         return self.view == "local" or self.view == "auto" and not (
-            axes.is_tpu or axes.slices or self._not_local(axes))
+            axes.is_tpu or axes.slices or axes.tensor_enabled or in_host_memory or self._not_local(axes))
 
     def _not_local(self, axes: MeshAxes) -> list[str]:
         """What the local view does not have yet."""
