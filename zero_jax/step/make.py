@@ -94,8 +94,8 @@ def make_zero_train_step(
       accumulate: microbatches that a step's batch is split into, one after another: their activations need not be
         held together. The gradient is the mean over them, weighted by the loss's weight.
       reduce: "every" microbatch's gradient is reduced, and shards of it summed; or each device sums its own and they
-        are reduced "once": the communication of one batch, and a whole gradient in float32 on each device. Then each
-        device's rows are a microbatch of their own, in batch statistics too.
+        are reduced "once": the communication of one batch, and a whole gradient in float32 on each device. In
+        the partitioner's view each device's rows then are a microbatch of their own, in batch statistics too.
       gather: at stage 3, parameters are gathered at each "use", twice in every microbatch, and dropped; or in the
         "forward" pass alone, where each is read, and kept for the backward pass: the bytes sent, and the memory within
         a step, of stage 2, with gathers beside compute. With `accumulate`, or once a "step", before the first
@@ -151,7 +151,8 @@ def make_zero_train_step(
       view: "local": the gradient is one `jax.shard_map`, where each device computes its examples, and each collective
         is written where it runs; a primitive without a rule is computed whole on every device, with a warning that
         names it. "global": XLA's partitioner splits the program of the gradient. "auto": local on GPUs and CPUs,
-        without an axis `tensor` and without host memory. `describe()` says which it is. The numbers are the same.
+        without an axis `tensor` and without host memory. `describe()` says which it is. The numbers
+        are the same, but for batch statistics and noise with `reduce="once"`.
       streams: deprecated, the former name of `rng_streams`.
       secondary: deprecated, the former name of `hpz_axes`.
 
