@@ -1,25 +1,21 @@
 """What overlap and prefetch bring to a step and cost it, compiled for a target topology, as rows of a Markdown table.
 
     python scripts/tables/overlap.py v5p:2x2x2 3 1.5b '{"overlap": false}' '{}'    # 10 minutes on 2 idle cores
-    python scripts/tables/overlap.py h100:8 3 1.5b '{}' '{"prefetch": true}'       # 3 minutes
+    python scripts/tables/overlap.py h100:8 3 1.5b '{"view": "global"}' '{}'       # 3 minutes
 
 Each argument behind target, stage and model is a set of arguments of `make_zero_train_step`, as JSON; what it has under
 "xla" are options of XLA, under "communication" the arguments of `Communication`, under "clip" the norm of all gradients
 that AdamW clips by, so that no update begins before the last of them; with "attention": true attention runs the kernel
-of the devices (cuDNN's where `zero-jax[cudnn]` is installed, or splash); with "ahead": false the pass `gather_ahead` is
-left out, with "beside": false `scatter_beside_products`, with "before": false `multiply_before_loops`. Of each it
-prints the shares of the bytes of gathers and reductions that are sent asynchronously and, of these, beside a matrix
-product; temporaries, and as predicted from the schedule the seconds in which nothing but communication runs, those of a
-step, and MFU. Blocks are rematerialised; the batch is `MODELS`', or that behind "@": `1.5b@1` has one sequence on each
-device.
+of the devices (cuDNN's where `zero-jax[cudnn]` is installed, or splash). Of each it prints the shares of the bytes of
+gathers and reductions that are sent asynchronously and, of these, beside a matrix product; temporaries, and as
+predicted from the schedule the seconds in which nothing but communication runs, those of a step, and MFU. Blocks are
+rematerialised; the batch is `MODELS`', or that behind "@": `1.5b@1` has one sequence on each device.
 """
 
-import contextlib
 import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -29,7 +25,6 @@ import optax
 from models import gpt2
 from zero_jax import Communication, attention, make_mesh, make_zero_train_step
 from zero_jax.planning.plan import examine
-from zero_jax.step import gradients
 from zero_jax.xla.devices import target_devices
 from zero_jax.xla.targets import target_of
 
@@ -49,30 +44,13 @@ HEADER = """| target, stage, model | arguments | asynchronous | beside a product
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
-PASSES = {"ahead": "gathers_ahead", "beside": "scatters_beside_products", "before": "multiplies_before_loops"}
-"""By argument, what says whether a pass is applied."""
-
-
-@contextlib.contextmanager
-def left_out(names: Iterable[str]) -> Iterator[None]:
-    """Passes are not applied: those of `PASSES`."""
-    own = {PASSES[name]: getattr(gradients, PASSES[name]) for name in names}
-    for attribute in own:
-        setattr(gradients, attribute, lambda *_: False)
-    try:
-        yield
-    finally:
-        for attribute, value in own.items():
-            setattr(gradients, attribute, value)
-
-
 def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> str:
     """A row of the table."""
     name, _, sequences = model.partition("@")
     config, batch = MODELS[name]
     batch = int(sequences or batch)
     mesh = make_mesh(devices=target_devices(target))
-    options = {name: value for name, value in arguments.items() if name not in ("xla", "clip", "attention", *PASSES)}
+    options = {name: value for name, value in arguments.items() if name not in ("xla", "clip", "attention")}
     if arguments.get("attention"):
         config = dataclasses.replace(config, attention=attention(mesh))
     if "clip" in arguments:
@@ -85,8 +63,7 @@ def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> s
     step.layout({"inputs": tokens, "targets": tokens})  # by which XLA's options are known
     step._compiler_options |= arguments.get("xla", {})
     began = time.perf_counter()
-    with left_out(name for name in PASSES if arguments.get(name) is False):
-        plan = examine(step, {"inputs": tokens, "targets": tokens}, target_of(target), compare=False)
+    plan = examine(step, {"inputs": tokens, "targets": tokens}, target_of(target), compare=False)
     seconds = time.perf_counter() - began
     if plan.communication is None or plan.timing is None or plan.communication.violations:
         return f"| {target}, {stage}, {model} | {arguments} | {plan.refused or 'breaks its contract'} |"

@@ -33,14 +33,6 @@ SLICE = {"num_layers": 4, "width": 1024, "num_heads": 16}
 REDUCED_IN_FLOAT32 = zero_jax.Precision(params=jnp.float32, compute=jnp.bfloat16, reduce=jnp.float32)
 
 
-class Lstm(nn.Module):
-    """Whose weights are read at each token."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        return nn.Dense(2048)(nn.RNN(nn.LSTMCell(256))(nn.Embed(2048, 256)(tokens)))
-
-
 class Mlp(nn.Module):
     """Of two large products."""
 
@@ -48,17 +40,6 @@ class Mlp(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(2048, 8192)(tokens)
         return nn.Dense(2048)(nn.Dense(8192, name="down")(nn.gelu(nn.Dense(4 * 8192, name="up")(x))))
-
-
-class Convolutions(nn.Module):
-    """Convolutions over the sequence whose kernels are under weight norm."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(2048, 256)(tokens)
-        for _ in range(2):
-            x = nn.tanh(nn.WeightNorm(nn.Conv(256, (8,)))(x))
-        return nn.Dense(2048)(x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,14 +77,6 @@ CASES = (
     Case("remat_scan_bodies"),
     Case("keep_all_but_gathered"),
     Case("gather_again", "6 layers, not scanned", config={"scan_layers": False, "num_layers": 6}),
-    Case("merge_scatters", "4 layers of width 1024, 256 chips", target="v5e:16x16", config=SLICE,
-         options={"overlap": False}),
-    Case("inline_calls", "reduced in fp32", options={"precision": REDUCED_IN_FLOAT32}),
-    Case("compute_grads_in_reduce_dtype", "reduced in fp32", options={"precision": REDUCED_IN_FLOAT32}),
-    Case("communicate_once_per_loop", "an LSTM of width 256 over 16 tokens", length=16, model=Lstm()),
-    Case("scatter_derived_gradients", "2 convolutions under nn.WeightNorm", length=64, model=Convolutions()),
-    Case("scatter_partial_gradients", "4 layers of width 1024, 256 chips", target="v5e:16x16", config=SLICE,
-         options={"overlap": False}),
 )
 
 
@@ -120,7 +93,7 @@ def measure(case):
     config = dataclasses.replace(GPT2, **{"vocab_size": 50304, **case.config})
     step = zero_jax.make_zero_train_step(
         case.model or gpt2.build(config), 3, mesh=zero_jax.make_mesh(devices=devices, tensor=case.tensor),
-        optimizer=optax.adamw(1e-3), **{"precision": "bf16", "view": "global", **case.options})
+        optimizer=optax.adamw(1e-3), **{"precision": "bf16", **case.options})
     shape = (BATCH_PER_DEVICE * len(devices), case.length)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}
     compiled = step.compile(batch)

@@ -251,13 +251,6 @@ def test_scales_of_fp8_products_move_as_in_flax(stage, sizes):
     assert all(float(np.max(np.abs(leaf - 1))) > 0.1 for name, leaf in scales.items() if name.endswith("scale"))
 
 
-def test_fp8_statistics_of_each_device_alone_are_refused():
-    step = zero_jax.make_zero_train_step(Eight(16), 2, loss=squares, accumulate=2, reduce="once", view="global")
-    state = step.init(jax.random.key(0), vectors(16)[0])
-    with pytest.raises(ValueError, match="_overwrite_with_gradient.*reduce=\"every\""):
-        step(state, vectors(16)[0])
-
-
 class Looped(nn.Module):
     """A loop that is fed from the batch, and carries what it is fed with."""
 

@@ -15,7 +15,7 @@ import zero_jax
 from zero_jax.jaxpr import equations, primitives
 from zero_jax.jaxpr.equations import primitive_of, trace
 from zero_jax.sharding import gather, stored_optimizer
-from zero_jax.transforms import gather_remat, reduce_dtype, scatter_calls
+from zero_jax.transforms import gather_remat
 
 
 def conv(x, w):
@@ -60,8 +60,6 @@ TABLES = {
     "sharding/stored_optimizer.py": {
         *primitives.ELEMENTWISE, primitives.BROADCAST, primitives.IOTA, *stored_optimizer._NEUTRAL},
     "transforms/gather_remat.py": set(gather_remat.NEVER_SAVED) - {"stop_gradient"},  # among the samples
-    "transforms/scatter_calls.py": set(scatter_calls._FOLLOWED),
-    "transforms/reduce_dtype.py": {*reduce_dtype._MOVES, *reduce_dtype._SUMS},
     JAXPR: set(primitives.CALLS) - {"closed_call", "eval_jaxpr"},  # the one until JAX 0.12, the other since
 }
 

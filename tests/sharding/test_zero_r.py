@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.oracle import slow
-from support.program_controls import partitioned
 from support.programs import Row, compiled_once
 from support.targets import mesh_of
 
@@ -206,9 +205,8 @@ def test_what_blocks_keep_is_what_is_held():
     slow("v5e:2x4", 2, {"tensor": 2}, {"sequence_parallel": True})])
 def test_gradients_beside_tensor_are_scattered(target, stage, sizes, options):
     """And negative control, once for each compiler: what the partitioner makes of them."""
-    def share(change=None):
-        made, _, _ = compiled(target, stage, tuple(sizes.items()), global_batch=24, change=change, **options,
-                              **CHECKPOINTED)
+    def share(**view):
+        made, _, _ = compiled(target, stage, tuple(sizes.items()), global_batch=24, **view, **options, **CHECKPOINTED)
         (reduced,) = [kept for kept in made.report.results if kept.budget.key == "reduce"]
         return reduced.communication_bytes / reduced.budget.communication_bytes, made.report.violations
 
@@ -216,7 +214,7 @@ def test_gradients_beside_tensor_are_scattered(target, stage, sizes, options):
     # Three ways XLA joins the sum of the position embeddings, which it scatters nowhere, with a bias: told, by no name.
     joined = "all-reduce of bf16[131840]" if target == "h100:3x8" else ""
     assert scattered < 1.1 and not [violation for violation in violations if not joined or joined not in violation]
-    assert stage == 3 or share(partitioned)[0] > 1.15 * scattered
+    assert stage == 3 or share(view="global")[0] > 1.15 * scattered
 
 
 @pytest.mark.slow

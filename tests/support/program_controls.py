@@ -30,14 +30,6 @@ def kept(step: Any, batch: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def partitioned(step: Any, batch: Any) -> Iterator[None]:
-    """Gradients are summed as the partitioner does it, and not by an explicit reduce-scatter of the devices' parts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.step.gradients.scatter_partial_gradients", lambda jaxpr, **_: jaxpr)
-        yield
-
-
-@contextlib.contextmanager
 def unsent_by_one_device() -> Iterator[list[Any]]:
     """The last of 8 devices adds nothing to the gradients, in the local view; gives the axes they are summed over."""
     right, sent = LocalView._reduced, []
@@ -79,42 +71,10 @@ def flat(step: Any, batch: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def transposed(step: Any, batch: Any) -> Iterator[None]:
-    """Rows of gradients that fill tiles are sent as columns, where each device holds the parameter whole."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.transforms.explicit_scatter.is_of_whole", lambda scatter: False)
-        yield
-
-
-@contextlib.contextmanager
 def with_queue(step: Any, batch: Any) -> Iterator[None]:
     """Gathers on the SparseCores may start while others are sent, also where no loop runs over the layers."""
     step._compiler_options |= {"xla_tpu_enable_sparse_core_offload_queuing_in_lhs": True}
     yield
-
-
-@contextlib.contextmanager
-def in_each_round(step: Any, batch: Any) -> Iterator[None]:
-    """What the rounds of a loop share is gathered and reduced in each of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.step.gradients.communicate_once_per_loop", lambda jaxpr, **_: jaxpr)
-        yield
-
-
-@contextlib.contextmanager
-def gathered_in_its_round(step: Any, batch: Any) -> Iterator[None]:
-    """No round of a loop gathers what the next one begins with."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.step.gradients.gathers_ahead", lambda *_: False)
-        yield
-
-
-@contextlib.contextmanager
-def gradients_last(step: Any, batch: Any) -> Iterator[None]:
-    """No gradient is made before the product that follows it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.step.gradients.scatters_beside_products", lambda *_: False)
-        yield
 
 
 @contextlib.contextmanager

@@ -27,14 +27,9 @@ from support.once import one_at_a_time
 from support.program_controls import (
     annotated,
     flat,
-    gathered_in_its_round,
-    gradients_last,
-    in_each_round,
     in_one_piece,
     in_tiles_of_8,
     kept,
-    partitioned,
-    transposed,
     uncoded,
     with_queue,
 )
@@ -104,8 +99,6 @@ class Row:
         mesh = mesh_of(self.target, **self.sizes)
         model = Replicated(mesh) if self.model is Replicated else self.model or LINEN
         options = {"precision": "bf16", "optimizer": ADAMW} | self.options
-        if self.change in (partitioned, in_each_round, gathered_in_its_round, gradients_last, transposed):
-            options["view"] = "global"  # of whose passes these leave one out
         step = zero_jax.make_zero_train_step(model, self.stage, mesh=mesh, **options)
         rows, length = self.global_batch or self.batch[0] * mesh.size, self.batch[1]
         if options.get("loss") is classify_images:
@@ -158,6 +151,7 @@ LARGE_LEAVES = gpt2.Config(4, 512, 4, vocab_size=8192, max_length=32)  # of seve
 LINEN, NNX = gpt2.build(SMALL), gpt2_nnx.build(SMALL)
 REDUCE_FP32 = {"precision": zero_jax.Precision(params="float32", compute="bfloat16", reduce="float32")}
 FP32 = {"precision": "fp32"}
+GLOBAL = {"view": "global"}
 H100, V5E, V5P = "h100:8", "v5e:2x4", "v5p:2x2x2"
 OVERLAP_OR_NOT: tuple[tuple[str, dict[str, Any]], ...] = ("", {}), (", no overlap", {"overlap": False})
 
@@ -194,7 +188,6 @@ def gathered_once(target, reduce, **options) -> Row:
 
 BESIDE_PREFETCH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulated": ({}, {"accumulate": 2}),
-    "accumulated, gathered in forward": ({}, {"accumulate": 2, "gather": "forward"}),
     "hpZ": ({"data": (2, 4)}, {"hpz_axes": "data_1"}),
     "int8": ({}, {"communication": zero_jax.Communication(weights="int8", gradients="int8", block=64)}),
 }
@@ -202,30 +195,29 @@ BESIDE_PREFETCH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def with_prefetch(target: str, name: str, *, prefetch: bool) -> Row:
-    """Of eight layers on H100s, four narrower ones on v5p; as many tokens in a microbatch as without."""
+    """Of four layers; as many tokens in a microbatch as without."""
     sizes, options = BESIDE_PREFETCH[name]
-    config, (rows, length) = (WIDE, (4, 512)) if target == H100 else (WIDE_ON_V5P, (16, 512))
-    return gpt2_row(target, 3, config=config, sizes=sizes, batch=(rows * options.get("accumulate", 1), length),
+    rows, length = 16, 512
+    return gpt2_row(target, 3, config=WIDE_ON_V5P, sizes=sizes, batch=(rows * options.get("accumulate", 1), length),
                     options={"prefetch": prefetch, **options})
 
 
 PROGRAMS: dict[str, Row] = {
-    **{f"{chip} stage 3, {name}{', prefetch' * prefetch}": with_prefetch(target, name, prefetch=prefetch)
-       for chip, target in (("h100", H100), ("v5p", V5P)) for name in BESIDE_PREFETCH for prefetch in (False, True)
-       if chip == "h100" or name in ("accumulated", "hpZ", "int8")},
+    **{f"v5p stage 3, {name}{', prefetch' * prefetch}": with_prefetch(V5P, name, prefetch=prefetch)
+       for name in BESIDE_PREFETCH for prefetch in (False, True)},
     # Eight H100s: the stages and what negates them.
     **{f"h100 stage {stage}": Row(H100, stage) for stage in range(4)},
-    **{f"h100 stage 3, 8 layers{', prefetch' * prefetch}": Row(
-        H100, 3, gpt2.build(WIDE), batch=(4, 512), options={"prefetch": prefetch}) for prefetch in (False, True)},
+    **{f"h100 stage 3, 8 layers{name}": Row(H100, 3, gpt2.build(WIDE), batch=(4, 512), options=options)
+       for name, options in OVERLAP_OR_NOT},
     **{f"h100 stage 3, 4 layers unrolled{', combined' * bool(size)}": Row(
         H100, 3, gpt2.build(dataclasses.replace(WIDE, num_layers=4, scan_layers=False)), batch=(4, 512),
         options={"combine_bytes": size}) for size in (None, 30 * 2**20)},  # XLA's own threshold
-    "h100 stage 3, annotated": Row(H100, 3, options={"view": "global"}, change=annotated),
+    "h100 stage 3, annotated": Row(H100, 3, options=GLOBAL, change=annotated),
     "h100 stage 3, kept": Row(H100, 3, change=kept),
     **{f"h100 stage {stage}, local": Row(H100, stage, options={"view": "local"}) for stage in (0, 3)},
-    "h100 stage 3, padded after the sum": Row(H100, 3, gpt2.build(UNEVEN), change=partitioned),
-    "h100 stage 3, activations everywhere": Row(H100, 3, Replicated, batch=(1, 64), options={"view": "global"}),
-    "h100 stage 3, read in a loop": Row(H100, 3, Recurrent(), batch=(1, 16), change=in_each_round),
+    "h100 stage 3, padded after the sum": Row(H100, 3, gpt2.build(UNEVEN), options=GLOBAL),
+    "h100 stage 3, activations everywhere": Row(H100, 3, Replicated, batch=(1, 64), options=GLOBAL),
+    "h100 stage 3, read in a loop": Row(H100, 3, Recurrent(), batch=(1, 16), options=GLOBAL),
     # Ways to write the model.
     **{f"h100 stage 3, {flavour}{'' if scanned else ' unrolled'}{' remat' if remat else ''}":
        gpt2_row(H100, 3, flavour, dataclasses.replace(SMALL, scan_layers=scanned, remat=remat))
@@ -266,12 +258,6 @@ PROGRAMS: dict[str, Row] = {
     **{f"v5e stage 3, 4 layers{name}": gpt2_row(
         V5E, 3, config=dataclasses.replace(WIDE, num_layers=4, width=512, num_heads=4), batch=(1, 256),
         options=options) for name, options in OVERLAP_OR_NOT},
-    **{f"v5e stage 3, 8 layers{', each in its round' * bool(change)}": gpt2_row(
-        V5E, 3, config=gpt2.Config(8, 512, 4, vocab_size=512, max_length=256, remat=True), batch=(4, 256),
-        change=change) for change in (None, gathered_in_its_round)},
-    **{f"v5e:4x4 stage 2, 4 layers{', gradients last' * bool(change)}": gpt2_row(
-        "v5e:4x4", 2, config=gpt2.Config(4, 1024, 8, vocab_size=512, max_length=256, remat=True), batch=(8, 256),
-        change=change) for change in (None, gradients_last)},
     "v5e stage 2, reduce fp32": Row(V5E, 2, options=REDUCE_FP32),
     "v5e stage 3, reduce fp32": Row(V5E, 3, options=REDUCE_FP32),
     "v5e stage 2, fp32": Row(V5E, 2, options=FP32),
@@ -305,18 +291,15 @@ PROGRAMS: dict[str, Row] = {
     **{f"v5e stage 2, 4 layers{name}": gpt2_row(
         V5E, 2, config=gpt2.Config(4, 1024, 8, vocab_size=512, max_length=256, remat=True), batch=(8, 256),
         options=options) for name, options in OVERLAP_OR_NOT},
-    **{f"v5e stage 2, width 2048{', transposed' * bool(change)}": gpt2_row(
-        V5E, 2, config=gpt2.Config(2, 2048, 16, vocab_size=512, max_length=256, remat=True), batch=(8, 256),
-        options={"overlap": False} if change else {}, change=change) for change in (None, transposed)},
     "v6e stage 3": Row("v6e:2x4", 3),
     **{f"{name} stage 3, gathered in forward": gpt2_row(target, 3, config=REMAT, options={"gather": "forward"})
        for name, target in (("h100", H100), ("v5p", V5P), ("v6e", "v6e:2x4"))},
     "h100 stage 3, remat": gpt2_row(H100, 3, config=REMAT),
     "v5p stage 3, hybrid": Row(V5P, 3, NNX, {"data": 4, "replica": 2}),
-    "v5p stage 3, annotated": Row(V5P, 3, change=annotated),
+    "v5p stage 3, annotated": Row(V5P, 3, options=GLOBAL, change=annotated),
     "v5p stage 3, flat slice": Row(V5P, 3, sizes={"data": 8}),
-    "v5p stage 3, activations everywhere": Row(V5P, 3, Replicated, batch=(1, 64)),
-    "v5p stage 3, read in a loop": Row(V5P, 3, Recurrent(), batch=(1, 16), change=in_each_round),
+    "v5p stage 3, activations everywhere": Row(V5P, 3, Replicated, batch=(1, 64), options=GLOBAL),
+    "v5p stage 3, read in a loop": Row(V5P, 3, Recurrent(), batch=(1, 16), options=GLOBAL),
     # Simulated devices.
     "cpu stage 0, nnx": Row("cpu", 0, NNX),
     "cpu stage 2, nnx unrolled": Row("cpu", 2, gpt2_nnx.build(UNROLLED)),
@@ -324,7 +307,7 @@ PROGRAMS: dict[str, Row] = {
     "cpu stage 3, factored": Row("cpu", 3, sizes={"data": (2, 4)}),
     "cpu stage 3, hybrid fp32": Row("cpu", 3, sizes={"data": (2, 2), "replica": 2}, options=FP32),
     "cpu stage 3, uneven": Row("cpu", 3, gpt2.build(dataclasses.replace(UNEVEN, remat=True))),
-    "cpu stage 3, read in a loop": Row("cpu", 3, Recurrent(), batch=(1, 16), change=in_each_round),
+    "cpu stage 3, read in a loop": Row("cpu", 3, Recurrent(), batch=(1, 16), options=GLOBAL),
     # Depth: what grows with it.
     **{f"h100 stage 3, {layers} layers": deep(layers) for layers in (4, 12)},
     **{f"h100 stage 3, {layers} layers {flavour}{' remat' if remat else ''}": deep(layers, flavour, remat)

@@ -108,10 +108,10 @@ def test_a_gpu_gathers_for_the_next_layer():
 
     The control is the step without: there a layer waits for its own gathers.
     """
-    ahead, plain = program("h100 stage 3, 8 layers, prefetch"), program("h100 stage 3, 8 layers")
+    name, without = "h100 stage 3, 8 layers", "h100 stage 3, 8 layers, no overlap"
+    ahead, plain = program(name), program(without)
     assert not ahead.report.violations
-    assert asynchronous("h100 stage 3, 8 layers, prefetch") > 0.99
-    assert beside_products("h100 stage 3, 8 layers, prefetch") > 0.99 > beside_products("h100 stage 3, 8 layers") + 0.3
+    assert asynchronous(name) > 0.99 and beside_products(name) > 0.99 > beside_products(without) + 0.3
     assert ahead.sent() == pytest.approx(plain.sent(), rel=1e-3)
     layer = 2 * 12 * 768**2
     assert ahead.memory.temp_size_in_bytes - plain.memory.temp_size_in_bytes < 4 * layer
@@ -176,26 +176,27 @@ def test_a_tpu_gathers_for_the_next_layer_and_reduces_behind_the_one_before():
 
 @pytest.mark.grid
 @pytest.mark.slow
-@pytest.mark.parametrize(("chip", "name"), [
-    *(("h100", name) for name in BESIDE_PREFETCH), *(("v5p", name) for name in ("accumulated", "hpZ", "int8"))])
-def test_prefetch_takes_effect_beside_other_options(chip, name):
+@pytest.mark.parametrize("name", BESIDE_PREFETCH)
+def test_prefetch_takes_effect_beside_other_options(name):
     """More bytes are sent beside products, and the contract is kept. The control is the step without prefetch."""
-    ahead, plain = (program(f"{chip} stage 3, {name}{which}") for which in (", prefetch", ""))
+    ahead, plain = (program(f"v5p stage 3, {name}{which}") for which in (", prefetch", ""))
     assert not ahead.report.violations and not plain.report.violations
     beside = [sum(c.communication_bytes * c.count for c in each.collectives if c.asynchronous and c.overlapped_flops)
               / each.sent() for each in (ahead, plain)]
-    assert beside[0] > beside[1] + {"h100": 0.15, "v5p": 0.1}[chip], beside
+    assert beside[0] > beside[1] + 0.1, beside
     assert ahead.sent() == pytest.approx(plain.sent(), rel=0.01)
     assert ahead.memory.temp_size_in_bytes < 1.25 * plain.memory.temp_size_in_bytes
 
 
 @pytest.mark.parametrize("options, told", [
     ({"prefetch": 1}, "prefetch=1: give True or False"), ({"stage": 2, "prefetch": True}, "prefetch=True at stage 2"),
-    ({"target": "v5e:2x4", "prefetch": True}, "changes nothing on 'TPU v5 lite'.*NVIDIA GPUs and TPU v5p and v6e"),
+    ({"target": "v5e:2x4", "prefetch": True}, "changes nothing on 'TPU v5 lite'.*compilers for TPU v5p and v6e"),
     ({"target": "v5p:2x2x2", "prefetch": True, "overlap": False}, "overlap=False changes nothing on 'TPU v5'.*block"),
-    ({"target": "", "prefetch": True}, "changes nothing on 'cpu'"),
-    ({"prefetch": True, "accumulate": 2, "gather": "step"}, "prefetch=True at stage 3 with gather='step'"),
-    ({"prefetch": True, "model": dataclasses.replace(CONFIG, scan_layers=False)}, "no loop of this model")])
+    ({"target": "", "prefetch": True}, "changes nothing on 'cpu'"), ({"prefetch": True}, "changes nothing on 'NVIDIA"),
+    ({"target": "v5p:2x2x2", "prefetch": True, "accumulate": 2, "gather": "step"},
+     "prefetch=True at stage 3 with gather='step'"),
+    ({"target": "v5p:2x2x2", "prefetch": True, "model": dataclasses.replace(CONFIG, scan_layers=False)},
+     "no loop of this model")])
 def test_where_nothing_can_be_gathered_ahead_it_is_refused(options, told):
     with pytest.raises(zero_jax.UsageError, match=told):
         layout(**{"target": "h100:8"} | options)
@@ -235,14 +236,15 @@ def layout(target, stage=3, model=CONFIG, **options):
 def test_the_layout_tells_the_options():
     told = "collectives run beside compute by XLA's options: xla_tpu_"
     assert told in layout("v5p:2x2x2").describe()
-    assert "xla_gpu_enable_pipelined_all_gather=True" in layout("h100:8", prefetch=True).describe()
+    assert "xla_gpu_enable_pipelined_all_gather=True" in layout("h100:8").describe()
     pipelined, told_by_default = "xla_tpu_enable_ici_ag_pipelining=True", layout("v5p:2x2x2").describe()
     assert pipelined in layout("v5p:2x2x2", prefetch=True).describe() and pipelined not in told_by_default
     one_device = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, mesh=zero_jax.make_mesh(
         devices=mesh_of("v5p:2x2x2").devices.flat[:1]))
     assert not one_device.layout(
         {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")}).overlap_note
-    assert told not in layout("v5p:2x2x2", overlap=False).describe() and told not in layout("h100:8").describe()
+    for target in ("v5p:2x2x2", "h100:8"):
+        assert told not in layout(target, overlap=False).describe()
 
 
 @pytest.mark.slow

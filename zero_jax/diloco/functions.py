@@ -67,7 +67,8 @@ class DiLoCoFunctions(StateInArrays):
             raise UsageError(f"batch_specs: {crossing[0]!r} splits a leaf over the slices, {replica!r}, between which "
                              "nothing is sent: give None, or axes of a slice.")
         self.step, self.outer = step, outer
-        self._inner = step.of_slices()
+        # Parts of fragments are sent in the rounds of loops that are not within a `shard_map`.
+        self._inner = step.of_slices(view="global") if outer.overlap else step.of_slices()
         self.axes = self._inner.axes
         self.batches, self.batch_sharding = step.batches, step.batch_sharding
         self.num_slices = self.axes.size(self.axes.slices) if num_slices is None else num_slices

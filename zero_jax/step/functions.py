@@ -117,14 +117,17 @@ class StepFunctions(StateInArrays):
         """As the step calls it."""
         return self._loss
 
-    def of_slices(self) -> Self:
+    def of_slices(self, **options: Any) -> Self:
         """This step as each slice along the axis `replica` takes it by itself, to be mapped over the slices.
+
+        options: other ones than its own.
 
         `jax.vmap` with that axis as `spmd_axis_name` maps a call over states and batches with a leading dim.
         """
         loss: Any = self._loss
         loss = loss.of_slices() if hasattr(loss, "of_slices") else loss  # one that names axes of the mesh
-        return type(self)(self._model, self._optimizer, loss, self.axes.of_slices(), self.options, self._given_params)
+        return type(self)(self._model, self._optimizer, loss, self.axes.of_slices(),
+                          dataclasses.replace(self.options, **options), self._given_params)
 
     def batch_target(self, *, steps: bool) -> Callable[[str, Any], NamedSharding]:
         """Where a leaf of a batch belongs; steps: of several batches, (steps, global batch, ...)."""
@@ -259,8 +262,7 @@ class StepFunctions(StateInArrays):
             microbatches = Microbatches(options.accumulation.microbatches, self.axes, self.batches, batch)
             with microbatch_errors_explained(loss, options.accumulation):
                 return accumulate_gradients(
-                    gradient, options.accumulation, layout, weights, inputs, microbatches, scale,
-                    prefetch=options.prefetch, by_device=not options.is_local(self.axes))
+                    gradient, options.accumulation, layout, weights, inputs, microbatches, scale)
 
         run = in_parts(run, layout, self.batches) if options.is_local(self.axes) else run
         return run(weights, ForwardInputs(frozen, state.variables, key), batch, scale)

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from zero_jax.errors import UsageError
 from zero_jax.frontends.model_functions import ModelFunctions
 from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.jaxpr.shared_calls import with_shared_calls
@@ -16,14 +15,9 @@ from zero_jax.sharding.memory.host_arrays import carrier_of, is_on_host
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.step.losses import loss_and_metrics, with_key
 from zero_jax.step.options import StepOptions
-from zero_jax.step.overlap import gathers_ahead, multiplies_before_loops, scatters_beside_products
 from zero_jax.step.raw_keys import check_no_raw_keys
 from zero_jax.transforms.activation_partitioning import Activations
-from zero_jax.transforms.before_loops import multiply_before_loops
-from zero_jax.transforms.derived_weights import scatter_derived_gradients
-from zero_jax.transforms.explicit_scatter import scatter_partial_gradients
 from zero_jax.transforms.gather_again import gather_again, value_and_grad
-from zero_jax.transforms.gather_ahead import gather_ahead
 from zero_jax.transforms.gather_remat import (
     duplicate_param_reads,
     isolate_inner_remat,
@@ -31,13 +25,8 @@ from zero_jax.transforms.gather_remat import (
 )
 from zero_jax.transforms.gradient_layout import order_stacked_gradients
 from zero_jax.transforms.host_gradients import add_on_host, check_on_host, stack_on_host
-from zero_jax.transforms.loop_communication import communicate_once_per_loop
-from zero_jax.transforms.own_convolutions import convolve_on_own_device
 from zero_jax.transforms.padded_products import multiply_padded
-from zero_jax.transforms.reduce_dtype import compute_grads_in_reduce_dtype
 from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints
-from zero_jax.transforms.scatter_beside import scatter_beside_products
-from zero_jax.transforms.scatter_calls import inline_calls, merge_scatters
 from zero_jax.transforms.tiled_products import tile_products
 from zero_jax.transforms.update_order import wait_for_reads
 from zero_jax.tree import map_named, merge, named_leaves, with_dtypes_of
@@ -120,11 +109,6 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
 
     gathers = layout.gathers_at_use
     again = gathers and not layout.kept_bytes
-    # On a flat GPU mesh the partitioner's own reductions are asynchronous: there only what it cannot scatter is edited.
-    hops = () if layout.quantized is None else layout.quantized.hops
-    uneven_only = not layout.axes.is_tpu and layout.axes.is_flat
-    is_even = all(stored_shape.is_identity for stored_shape in jax.tree.leaves(layout.stored_shapes.params))
-    scatters = reduced and (not (uneven_only and is_even) or bool(hops))
     on_loss = [
         (local, read_before_loops),
         (True, functools.partial(duplicate_param_reads, duplicate=not local)),
@@ -136,31 +120,13 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
             host_in_barriers=not layout.axes.is_tpu)),
         (gathers, remat_scan_bodies),
     ]
-    ordered = (reduced and layout.host and (bool(layout.host_gradients) or not layout.axes.is_tpu),
-               functools.partial(order_stacked_gradients, tiled=layout.axes.is_tpu))
     on_gradients = [
         (again, functools.partial(
             gather_again, host_in_barriers=not (layout.host_params and layout.axes.is_tpu))),
-        (scatters, functools.partial(merge_scatters, uneven=uneven_only)),
-        (True, inline_calls),
-        (True, compute_grads_in_reduce_dtype),
-        (reduced, functools.partial(
-            communicate_once_per_loop, batch_size=activations.batch_size, axes=layout.axes, hops=hops)),
-        ordered,
-        (reduced, functools.partial(
-            scatter_derived_gradients, batch_size=activations.batch_size, axes=layout.axes, hops=hops)),
-        (reduced and scatters_beside_products(options, layout), functools.partial(
-            scatter_beside_products, batch_size=activations.batch_size, axes=layout.axes)),
-        (reduced and multiplies_before_loops(options, layout), functools.partial(
-            multiply_before_loops, batch_size=activations.batch_size, axes=layout.axes)),
-        (reduced, functools.partial(
-            scatter_partial_gradients, batch_size=activations.batch_size, axes=layout.axes, uneven=uneven_only,
-            split=activations.sequence, hops=hops)),
-        (gathers_ahead(options, layout), gather_ahead),
-        (not reduced or bool(layout.axes.slices), functools.partial(
-            convolve_on_own_device, axes=layout.axes, once=not reduced)),
+        (local and not layout.host_gradients, stack_narrow),
+        (reduced and layout.host and (bool(layout.host_gradients) or not layout.axes.is_tpu),
+         functools.partial(order_stacked_gradients, tiled=layout.axes.is_tpu)),
     ]
-    on_gradients = [on_gradients[0], (not layout.host_gradients, stack_narrow), ordered] if local else on_gradients
     loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled),
                                 first=remat_blocks, last=with_shared_calls)
     backward = value_and_grad(loss_of, argnums=(0, 2), barrier=again)
@@ -194,14 +160,10 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
     def gradient(weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar, sums: HostSums | None = None
                  ) -> tuple[ForwardOutput, Gradients]:
         by_gradient = {name: tree for name, tree in inputs.variables.items() if name in model.set_by_gradient}
-        if by_gradient and not reduced and not local:
-            raise UsageError(
-                f"reduce=\"once\" with the collection {next(iter(by_gradient))!r}: its statistics are of the whole "
-                "batch, and each device would make its own: give reduce=\"every\".")
         stored = {name: leaf for name, leaf in named_leaves(weights) if is_on_host(leaf)}
         run = gradient_of if sums is None else gradient_added
         carried = None if sums is None else ([sums.stacks[name] for name in on_host], sums.is_first)
-        if layout.axes.slices or not reduced and not local:
+        if layout.axes.slices:
             check_no_raw_keys(lambda variables: gradient_of(
                 None, jax.tree.map(carrier_of, weights), stored, by_gradient, inputs._replace(variables=variables),
                 batch, scale), inputs.variables)

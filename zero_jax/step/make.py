@@ -123,15 +123,14 @@ def make_zero_train_step(
         2306.10209).
       combine_bytes: the largest buffer into which XLA may combine collectives (C_B); None: as it does by itself.
       overlap: on TPU v5p and v6e the SparseCores gather and reduce while the TensorCores compute; on v5e gradients are
-        reduced within matrix products and elementwise work, and loops over many layers gather what a layer begins with
-        in the round before. By options of XLA that `step.layout(batch).describe()` names, at a cost in memory and time
+        reduced within matrix products and elementwise work; on GPUs loops over layers gather for the next round, and
+        reduce what the one before made. By options of XLA that `step.layout(batch).describe()` names, at a cost in memory and time
         to compile; at stages 1 and 2 weights are gathered in pieces. "auto": where there is more than one such device,
         and where XLA fails to compile the step with them it warns and does without; True: the same, but refused where
         nothing would change, and failing where XLA does; False: nowhere; a mapping, on any TPU: these options of XLA
         besides, or in place of its own.
-      prefetch: on GPUs and on TPU v5p and v6e at stage 3, each round of a loop over layers gathers the parameters of
-        the next one while it computes, forward and backward; on TPUs gradients are reduced while the next round
-        computes, too. It costs memory (some layers' weights) and time to compile. A model without a loop is refused.
+      prefetch: on TPU v5p and v6e at stage 3, each round of a loop over layers gathers the parameters of the next one
+        while it computes, forward and backward, and gradients are reduced while the next round computes. It costs memory (some layers' weights) and time to compile. A model without a loop is refused.
       batch_specs: for leaves of the batch that are no examples (a graph's edges, a table, a key as uint32): pairs of a
         pattern (`re.search` in the leaf's name) and a `PartitionSpec` over axes of the mesh, or None for leaves that
         are whole on every device, as ("edges", P("data")). Scalars and typed keys need no rule. With `accumulate`
@@ -150,9 +149,9 @@ def make_zero_train_step(
         below. A weight that is named must be used by one matrix product alone.
       view: "local": the gradient is one `jax.shard_map`, where each device computes its examples, and each collective
         is written where it runs; a primitive without a rule is computed whole on every device, with a warning that
-        names it. "global": XLA's partitioner splits the program of the gradient. "auto": local on GPUs and CPUs,
-        without an axis `tensor` and without host memory. `describe()` says which it is. The numbers
-        are the same, but for batch statistics and noise with `reduce="once"`.
+        names it. "global": XLA's partitioner splits the program of the gradient, and sends what it finds right. "auto":
+        local, with what it is built for. `describe()` says which it is. The numbers are the same, but for batch
+        statistics and noise with `reduce="once"`.
       streams: deprecated, the former name of `rng_streams`.
       secondary: deprecated, the former name of `hpz_axes`.
 

@@ -10,15 +10,14 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.sharding.batch_layout import BatchLayout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import named_leaves
-from zero_jax.typing import Batch, PRNGKey, Pytree
+from zero_jax.typing import Batch, PRNGKey
 
 
 class Microbatches:
     """The leaves of a batch, of tracers, by what microbatches make of them.
 
     Examples are cut so that each microbatch takes rows of every device. A typed key is folded with the microbatch's
-    number, and with the device's first where each device has a microbatch of its own: else all would draw the same
-    noise. Everything else is the same for all.
+    number. Everything else is the same for all.
     """
 
     def __init__(self, number: int, axes: MeshAxes, layout: BatchLayout, batch: Batch):
@@ -27,28 +26,21 @@ class Microbatches:
         self._leaves = [leaf for _, leaf in named_leaves(batch)]
         self._split = [layout.is_example(name, leaf) for name, leaf in named_leaves(batch)]
 
-    def examples(self, *, by_device: bool) -> list[Any]:
-        """The examples, as (microbatches, rows, ...), or (microbatches, devices, rows, ...)."""
-        return [self._cut(leaf, by_device) for leaf, split in zip(self._leaves, self._split, strict=True) if split]
+    def examples(self) -> list[Any]:
+        """The examples, as (microbatches, rows, ...)."""
+        return [self._cut(leaf) for leaf, split in zip(self._leaves, self._split, strict=True) if split]
 
-    def _cut(self, leaf: jax.Array, by_device: bool) -> jax.Array:
-        parts = leaf.reshape(self._axes.batch_shards, self.number, -1, *leaf.shape[1:]).swapaxes(0, 1)
-        if not by_device:
-            parts = parts.reshape(self.number, -1, *leaf.shape[1:])
+    def _cut(self, leaf: jax.Array) -> jax.Array:
+        by_device = leaf.reshape(self._axes.batch_shards, self.number, -1, *leaf.shape[1:]).swapaxes(0, 1)
+        parts = by_device.reshape(self.number, -1, *leaf.shape[1:])
         return constrain(parts, NamedSharding(self._axes.mesh, P(None, self._axes.batch)))
 
-    def one(self, examples: list[Any], index: Any, devices: Any = None) -> Batch:
-        """The microbatch `index` of these `examples`; devices: their numbers, where each gets keys of its own."""
+    def one(self, examples: list[Any], index: Any) -> Batch:
+        """The microbatch `index` of these `examples`."""
         parts = iter(examples)
         return self._structure.unflatten([
-            next(parts) if split else _key_of(leaf, index, devices) if is_key(leaf) else leaf
+            next(parts) if split else _key_of(leaf, index) if is_key(leaf) else leaf
             for leaf, split in zip(self._leaves, self._split, strict=True)])
-
-    @property
-    def device_dims(self) -> Pytree:
-        """For each leaf of `one(..., devices)` 0 where its leading dim counts the devices, else None."""
-        return self._structure.unflatten([
-            0 if split or is_key(leaf) else None for leaf, split in zip(self._leaves, self._split, strict=True)])
 
 
 def is_key(leaf: Any) -> bool:
@@ -56,10 +48,5 @@ def is_key(leaf: Any) -> bool:
     return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _key_of(keys: PRNGKey, index: Any, devices: Any) -> PRNGKey:
-    def fold(keys: PRNGKey, number: Any) -> PRNGKey:
-        return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.reshape(-1)).reshape(keys.shape)
-
-    if devices is None:
-        return fold(keys, index)
-    return jax.vmap(lambda device: fold(fold(keys, device), index))(devices)
+def _key_of(keys: PRNGKey, index: Any) -> PRNGKey:
+    return jax.vmap(lambda key: jax.random.fold_in(key, index))(keys.reshape(-1)).reshape(keys.shape)

@@ -118,6 +118,8 @@ class StepOptions:
             self._check_tiling(axes)
         if self.view == "local" and (missing := self._not_local(axes)):
             raise UsageError(f"view=\"local\" {missing[0]} is not built: leave view out, or that.")
+        if not self.is_local(axes):
+            self._check_global(axes)
         # Each of these raises for what it cannot be made of.
         BatchLayout(axes, self.batch_specs)
         if self.host_offload:
@@ -198,15 +200,18 @@ class StepOptions:
                 raise UsageError(f"partition_activations=\"disk\" {what}: {why}, or give \"cpu\" (host memory).")
 
     def is_local(self, axes: MeshAxes) -> bool:
-        """Whether the gradient is one `jax.shard_map` on this mesh: else XLA partitions it.
+        """Whether the gradient is one `jax.shard_map` on this mesh: else XLA partitions it."""
+        return self.view == "local" or self.view == "auto" and not self._not_local(axes)
 
-        Only where it is asked for on TPUs (on v5e and v6e it takes more time, docs/passes.md), for slices of DiLoCo
-        (it overlaps no fragments), and with `tensor` and host memory, where it does not yet pass all slow rows of
-        tests/sharding/test_zero_r.py and tests/step/test_offload_host_gradients.py.
-        """
-        in_host_memory = self.host_offload is not None or bool(self.partition_activations)
-        return self.view == "local" or self.view == "auto" and not (
-            axes.is_tpu or axes.slices or axes.tensor_enabled or in_host_memory or self._not_local(axes))
+    def _check_global(self, axes: MeshAxes) -> None:
+        """Raises UsageError for what the partitioner's view does not have."""
+        why = self._not_local(axes) or ["with view=\"global\""]
+        for is_asked, what in (
+                (self.accumulation.once, "reduce=\"once\""),
+                (self.communication is not None and bool(self.communication.gradients), "communication= of gradients")):
+            if is_asked:
+                raise UsageError(f"{what} {why[0]}: each device's own sums are known in the local view alone. Leave "
+                                 "one of them out.")
 
     def _not_local(self, axes: MeshAxes) -> list[str]:
         """What the local view does not have yet."""
@@ -218,8 +223,7 @@ class StepOptions:
                 (axes.tensor_enabled and bool(axes.slices), f"with DiLoCo in the mesh {axes.sizes}"),
                 (axes.tensor_enabled and (self.tiling is not None or bool(self.partition_activations)),
                  f"with tiling or partition_activations in the mesh {axes.sizes}"),
-                (self.in_pieces, "with parameters or activations in files"),
-                (self.prefetch, "with prefetch=True")) if is_asked]
+                (self.in_pieces, "with parameters or activations in files")) if is_asked]
 
     def _check_tiling(self, axes: MeshAxes) -> None:
         """Raises ValueError for what gathers whole weights, or sums whole gradients, whatever their products do."""

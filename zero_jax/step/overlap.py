@@ -23,21 +23,6 @@ def gathers_in_pieces(options: StepOptions, layout: Layout) -> bool:
         _sparse_cores_gather(options, layout) or _sends_within_work(options, layout))
 
 
-def gathers_ahead(options: StepOptions, layout: Layout) -> bool:
-    """Whether rounds of loops gather what the next one begins with: see `transforms.gather_ahead`."""
-    return layout.gathers_at_use and layout.mesh.size > 1 and _sends_within_work(options, layout)
-
-
-def scatters_beside_products(options: StepOptions, layout: Layout) -> bool:
-    """Whether gradients, at stages 1 and 2, are sent beside the next product: see `transforms.scatter_beside`."""
-    return not options.stage.shards_params and not layout.axes.tensor_enabled and _sends_within_work(options, layout)
-
-
-def multiplies_before_loops(options: StepOptions, layout: Layout) -> bool:
-    """Whether loops over layers wait for the gradients before them: see `transforms.before_loops`."""
-    return layout.mesh.size > 1 and _sparse_cores_gather(options, layout)
-
-
 def _sparse_cores_gather(options: StepOptions, layout: Layout) -> bool:
     """Whether SparseCores are asked to gather whole weights and those of layers."""
     return options.overlap is not False and layout.axes.built_for.has_sparse_cores

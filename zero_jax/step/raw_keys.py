@@ -25,5 +25,4 @@ def check_no_raw_keys(fun: Callable[[Variables], Any], variables: Variables) -> 
     if raw:
         raise UsageError(
             f"The variable {raw[0]} is a raw random key, an array of uint32 as jax.random.PRNGKey makes it, from which "
-            "all devices (with reduce=\"once\") or slices (in DiLoCo) would draw the same noise: make it with "
-            "jax.random.key, of which each gets its own.")
+            "all slices would draw the same noise: make it with jax.random.key, of which each gets its own.")

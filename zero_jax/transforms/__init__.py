@@ -14,17 +14,11 @@ On the loss, before differentiation:
 
 On the differentiated loss, which `gather_again.value_and_grad` makes:
 8. `gather_again.gather_again`
-9. `scatter_calls.merge_scatters`
-10. `scatter_calls.inline_calls`
-11. `reduce_dtype.compute_grads_in_reduce_dtype`
-12. `loop_communication.communicate_once_per_loop`
-13. `derived_weights.scatter_derived_gradients`
-14. `scatter_beside.scatter_beside_products`, on TPU v5e unless `overlap=False`
-15. `before_loops.multiply_before_loops`, on TPU v5p and v6e unless `overlap=False`
-16. `explicit_scatter.scatter_partial_gradients`
-17. `gather_ahead.gather_ahead`, on TPU v5e unless `overlap=False`
-18. `own_convolutions.convolve_on_own_device`, with `reduce="once"` and in slices (DiLoCo)
-19. `update_order.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
+9. `views.loops.stack_narrow`, in the local view
+10. `gradient_layout.order_stacked_gradients`
+11. `update_order.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
+
+The local view (`zero_jax.views`) then makes one `jax.shard_map` of it.
 
 On a whole step, by `diloco` with `overlap`: `loop_rounds.run_in_rounds`.
 

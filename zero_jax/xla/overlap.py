@@ -4,7 +4,7 @@ XLA:GPU and the compiler for TPU7x make collectives asynchronous by themselves, 
 the SparseCores send and receive while the TensorCores compute. That for v5e sends within products: gathers by itself,
 when asked reductions, and within elementwise work what finds no product. In a loop over layers a device still waits for
 what a layer begins with, unless the round before has gathered it: XLA's pipeliners do that when asked
-(`prefetch_options`), on v5e a pass of the step (`transforms.gather_ahead`).
+(`buffered_loop_options`, `prefetch_options`).
 """
 
 from collections.abc import Mapping
@@ -112,21 +112,19 @@ beside them, since the scheduler moves nothing from one round of a loop to anoth
 def prefetch_options(device: jax.Device, prefetch: bool, overlap: Overlap = "auto") -> dict[str, Any]:
     """XLA's options by which a round of a loop gathers the parameters of the next one, forward and backward.
 
-    XLA's collective pipeliners: they move the slice of the stacked parameters, the cast and the gather to the round
-    before, where the time model and `plan` see them beside products; on TPU v5p and v6e reductions go to the round
-    behind as well. overlap: a TPU needs its options, too, since a gather that blocks hides behind nothing. Raises
-    UsageError on other devices: on v5e the pipeliner changes next to nothing (0.412 of the bytes asynchronous without,
-    0.417 with it).
+    XLA:TPU's collective pipeliner: it moves the slice of the stacked parameters, the cast and the gather to the round
+    before, and reductions to the round behind, where the time model and `plan` see them beside products. overlap: it
+    needs its options, too, since a gather that blocks hides behind nothing. Raises UsageError on other devices: on v5e
+    the pipeliner changes next to nothing (0.412 of the bytes asynchronous without, 0.417 with it).
     """
     if not isinstance(prefetch, bool):
         raise UsageError(f"prefetch={shown(prefetch)}: give True or False.")
     if not prefetch:
         return {}
-    if is_gpu(device):
-        return _pipelined("all_gather")
     if device.device_kind not in SPARSE_CORES:
-        raise UsageError(f"prefetch=True changes nothing on {device.device_kind!r}: only the compilers for NVIDIA GPUs "
-                         f"and TPU {_ASKED_NAMES} gather for the next round of a loop. Leave it out.")
+        raise UsageError(f"prefetch=True changes nothing on {device.device_kind!r}: only the compilers for TPU "
+                         f"{_ASKED_NAMES} are asked to gather for the next round of a loop, and loops on GPUs do so "
+                         "unless overlap=False. Leave it out.")
     if overlap is False:
         raise UsageError(f"prefetch=True with overlap=False changes nothing on {device.device_kind!r}: its gathers "
                          "would block, in whichever round they are. Leave one of them out.")

@@ -1,7 +1,6 @@
 """Gradients scattered as sums of the devices' parts: which are, and with what numbers."""
 
 import functools
-import itertools
 import math
 
 import flax.linen as nn
@@ -21,7 +20,6 @@ import zero_jax
 from models import gpt2
 from zero_jax.sharding import reduce_scatter as scatter
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.transforms import scatter_calls
 from zero_jax.tree import named_leaves
 from zero_jax.xla import devices as xla_devices
 from zero_jax.xla import hlo
@@ -97,71 +95,6 @@ def test_a_sum_that_leaves_out_an_axis_is_told(monkeypatch):
     """Negative control: what the comparison sees if the replicas' parts are not added."""
     monkeypatch.setattr(jax.lax, "psum", lambda value, axes: value)
     assert loss_difference(run("conv", 3, MESHES["factored hybrid"]), one_device("conv")) > 1e-3
-
-
-def scattered(model, stage, mesh, batch, **options):
-    """The share of the gradients' bytes that explicit reduce-scatters carry; only `psum_scatter` makes them on CPU."""
-    step = zero_jax.make_zero_train_step(model, stage, mesh=zero_jax.make_mesh(**mesh), precision="fp32", view="global",
-                                          **options)
-    found = [c for c in hlo.collectives(step.lower(batch).compile().as_text()) if c.kind == "reduce-scatter"]
-    size = sum(leaf.size * 4 for leaf in jax.tree.leaves(step.layout(batch).state.params))
-    return sum(c.payload_bytes * c.count for c in found) / size, found
-
-
-@functools.cache
-def scattered_of_gpt2(flavour, stage):
-    return scattered(FLAVOURS[flavour](CONFIG), stage, {"data": (2, 4)}, token_batches()[0])
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("flavour, stage", [
-    row if row in {("linen", 3), ("nnx", 1)} else slow(*row) for row in itertools.product(FLAVOURS, (1, 2, 3))])
-def test_every_matrix_is_scattered_once(flavour, stage):
-    share, found = scattered_of_gpt2(flavour, stage)
-    # The tied embedding once; not the positions.
-    matrices = (12 * CONFIG.num_layers * CONFIG.width**2 + 64 * 32) / CONFIG.num_params
-    assert {c.group_size for c in found} == {8}
-    assert matrices <= share < matrices + 0.03
-
-
-def test_a_flat_mesh_is_left_to_the_partitioner():
-    share, _ = scattered(FLAVOURS["linen"](CONFIG), 3, {"data": 8}, token_batches()[0])
-    assert share == 0
-
-
-def test_two_readings_are_scattered_once(monkeypatch):
-    """And negative control: without the merge the embedding is scattered for each of its two readings."""
-    merged, _ = scattered_of_gpt2("linen", 3)
-    monkeypatch.setattr("zero_jax.step.gradients.merge_scatters", lambda jaxpr, **_: jaxpr)
-    twice, _ = scattered(FLAVOURS["linen"](CONFIG), 3, {"data": (2, 4)}, token_batches()[0])
-    assert twice - merged == pytest.approx(64 * 32 / CONFIG.num_params, rel=1e-6)
-
-
-def test_what_is_no_product_is_left_to_the_partitioner():
-    class Scale(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(8, use_bias=False)(x * self.param("scale", nn.initializers.ones, (16,))[None])
-
-    share, found = scattered(Scale(), 3, {"data": (2, 4)}, vector_batches()[0], loss=classify)
-    assert {c.shapes[0][1][-1] for c in found} == {8} and share == 16 * 8 / (16 * 8 + 16)
-
-
-def test_inlined_calls_compute_the_same():
-    @jax.jit
-    def inner(x, y):
-        return x @ y, y
-
-    def fun(x, y):
-        first, second = inner(x, y)
-        return jax.jit(lambda v: v * 2)(first) + second.sum()
-
-    x, y = jnp.ones((3, 4)), jnp.arange(8.0).reshape(4, 2)
-    closed = jax.make_jaxpr(fun)(x, y)
-    call = next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "jit")
-    eqns = [new for eqn in closed.jaxpr.eqns for new in (scatter_calls.inlined(eqn) if eqn is call else [eqn])]
-    inlined = closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
-    np.testing.assert_array_equal(jax.extend.core.jaxpr_as_fun(inlined)(x, y)[0], fun(x, y))
 
 
 KERNELS = {  # how a TPU sends each: as it is, as tiles, flat and padded, summed and cut; over another axis first
