@@ -14,11 +14,19 @@ from zero_jax.views.local import LocalView
 
 
 @contextlib.contextmanager
+def partitioned(step: Any, batch: Any) -> Iterator[None]:
+    """The gradient is left to XLA's partitioner."""
+    step.options = dataclasses.replace(step.options, view="global")
+    yield
+
+
+@contextlib.contextmanager
 def annotated(step: Any, batch: Any) -> Iterator[None]:
     """The same layout and nothing but jit: parameters are divided by annotation alone."""
     layout = step.layout(batch)
     step._layout = dataclasses.replace(layout, uses=jax.tree.map(lambda _: None, layout.state.params))
-    yield
+    with partitioned(step, batch):
+        yield
 
 
 @contextlib.contextmanager

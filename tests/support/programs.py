@@ -30,6 +30,7 @@ from support.program_controls import (
     in_one_piece,
     in_tiles_of_8,
     kept,
+    partitioned,
     uncoded,
     with_queue,
 )
@@ -151,7 +152,6 @@ LARGE_LEAVES = gpt2.Config(4, 512, 4, vocab_size=8192, max_length=32)  # of seve
 LINEN, NNX = gpt2.build(SMALL), gpt2_nnx.build(SMALL)
 REDUCE_FP32 = {"precision": zero_jax.Precision(params="float32", compute="bfloat16", reduce="float32")}
 FP32 = {"precision": "fp32"}
-GLOBAL = {"view": "global"}
 H100, V5E, V5P = "h100:8", "v5e:2x4", "v5p:2x2x2"
 OVERLAP_OR_NOT: tuple[tuple[str, dict[str, Any]], ...] = ("", {}), (", no overlap", {"overlap": False})
 
@@ -212,12 +212,12 @@ PROGRAMS: dict[str, Row] = {
     **{f"h100 stage 3, 4 layers unrolled{', combined' * bool(size)}": Row(
         H100, 3, gpt2.build(dataclasses.replace(WIDE, num_layers=4, scan_layers=False)), batch=(4, 512),
         options={"combine_bytes": size}) for size in (None, 30 * 2**20)},  # XLA's own threshold
-    "h100 stage 3, annotated": Row(H100, 3, options=GLOBAL, change=annotated),
+    "h100 stage 3, annotated": Row(H100, 3, change=annotated),
     "h100 stage 3, kept": Row(H100, 3, change=kept),
     **{f"h100 stage {stage}, local": Row(H100, stage, options={"view": "local"}) for stage in (0, 3)},
-    "h100 stage 3, padded after the sum": Row(H100, 3, gpt2.build(UNEVEN), options=GLOBAL),
-    "h100 stage 3, activations everywhere": Row(H100, 3, Replicated, batch=(1, 64), options=GLOBAL),
-    "h100 stage 3, read in a loop": Row(H100, 3, Recurrent(), batch=(1, 16), options=GLOBAL),
+    "h100 stage 3, padded after the sum": Row(H100, 3, gpt2.build(UNEVEN), change=partitioned),
+    "h100 stage 3, activations everywhere": Row(H100, 3, Replicated, batch=(1, 64), change=partitioned),
+    "h100 stage 3, read in a loop": Row(H100, 3, Recurrent(), batch=(1, 16), change=partitioned),
     # Ways to write the model.
     **{f"h100 stage 3, {flavour}{'' if scanned else ' unrolled'}{' remat' if remat else ''}":
        gpt2_row(H100, 3, flavour, dataclasses.replace(SMALL, scan_layers=scanned, remat=remat))
@@ -296,10 +296,10 @@ PROGRAMS: dict[str, Row] = {
        for name, target in (("h100", H100), ("v5p", V5P), ("v6e", "v6e:2x4"))},
     "h100 stage 3, remat": gpt2_row(H100, 3, config=REMAT),
     "v5p stage 3, hybrid": Row(V5P, 3, NNX, {"data": 4, "replica": 2}),
-    "v5p stage 3, annotated": Row(V5P, 3, options=GLOBAL, change=annotated),
+    "v5p stage 3, annotated": Row(V5P, 3, change=annotated),
     "v5p stage 3, flat slice": Row(V5P, 3, sizes={"data": 8}),
-    "v5p stage 3, activations everywhere": Row(V5P, 3, Replicated, batch=(1, 64), options=GLOBAL),
-    "v5p stage 3, read in a loop": Row(V5P, 3, Recurrent(), batch=(1, 16), options=GLOBAL),
+    "v5p stage 3, activations everywhere": Row(V5P, 3, Replicated, batch=(1, 64), change=partitioned),
+    "v5p stage 3, read in a loop": Row(V5P, 3, Recurrent(), batch=(1, 16), change=partitioned),
     # Simulated devices.
     "cpu stage 0, nnx": Row("cpu", 0, NNX),
     "cpu stage 2, nnx unrolled": Row("cpu", 2, gpt2_nnx.build(UNROLLED)),
@@ -307,7 +307,7 @@ PROGRAMS: dict[str, Row] = {
     "cpu stage 3, factored": Row("cpu", 3, sizes={"data": (2, 4)}),
     "cpu stage 3, hybrid fp32": Row("cpu", 3, sizes={"data": (2, 2), "replica": 2}, options=FP32),
     "cpu stage 3, uneven": Row("cpu", 3, gpt2.build(dataclasses.replace(UNEVEN, remat=True))),
-    "cpu stage 3, read in a loop": Row("cpu", 3, Recurrent(), batch=(1, 16), options=GLOBAL),
+    "cpu stage 3, read in a loop": Row("cpu", 3, Recurrent(), batch=(1, 16), change=partitioned),
     # Depth: what grows with it.
     **{f"h100 stage 3, {layers} layers": deep(layers) for layers in (4, 12)},
     **{f"h100 stage 3, {layers} layers {flavour}{' remat' if remat else ''}": deep(layers, flavour, remat)

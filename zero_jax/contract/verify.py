@@ -22,6 +22,7 @@ from zero_jax.contract.tiles import tile_violations
 from zero_jax.contract.violations import (
     SMALL_LEAF,
     TOLERANCE,
+    excess,
     gather_notes,
     reduce_notes,
     row_violations,
@@ -42,19 +43,16 @@ class ContractError(ValueError):
 
 
 def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimizer: Any = None,
-                activation_bytes: float = 0.0, host_activations: bool = False, in_pieces: bool = False,
-                in_parts: bool = False) -> Contract:
+                activation_bytes: float = 0.0, host_activations: bool = False, partitioned: bool = False
+                ) -> Contract:
     """What a step of this layout may send; exact for every leaf, padding included.
 
     With microbatches, stage 3 gathers in each of them or once a step, and gradients are reduced in each or once. Of
     `optimizer` only what `whole_matrices` moves may be sent. activation_bytes: what a step's activations may send over
     `tensor` and `context` (`Activations.communication_bytes`). host_activations: whether checkpoints are kept in
-    host memory. in_pieces: whether forward and backward are several programs. in_parts: whether the gradient is one
-    `jax.shard_map`.
+    host memory. partitioned: whether the gradient is left to XLA's partitioner, and not one `jax.shard_map`.
 
-    For simulated devices the contract is what XLA:CPU can keep: it sends bfloat16 as float32. Where XLA partitions the
-    gradient, a tied embedding, as a rule the largest leaf, is reduced there, at stage 0 and in pieces for each of its
-    reads.
+    For simulated devices the contract is what XLA:CPU can keep: it sends bfloat16 as float32.
     """
     mesh, stage, platform, names = layout.axes.sizes, layout.stage, layout.axes.platform, layout.axes.step_names
 
@@ -62,8 +60,6 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
     num_microbatches = 1 if accumulation is None else accumulation.microbatches
     params, pieces = param_traffic(layout, num_microbatches), param_pieces(layout)
     gathered, reduced = sum(each.gathered_bytes for each in params), sum(each.reduced_bytes for each in params)
-    if not in_parts and (platform == "cpu" or not stage.shards_optimizer or in_pieces):
-        reduced += max((each.reduced_bytes for each in params if not each.reduces_codes), default=0.0)
     num_reductions = 1 if accumulation is None or accumulation.once else num_microbatches
     reduced *= num_reductions
     gathered_codes = sum(each.gathered_bytes for each in params if each.gathers_codes)
@@ -108,7 +104,8 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
     return Contract(stage.number, mesh, platform, slack, tuple(budgets), zero_axes, params,
                     state_budget(layout), num_microbatches if copies.gathers_at_use else 1, num_reductions,
                     axes.context, step_weights_bytes(layout),
-                    host_budget(layout, activations=host_activations, num_gathers=num_microbatches), axes.slices)
+                    host_budget(layout, activations=host_activations, num_gathers=num_microbatches), axes.slices,
+                    partitioned=partitioned)
 
 
 def check(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0,
@@ -128,11 +125,13 @@ def check(program: str | Sequence[Collective], contract: Contract, gathered_byte
              "slices": slices_notes(by_purpose.get("slices", ()))}
     results = {budget.key: TrafficResult(budget, tuple(by_purpose[budget.key]), notes.get(budget.key, ()))
                for budget in contract.budgets}
-    broken = (*violations(results, contract), *row_violations(results, contract), *shortfalls(results, contract),
+    more = tuple(excess(results, contract))
+    broken = (*(() if contract.partitioned else more), *violations(results, contract),
+              *row_violations(results, contract), *shortfalls(results, contract),
               *state_violations(contract), *code_violations(results, contract), *tile_violations(results, contract),
               *memory_violations(results, contract, gathered_bytes),
               *slice_violations(slices), *host_violations(contract.host, host))
-    return Report(contract, tuple(results.values()), broken, host)
+    return Report(contract, tuple(results.values()), broken, host, more if contract.partitioned else ())
 
 
 def verify(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0,

@@ -23,8 +23,8 @@ SMALL_LEAF = 4096
 """Bytes that a leaf may add: the padding of a TPU's tile, for each device of an axis; elsewhere its all-reduce."""
 
 
-def violations(results: Mapping[str, TrafficResult], contract: Contract) -> Iterator[str]:
-    """A line for each budget that is exceeded. results: by the key of the budget."""
+def excess(results: Mapping[str, TrafficResult], contract: Contract) -> Iterator[str]:
+    """A line for each budget of parameters, gradients, activations and the rest that is exceeded, by its key."""
     gather, reduce, rest = results["gather"], results["reduce"], results["rest"]
     rest_bytes = rest.budget.communication_bytes
     if gather.communication_bytes > gather.budget.communication_bytes + contract.slack:
@@ -43,6 +43,14 @@ def violations(results: Mapping[str, TrafficResult], contract: Contract) -> Iter
         if activations.communication_bytes > (1 + TOLERANCE) * activations.budget.communication_bytes + rest_bytes:
             yield (f"{_sent(activations)} bytes of activations travel, {_promised(activations.budget)} are promised: "
                    f"{explain(activations.collectives, contract)}")
+    wrong = [c for c in gather.collectives if set(c.axes(contract.mesh)) - set(gather.budget.axes)]
+    if total_bytes(wrong) > rest_bytes:
+        yield (f"parameters are gathered over {' x '.join(wrong[0].axes(contract.mesh))}, not only over "
+               f"{' x '.join(gather.budget.axes) or 'no axis'}: {explain(wrong, contract)}")
+
+
+def violations(results: Mapping[str, TrafficResult], contract: Contract) -> Iterator[str]:
+    """A line for each other budget that is exceeded, by its key."""
     if matrices := results.get("matrices"):
         if matrices.communication_bytes > (1 + TOLERANCE) * matrices.budget.communication_bytes + SMALL_LEAF:
             yield (f"{_sent(matrices)} bytes of whole matrices travel, {_promised(matrices.budget)} are promised: "
@@ -64,10 +72,6 @@ def violations(results: Mapping[str, TrafficResult], contract: Contract) -> Iter
         if outer.communication_bytes > (1 + TOLERANCE) * outer.budget.communication_bytes + contract.slack:
             yield (f"{_sent(outer)} bytes of outer parameters are gathered in each slice, {_promised(outer.budget)} "
                    f"are promised: {explain(outer.collectives, contract)}")
-    wrong = [c for c in gather.collectives if set(c.axes(contract.mesh)) - set(gather.budget.axes)]
-    if total_bytes(wrong) > rest_bytes:
-        yield (f"parameters are gathered over {' x '.join(wrong[0].axes(contract.mesh))}, not only over "
-               f"{' x '.join(gather.budget.axes) or 'no axis'}: {explain(wrong, contract)}")
 
 
 def row_violations(results: Mapping[str, TrafficResult], contract: Contract) -> Iterator[str]:

@@ -120,7 +120,7 @@ class InspectableStep(StepFunctions):
             activation_bytes = activations.communication_bytes(traced.jaxpr)
         return contract_of(layout, self.accumulation, self._optimizer, activation_bytes,
                            host_activations=self.options.partition_activations == "cpu",
-                           in_pieces=self.options.in_pieces, in_parts=self.options.is_local(self.axes))
+                           partitioned=not self.options.is_local(self.axes))
 
     def trace_forward(self, batch: Batch) -> Any:
         """The jaxpr of the loss in evaluation, of the whole state."""

@@ -124,13 +124,14 @@ def make_zero_train_step(
       combine_bytes: the largest buffer into which XLA may combine collectives (C_B); None: as it does by itself.
       overlap: on TPU v5p and v6e the SparseCores gather and reduce while the TensorCores compute; on v5e gradients are
         reduced within matrix products and elementwise work; on GPUs loops over layers gather for the next round, and
-        reduce what the one before made. By options of XLA that `step.layout(batch).describe()` names, at a cost in memory and time
-        to compile; at stages 1 and 2 weights are gathered in pieces. "auto": where there is more than one such device,
-        and where XLA fails to compile the step with them it warns and does without; True: the same, but refused where
-        nothing would change, and failing where XLA does; False: nowhere; a mapping, on any TPU: these options of XLA
-        besides, or in place of its own.
+        reduce what the one before made. By options of XLA that `step.layout(batch).describe()` names, at a cost in
+        memory and time to compile; at stages 1 and 2 weights are gathered in pieces. "auto": where there is more than
+        one such device, and where XLA fails to compile the step with them it warns and does without; True: the same,
+        but refused where nothing would change, and failing where XLA does; False: nowhere; a mapping, on any TPU:
+        these options of XLA besides, or in place of its own.
       prefetch: on TPU v5p and v6e at stage 3, each round of a loop over layers gathers the parameters of the next one
-        while it computes, forward and backward, and gradients are reduced while the next round computes. It costs memory (some layers' weights) and time to compile. A model without a loop is refused.
+        while it computes, forward and backward, and gradients are reduced while the next round computes. It costs
+        memory (some layers' weights) and time to compile. A model without a loop is refused.
       batch_specs: for leaves of the batch that are no examples (a graph's edges, a table, a key as uint32): pairs of a
         pattern (`re.search` in the leaf's name) and a `PartitionSpec` over axes of the mesh, or None for leaves that
         are whole on every device, as ("edges", P("data")). Scalars and typed keys need no rule. With `accumulate`
