@@ -31,17 +31,20 @@ NARROW_SHARE = 0.01
 """Share of the gradients' budget that may be sent in fewer bits than declared."""
 
 
-def shortfalls(results: Mapping[str, TrafficResult], contract: Contract) -> Iterator[str]:
-    """A line for each way in which a program does less than its stage says. results: by the key of the budget."""
+def detours(results: Mapping[str, TrafficResult], contract: Contract) -> Iterator[str]:
+    """A line for each way in which a program sends what it need not, though no more bytes. results: by budget."""
     gather, reduce = results["gather"], results["reduce"]
     if gather.communication_bytes <= gather.budget.communication_bytes + contract.slack:  # else it is told already
-        passes = contract.num_gathers
-        yield from _repeated_in_loops(gather, passes, "gathered", contract)
+        yield from _repeated_in_loops(gather, contract.num_gathers, "gathered", contract)
     if reduced_bytes(reduce.collectives, contract) <= reduce.budget.communication_bytes + contract.slack:
         yield from _whole_reductions(reduce, contract)
         yield from _repeated_in_loops(reduce, contract.num_reductions, "reduced", contract)
-    yield from _narrow_reductions(reduce, contract)
-    yield from _missing(gather, reduce, contract)
+
+
+def shortfalls(results: Mapping[str, TrafficResult], contract: Contract) -> Iterator[str]:
+    """A line for each way in which a program does less than its stage says. results: by the key of the budget."""
+    yield from _narrow_reductions(results["reduce"], contract)
+    yield from _missing(results["gather"], results["reduce"], contract)
 
 
 def _whole_reductions(reduce: TrafficResult, contract: Contract) -> Iterator[str]:

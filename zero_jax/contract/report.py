@@ -125,8 +125,8 @@ class Contract:
         host: what may be in the host's memory; None where nothing is offloaded.
         slices: the mesh axis across which slices train by themselves; empty: there is none.
         slices_in_loops: whether what is sent between slices must be sent in the rounds of the step's loops.
-        partitioned: whether XLA's partitioner writes what is sent (`view="global"`): more than promised is then told,
-            and breaks nothing.
+        partitioned: whether XLA's partitioner writes what is sent (`view="global"`): more than promised, or in another
+            way, is then told, and breaks nothing.
     """
 
     stage: int
@@ -174,7 +174,7 @@ class TrafficResult:
 class Report:
     """How a program keeps its contract: one `TrafficResult` for each budget, and what breaks it in words.
 
-    excess: what the partitioner sends beyond what is promised, in words.
+    excess: what the partitioner sends beyond what is promised, or in another way, in words.
     """
 
     contract: Contract
@@ -218,5 +218,5 @@ class Report:
                 f"  {budget.purpose}: {result.communication_bytes:,.0f} of {budget.communication_bytes:,.0f} bytes "
                 f"over {' x '.join(budget.axes) or 'no axis'} ({kinds})")
             lines += [f"    {note}" for note in result.notes]
-        return "\n".join([*lines, *(f"  more, as XLA partitions it: {line}" for line in self.excess),
+        return "\n".join([*lines, *(f"  as XLA partitions it: {line}" for line in self.excess),
                           *(f"  BROKEN: {line}" for line in self.violations)])

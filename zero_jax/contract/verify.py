@@ -13,7 +13,7 @@ import jax
 from zero_jax.contract.codes import code_violations
 from zero_jax.contract.host import HostUse, host_budget, host_violations
 from zero_jax.contract.memory import memory_violations
-from zero_jax.contract.minimum import shortfalls
+from zero_jax.contract.minimum import detours, shortfalls
 from zero_jax.contract.params import min_itemsize, param_pieces, param_traffic
 from zero_jax.contract.purpose import purpose_of, sorted_dims, split_by_purpose
 from zero_jax.contract.report import Contract, Report, TrafficBudget, TrafficResult
@@ -125,7 +125,7 @@ def check(program: str | Sequence[Collective], contract: Contract, gathered_byte
              "slices": slices_notes(by_purpose.get("slices", ()))}
     results = {budget.key: TrafficResult(budget, tuple(by_purpose[budget.key]), notes.get(budget.key, ()))
                for budget in contract.budgets}
-    more = tuple(excess(results, contract))
+    more = (*excess(results, contract), *detours(results, contract))
     broken = (*(() if contract.partitioned else more), *violations(results, contract),
               *row_violations(results, contract), *shortfalls(results, contract),
               *state_violations(contract), *code_violations(results, contract), *tile_violations(results, contract),
