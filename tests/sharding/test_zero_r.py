@@ -68,7 +68,7 @@ def per_block(text, step, ways):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100:8", "v5e:2x4"])
 def test_parameters_are_gathered_over_data_alone_and_activations_travel_as_megatrons(target):
-    made, text, step = compiled(target, **CHECKPOINTED)
+    made, text, step = compiled(target, overlap=False, **CHECKPOINTED)  # no round of a loop is taken out of it
     gathers = [each for each in collectives(text) if GATHER_SCOPE in each.op_name]
     assert gathers and {each.axes(step.mesh.shape) for each in gathers} == {("data",)}
     # Two sums in forward, two in backward and one in the recomputation, which needs no block's last: the paper has 12.
@@ -95,7 +95,7 @@ def stacks(text, *shape):
 @pytest.mark.slow
 def test_partitioned_checkpoints():
     local = BATCH // 2
-    _, whole, step = compiled(**CHECKPOINTED)
+    _, whole, step = compiled(view="global", **CHECKPOINTED)  # as beside partitioned activations
     assert stacks(whole, local, LENGTH, WIDTH) and not stacks(whole, local, LENGTH // 4, WIDTH)
     made, split, split_step = compiled(partition_activations=True, **CHECKPOINTED)
     assert stacks(split, local, LENGTH // 4, WIDTH) and not stacks(split, local, LENGTH, WIDTH)
@@ -155,14 +155,14 @@ def test_checkpoints_come_up_a_round_ahead():
     made, text, _ = compiled(sizes=(), partition_activations="cpu", **CHECKPOINTED)
     checkpoint = BATCH // 8 * LENGTH * WIDTH * 2
     ahead = [read for read in made.host_use.stack_reads if read.is_ahead]
-    # The first round of backward reads what is copied up before the loop.
-    assert [(read.bytes, read.runs) for read in ahead] == [(checkpoint, LAYERS - 1)]
+    # The first round of backward reads what is copied up before the loop, of which XLA takes the last one out.
+    assert [(read.bytes, read.runs) for read in ahead] == [(checkpoint, LAYERS - 2)]
     assert made.host_use.stack_reads == ahead
     assert made.memory.host_temp_size_in_bytes == LAYERS * checkpoint
     (offsets,) = (each.offsets for each in made.host_slices if not each.writes and each.offsets)
-    assert offsets == tuple(checkpoint * layer for layer in reversed(range(LAYERS - 1)))
+    assert offsets == tuple(checkpoint * layer for layer in reversed(range(1, LAYERS - 1)))
     assert any(len(products) > 1 for products in products_beside_copies(text).values())
-    assert f"{(LAYERS - 1) * checkpoint:,} of them a round ahead of their use" in str(made.verify())
+    assert f"{(LAYERS - 2) * checkpoint:,} of them a round ahead of their use" in str(made.verify())
     waiting, text, _ = compiled(sizes=(), partition_activations="cpu", change=without_reading_ahead, **CHECKPOINTED)
     assert not any(products_beside_copies(text).values())
     (line,) = waiting.report.violations

@@ -215,11 +215,7 @@ class StepOptions:
 
     def _not_local(self, axes: MeshAxes) -> list[str]:
         """What the local view does not have yet."""
-        sums_on_host = (self.host_offload is not None and self.host_offload.gradients == "host"
-                        and self.accumulation.microbatches > 1 and axes.platform != "cpu")
         return [what for is_asked, what in (
-                # Of 48 sums of layers a program for h100:8 reads 45 where `verify` looks for them (jax 0.10.2).
-                (sums_on_host, "with sums of microbatches in host memory"),
                 (axes.tensor_enabled and bool(axes.slices), f"with DiLoCo in the mesh {axes.sizes}"),
                 (axes.tensor_enabled and (self.tiling is not None or bool(self.partition_activations)),
                  f"with tiling or partition_activations in the mesh {axes.sizes}"),

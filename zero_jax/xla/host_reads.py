@@ -34,7 +34,8 @@ class HostRead:
         name: of the instruction.
         source: the input of the program that is read, as `state.weights['blocks']['kernel']`; "" where it is not found.
         bytes: of one run. runs: how often a step runs it; a loop whose length is not known counts once.
-        in_loop: whether it is in a loop. is_slice: whether it reads a part that an index chooses, as a layer.
+        in_loop: whether it is in a loop. is_slice: whether it reads a part, as a layer: by an index, or that of a round
+            which XLA has taken out of a loop.
         is_ahead: in a loop, whether only the next round uses it, and this one does something else while it is copied:
             a product, half of its other work, or, on a GPU, sending 16 times the bytes of all that is copied meanwhile.
         op_name: where the program's author wrote it, or what first uses it: XLA:TPU starts the first round's read
@@ -113,7 +114,7 @@ def _in_frame(flow: Flow, frame: Frame, runs: int, at: "tuple[_Round, Instructio
         if size := _read_bytes(computation, instruction):
             yield HostRead(instruction.name, flow.input_of((frame, instruction.operands[0], ())), size, runs,
                            place is not None, place is not None and place[0].is_ahead(place[1]),
-                           instruction.opcode.startswith("dynamic-slice"), _scope(flow, frame, instruction))
+                           "slice" in instruction.opcode, _scope(flow, frame, instruction))
         for callee in instruction.callees:
             inner = Frame(module.computations[callee], instruction, frame)
             if instruction.opcode != "while":
