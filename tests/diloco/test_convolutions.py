@@ -39,15 +39,11 @@ def difference(stage, data, *, rows=16, **options):
 
 
 @pytest.mark.parametrize(("stage", "data", "options"), [
-    (0, 1, {}), (3, 2, {}), (2, 2, {"accumulate": 2})])
+    (0, 1, {}), (3, 2, {}), (2, 2, {"accumulate": 2}), (2, 2, {"accumulate": 2, "reduce": "once"}),
+    (0, 1, {"view": "global"}), (3, 2, {"view": "global"}), (2, 2, {"view": "global", "accumulate": 2})])
 def test_the_numbers_are_those_of_a_plain_loop(stage, data, options, monkeypatch):
     """The control: left to the partitioner they are not (one device a slice)."""
     assert difference(stage, data, **options) < 1e-6
-    if not stage:
-        monkeypatch.setattr(gradients, "convolve_on_own_device", lambda jaxpr, **_: jaxpr)
-        assert difference(stage, data) > 1e-3
-
-
-def test_with_reduce_once_they_are_refused():
-    with pytest.raises(zero_jax.UsageError, match='reduce="every"'):
-        difference(2, 2, accumulate=2, reduce="once")
+    if options == {"view": "global"} and not stage:
+        monkeypatch.setattr(gradients, "convolve_on_own_slice", lambda jaxpr, **_: jaxpr)
+        assert difference(stage, data, **options) > 1e-3

@@ -79,7 +79,7 @@ def _trainable(layout: Layout, num_microbatches: int) -> Iterator[ParamTraffic]:
             gathers = _gathers(layout, use, shards, num_microbatches)
         elif layout.disk and not stage.shards_params:
             gathers = 0.0  # after the walk over the files, by a program of its own
-        replicas = layout.mesh.size // parts
+        replicas = layout.axes.size(*layout.axes.step_names) // parts
         scattered, summed = size * (1 - 1 / shards), 2 * size / shards * (1 - 1 / replicas)
         traffic = ParamTraffic(
             name, size, scattered if gathers else 0.0, scattered if shards > 1 else summed, read, reduce,

@@ -68,7 +68,8 @@ class DiLoCoFunctions(StateInArrays):
                              "nothing is sent: give None, or axes of a slice.")
         self.step, self.outer = step, outer
         # Parts of fragments are sent in the rounds of loops that are not within a `shard_map`.
-        self._inner = step.of_slices(view="global") if outer.overlap else step.of_slices()
+        in_rounds = outer.overlap and step.options.view != "local" and not step.options.needs_local
+        self._inner = step.of_slices(view="global") if in_rounds else step.of_slices()
         self.axes = self._inner.axes
         self.batches, self.batch_sharding = step.batches, step.batch_sharding
         self.num_slices = self.axes.size(self.axes.slices) if num_slices is None else num_slices

@@ -25,6 +25,7 @@ from zero_jax.transforms.gather_remat import (
 )
 from zero_jax.transforms.gradient_layout import order_stacked_gradients
 from zero_jax.transforms.host_gradients import add_on_host, check_on_host, stack_on_host
+from zero_jax.transforms.own_convolutions import convolve_on_own_slice
 from zero_jax.transforms.padded_products import multiply_padded
 from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints
 from zero_jax.transforms.tiled_products import tile_products
@@ -126,6 +127,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         (local and not layout.host_gradients, stack_narrow),
         (reduced and layout.host and (bool(layout.host_gradients) or not layout.axes.is_tpu),
          functools.partial(order_stacked_gradients, tiled=layout.axes.is_tpu)),
+        (bool(layout.axes.slices) and not local, functools.partial(convolve_on_own_slice, axes=layout.axes)),
     ]
     loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled),
                                 first=remat_blocks, last=with_shared_calls)

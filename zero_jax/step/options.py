@@ -206,12 +206,17 @@ class StepOptions:
     def _check_global(self, axes: MeshAxes) -> None:
         """Raises UsageError for what the partitioner's view does not have."""
         why = self._not_local(axes) or ["with view=\"global\""]
-        for is_asked, what in (
-                (self.accumulation.once, "reduce=\"once\""),
-                (self.communication is not None and bool(self.communication.gradients), "communication= of gradients")):
-            if is_asked:
-                raise UsageError(f"{what} {why[0]}: each device's own sums are known in the local view alone. Leave "
-                                 "one of them out.")
+        for what in self.needs_local:
+            raise UsageError(f"{what} {why[0]}: each device's own sums are known in the local view alone. Leave one of "
+                             "them out.")
+
+    @property
+    def needs_local(self) -> list[str]:
+        """What of these options the partitioner's view does not have."""
+        return [what for is_asked, what in (
+            (self.accumulation.once, "reduce=\"once\""),
+            (self.communication is not None and bool(self.communication.gradients), "communication= of gradients"))
+            if is_asked]
 
     def _not_local(self, axes: MeshAxes) -> list[str]:
         """What the local view does not have yet."""

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import (
     ClosedJaxpr,
+    Jaxpr,
     JaxprEqn,
     eqn_of,
     is_literal,
@@ -22,9 +23,10 @@ from zero_jax.jaxpr.equations import (
     variable_like,
     variable_on_host,
 )
-from zero_jax.jaxpr.primitives import SCAN, Scan, call_jaxpr, inlined, with_call_jaxpr
+from zero_jax.jaxpr.primitives import JIT, SCAN, Scan, call_jaxpr, inlined, with_call_jaxpr
 from zero_jax.sharding.batch import add_weighted
 from zero_jax.sharding.memory.host_arrays import fetch, is_on_host, put_on_host
+from zero_jax.transforms.scatter_calls import inlined_eqns, is_scatter
 from zero_jax.tree import named_leaves
 
 GRADIENT_SCOPE = "zero_host_gradient"
@@ -38,7 +40,7 @@ def stack_on_host(closed: ClosedJaxpr, outputs: Collection[int]) -> ClosedJaxpr:
     writes a layer's shard into a stack in host memory instead, as it writes checkpoints that are offloaded.
     Order: last, on the outermost program alone, since what it moves is a result of the whole.
     """
-    jaxpr = closed.jaxpr
+    jaxpr = _flat(closed.jaxpr, outputs)
     numbers = _stacked(jaxpr, outputs)
     if not numbers:
         return closed
@@ -59,6 +61,7 @@ def add_on_host(closed: ClosedJaxpr, outputs: Sequence[int], *, weight: int, sha
 
     Why not new stacks, as results: the old and the new ones would be in host memory together.
     """
+    closed = closed.replace(jaxpr=_flat(closed.jaxpr, outputs))
     jaxpr = closed.jaxpr
     numbers = _stacked(jaxpr, outputs)
     by_output = {output: (var, sharding) for output, var, sharding in zip(
@@ -74,6 +77,18 @@ def add_on_host(closed: ClosedJaxpr, outputs: Sequence[int], *, weight: int, sha
             eqn = _added(eqn, stacks, first, factor, renamed)
         eqns.append(eqn)
     return closed.replace(jaxpr=jaxpr.replace(eqns=eqns, outvars=_renamed(jaxpr.outvars, renamed)))
+
+
+def _flat(jaxpr: Jaxpr, outputs: Collection[int]) -> Jaxpr:
+    """`jaxpr` with the calls inlined that make the results `outputs`, as those in which a loop stands by itself."""
+    while True:
+        makers = producers(jaxpr)
+        makers_of = [makers.get(jaxpr.outvars[output]) for output in outputs if not is_literal(jaxpr.outvars[output])]
+        calls = {id(eqn) for eqn in makers_of if eqn is not None and primitive_of(eqn) == JIT and not is_scatter(eqn)}
+        if not calls:
+            return jaxpr
+        jaxpr = jaxpr.replace(eqns=[inner for eqn in jaxpr.eqns for inner in (
+            inlined_eqns(eqn) if id(eqn) in calls else [eqn])])
 
 
 def _stacked(jaxpr: Any, outputs: Collection[int]) -> dict[Any, dict[int, int]]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, bind_eqn, eqn_of, is_literal, primitive_of, shape_of, variables
 from zero_jax.jaxpr.primitives import CONSTRAINT, CONVERT, DOT, NAME, dot_dims, jit_name, permutation
-from zero_jax.transforms.scatter_calls import inlined
+from zero_jax.transforms.scatter_calls import inlined_eqns
 from zero_jax.typing import Shape
 
 ADAPTED = "zero_adapted_"
@@ -211,7 +211,7 @@ def _split(dot: JaxprEqn, side: int, call: JaxprEqn, moves: tuple[JaxprEqn, ...]
         return (*at_outer, *(at_others + at_columns if side == 1 else at_columns + at_others))
 
     invars = [dot.invars[1 - side], *call.invars]
-    return list(inlined(eqn_of(jax.jit(product), invars, dot.outvars)))
+    return list(inlined_eqns(eqn_of(jax.jit(product), invars, dot.outvars)))
 
 
 def _dropped(value: jax.Array, rate: float, key: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, bind_eqn, eqn_of, in_scope
 from zero_jax.jaxpr.primitives import own_use
 from zero_jax.sharding.gather import ParamUse, use_of_read
 from zero_jax.sharding.stored_shape import identity_shape
-from zero_jax.transforms.scatter_calls import inlined
+from zero_jax.transforms.scatter_calls import inlined_eqns
 from zero_jax.transforms.weight_product import WeightProduct, replaced, weight_product
 
 
@@ -65,4 +65,4 @@ def _as_gathered(jaxpr: Jaxpr, product: WeightProduct, read: JaxprEqn) -> list[J
 
     operands = [read.invars[0], gather.invars[0], dot.invars[1 - side]]
     call = in_scope_of(eqn_of(jax.jit(multiply), operands, dot.outvars), dot)
-    return [in_scope_of(eqn, call) for eqn in inlined(call)]
+    return [in_scope_of(eqn, call) for eqn in inlined_eqns(call)]

@@ -25,7 +25,7 @@ def is_scatter(eqn: JaxprEqn) -> bool:
         out_shardings(eqn)[0], NamedSharding)
 
 
-def inlined(call: JaxprEqn) -> Iterator[JaxprEqn]:
+def inlined_eqns(call: JaxprEqn) -> Iterator[JaxprEqn]:
     """The equations of the jit that `call` is, and a copy of each result that none of them computes."""
     inner = call_jaxpr(call).jaxpr
     outer: dict[Any, Any] = dict(zip(inner.invars, call.invars, strict=True))

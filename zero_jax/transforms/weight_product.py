@@ -7,7 +7,7 @@ import jax
 
 from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, bind_eqn, primitive_of, shape_of, variables
 from zero_jax.jaxpr.primitives import CONVERT, DOT, JIT, NAME, call_jaxpr, dot_dims, permutation
-from zero_jax.transforms.scatter_calls import inlined
+from zero_jax.transforms.scatter_calls import inlined_eqns
 
 _MOVES = (CONVERT, NAME, "transpose", "copy")
 """Primitives of one operand through which a weight is followed to its product."""
@@ -60,7 +60,7 @@ def weight_product(jaxpr: Jaxpr, read: JaxprEqn) -> tuple[Jaxpr, WeightProduct] 
         (user,) = users
         if primitive_of(user) == JIT and not call_jaxpr(user).consts:
             jaxpr = jaxpr.replace(eqns=[inner for eqn in jaxpr.eqns
-                                        for inner in (inlined(eqn) if eqn is user else [eqn])])
+                                        for inner in (inlined_eqns(eqn) if eqn is user else [eqn])])
         elif primitive_of(user) in _MOVES:
             moves.append(user)
             atom = user.outvars[0]

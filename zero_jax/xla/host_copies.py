@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from zero_jax.xla.host_slices import host_slices
+from zero_jax.xla.overlap import pipelined
 from zero_jax.xla.platform import is_gpu
 
 ANNOTATOR = "dynamic-slice-annotator"
@@ -49,9 +50,13 @@ def host_prefetch_options(device: jax.Device) -> dict[str, Any]:
 
     XLA:GPU moves the reads to the round before, where they are beside products, and the writes to the round after. As
     it comes it has two copies in flight at a time: of six reads of a layer four then wait at the top of a round, with
-    nothing beside them (1.5B of 4 layers on `h100:8`). XLA:TPU moves reads so by itself.
+    nothing beside them (1.5B of 4 layers on `h100:8`). XLA:TPU moves reads so by itself. By itself XLA:GPU also reduces
+    a layer's gradients a round later, and holds them whole until then: 70.8 GiB in place of 52.6 of a trillion
+    parameters on 64 H100.
     """
-    return {"xla_gpu_enable_pipelined_host_offloading": True, **_IN_FLIGHT} if is_gpu(device) else {}
+    if not is_gpu(device):
+        return {}
+    return {"xla_gpu_enable_pipelined_host_offloading": True, **pipelined("reduce_scatter", on=False), **_IN_FLIGHT}
 
 
 def check_rows(program: str) -> None:

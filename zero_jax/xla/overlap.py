@@ -139,14 +139,14 @@ def buffered_loop_options(device: jax.Device) -> dict[str, Any]:
     """
     if not is_gpu(device):
         return {}
-    return {"xla_gpu_enable_while_loop_double_buffering": True, **_pipelined("all_gather", "reduce_scatter")}
+    return {"xla_gpu_enable_while_loop_double_buffering": True, **pipelined("all_gather", "reduce_scatter")}
 
 
-def _pipelined(*kinds: str) -> dict[str, Any]:
-    """XLA:GPU's options by which loops send these collectives an iteration earlier or later."""
+def pipelined(*kinds: str, on: bool = True) -> dict[str, Any]:
+    """XLA:GPU's options by which loops send these collectives an iteration earlier or later, or do not."""
     if jax.__version_info__ < (0, 12):
-        return {f"xla_gpu_enable_pipelined_{kind}": True for kind in kinds}
-    return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in kinds}
+        return {f"xla_gpu_enable_pipelined_{kind}": on for kind in kinds}
+    return {f"xla_gpu_pipeline_{kind}": f"COLLECTIVE_PIPELINING_MODE_{'ON' if on else 'OFF'}" for kind in kinds}
 
 
 def reduction_options(device: jax.Device, num_shards: int) -> dict[str, Any]:
