@@ -222,8 +222,9 @@ class StepOptions:
         """What the local view does not have yet."""
         return [what for is_asked, what in (
                 (axes.tensor_enabled and bool(axes.slices), f"with DiLoCo in the mesh {axes.sizes}"),
-                (axes.tensor_enabled and (self.tiling is not None or bool(self.partition_activations)),
-                 f"with tiling or partition_activations in the mesh {axes.sizes}"),
+                (axes.tensor_enabled and bool(self.partition_activations),
+                 f"with partition_activations in the mesh {axes.sizes}"),
+                (self.tiling is not None, "with tiling"),
                 (self.in_pieces, "with parameters or activations in files")) if is_asked]
 
     def _check_tiling(self, axes: MeshAxes) -> None:
