@@ -94,7 +94,6 @@ ACCESSORS = {  # primitive: what the seam reads of its sample, and what that is
     "broadcast": ("broadcast_in_dim", primitives.broadcast_dims, (1, 2)),
     "squeeze": ("squeeze", primitives.squeezed_dims, (0,)),
     "reduction": ("reduce_sum", primitives.reduced_axes, (0, 1)),
-    "scatter": (primitives.SCATTER_ADD, primitives.scatter_dims, ((1,), (0,), False)),
     "shard_map": (primitives.SHARD_MAP, primitives.in_specs, (P("data"),)),
     "manual body": (primitives.SHARD_MAP, lambda eqn: len(primitives.call_jaxpr(eqn).jaxpr.eqns), 1),
 }
@@ -119,27 +118,20 @@ def test_a_renamed_parameter_is_found(what):
         read(name, renamed)
 
 
-def edited(narrow, x):
+def edited(x):
     """Results of equations that the seam edits."""
-    dot = trace(jnp.matmul, narrow, W.astype(jnp.bfloat16)).jaxpr.eqns[-1]
-    wide = primitives.with_product_dtype(dot, jnp.float32, equations.variable_like(dot.outvars[0], jnp.float32))
-    scatter = eqns(*SAMPLES[primitives.SCATTER_ADD])[primitives.SCATTER_ADD]
     closed = trace(scan, x)
     loop = next(eqn for eqn in closed.jaxpr.eqns if primitive_of(eqn) == primitives.SCAN)
     body = equations.jaxpr_to_fun(primitives.call_jaxpr(loop))
     retraced = closed.jaxpr.replace(eqns=[
         primitives.with_body(eqn, body) if eqn is loop else eqn for eqn in closed.jaxpr.eqns])
-    return (*equations.bind_eqn(wide, [narrow, W.astype(jnp.bfloat16)]),
-            *primitives.scatter_dropping(scatter, [x, jnp.array([[0], [1], [99]]), jnp.ones((3, 4))]),
-            *primitives.reduce_all(eqns(jnp.sum, x)["reduce_sum"], jnp.ones((2, 3, 4))),
+    return (*primitives.reduce_all(eqns(jnp.sum, x)["reduce_sum"], jnp.ones((2, 3, 4))),
             *equations.jaxpr_to_fun(closed.replace(jaxpr=retraced))(x)), scan(x)
 
 
 def test_edited_equations_compute():
     with mend(JAXPR):
-        (product, scattered, total, *looped), expected = jax.jit(edited)(X.astype(jnp.bfloat16), X)
-        assert product.dtype == jnp.float32 and (product == 4).all()
-        np.testing.assert_array_equal(scattered.sum(1), [8, 8, *[4] * 6])  # the third update has no row
+        (total, *looped), expected = jax.jit(edited)(X)
         assert total == 24
         jax.tree.map(np.testing.assert_allclose, tuple(looped), expected)
 

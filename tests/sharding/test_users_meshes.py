@@ -276,8 +276,8 @@ def test_roles_are_those_of_the_names_of_make_mesh():
     own = MeshAxes.of(zero_jax.make_mesh(data=2, replica=2, tensor=2))
     other = MeshAxes.of(explicit(("dp", "fsdp", "tp"), (2, 2, 2)),
                         roles={"data": "fsdp", "replica": "dp", "tensor": "tp"})
-    for name in ("zero_size", "replica_size", "context_size", "tensor_size", "batch_shards", "is_flat"):
+    for name in ("zero_size", "replica_size", "context_size", "tensor_size", "batch_shards"):
         assert getattr(own, name) == getattr(other, name), name
     assert (other.batch, other.zero) == (("dp", "fsdp"), ("fsdp",))
     flat = MeshAxes.of(explicit(("fsdp", "cp"), (4, 2)), roles={"data": "fsdp", "context": "cp"})
-    assert flat.is_flat and flat.zero == ("fsdp", "cp") and flat.context_enabled
+    assert flat.zero == ("fsdp", "cp") and flat.context_enabled

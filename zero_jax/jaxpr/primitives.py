@@ -7,13 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import primitives
-from jax.lax import GatherScatterMode
 
 from zero_jax.jaxpr.equations import (
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
-    Var,
     bind_eqn,
     closed_jaxpr,
     shape_of,
@@ -231,10 +229,6 @@ def conv_dims(conv: JaxprEqn) -> ConvDims:
     return ConvDims(lhs, kernel, conv.params["feature_group_count"] * conv.params["batch_group_count"])
 
 
-def with_product_dtype(product: JaxprEqn, dtype: Any, out: Var) -> JaxprEqn:
-    """A dot_general or convolution that sums in `dtype`, into the variable `out`."""
-    return product.replace(outvars=[out], params={**product.params, "preferred_element_type": jax.numpy.dtype(dtype)})
-
 
 def empty_on_host(shape: Sequence[int], dtype: Any) -> jax.Array:
     """An array in host memory to be written in parts, as a scan begins the stack of its results there; traceable.
@@ -282,35 +276,3 @@ def bind_unsharded(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
 def reduce_all(reduction: JaxprEqn, value: Any) -> Sequence[Any]:
     """The result of `reduction` over every dim of `value`."""
     return bind_eqn(reduction, [value], axes=tuple(range(value.ndim)))
-
-
-class ScatterDims(NamedTuple):
-    """window: dims of the updates that are slices; rows: dims of the operand that indices count.
-
-    clips: whether an index that is out of bounds is moved to the nearest row.
-    """
-
-    window: tuple[int, ...]
-    rows: tuple[int, ...]
-    clips: bool
-
-
-def scatter_dims(scatter: JaxprEqn) -> ScatterDims:
-    """The dims of a scatter-add of (operand, indices, updates)."""
-    numbers = scatter.params["dimension_numbers"]
-    return ScatterDims(numbers.update_window_dims, numbers.scatter_dims_to_operand_dims,
-                       scatter.params["mode"] == GatherScatterMode.CLIP)
-
-
-def scatter_dropping(scatter: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
-    """The result of a scatter-add on `args`, with updates dropped whose index is out of bounds."""
-    return bind_eqn(scatter, args, mode=GatherScatterMode.FILL_OR_DROP)
-
-
-def scatter_add_like(scatter: JaxprEqn, invars: Sequence[Any], out: Var) -> JaxprEqn:
-    """A scatter-add as `scatter` in the dtype of `invars`: traced again, since its addition is a jaxpr of one dtype."""
-    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-    params = {name: scatter.params[name] for name in names}
-    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in invars]
-    (eqn,) = trace(lambda *args: jax.lax.scatter_add(*args, **params), *shapes).jaxpr.eqns
-    return eqn.replace(invars=list(invars), outvars=[out])

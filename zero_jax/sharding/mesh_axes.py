@@ -133,13 +133,6 @@ class MeshAxes:
         return self.tensor_size > 1
 
     @property
-    def is_flat(self) -> bool:
-        """Whether ZeRO shards over one axis alone, beside `context`, and nothing is replicated across another."""
-        others = {self.context, self.tensor}
-        return (set(self.step_names) <= {*self.zero, *others}
-                and sum(name != self.context for name in self.zero) <= 1)
-
-    @property
     def batch(self) -> AxisNames:
         """The axes over which the examples of a batch are split: the replicas, then ZeRO's but for `context`."""
         replicas = (self.replica,) if self.replica in self.mesh.axis_names and self.replica not in self.zero else ()
