@@ -178,7 +178,7 @@ def test_layers_come_up_a_round_ahead(target, monkeypatch):
 
     # Controls: without XLA's options each round waits for its own layer; and twice as many reads.
     if target.startswith("h100"):
-        monkeypatch.setattr(options, "host_prefetch_options", lambda device: {})
+        monkeypatch.setattr(options, "host_prefetch_options", lambda device, **_: {})
         assert any("the others are waited for" in line for line in compiled().report.violations)
     twice = dataclasses.replace(use, reads=use.reads * 2)
     assert any("come up from host memory in a step" in line for line in host_violations(budget, twice))

@@ -287,8 +287,8 @@ class StepOptions:
         device = axes.mesh.devices.flat[0]
         activations, offload = self.partition_activations == "cpu", self.host_offload
         copies = copy_options(device, engines=self.uses_copy_engines(axes)) if activations or offload else {}
-        ahead = activations or offload is not None and offload.parameters == "host"
-        reads = host_prefetch_options(device) if ahead else {}
+        parameters = offload is not None and offload.parameters == "host"
+        reads = host_prefetch_options(device, parameters=parameters) if activations or parameters else {}
         return combine_options(device, self.combine_bytes) | copies | reads
 
     def uses_copy_engines(self, axes: MeshAxes) -> bool:

@@ -49,9 +49,9 @@ def step_overlap_options(options: StepOptions, layout: Layout) -> dict[str, Any]
     codes = options.communication is not None and options.communication.gradients is not None
     scatters = options.stage.shards_optimizer and not codes  # codes are sent by all-to-alls, which nothing combines
     in_parts = scatters and not in_loops and options.combine_bytes is None and overlap is not False
-    # Unrolled twice, loops read no layer from host memory an iteration ahead.
+    # Unrolled twice, loops read nothing from host memory an iteration ahead, and write blocks by indices unknown.
     buffered = (options.is_local(layout.axes) and in_loops and overlap is not False and layout.mesh.size > 1
-                and not layout.host_params and options.partition_activations != "cpu")
+                and options.host_offload is None and options.partition_activations != "cpu")
     return ((reduction_options(device, layout.num_shards) if in_parts else {})
             | overlap_options(device, overlap, at_once=options.stage.shards_params and not in_loops, codes=codes,
                               scatters=options.stage.shards_optimizer)
