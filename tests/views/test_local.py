@@ -538,20 +538,10 @@ def test_steps_for_targets_keep_the_contract(target, stage, sizes):
 
 
 @pytest.mark.parametrize("options, match", [
-    ({"offload": zero_jax.Offload(parameters="disk", disk="run")}, "files")])
+    ({"offload": zero_jax.Offload(parameters="disk", disk="run")}, "files"), ({"tiling": {"up/kernel": 2}}, "tiling")])
 def test_what_it_does_not_have_is_refused(options, match):
     with pytest.raises(zero_jax.UsageError, match=f"view=\"local\" .*{match}"):
         zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, view="local", mesh=zero_jax.make_mesh(8), **options)
-
-
-def test_sums_of_microbatches_in_the_host_memory_of_gpus_are_refused():
-    if extra := xla_devices.missing_compiler("h100:8"):
-        pytest.skip(f"needs {extra}")
-    mesh = zero_jax.make_mesh(devices=xla_devices.target_devices("h100:8"))
-    options = {"mesh": mesh, "view": "local", "offload": HOST}
-    with pytest.raises(zero_jax.UsageError, match="view=\"local\" with sums of microbatches in host memory"):
-        zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, accumulate=2, **options)
-    zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, **options)
 
 
 def test_a_view_that_does_not_exist_is_refused():
