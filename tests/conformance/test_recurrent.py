@@ -79,11 +79,11 @@ def test_recurrent_loops_send_their_parameters_once(flavour, stage, sizes, targe
     assert on_tpu or report.communication_bytes < 1.01 * report.contract.communication_bytes
 
 
-def test_without_one_send_per_loop_the_contract_is_broken():
-    """Negative control: the partitioner reduces in each of its iterations."""
+def test_the_partitioner_sends_in_each_iteration_and_the_report_says_so():
+    """Negative control."""
     if extra := xla_devices.missing_compiler("h100:8"):
         pytest.skip(f"needs {extra}")
     mesh = zero_jax.make_mesh(devices=xla_devices.target_devices("h100:8"))
     batch = {"x": jax.ShapeDtypeStruct((64, 256), jnp.float32), "y": jax.ShapeDtypeStruct((64, 1), jnp.float32)}
-    with pytest.raises(ValueError, match="breaks its contract"):
-        zero_jax.make_zero_train_step(Recurrent(256), 3, mesh=mesh, loss=squares, view="global").verify(batch)
+    report = zero_jax.make_zero_train_step(Recurrent(256), 3, mesh=mesh, loss=squares, view="global").verify(batch)
+    assert any("gradients are reduced" in line and "In a loop" in line for line in report.excess), report.excess
