@@ -112,7 +112,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
     again = gathers and not layout.kept_bytes
     on_loss = [
         (local, read_before_loops),
-        (True, functools.partial(duplicate_param_reads, duplicate=not local, shared=local)),
+        (True, functools.partial(duplicate_param_reads, duplicate=not local)),
         (bool(layout.tiles), tile_products),
         (not activations.sequence, multiply_padded),
         (activations.sequence, activations.split_sequence),

@@ -33,7 +33,6 @@ from zero_jax.jaxpr.primitives import (
     Checkpoint,
     call_jaxpr,
     checkpoint_names,
-    jit_name,
     policy_dtypes,
     policy_names,
     with_body,
@@ -45,8 +44,8 @@ NEVER_SAVED = ("reshape", "squeeze", "broadcast_in_dim", "stop_gradient")
 """Primitives whose results cost nothing to compute again, whatever they are of."""
 
 
-def duplicate_param_reads(jaxpr: Jaxpr, *, duplicate: bool = True, shared: bool = False) -> Jaxpr:
-    """Gives every consumer of a parameter its own read; with `shared` all of them one, whose gradient is reduced once.
+def duplicate_param_reads(jaxpr: Jaxpr, *, duplicate: bool = True) -> Jaxpr:
+    """Gives every consumer of a parameter its own read.
 
     Why: otherwise JAX adds the cotangents of a tied weight before our reduce-scatter sees them, and the partitioner
     all-reduces one of them to do so. What the loss itself differentiates is behind: from here on a read has one
@@ -58,10 +57,8 @@ def duplicate_param_reads(jaxpr: Jaxpr, *, duplicate: bool = True, shared: bool 
     reads: dict[Var, JaxprEqn] = {}
     consumed: set[Var] = set()
     eqns: list[JaxprEqn] = []
-    known: dict[Any, Var] = {}
-    first: dict[Any, Var] = {}
     for eqn in jaxpr.eqns:
-        invars: list[Any] = [atom if is_literal(atom) else first.get(atom, atom) for atom in eqn.invars]
+        invars: list[Any] = list(eqn.invars)
         for i, atom in enumerate(invars):
             if _is_among(atom, reads):
                 if duplicate and atom in consumed:
@@ -70,14 +67,9 @@ def duplicate_param_reads(jaxpr: Jaxpr, *, duplicate: bool = True, shared: bool 
                 consumed.add(atom)
         eqn = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
         if _is_gathered_call(eqn) and len(eqn.invars) == 2:
-            var = eqn.outvars[0]
-            first[var] = var if not shared else known.setdefault((*map(id, eqn.invars), jit_name(eqn), var.aval), var)
-            if first[var] is not var:
-                continue
-            eqn = reads[var] = differentiated_last(eqn)
+            eqn = reads[eqn.outvars[0]] = differentiated_last(eqn)
         eqns.append(eqn)
-    outvars = [atom if is_literal(atom) else first.get(atom, atom) for atom in jaxpr.outvars]
-    return jaxpr.replace(eqns=eqns, outvars=outvars)
+    return jaxpr.replace(eqns=eqns)
 
 
 def tag_derived_as_gathered(jaxpr: Jaxpr, derived: Iterable[Var] = ()) -> Jaxpr:
