@@ -90,7 +90,7 @@ def compiled(row, path):
     if row["remat"] not in ("none", "full"):
         extra["remat"] = row["remat"]
     step = zero_jax.make_zero_train_step(model, row["stage"], mesh=mesh, precision="bf16", optimizer=optax.adamw(1e-4),
-                                         accumulate=row["accumulate"], view="global", **extra)
+                                         accumulate=row["accumulate"], **extra)
     count = row["batch"] * row["accumulate"] * len(devices)
     batch = {name: jax.ShapeDtypeStruct((count, row["seq"]), jnp.int32) for name in ("inputs", "targets")}
     began, program = time.process_time(), step.compiled_step(batch)

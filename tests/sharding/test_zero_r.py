@@ -168,7 +168,7 @@ def test_checkpoints_come_up_a_round_ahead():
     assert any(len(products) > 1 for products in products_beside_copies(text).values())
     assert f"{(LAYERS - 2) * checkpoint:,} of them a round ahead of their use" in str(made.verify())
     waiting, text, _ = compiled(sizes=(), partition_activations="cpu", change=without_reading_ahead, **CHECKPOINTED)
-    assert not all(products_beside_copies(text).values())
+    assert not any(len(products) > 1 for products in products_beside_copies(text).values())
     (line,) = waiting.report.violations
     assert "bytes of checkpoints that backward reads from host memory, 0 come up a round ahead" in line
 

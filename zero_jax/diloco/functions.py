@@ -30,8 +30,8 @@ from zero_jax.sharding.gather import names_of
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.slices import OUTER_SCOPE, mean_of_slices
 from zero_jax.state import ZeroState
+from zero_jax.step.accumulate import is_key
 from zero_jax.step.in_arrays import StateInArrays
-from zero_jax.step.microbatches import is_key
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.transforms.loop_rounds import rounds_with_products, run_in_rounds
 from zero_jax.tree import map_named

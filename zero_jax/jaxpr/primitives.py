@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +14,12 @@ from zero_jax.jaxpr.equations import (
     JaxprEqn,
     bind_eqn,
     closed_jaxpr,
+    eqn_of,
+    is_literal,
     shape_of,
     trace,
     type_of,
+    variable_like,
 )
 
 SCAN, COND, JIT = primitives.scan_p.name, primitives.cond_p.name, primitives.jit_p.name
@@ -63,6 +66,26 @@ def with_call_jaxpr(eqn: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
 def inlined(jit: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
     """A jit of `jaxpr`, whose equations take its place where it is traced again."""
     return with_call_jaxpr(jit.replace(params={**jit.params, "inline": _INLINE}), jaxpr)
+
+
+def inlined_eqns(call: JaxprEqn) -> Iterator[JaxprEqn]:
+    """The equations of the jit that `call` is, and a copy of each result that none of them computes."""
+    inner = call_jaxpr(call).jaxpr
+    outer: dict[Any, Any] = dict(zip(inner.invars, call.invars, strict=True))
+    own = {var for eqn in inner.eqns for var in eqn.outvars}
+    results = {atom: out for atom, out in zip(inner.outvars, call.outvars, strict=True)
+               if not is_literal(atom) and atom in own}
+
+    def outside(atom: Any) -> Any:
+        return atom if is_literal(atom) else outer[atom]
+
+    for eqn in inner.eqns:
+        invars = [outside(atom) for atom in eqn.invars]
+        outer.update((var, results[var] if var in results else variable_like(var)) for var in eqn.outvars)
+        yield eqn.replace(invars=invars, outvars=[outer[var] for var in eqn.outvars])
+    for atom, out in zip(inner.outvars, call.outvars, strict=True):
+        if outside(atom) is not out:
+            yield eqn_of(jax.lax.copy_p.bind, [outside(atom)], [out])
 
 
 def with_body(eqn: JaxprEqn, fun: Callable[..., Any]) -> JaxprEqn:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.jaxpr.equations import JaxprEqn, primitive_of
 from zero_jax.jaxpr.named_call import named_call, set_read
-from zero_jax.jaxpr.primitives import checkpoint_names, own_use
+from zero_jax.jaxpr.primitives import checkpoint_names, jit_name, out_shardings, own_use
 from zero_jax.sharding.memory.host_arrays import carrier_of, fetch, is_on_host
 from zero_jax.sharding.mesh import major_first
 from zero_jax.sharding.mesh_axes import MeshAxes
@@ -31,8 +31,8 @@ REDUCED = "zero_reduced"
 """The `checkpoint_name` of gradients that are to be reduced."""
 SCATTER = "zero_scatter"
 """The name of the jitted call that reduces and scatters a gradient."""
-SCATTER_QUANTIZED, SCATTER_WHOLE = "zero_scatter_quantized", "zero_scatter_whole"
-"""The same, of a gradient sent as codes (`quantized.reduce`), or of a parameter held whole (stages 1 and 2)."""
+SCATTER_QUANTIZED = "zero_scatter_quantized"
+"""The same, of a gradient sent as codes (`quantized.reduce`)."""
 _SPLIT = "zero_tensor_"
 """With a number, the `checkpoint_name` of a parameter whose dim of that number `tensor` splits."""
 GATHER_SCOPE = "zero_gather"
@@ -160,6 +160,15 @@ class ParamUse:
         return _READ.bind(carrier, gathered, use=self, names=(GATHERED, *(f"{_SPLIT}{dim}" for dim in split)))
 
 
+def is_scatter(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` is the reduction of a gradient that `ParamUse` asks for.
+
+    Its derivatives have its name where a loss differentiates by parameters, and not its sharding.
+    """
+    return jit_name(eqn) in (SCATTER, SCATTER_QUANTIZED) and len(eqn.outvars) == 1 and isinstance(
+        out_shardings(eqn)[0], NamedSharding)
+
+
 def use_of_read(eqn: JaxprEqn) -> ParamUse | None:
     """How `eqn` reads a parameter, if it reads one."""
     return own_use(eqn) if primitive_of(eqn) in (_READ.name, _LAST_READ.name) else None
@@ -277,8 +286,7 @@ def _scatter(use: ParamUse) -> Callable[[jax.Array], jax.Array]:
             value = constrain(value, use.mesh, step)
         return value
 
-    whole = {*names_of(use.stored)} <= {use.axes.tensor}
-    zero_scatter.__name__ = SCATTER_QUANTIZED if use.quantize_gradient else SCATTER_WHOLE if whole else SCATTER
+    zero_scatter.__name__ = SCATTER_QUANTIZED if use.quantize_gradient else SCATTER
     return jax.jit(zero_scatter, out_shardings=NamedSharding(use.mesh, spec))
 
 

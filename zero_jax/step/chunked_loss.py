@@ -140,8 +140,8 @@ def _backward(chunking: _Chunking, residuals: Any, cotangent: jax.Array) -> Any:
         table_grad = table_grad.astype(table.dtype)
         return features_grad, table_grad[None] if summed_outside else jax.lax.psum(table_grad, token_axes)
 
-    # Where the sum is not in here, what reduces gradients scatters it at once: the local view, and on a torus
-    # `transforms.explicit_scatter.scatter_partial_gradients`. Elsewhere XLA makes a reduce-scatter of a sum in here.
+    # Where the sum is not in here, the local view scatters it at once. Beside `tensor` on GPUs XLA makes a
+    # reduce-scatter of a sum in here.
     summed_outside = set(token_axes) == set(axes.step_names) and (axes.is_tpu or not axes.tensor_enabled)
     table_spec = P(token_axes, *chunking.table_spec) if summed_outside else chunking.table_spec
     features_grad, table_grad = chunking.run(on_device, (axes.batch_spec, table_spec))(*residuals)

@@ -31,7 +31,7 @@ from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.step_weights import gather_step_weights, microbatch_layout
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
-from zero_jax.step.accumulate import accumulate_gradients
+from zero_jax.step.accumulate import Microbatches, accumulate_gradients
 from zero_jax.step.attention import initialising
 from zero_jax.step.call_checks import (
     check_same_batch,
@@ -46,7 +46,6 @@ from zero_jax.step.in_arrays import StateInArrays
 from zero_jax.step.init import initial_state
 from zero_jax.step.losses import checked, takes_key, with_key
 from zero_jax.step.metrics import values
-from zero_jax.step.microbatches import Microbatches
 from zero_jax.step.options import StepOptions
 from zero_jax.step.overlap import with_overlap
 from zero_jax.step.start import names_without_streams, with_values

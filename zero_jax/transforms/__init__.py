@@ -4,7 +4,7 @@ In the program of a model with adapters, before all others: `low_rank.split_low_
 
 On the loss, before differentiation:
 1. `remat.checkpoint_blocks`, on the outermost jaxpr alone
-2. `gather_remat.duplicate_param_reads`
+2. `views.loops.read_before_loops` in the local view, in the partitioner's `gather_remat.duplicate_param_reads`
 3. `tiled_products.tile_products`
 4. `padded_products.multiply_padded`
 5. `activation_partitioning.Activations.split_sequence`
@@ -16,7 +16,8 @@ On the differentiated loss, which `gather_again.value_and_grad` makes:
 8. `gather_again.gather_again`
 9. `views.loops.stack_narrow`, in the local view
 10. `gradient_layout.order_stacked_gradients`
-11. `update_order.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
+11. `own_convolutions.convolve_on_own_slice`, of DiLoCo in the partitioner's view
+12. `update_order.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
 
 The local view (`zero_jax.views`) then makes one `jax.shard_map` of it.
 

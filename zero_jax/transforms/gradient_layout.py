@@ -18,8 +18,8 @@ from zero_jax.jaxpr.equations import (
     variable_like,
 )
 from zero_jax.jaxpr.primitives import CALLS, CONVERT, NAME, SCAN, Scan, call_jaxpr, out_shardings, with_call_jaxpr
+from zero_jax.sharding.gather import is_scatter
 from zero_jax.sharding.memory.tpu_tiles import minor_order
-from zero_jax.transforms.scatter_calls import is_scatter
 
 
 def order_stacked_gradients(jaxpr: Jaxpr, *, tiled: bool = False) -> Jaxpr:
@@ -32,7 +32,7 @@ def order_stacked_gradients(jaxpr: Jaxpr, *, tiled: bool = False) -> Jaxpr:
 
     Cost without: 117 MiB more of device memory in the update (GPT-2 1.5B on `h100:8`, offload="optimizer"). Of sums in
     host memory on four v5p, which XLA:TPU transposes whole, 50.3 MB of copies there beside 25.2.
-    Order: before `scatter_partial_gradients`, which replaces the reductions that are found here.
+    Order: on the program that is differentiated already, whose reductions it looks for.
     """
     return jaxpr.replace(eqns=[_ordered(eqn, tiled) if primitive_of(eqn) == SCAN else eqn for eqn in jaxpr.eqns])
 

@@ -23,10 +23,10 @@ from zero_jax.jaxpr.equations import (
     variable_like,
     variable_on_host,
 )
-from zero_jax.jaxpr.primitives import JIT, SCAN, Scan, call_jaxpr, inlined, with_call_jaxpr
+from zero_jax.jaxpr.primitives import JIT, SCAN, Scan, call_jaxpr, inlined, inlined_eqns, with_call_jaxpr
 from zero_jax.sharding.batch import add_weighted
+from zero_jax.sharding.gather import is_scatter
 from zero_jax.sharding.memory.host_arrays import fetch, is_on_host, put_on_host
-from zero_jax.transforms.scatter_calls import inlined_eqns, is_scatter
 from zero_jax.tree import named_leaves
 
 GRADIENT_SCOPE = "zero_host_gradient"

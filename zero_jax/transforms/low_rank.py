@@ -15,8 +15,7 @@ import jax.numpy as jnp
 
 from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, bind_eqn, eqn_of, is_literal, primitive_of, shape_of, variables
-from zero_jax.jaxpr.primitives import CONSTRAINT, CONVERT, DOT, NAME, dot_dims, jit_name, permutation
-from zero_jax.transforms.scatter_calls import inlined_eqns
+from zero_jax.jaxpr.primitives import CONSTRAINT, CONVERT, DOT, NAME, dot_dims, inlined_eqns, jit_name, permutation
 from zero_jax.typing import Shape
 
 ADAPTED = "zero_adapted_"

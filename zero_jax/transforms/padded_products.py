@@ -7,10 +7,9 @@ import jax
 from jax import lax
 
 from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, bind_eqn, eqn_of, in_scope_of, producers, shape_of
-from zero_jax.jaxpr.primitives import own_use
+from zero_jax.jaxpr.primitives import inlined_eqns, own_use
 from zero_jax.sharding.gather import ParamUse, use_of_read
 from zero_jax.sharding.stored_shape import identity_shape
-from zero_jax.transforms.scatter_calls import inlined_eqns
 from zero_jax.transforms.weight_product import WeightProduct, replaced, weight_product
 
 

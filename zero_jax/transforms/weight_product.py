@@ -6,8 +6,7 @@ from typing import Any
 import jax
 
 from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, bind_eqn, primitive_of, shape_of, variables
-from zero_jax.jaxpr.primitives import CONVERT, DOT, JIT, NAME, call_jaxpr, dot_dims, permutation
-from zero_jax.transforms.scatter_calls import inlined_eqns
+from zero_jax.jaxpr.primitives import CONVERT, DOT, JIT, NAME, call_jaxpr, dot_dims, inlined_eqns, permutation
 
 _MOVES = (CONVERT, NAME, "transpose", "copy")
 """Primitives of one operand through which a weight is followed to its product."""

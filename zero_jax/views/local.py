@@ -65,7 +65,6 @@ from zero_jax.sharding.gather import (
     GATHER_SCOPE,
     SCATTER,
     SCATTER_QUANTIZED,
-    SCATTER_WHOLE,
     ParamUse,
     names_of,
     secondary_spec,
@@ -73,7 +72,6 @@ from zero_jax.sharding.gather import (
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.policy import Hop
 from zero_jax.sharding.reduce_scatter import reduce_parts
-from zero_jax.transforms.tiled_products import TILED_PRODUCT
 from zero_jax.views.rules import ELEMENTWISE, plan_back, plan_of, plan_whole
 from zero_jax.views.spread import (
     Plan,
@@ -97,7 +95,7 @@ _READS = ("zero_read", "zero_last_read")
 _TANGENT = "zero_read_tangent"
 _GATHERS = (GATHER_SCOPE, _TANGENT)
 _COPY = "zero_gather_secondary"
-_SCATTERS = (SCATTER, SCATTER_QUANTIZED, SCATTER_WHOLE)
+_SCATTERS = (SCATTER, SCATTER_QUANTIZED)
 _CALLBACKS = "debug_print", "debug_callback", "io_callback", "pure_callback"
 _MADE_IN_PARTS = frozenset({*ELEMENTWISE, BROADCAST, RESHAPE, IOTA, RANDOM_BITS})
 """Primitives of whole operands of which a device may compute just the part that it needs, once that is known."""
@@ -165,8 +163,6 @@ class LocalView:
                     for spec, var in zip(eqn.params["out_specs"], eqn.outvars, strict=True)]
         if jit_name(eqn) in _SCATTERS:
             return [self._scattered(eqn)]
-        if name == TILED_PRODUCT:
-            return self.spreads(_tile_by_tile(eqn), ins)
         if all(spread.is_whole for spread in ins) and not _holds_own(eqn):
             return plan_whole(eqn).outs
         if name in CALLS:
@@ -286,8 +282,6 @@ class LocalView:
             raise UsageError(f"The loss calls back to the host ({name}), which every device would do in a mesh "
                              f"{self.axes.sizes}: give view=\"global\", or leave the call out.")
         is_whole = all(spread.is_whole for spread in ins) and not eqn.effects
-        if name == TILED_PRODUCT:
-            return self.evaluate(_tile_by_tile(eqn), operands)
         if name in CALLS and not (name == REMAT and eqn.params["differentiated"]):
             return self.evaluate(call_jaxpr(eqn), operands)
         if is_whole and not _holds_own(eqn):
@@ -542,11 +536,6 @@ def _run_manual(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
     run_eqns(closed.jaxpr.eqns, env, bind)
     return [value_of(atom, env) for atom in closed.jaxpr.outvars]
-
-
-def _tile_by_tile(eqn: JaxprEqn) -> ClosedJaxpr:
-    """The loop over tiles that a product in tiles computes."""
-    return trace(own_use(eqn).forward, *map(type_of, eqn.invars))
 
 
 def _holds_own(eqn: JaxprEqn) -> bool:
