@@ -136,8 +136,8 @@ class InspectableStep(StepFunctions):
         a parameter, the whole model is in memory), if scatters or gathers leave other rows on devices than the layout
         says, or a GPU would copy other rows of host memory than the program says: with the operation, its bytes, its
         source line and what to do. Where XLA's partitioner splits the gradient (`view="global"`), what it sends beyond
-        the promise raises nothing: `Report.excess` tells it. It compiles the step alone; `multi`, `gradients`, `apply_gradients` and evaluators
-        are programs of their own, of the same functions, and unchecked.
+        the promise raises nothing: `Report.excess` tells it. It compiles the step alone; `multi`, `gradients`,
+        `apply_gradients` and evaluators are programs of their own, of the same functions, and unchecked.
         """
         return self.compiled_step(batch).verify()
 
