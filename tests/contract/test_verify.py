@@ -32,7 +32,7 @@ LONG = (
     "h100 stage 1, uneven", "cpu stage 2, nnx unrolled", "cpu stage 3, factored", "cpu stage 3, uneven",
     "cpu stage 0, nnx", "cpu stage 3, hybrid fp32",
     "v5e stage 3, uneven", "v5e stage 2, fp32", "v5e stage 3, nnx unrolled", "v5e stage 3, conv",
-    "v5p stage 1, reduce fp32", "v5p stage 3", "v5p stage 3, hybrid")
+    "v5p stage 1, uneven", "v6e stage 3, uneven", "v5p stage 1, reduce fp32", "v5p stage 3", "v5p stage 3, hybrid")
 
 
 @pytest.mark.grid

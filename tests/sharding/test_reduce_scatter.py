@@ -110,6 +110,8 @@ KERNELS = {  # how a TPU sends each: as it is, as tiles, flat and padded, summed
     "tiles, minor first": ((128, 256), P(("y", "x"), None)),
     "columns, minor first": ((65, 4096), P(None, ("y", "x"))),
     "flat, minor first": ((3, 3, 160, 40), P(None, None, ("y", "x"), None)),
+    "merged": ((2**16,), P(("x", "y"))),
+    "merged, minor first": ((2**16,), P(("y", "x"))),
     "cut, minor first": ((3, 5, 8), P(None, None, ("y", "x"))),
 }
 
@@ -204,6 +206,8 @@ WIRE = [  # kernels of a ResNet-50 in its layouts, and what they may cost
     ("v5e:16x16", (1, 1, 512, 256), BOTH, 1.07),  # part of it is smaller than tiles
     ("v5e:16x16", (1, 1, 256, 64), BOTH, 2.001),  # all of it is; padded, XLA (jax 0.10) does not compile it
     ("v5p:2x2x2", (50257, 4096), P(None, ("data_0", "data_1")), 1.005),  # an embedding, whose rows fill no tiles
+    ("v5p:2x2x2", (1024 * 2936,), P(("data_0", "data_1")), 1.01),  # the merged dims of a kernel of 1001 x 3003
+    ("v6e:2x4", (1024 * 2936,), P("data"), 1.01),
 ]
 
 
@@ -225,3 +229,4 @@ def test_kernels_that_are_scattered_as_they_are_send_more(monkeypatch):
         value, axis, scatter_dimension=dim, tiled=True))
     assert wire(*WIRE[4][:3]) > 1.5 and wire(*WIRE[6][:3]) > 1.5
     assert wire(*WIRE[9][:3]) > 1.5 and wire(*ROWS) > 1.1
+    assert wire(*WIRE[10][:3]) > 1.5 and wire(*WIRE[11][:3]) > 1.5

@@ -265,6 +265,8 @@ PROGRAMS: dict[str, Row] = {
     "v5e stage 3, bf16-stochastic": Row(V5E, 3, NNX, options={"precision": "bf16-stochastic", "optimizer": None}),
     "v5e stage 3, nnx unrolled": Row(V5E, 3, gpt2_nnx.build(UNROLLED)),
     "v5e stage 3, uneven": Row(V5E, 3, gpt2.build(UNEVEN)),
+    "v5p stage 1, uneven": Row(V5P, 1, gpt2.build(UNEVEN)),
+    "v6e stage 3, uneven": Row("v6e:2x4", 3, gpt2.build(UNEVEN)),
     "v5e stage 3, conv": Row(V5E, 3, resnet.build(resnet.Config((1, 1), width=16, num_classes=8)),
                              options={"loss": classify_images}),
     "v5p stage 1, reduce fp32": Row(V5P, 1, options=REDUCE_FP32),

@@ -118,7 +118,8 @@ def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block
     shape = (*value.shape[:dim], value.shape[dim] // num_shards, *value.shape[dim + 1:])
     part = math.prod(shape)
     keeps_order = value.ndim == 2 and dim == 0 and shape[0] % 8 == shape[1] % 128 == part % block == 0
-    if fills_tiles(shape[dim]) and not (within_products and in_tiles and keeps_order):
+    as_tiles = value.ndim == 1 and part > block and not within_products  # XLA all-reduces it flat: twice the bytes
+    if fills_tiles(shape[dim]) and not as_tiles and not (within_products and in_tiles and keeps_order):
         # At most one dim before and one after: dims of size 1, as in the kernel of a 1 x 1 convolution, change the
         # memory layout of the array, and XLA all-reduces it.
         merged = [math.prod(shape[:dim]), value.shape[dim], math.prod(shape[dim + 1:])]
