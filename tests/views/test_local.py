@@ -22,7 +22,7 @@ from support.zoo import CASES
 import zero_jax
 from models import gpt2
 from zero_jax.jaxpr.equations import all_eqns, primitive_of
-from zero_jax.jaxpr.primitives import SCAN
+from zero_jax.jaxpr.primitives import RAGGED_DOT, SCAN
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.step import gradients
 from zero_jax.views import local
@@ -170,6 +170,36 @@ def stacked(w):
 def grouped(x, w, last=8):
     """Three groups of rows, of which the middle one begins and ends within a device's."""
     return jax.lax.ragged_dot(x, w, jnp.array([1, BATCH - 9, last]))
+
+
+def routed(x, w):
+    """Each row multiplied by the matrix that it chooses, in the order of a sort of all rows."""
+    chosen = jnp.argmax(x[:, :3], -1)
+    order = jnp.argsort(chosen)
+    out = jax.lax.ragged_dot(x[order], stacked(w), jnp.bincount(chosen, length=3).astype(jnp.int32))
+    return out[jnp.argsort(order)]
+
+
+PROGRAMS |= {
+    "rows in the order of a sort": routed,
+    "gradient of rows in the order of a sort": lambda x, w: jax.grad(
+        lambda *args: (routed(*args) ** 2).mean(), (0, 1))(x, w),
+}
+
+
+def products_of(fun):
+    """The numbers of rows that each device multiplies in groups."""
+    closed = jax.make_jaxpr(fun)(*arrays())
+    axes = MeshAxes.of(zero_jax.make_mesh(8))
+    local = local_view(closed, axes, (axes.batch_spec, P()), [None] * len(closed.jaxpr.outvars))
+    return {eqn.invars[0].aval.shape[0] for eqn in all_eqns(local.jaxpr) if eqn.primitive.name == RAGGED_DOT}
+
+
+@pytest.mark.filterwarnings("ignore:view=.local.. every device computes the whole of sort")
+def test_rows_in_the_order_of_a_sort_are_multiplied_in_parts():
+    """Negative control: products of a value that every device has are of all rows."""
+    assert products_of(routed) == {BATCH // 8}
+    assert products_of(lambda x, w: routed(w[jnp.arange(BATCH) % WIDTH], w).sum() + x.sum()) == {BATCH}
 
 
 GROUPS = {

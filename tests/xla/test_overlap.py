@@ -304,6 +304,12 @@ def test_a_mapping_changes_the_options():
     assert overlap_options(device, False) == {}
 
 
+def test_gpus_take_a_mapping_in_the_place_of_what_loops_are_compiled_with():
+    name = "xla_gpu_enable_while_loop_double_buffering"
+    by_default, asked = (layout("h100:8", **options).overlap_note for options in ({}, {"overlap": {name: False}}))
+    assert f"{name}=True" in by_default and f"{name}=False" in asked and f"{name}=True" not in asked
+
+
 def test_other_tpus_take_a_mapping_and_other_devices_do_not():
     asked = {"xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": True}
     assert overlap_options(mesh_of("v4:2x2x2").devices.flat[0], asked) == asked

@@ -127,7 +127,7 @@ def make_zero_train_step(
         reduce what the one before made. By options of XLA that `step.layout(batch).describe()` names, at a cost in
         memory and time to compile; at stages 1 and 2 weights are gathered in pieces. "auto": where there is more than
         one such device, and where XLA fails to compile the step with them it warns and does without; True: the same,
-        but refused where nothing would change, and failing where XLA does; False: nowhere; a mapping, on any TPU:
+        but refused where nothing would change, and failing where XLA does; False: nowhere; a mapping, on TPUs and GPUs:
         these options of XLA besides, or in place of its own.
       prefetch: on TPU v5p and v6e at stage 3, each round of a loop over layers gathers the parameters of the next one
         while it computes, forward and backward, and gradients are reduced while the next round computes. It costs

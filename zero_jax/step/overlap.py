@@ -1,6 +1,7 @@
 """XLA's options by which a step's communication runs beside its compute, by what its layers are."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from zero_jax.sharding.layout import Layout
@@ -56,4 +57,5 @@ def step_overlap_options(options: StepOptions, layout: Layout) -> dict[str, Any]
             | overlap_options(device, overlap, at_once=options.stage.shards_params and not in_loops, codes=codes,
                               scatters=options.stage.shards_optimizer)
             | prefetch_options(device, options.prefetch, options.overlap)
-            | (buffered_loop_options(device) if buffered else {}))
+            | (buffered_loop_options(device) if buffered else {})
+            | (dict(options.overlap) if isinstance(options.overlap, Mapping) else {}))

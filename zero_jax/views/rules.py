@@ -14,7 +14,7 @@ from typing import Any
 from zero_jax.jaxpr import primitives
 from zero_jax.jaxpr.equations import JaxprEqn, is_literal, shape_of
 from zero_jax.typing import AxisNames, Shape
-from zero_jax.views.spread import Plan, Split, Spread, Ways, local_shape, ndim_at, shape_at, whole
+from zero_jax.views.spread import Plan, Split, Spread, Ways, evenly, local_shape, ndim_at, shape_at, whole
 
 Rule = Callable[[JaxprEqn, Sequence[Spread], Ways], Plan | None]
 
@@ -397,6 +397,8 @@ def _ragged_dot(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | 
     if batched or len(spreads[2].dims) != 1:
         return None
     rows_right = summed_right[summed.index(rows)] if rows in summed else None
+    spreads = [_scattered(spread, shape_at(atom), [] if dim is None else [dim], ways)
+               for spread, atom, dim in zip(spreads, eqn.invars, (rows, rows_right, None), strict=True)]
     split = spreads[0].dims[rows] or (None if rows_right is None else spreads[1].dims[rows_right])
     left, right = _only(spreads[0].dims, rows, split), _only(spreads[1].dims, rows_right, split)
     dims = (None,) * ndim_at(eqn.outvars[0])
@@ -434,10 +436,9 @@ def _only(dims: Sequence[Any], dim: int | None, split: Split | None) -> Spread:
 def _gather(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     numbers, sizes = eqn.params["dimension_numbers"], list(map(int, eqn.params["slice_sizes"]))
     shape = shape_at(eqn.invars[0])
-    operand, indices = spreads
-    if indices.partial or not _sums(spreads):
+    operand, indices = spreads[0], spreads[1].without_sum
+    if spreads[1].partial or not _sums(spreads):
         operand = operand.without_sum
-    indices = indices.without_sum
     offsets = list(map(int, numbers.offset_dims))
     gone = {*map(int, numbers.collapsed_slice_dims), *map(int, numbers.operand_batching_dims)}
     windows = [dim for dim in range(len(shape)) if dim not in gone]
@@ -456,6 +457,8 @@ def _gather(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None
         if split and dim in windows and sizes[dim] == shape[dim] and taken.isdisjoint(split.axes):
             ins_operand[dim] = out[offsets[windows.index(dim)]] = split
             sizes[dim] //= ways(split.axes)
+        elif split and dim in gone and dim not in pairs and not any(ins_indices):
+            ins_indices = [*evenly(shape_at(eqn.invars[1])[:-1], split.axes, ways), None]  # each takes some rows
     for row, split in zip(rows, ins_indices, strict=False):
         out[row] = split
     return Plan((Spread(tuple(ins_operand), operand.partial), Spread(tuple(ins_indices))),
@@ -591,7 +594,7 @@ RULES: dict[str, Rule] = {
 }
 
 SUMS_PASS = LINEAR | {
-    primitives.RESHAPE, primitives.BROADCAST, primitives.TRANSPOSE, primitives.SQUEEZE, primitives.SUM, "cumsum",
-    "concatenate", "pad", "slice", "dynamic_slice", "dynamic_update_slice", "rev", "split", "tile",
-    "unstack", primitives.DOT, primitives.CONV, primitives.GATHER_ROWS, primitives.SCATTER_ADD, primitives.BARRIER}
+    primitives.RESHAPE, primitives.BROADCAST, primitives.TRANSPOSE, primitives.SQUEEZE, primitives.SUM, primitives.DOT,
+    "cumsum", "concatenate", "pad", "slice", "dynamic_slice", "dynamic_update_slice", "rev", "split", "tile", "unstack",
+    primitives.CONV, primitives.RAGGED_DOT, primitives.GATHER_ROWS, primitives.SCATTER_ADD, primitives.BARRIER}
 """Primitives that are linear, so that a sum over devices may be taken after them."""

@@ -103,6 +103,12 @@ class Plan:
     repeats: AxisNames = ()
 
 
+def evenly(shape: Shape, axes: AxisNames, ways: Ways) -> list[Split | None]:
+    """The longest dim that divides over `axes` split over them; all whole where none does."""
+    longest = max((size for size in shape if size % ways(axes) == 0), default=0)
+    return [Split(axes) if size == longest and at == shape.index(longest) else None for at, size in enumerate(shape)]
+
+
 def shape_at(atom: Any) -> Shape:
     """The global shape of a variable or a literal of the program."""
     return tuple(atom.aval.shape)
