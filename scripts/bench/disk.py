@@ -2,7 +2,7 @@
 
     python scripts/bench/disk.py engine --folder /mnt/nvme --gib 2        # needs fio on the PATH for its row
     python scripts/bench/disk.py train --folder /mnt/nvme --million 300
-    python scripts/bench/disk.py train --million 300 --stacked    # with parameters and gradients in files, too
+    python scripts/bench/disk.py train --million 300 --stacked
 
 `engine`: records of 16 MiB are read from one generation while those of the next are written, as in a step, checksums
 and copies included; fio reads and writes blocks of that size in that mix (`libaio`, depth 4, direct); TensorStore has a
@@ -15,8 +15,8 @@ written before: a file system takes longer for the first write of a block that i
 states (plain SGD, from `gradients` and `apply_gradients`), with the states in memory, and with them in files. Peak
 resident memory is that of the steps after the first, and that of `init` is below the table; the time of a step's walk
 over the files is that of the step less that of the one without states. `--stacked`: of one `nn.scan` over the layers,
-at stage 3 and in bf16, and one way more: with parameters and gradients in files. Below that are peak resident memory
-and time of a checkpoint that is saved and restored after the steps.
+at stage 3 and in bf16, in memory and in files. Below that are peak resident memory and time of a checkpoint that is
+saved and restored after the steps.
 """
 
 import argparse
@@ -209,8 +209,7 @@ def train(way, folder, million, steps, buffer_mib, in_stack):
     layers = max(1, round(million * 1e6 / WIDTH**2))
     model = stacked(layers) if in_stack else nn.Sequential([nn.Dense(WIDTH, use_bias=False) for _ in range(layers)])
     batch = {"inputs": jnp.ones((4, WIDTH)), "targets": jnp.ones((4, WIDTH))}
-    offload = zero_jax.Offload(disk=folder, buffer_bytes=buffer_mib * 2**20, parameters=(
-        "disk" if way == "parameters" else "device")) if way in ("files", "parameters") else None
+    offload = zero_jax.Offload(disk=folder, buffer_bytes=buffer_mib * 2**20) if way == "files" else None
     options = {"precision": "bf16", "remat": "full"} if in_stack else {}
     step = zero_jax.make_zero_train_step(
         model, 3 if in_stack else 2, **options, offload=offload,
@@ -240,9 +239,9 @@ def train(way, folder, million, steps, buffer_mib, in_stack):
     result = {"way": way, "parameters": step.layout().num_params, "peak_mib": peak.bytes / 2**20,
               "seconds": statistics.median(times[1:]), "losses": losses, "init_mib": first.bytes / 2**20,
               "init_seconds": init_seconds, **checkpoint}
-    if way in ("files", "parameters"):
+    if way == "files":
         records = step._states.records.layout.records
-        read = sum(record.num_bytes for piece in step._states.pieces for record in piece.reads)
+        read = sum(piece.reads.num_bytes for piece in step._states.pieces if piece.reads is not None)
         result |= {"read_bytes": read, "written_bytes": sum(each.num_bytes for each in records if not each.once),
                    "ring_mib": step._states.streaming.ring_bytes / 2**20,
                    "direct": step._states.generations._files[0].is_direct}
@@ -284,9 +283,8 @@ def trains(folder, million, steps, buffer_mib, ways, in_stack):
         seconds = files["seconds"] - none["seconds"]
         print(f"\nover no states: {extra:,.0f} MiB, ring {files['ring_mib']:,.0f} MiB; walk {seconds:.2f} s, "
               f"{(files['read_bytes'] + files['written_bytes']) / 1e9 / seconds:.2f} GB/s")
-    for one, other in (("memory", "files"), ("files", "parameters")):
-        if {one, other} <= rows.keys():
-            print(f"losses of {one} and {other} equal: {rows[one]['losses'] == rows[other]['losses']}")
+    if {"memory", "files"} <= rows.keys():
+        print(f"losses of memory and files equal: {rows['memory']['losses'] == rows['files']['losses']}")
 
 
 def main():
@@ -305,7 +303,7 @@ def main():
     if options.what == "engine":
         engines(options.folder, options.gib, options.rounds)
     elif options.what == "train":
-        ways = options.ways or (["memory", "files", "parameters"] if options.stacked else ["none", "memory", "files"])
+        ways = options.ways or (["memory", "files"] if options.stacked else ["none", "memory", "files"])
         trains(options.folder, options.million, options.steps, options.buffer_mib, ways, options.stacked)
     elif options.way in WAYS:
         print(WAYS[options.way](options.folder, options.gib))

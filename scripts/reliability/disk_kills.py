@@ -2,7 +2,6 @@
 
     python scripts/reliability/disk_kills.py                 # 200 kills, 200 torn files, 8 kills of whole train steps
     python scripts/reliability/disk_kills.py --kills 20 --torn 20 --train-kills 0
-    python scripts/reliability/disk_kills.py --kills 0 --torn 0 --layers    # of steps with parameters in files
     python scripts/reliability/disk_kills.py --kills 0 --torn 0 --train-kills 0 --process-kills 40 --folder /dev/shm
 
 A kill: a process commits generation after generation of records whose every byte follows from the generation, through
@@ -14,7 +13,6 @@ loss may leave it. The newest generation that is whole must be found; where both
 
 A kill of train steps: `make_zero_train_step(offload=Offload(disk=...))` in a process, killed at a random moment and
 resumed with `stored_state`; every loss, and the state at the end, must be bitwise those of a run that was not killed.
-`--layers`: of a stack of layers, whose parameters, gradients and activations are in files, too.
 
 A kill of one of two processes of `train --offload disk`, while it starts, resumes, trains or commits. Then the other is
 ended and both start again with --resume, as `launch --restarts` does it. Each time the run must go on from the last
@@ -213,26 +211,7 @@ def torn(folder, count, seed, verify=True):
     return faults
 
 
-def stacked():
-    """A model of stacked layers, and what its step is made with beside a folder."""
-    import flax.linen as nn
-
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return x + nn.Dense(64)(nn.gelu(nn.Dense(256)(x))), None
-
-    class Stack(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Embed(61, 64)(x)
-            x, _ = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()(x, None)
-            return nn.Dense(61)(x)
-
-    return Stack(), {"remat": "full", "partition_activations": "disk"}, {"parameters": "disk"}
-
-
-def train(folder, steps, layers=False, report=None):
+def train(folder, steps, report=None):
     """Losses by step, and a digest of the last state, of a run in `folder` that goes on from what is there."""
     import hashlib
 
@@ -245,11 +224,9 @@ def train(folder, steps, layers=False, report=None):
     from zero_jax.tree import named_leaves
 
     simulate_local(2)
-    model, options, parts = stacked() if layers else (
-        nn.Sequential([nn.Embed(61, 64), nn.Dense(67), nn.gelu, nn.Dense(61)]), {}, {})
     step = zero_jax.make_zero_train_step(
-        model, 3 if layers else 2, optimizer=optax.adamw(1e-3), precision="bf16", ema=0.9, **options,
-        offload=zero_jax.Offload(disk=folder, buffer_bytes=2**16, **parts))
+        nn.Sequential([nn.Embed(61, 64), nn.Dense(67), nn.gelu, nn.Dense(61)]), 2, optimizer=optax.adamw(1e-3),
+        precision="bf16", ema=0.9, offload=zero_jax.Offload(disk=folder, buffer_bytes=2**16))
     keys = jax.random.split(jax.random.key(1), steps)
     batches = [{name: jax.random.randint(jax.random.fold_in(key, at), (8, 8), 0, 61)
                 for at, name in enumerate(("inputs", "targets"))} for key in keys]
@@ -270,11 +247,10 @@ def train(folder, steps, layers=False, report=None):
     print("digest", digest.hexdigest(), flush=True)
 
 
-def run_training(folder, steps, seconds=None, layers=False):
+def run_training(folder, steps, seconds=None):
     """The lines of a run in a process of its own, killed after `seconds` of steps where given."""
     lines = []
-    with subprocess.Popen([sys.executable, __file__, "--train-in", str(folder), "--steps", str(steps),
-                           *["--layers"] * layers],
+    with subprocess.Popen([sys.executable, __file__, "--train-in", str(folder), "--steps", str(steps)],
                           stdout=subprocess.PIPE, text=True) as process:
         if seconds is not None:
             lines.append(process.stdout.readline().strip())
@@ -284,14 +260,13 @@ def run_training(folder, steps, seconds=None, layers=False):
     return [line for line in lines if line]
 
 
-def train_kills(folder, count, seed, steps=30, layers=False):
+def train_kills(folder, count, seed, steps=30):
     """Faults of runs that are killed `count` times in all, beside one that is not."""
     rng, faults = random.Random(seed), []
-    wanted = run_training(Path(folder) / "whole", steps, layers=layers)
+    wanted = run_training(Path(folder) / "whole", steps)
     losses, lines, digest = {}, [], ""
     for number in range(count + 1):
-        lines = run_training(Path(folder) / "killed", steps, rng.uniform(0.0, 0.5) if number < count else None,
-                             layers)
+        lines = run_training(Path(folder) / "killed", steps, rng.uniform(0.0, 0.5) if number < count else None)
         for line in lines:
             step, _, loss = line.partition(" ")
             if step == "digest":
@@ -450,7 +425,6 @@ def main():
     parser.add_argument("--train-kills", type=int, default=8)
     parser.add_argument("--process-kills", type=int, default=0)
     parser.add_argument("--forget", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--layers", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="on the disk to test; default: a temporary one")
     parser.add_argument("--commit-in", help=argparse.SUPPRESS)
@@ -461,7 +435,7 @@ def main():
     if options.commit_in:
         committing(options.commit_in, options.unlike)
     if options.train_in:
-        train(options.train_in, options.steps, options.layers)
+        train(options.train_in, options.steps)
         return 0
     folder = tempfile.mkdtemp(dir=options.folder)
     try:
@@ -470,8 +444,7 @@ def main():
                           "faults": faults}), flush=True)
         torn_faults = torn(Path(folder) / "torn", options.torn, options.seed)
         print(json.dumps({"torn": options.torn, "faults": torn_faults}), flush=True)
-        train_faults = train_kills(
-            Path(folder) / "train", options.train_kills, options.seed, layers=options.layers) if (
+        train_faults = train_kills(Path(folder) / "train", options.train_kills, options.seed) if (
             options.train_kills) else []
         print(json.dumps({"kills of train steps": options.train_kills, "faults": train_faults}), flush=True)
         process_faults, right = process_kills(Path(folder) / "processes", options.process_kills, options.seed,

@@ -1,15 +1,13 @@
-"""Checkpoints of activations on the device, in host memory, there without reading ahead, and in files, compiled.
+"""Checkpoints of activations on the device, in host memory, and there without reading ahead, compiled.
 
     python scripts/tables/host_activations.py                        # GPT-2 124M, 8 sequences for each of 8 H100
     python scripts/tables/host_activations.py --targets v5e:2x4
 
 `remat="full"` at stage 3 in bf16. `checkpoints` is the input of each block by formula; `ahead` is what backward's loop
-reads of them for its next round. With "files" the optimizer's states are there, too, as with "device, states in
-files", the row to compare it with; its temporaries are those of the program that needs the most memory.
+reads of them for its next round.
 """
 
 import argparse
-import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +19,14 @@ from zero_jax.xla.host_copies import host_prefetch_options
 
 MIB = 2**20
 COLUMNS = ("target", "checkpoints", "by formula MiB", "temporaries MiB", "host MiB", "read MiB", "ahead MiB",
-           "files MiB", "device MiB", "contract")
-WAYS = {"device": {}, "host": {"partition_activations": "cpu"}, "host, waiting": {"partition_activations": "cpu"},
-        "device, states in files": {"offload": True}, "files": {"offload": True, "partition_activations": "disk"}}
+           "device MiB", "contract")
+WAYS = {"device": {}, "host": {"partition_activations": "cpu"}, "host, waiting": {"partition_activations": "cpu"}}
 
 
 def row(target, model, rows, way):
     """A line of the table."""
     config, mesh = gpt2.PRESETS[model], zero_jax.make_mesh(devices=target_devices(target))
-    options = dict(WAYS[way])
-    if options.get("offload"):
-        options["offload"] = zero_jax.Offload(disk=tempfile.mkdtemp())
-    step = zero_jax.make_zero_train_step(gpt2.build(config), 3, mesh=mesh, precision="bf16", remat="full", **options)
+    step = zero_jax.make_zero_train_step(gpt2.build(config), 3, mesh=mesh, precision="bf16", remat="full", **WAYS[way])
     batch = {name: jax.ShapeDtypeStruct((rows * mesh.size, config.max_length), jnp.int32)
              for name in ("inputs", "targets")}
     step.layout(batch)  # by which XLA's options are known
@@ -44,8 +38,7 @@ def row(target, model, rows, way):
     formula = config.num_layers * rows * config.max_length * config.width * 2
     sizes = (formula, compiled.memory.temp_size_in_bytes, compiled.memory.host_temp_size_in_bytes,
              sum(read.bytes * read.runs for read in reads),
-             sum(read.bytes * read.runs for read in reads if read.is_ahead), compiled.saved_bytes,
-             compiled.device_bytes)
+             sum(read.bytes * read.runs for read in reads if read.is_ahead), compiled.device_bytes)
     cells = [target, way, *(f"{size / MIB:,.0f}" for size in sizes),
              "; ".join(compiled.report.violations) or "kept"]
     return "| " + " | ".join(cells) + " |"

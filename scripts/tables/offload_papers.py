@@ -17,8 +17,6 @@ import subprocess
 import sys
 import textwrap
 
-import init_memory  # beside this file
-
 from zero_jax.planning import offload_formulas as formulas
 from zero_jax.planning.plan import RESERVED
 from zero_jax.planning.timing import Rates
@@ -48,11 +46,6 @@ POINTS = (  # model, target, offload, optimizer, --tiling
     ("gpt2:1t", "v5p:4x4x8", "optimizer", "adamw", ""), ("gpt2:1t", "v5p:4x4x8", "parameters", "adamw", ""),
     ("gpt2:1t", "v5p:4x4x4", "optimizer", "lion-bf16-momentum", ""),
     ("gpt2:1t", "v5p:4x4x4", "optimizer", "lion-bf16-momentum", "1GiB"))
-IN_FILES = (  # model, target, further options
-    ("gpt2:1t", "h100:64x8", ()),
-    ("gpt2:10t", "h100:64x8", ("--tensor", "8", "--vocab-size", "50304", "--partition-activations", "disk")),
-    ("gpt2:32t", "h100:64x8", ("--tensor", "8", "--vocab-size", "50304", "--partition-activations", "disk")))
-"""Steps with parameters and gradients in files; of a layer each of 8 GPUs of a node gathers 13 and 39 GB."""
 TRILLION = 1.008e12
 """Parameters of gpt2:1t."""
 
@@ -102,7 +95,8 @@ def peers_table():
 def scale_table():
     """The largest model whose states fit, by placement."""
     rows = []
-    for text, devices in (("h100:1", 1), ("h100:8", 8), ("h100:8x8", 64), ("h100:64x8", 512), ("v5p:4x4x4", 64)):
+    for text, devices in (("h100:1", 1), ("h100:8", 8), ("h100:8x8", 64), ("h100:64x8", 512),
+                          ("h100:128x8", 1024), ("v5p:4x4x4", 64)):
         chip = target_of(text).chip
         limits = {"device": chip.memory_bytes - RESERVED.get(chip.platform, 0), "host": chip.host_memory_bytes,
                   "disk": DISK}
@@ -130,11 +124,11 @@ def planned(*options):
     return json.loads(done.stdout)["plan"]
 
 
-def rows_of(text, first=5):
-    """The rows of the compiled tables of a page, by what they are of: the first cells, so many."""
+def rows_of(text):
+    """The rows of the compiled table of a page, by what they are of: the first cells, as in `POINTS`."""
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()
-             if line.startswith(tuple(f"| {point[0]} |" for point in (*POINTS, *IN_FILES)))]
-    return {tuple(row[:first]): row for row in cells}
+             if line.startswith(tuple(f"| {point[0]} |" for point in POINTS))]
+    return {tuple(row[:5]): row for row in cells}
 
 
 def compiled_table(wanted):
@@ -163,38 +157,6 @@ def compiled_table(wanted):
                   "step s", "waits for host s", "MFU", "contract"], rows)
 
 
-def files_table(wanted):
-    """The same of steps whose parameters and gradients are in files; wanted: models and targets."""
-    rows, known = [], {} if wanted is None else rows_of(PAGE.read_text(), 3)
-    for model, target, options in IN_FILES:
-        name = (model, target, f"`{' '.join(options)}`" if options else "")
-        if wanted is not None and not {model, target} & set(wanted):
-            if name not in known:
-                raise SystemExit(f"{PAGE} has no row of {' '.join(name)}: name it behind --rows.")
-            rows.append(known[name])
-            continue
-        plan = planned("--model", model, "--target", target, "--offload", "disk-parameters", *options)
-        moved, timing, violations = plan["transfers"], plan["timing"], plan["communication"]["violations"]
-        compute, chip = timing["seconds"] - moved["exposed_seconds"], target_of(target).chip
-
-        def seconds(read, written, chip=chip):
-            return (read / chip.disk_read_bandwidth + written / chip.disk_write_bandwidth) / REACHED
-
-        layers = seconds(moved["params_up"], moved["gradients_down"])
-        at_disks = max(compute, layers) + seconds(moved["update_up"], moved["update_down"])
-        rows.append([*name, "fits" if plan["fits"] else "does not fit",
-                     f"{plan['needed_bytes'] / GIB:.1f} of {plan['memory_bytes'] / GIB:.1f}",
-                     f"{plan['disk_bytes'] / GB:,.0f} of {DISK / GB:,.0f}",
-                     f"{(moved['params_up'] + moved['update_up']) / GB:,.0f}",
-                     f"{(moved['gradients_down'] + moved['update_down']) / GB:,.0f}",
-                     f"{compute:,.0f}", f"{timing['seconds']:,.0f}", f"{at_disks:,.0f}",
-                     "; ".join(violations) or "kept"])
-        print(rows[-1], file=sys.stderr, flush=True)
-    return table(["model", "target", "options", "", "GiB of a device", "GB of disks for each GPU", "GB read",
-                  "GB written", "compute and network s",
-                  "step s", "step s at the disks' rates (derived)", "contract"], rows)
-
-
 def trillion(state_bytes, devices):
     """GB of the states of 1T on each device's host."""
     return f"{state_bytes * TRILLION / devices / GB:.0f}"
@@ -210,7 +172,7 @@ def wrapped(text):
 def page(wanted=None):
     """The whole page; wanted: as `compiled_table` takes it."""
     ten, thirty_two = (formulas.ZERO_JAX["disk"].device * params / 512 / GB for params in (10e12, 32e12))
-    on_disk = formulas.ZERO_JAX["disk-parameters"].disk * 32e12 / 512 / 1e12
+    half = {name: states.device * 10e12 / 1024 / GB for name, states in formulas.ZERO_JAX.items()}
     return wrapped(f"""# Model scale with host memory and disks
 
 The tables of [ZeRO-Offload](https://arxiv.org/abs/2101.06840) and [ZeRO-Infinity](https://arxiv.org/abs/2104.07857)
@@ -251,10 +213,10 @@ Activations, gathered layers and XLA's temporaries come off that.
 
 {scale_table()}
 
-With `disk` parameters and gradients stay on the device: 10T on 512 H100 take {ten:.0f} GB of 84 there, which leaves
-6 GB for all else, and 32T {thirty_two:.0f} GB, which does not fit. With `disk-parameters` they are in files, too
-(`Offload(disk=folder, parameters="disk")`): a device has a layer or two, and 32T take {on_disk:.2f} TB of disks for
-each GPU, of {DISK / 1e12:.2f}. On 512 V100 ZeRO-Infinity published 32T (above).
+With `disk`, as with `optimizer`, parameters and gradients stay on the device: 10T on 512 H100 take {ten:.0f} GB of 84
+there, which leaves 6 GB for all else, and 32T {thirty_two:.0f} GB, which does not fit. Of 1,024 H100 10T take
+{half["disk"]:.0f} GB of each, or {half["parameters"]:.0f} with `parameters`. On 512 V100 ZeRO-Infinity published 32T
+(above): its parameters and gradients are on NVMe, where this library puts states alone.
 
 ## Compiled
 
@@ -281,35 +243,6 @@ which 64 chips would have {trillion(10, 64)}, too. Lion's 6 bytes are {trillion(
 their hosts hold. There the device's memory is short: beside weights and gradients of {trillion(4, 64)} GB a step has
 53 GiB of temporaries. With products in tiles of at most 1 GiB it fits. On 32 chips all of the 10 bytes are
 {trillion(10, 32)} GB, of the 215 that a chip and its host have.
-
-### Parameters and gradients in files
-
-The same with `--offload disk-parameters`, AdamW, one sequence of 1024 tokens on each device (`gpt2:1t`), or on each 8
-of a node over which tensor parallelism splits the layers (10T, 32T: a whole layer takes 103 and 316 GB in bf16). What
-is compiled is each piece of the step, once: the memory is that of the piece that needs the most. `step s` is predicted
-with the rate at which one process for each host reads, verifies, copies and writes here, 4 GB/s, measured on two cores
-and shared by its 8 GPUs; the last but one column has the rates of the disks (derived, {REACHED:.0%} of 6.5 and 3.5 GB/s
-for each GPU). Either way the time is that of the disks, and of the network between nodes: so few tokens compute for
-10 to 41 s.
-
-{files_table(wanted)}
-
-That is the step. `init` makes what goes to files leaf by leaf, and stacks layer by layer, in programs of their own that
-run one after another and give the bits of the one that makes all. `python scripts/tables/init_memory.py --docs`
-compiled them; beside them is the program that makes all fp32 parameters at once, sharded, and what of the state stays
-in device memory. The last two columns are the largest programs by which `Checkpoints.save` and `restore` have what is
-in files, leaf by leaf and layer by layer, too, with what they are given and return:
-
-{init_memory.table_of(PAGE.read_text()).rstrip()}
-
-A device has two such pieces at a time when it saves; when it restores beside one the layers of that number of the
-parameters whose copies are still to be made. All at once, sharded, the state's 14 bytes of a parameter would be
-{14 * TRILLION / 512 / GB:.0f} GB on each of 512 for 1T, {14 * 10.31e12 / 512 / GB:.0f} for 10T and
-{14 * 32.04e12 / 512 / GB:.0f} for 32T (derived). A host has, for each of its devices, a layer of the leaves that lie
-together in the files, a parameter and its moments, and two pieces that are written. A checkpoint has 12 bytes of a
-parameter: {12 * TRILLION / 1e12:.0f} TB for 1T and {12 * 32.04e12 / 1e12:.0f} for 32T. `step.params` reads 4 bytes of
-a parameter into memory, and an evaluator 2, which are {2 * 10.31e12 / 512 / GB:.0f} GB on each for 10T and
-{2 * 32.04e12 / 512 / GB:.0f} for 32T.
 
 ## Width of a layer (derived)
 

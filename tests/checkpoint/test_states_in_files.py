@@ -1,4 +1,4 @@
-"""Checkpoints of states in files: in pieces, with the files and bits of any other, to and from steps without files."""
+"""Checkpoints of states in files: leaf by leaf, with the files and bits of any other, from and to steps without."""
 
 import json
 import os
@@ -14,7 +14,6 @@ import optax
 import pytest
 from orbax.checkpoint.experimental import v1 as ocp
 from step.test_disk import differing
-from step.test_disk_params import made, run
 from step.test_offload import BATCH, Stacked
 from support.pages import ROOT
 from support.saved import difference, dump
@@ -22,8 +21,10 @@ from support.stacked_nnx import NnxStacked
 from support.two_processes import GPT2_BATCH, two_processes
 
 import zero_jax
-from zero_jax.checkpoint.array_pieces import PieceReader, PieceWriter, chunk_shape
+from zero_jax.checkpoint import by_leaf
+from zero_jax.checkpoint.array_writer import ArrayWriter, chunk_shape
 from zero_jax.errors import CheckpointError, DamagedCheckpointError
+from zero_jax.step.disk.leaf import shard_bytes
 from zero_jax.step.disk.states import DiskStates
 from zero_jax.tree import named_leaves
 
@@ -49,8 +50,18 @@ def ordinary(model=Stacked, stage=3, devices=8, **options):
     return zero_jax.make_zero_train_step(model, stage, optimizer=optax.adam(1e-2), mesh=mesh, **options)
 
 
-def in_files(folder, model=Stacked, **options):
-    return made(folder, model=model if model is NnxStacked else model(), **options)
+def in_files(folder, model=Stacked, optimizer=None, **options):
+    return zero_jax.make_zero_train_step(
+        model if model is NnxStacked else model(), 3, optimizer=optimizer or optax.adam(1e-2),
+        offload=zero_jax.Offload(disk=folder, buffer_bytes=2**16), **options)
+
+
+def run(step, state=None, steps=3):
+    state, losses = step.init(jax.random.key(0), BATCH) if state is None else state, []
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    return state, losses
 
 
 def passed_on(step, state, other, folder):
@@ -68,13 +79,14 @@ def passed_on(step, state, other, folder):
     pytest.param(Stacked, {"frozen": "blocks/Dense_0", "precision": "fp16"}, 3, 2, marks=pytest.mark.slow)])
 def test_to_and_from_a_step_without_files_and_on(tmp_path, model, options, stage, devices, monkeypatch):
     step, plain = in_files(tmp_path / "a", model, **options), ordinary(model, stage, devices, **options)
-    read, real = set(), DiskStates.read_leaves
+    read, real = [], DiskStates.read_leaves
     monkeypatch.setattr(DiskStates, "read_leaves", lambda self, names: (
-        read.update(names := list(names)), real(self, names))[1])
+        read.append(names := list(names)), real(self, names))[1])
     state, _ = run(step, steps=2)
     found = passed_on(step, state, plain, tmp_path / "1")
-    stacks = {name for name, _ in named_leaves(step.layout().state) if "blocks" in name and "kernel" in name}
-    assert stacks & step.layout().disk and not stacks & read, "a stack is read whole"
+    sizes = {name: shard_bytes(leaf) for name, leaf in named_leaves(step.layout().state) if name in step.layout().disk}
+    assert sorted(name for names in read for name in names) == sorted(sizes), "each leaf once"
+    assert len(read) > 1 and all(sum(sizes[name] for name in names) <= max(sizes.values()) for names in read)
     saved = dump(plain, found)
     assert difference(dump(step, step.in_memory(state)[0]), saved) == []
 
@@ -93,8 +105,8 @@ def test_to_and_from_a_step_without_files_and_on(tmp_path, model, options, stage
 
 
 def test_the_files_are_those_of_any_checkpoint(tmp_path):
-    """Orbax alone, without zero_jax, reads what was saved in pieces; a layer is a part of the file."""
-    step = made(tmp_path / "a", precision="bf16", remat="full")
+    """Orbax alone, without zero_jax, reads what was saved leaf by leaf."""
+    step = in_files(tmp_path / "a", precision="bf16", remat="full")
     state, _ = run(step, steps=1)
     with zero_jax.Checkpoints(tmp_path / "saved") as checkpoints:
         checkpoints.save(step, state, wait=True)
@@ -119,25 +131,27 @@ def test_the_files_are_those_of_any_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_layer_in_the_place_of_another_is_found(tmp_path, monkeypatch):
-    """The control of the digests of layers: written in another order, or read so, no checkpoint is taken."""
-    step = made(tmp_path / "a", precision="bf16", remat="full")
+def test_a_leaf_in_the_place_of_another_is_found(tmp_path, monkeypatch):
+    """The control of the digests: written in the place of another, or read so, no checkpoint is taken."""
+    def other(name):
+        return name.replace("mu/blocks/Dense_0", "nu/blocks/Dense_0")
+
+    step = in_files(tmp_path / "a", precision="bf16", remat="full")
     state, _ = run(step, steps=1)
     wanted = jax.tree.map(np.asarray, step.params(state))
     with monkeypatch.context() as patch, zero_jax.Checkpoints(tmp_path / "saved") as checkpoints:
-        real = PieceWriter.write
-        patch.setattr(PieceWriter, "write", lambda self, pieces: real(self, [
-            (name, (3 - start[0], *start[1:]) if len(start) > array.ndim else start, array)
-            for name, start, array in pieces]))
+        real = ArrayWriter.write
+        patch.setattr(ArrayWriter, "write", lambda self, arrays: real(self, {
+            other(name): array for name, array in arrays.items()}))
         checkpoints.save(step, state, at=1, wait=True)
-    for other in (step, ordinary(precision="bf16", remat="full")):
-        with pytest.raises(DamagedCheckpointError, match="blocks/.* has the digest .* was saved; so are"):
-            zero_jax.Checkpoints(tmp_path / "saved").restore(other, BATCH)
+    for each in (step, ordinary(precision="bf16", remat="full")):
+        with pytest.raises(DamagedCheckpointError, match="blocks/"):
+            zero_jax.Checkpoints(tmp_path / "saved").restore(each, BATCH)
     with zero_jax.Checkpoints(tmp_path / "saved") as checkpoints:
         checkpoints.save(step, state, at=2, wait=True)
     with monkeypatch.context() as patch:
-        patch.setattr(PieceReader, "read", lambda self, name, like, start, real=PieceReader.read: real(
-            self, name, like, (3 - start[0], *start[1:])))
+        patch.setattr(by_leaf, "read_arrays", lambda path, abstract, real=by_leaf.read_arrays: real(
+            path, {other(name): like for name, like in abstract.items()}))
         with pytest.raises(DamagedCheckpointError, match="blocks/.* has the digest"):
             zero_jax.Checkpoints(tmp_path / "saved").restore(step, BATCH)
     # Nothing of it was committed: the files still have the state that they had, and take one that is whole.
@@ -147,8 +161,8 @@ def test_a_layer_in_the_place_of_another_is_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_damaged_layer_is_named_and_the_checkpoint_before_it_taken(tmp_path):
-    step = made(tmp_path / "a", precision="bf16", remat="full")
+def test_a_damaged_leaf_is_named_and_the_checkpoint_before_it_taken(tmp_path):
+    step = in_files(tmp_path / "a", precision="bf16", remat="full")
     state, _ = run(step, steps=1)
     with zero_jax.Checkpoints(tmp_path / "saved") as checkpoints:
         checkpoints.save(step, state, wait=True)
@@ -169,35 +183,35 @@ def test_a_damaged_layer_is_named_and_the_checkpoint_before_it_taken(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_while_pieces_are_written_leaves_the_checkpoint_before(tmp_path, monkeypatch):
-    step = made(tmp_path / "a", precision="bf16", remat="full")
+def test_an_error_while_leaves_are_written_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    step = in_files(tmp_path / "a", precision="bf16", remat="full")
     state, _ = run(step, steps=1)
-    real, calls = PieceWriter.write, []
+    real, calls = ArrayWriter.write, []
 
-    def full(self, pieces):
-        calls.append(pieces)
-        if len(calls) == 4:
+    def full(self, arrays):
+        calls.append(arrays)
+        if len(calls) == 2:
             raise OSError("No space left on device")
-        real(self, pieces)
+        real(self, arrays)
 
     with zero_jax.Checkpoints(tmp_path / "saved") as checkpoints:
         checkpoints.save(step, state, wait=True)
         state, _ = run(step, state, 1)
-        monkeypatch.setattr(PieceWriter, "write", full)
+        monkeypatch.setattr(ArrayWriter, "write", full)
         with pytest.raises(CheckpointError, match="Checkpoint 2 could not be written .*No space.* are unchanged: 1"):
             checkpoints.save(step, state)
         assert checkpoints.steps() == [1] and sorted(os.listdir(tmp_path / "saved")) == ["1"]
-        monkeypatch.setattr(PieceWriter, "write", real)
+        monkeypatch.setattr(ArrayWriter, "write", real)
         checkpoints.save(step, state, wait=True)
         assert checkpoints.steps() == [1, 2] and int(checkpoints.restore(step, BATCH).state.step) == 2
 
 
 @pytest.mark.slow
-def test_moments_of_another_dtype_are_converted_layer_by_layer(tmp_path):
-    step = made(tmp_path / "a", precision="bf16", remat="full")
+def test_moments_of_another_dtype_are_converted(tmp_path):
+    step = in_files(tmp_path / "a", precision="bf16", remat="full")
     state, _ = run(step, steps=1)
     narrow = optax.adam(1e-2, mu_dtype="bfloat16")
-    other = made(tmp_path / "b", optimizer=narrow, precision="bf16", remat="full")
+    other = in_files(tmp_path / "b", optimizer=narrow, precision="bf16", remat="full")
     plain = zero_jax.make_zero_train_step(Stacked(), 3, optimizer=narrow, precision="bf16", remat="full")
     with zero_jax.Checkpoints(tmp_path / "saved") as checkpoints:
         checkpoints.save(step, state, wait=True)
@@ -213,11 +227,11 @@ PROGRAM = """
     sys.path.insert(0, {tests!r})
     import zero_jax
     zero_jax.simulate_devices(8)
-    from step.test_disk_params import made, run
+    from checkpoint.test_states_in_files import in_files, run
     from zero_jax.checkpoint import orbax_store
-    from zero_jax.checkpoint.array_pieces import PieceWriter
+    from zero_jax.checkpoint.array_writer import ArrayWriter
 
-    step = made({folder!r} + "/states", precision="bf16", remat="full")
+    step = in_files({folder!r} + "/states", precision="bf16", remat="full")
     state, _ = run(step, steps=1)
     checkpoints = zero_jax.Checkpoints({folder!r} + "/saved")
     checkpoints.save(step, state, wait=True)
@@ -226,9 +240,9 @@ PROGRAM = """
     def kill(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if {when!r} == "pieces":
-        real, calls = PieceWriter.write, []
-        PieceWriter.write = lambda self, pieces: kill() if calls.append(0) or len(calls) == 5 else real(self, pieces)
+    if {when!r} == "leaves":
+        real, calls = ArrayWriter.write, []
+        ArrayWriter.write = lambda self, arrays: kill() if calls.append(0) or len(calls) == 2 else real(self, arrays)
     else:
         orbax_store._publish = kill
     checkpoints.save(step, state, wait=True)
@@ -237,16 +251,16 @@ PROGRAM = """
 
 @pytest.mark.grid
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["pieces", "publish"])
+@pytest.mark.parametrize("when", ["leaves", "publish"])
 def test_a_killed_save_is_no_checkpoint(tmp_path, when):
-    """Killed among its pieces, or when all is written but not yet its name; what goes on takes what was complete."""
+    """Killed among its leaves, or when all is written but not yet its name; what goes on takes what was complete."""
     program = textwrap.dedent(PROGRAM).format(tests=str(ROOT / "tests"), folder=str(tmp_path), when=when)
     done = subprocess.run([sys.executable, "-c", program], env=os.environ | {
         "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}"}, capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     left = [each for each in os.listdir(tmp_path / "saved") if each != "1"]
     assert left and all(each.startswith("2.zero_jax-tmp") for each in left), left
-    step = made(tmp_path / "states", precision="bf16", remat="full")
+    step = in_files(tmp_path / "states", precision="bf16", remat="full")
     with zero_jax.Checkpoints(tmp_path / "saved") as checkpoints:
         assert checkpoints.steps() == [1]
         assert int(checkpoints.restore(step, BATCH).state.step) == 1
@@ -262,7 +276,7 @@ config = gpt2.Config(num_layers=3, width=64, num_heads=2, vocab_size=96, max_len
 def step_of(folder):
     return zero_jax.make_zero_train_step(
         gpt2.build(config), 3, optimizer=optax.adam(1e-2), mesh=mesh, remat="full", precision="bf16",
-        offload=None if folder is None else zero_jax.Offload(disk=folder, parameters="disk"))
+        offload=None if folder is None else zero_jax.Offload(disk=folder))
 
 def losses(step, state):
     found = []
@@ -294,7 +308,7 @@ except (zero_jax.DamagedCheckpointError, RuntimeError) as error:
 
 
 @pytest.mark.slow
-def test_each_of_two_processes_saves_and_restores_its_pieces(tmp_path):
+def test_each_of_two_processes_saves_and_restores_its_shards(tmp_path):
     """To a step without files, from it, and on with the same losses; damage that one finds ends both."""
     with two_processes(PROCESS, str(tmp_path), xla_flags="--xla_cpu_max_isa=AVX") as processes:
         outputs = [process.communicate(timeout=300) for process in processes]

@@ -28,9 +28,8 @@ from zero_jax.step.disk.step import DiskTrainStep
 
 @pytest.mark.parametrize("options, message", [
     ({"offload": "disk"}, "name a folder"),
-    ({"offload_disk": "/tmp/x"}, "without offload=disk, disk-parameters or auto"),
-    ({"offload": "disk-parameters"}, "offload=disk-parameters: name a folder"),
-    ({"offload": "disk-parameters", "stage": 2, "offload_disk": "/tmp/x"}, "take stage 3, or offload=disk"),
+    ({"offload_disk": "/tmp/x"}, "without offload=disk or auto"),
+    ({"offload": "disk-parameters", "offload_disk": "/tmp/x"}, "unknown: give one of .*disk"),
     ({"offload": "disk", "offload_disk": __file__}, "is no folder"),
     ({"offload": "auto", "offload_gib": 2.0, "offload_disk": __file__}, "is no folder"),
     ({"offload_gib": 2.0}, "without offload=auto"), ({"offload": "auto", "offload_gib": -1.0}, "give the GiB"),
@@ -181,22 +180,22 @@ def test_a_run_takes_the_placement_that_fits_and_says_why(tmp_path, monkeypatch)
                             objective_of(config), devices_of(config))
 
 
-LAYERS = ["train", "--model", "gpt2:tiny", "--batch-size", "8", "--seq-len", "32", "--max-bytes", "200000", "--steps",
+KILLED = ["train", "--model", "gpt2:tiny", "--batch-size", "8", "--seq-len", "32", "--max-bytes", "200000", "--steps",
           "10", "--eval-every", "10", "--samples", "0", "--stage", "3", "--precision", "bf16", "--save-every", "0",
-          "--offload", "disk-parameters"]
+          "--offload", "disk"]
 
 
 @pytest.mark.slow
-def test_a_killed_run_with_layers_in_files_goes_on_bit_for_bit(tmp_path):
+def test_a_killed_run_with_states_in_files_goes_on_bit_for_bit(tmp_path):
     def options(name):
-        return [*LAYERS, "--out", str(tmp_path / name), "--offload-disk", str(tmp_path / f"{name}-states")]
+        return [*KILLED, "--out", str(tmp_path / name), "--offload-disk", str(tmp_path / f"{name}-states")]
 
     def rows(name, key="loss"):
         lines = (tmp_path / name / "train.jsonl").read_text().splitlines()
         return {row["step"]: row[key] for row in map(json.loads, lines) if key in row}
 
     done = run_process(*options("whole"))
-    assert done.returncode == 0 and "init makes" not in done.stdout + done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
     with subprocess.Popen([sys.executable, "-W", "error", "-m", "zero_jax", *options("killed")], cwd=ROOT,
                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 240

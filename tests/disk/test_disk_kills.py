@@ -32,7 +32,6 @@ def test_kills_leave_a_committed_generation(disk_kills, tmp_path):
 @pytest.mark.slow
 def test_train_steps_that_are_killed_go_on_as_if_not(disk_kills, tmp_path):
     assert disk_kills.train_kills(tmp_path / "states", 1, 5, steps=12) == []
-    assert disk_kills.train_kills(tmp_path / "layers", 1, 5, steps=12, layers=True) == []
 
 
 def process_kills(folder, count, *options):

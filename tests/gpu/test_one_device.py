@@ -45,10 +45,6 @@ def offload(**changes):
     return dataclasses.replace(SMALL, **changes)
 
 
-def in_files(**changes):
-    return lambda folder: offload(disk=folder, **changes)
-
-
 def difference(run, expected):
     """How far apart the parameters of two runs are, over how far the second has moved them (norms)."""
     def norm(one, other):
@@ -78,7 +74,6 @@ ROWS = {
     "P_a+cpu": {"remat": "full", "partition_activations": "cpu"},
     "P_a+cpu, microbatches": {"remat": "full", "partition_activations": "cpu", "accumulate": 2},
     "P_a+cpu, nnx": {"remat": "full", "partition_activations": "cpu", "model": "nnx"},
-    "P_a+disk": {"remat": "full", "partition_activations": "disk", "offload": in_files()},
     "optimizer on the host": {"offload": SMALL},
     "optimizer on the host, stage 1": {"stage": 1, "offload": SMALL},
     "optimizer on the host, nnx": {"model": "nnx", "offload": SMALL},
@@ -90,10 +85,7 @@ ROWS = {
     "gradients on the host": {"offload": offload(parameters="host", gradients="host")},
     "parameters and activations on the host": {"offload": offload(parameters="host"), "remat": "full",
                                                "partition_activations": "cpu"},
-    "optimizer in files": {"offload": in_files()},
-    "parameters in files": {"offload": in_files(parameters="disk")},
-    "all in files": {"offload": in_files(parameters="disk", gradients="disk"), "remat": "full",
-                     "partition_activations": "disk"},
+    "optimizer in files": {"offload": lambda folder: offload(disk=folder)},
     "clipped": {"optimizer": CLIPPED},
     "clipped, on the host": {"optimizer": CLIPPED, "offload": offload(parameters="host")},
     "adafactor": {"optimizer": OPTIMIZERS["adafactor"](1e-3, 0.1)},

@@ -10,7 +10,7 @@ import types
 
 import jax
 import pytest
-from support.transfers import CHIP, TIMING
+from support.transfers import CHIP
 
 import zero_jax
 from zero_jax.disk.aligned_file import AlignedFile
@@ -42,7 +42,7 @@ def test_a_disk_is_measured_once_and_nothing_is_left_in_it(tmp_path, monkeypatch
     monkeypatch.setattr(disk_rate, "ROUND_BYTES", 2**27)
     rate = agreed_disk(tmp_path / "not" / "there")
     assert 1e6 < rate.bytes_per_second < 1e12 and not os.listdir(tmp_path)
-    monkeypatch.setattr(disk_rate, "ScratchFile", None)
+    monkeypatch.setattr(disk_rate, "_Measured", None)
     assert agreed_disk(tmp_path) == rate, "the same disk is not measured again"
     measured_disk.cache_clear()
     with pytest.raises(TypeError):
@@ -91,12 +91,12 @@ def test_a_measured_rate_takes_the_place_of_the_disks_and_of_the_processs():
     target = dataclasses.replace(target_of("h100:8"), chip=dataclasses.replace(CHIP, **fast))
     traffic = DiskTraffic(3 * 10**9, 10**9, 0)
     for rate in (1e8, 8e9):  # slower than the disks, faster than a process was on the machine that was measured
-        assert math.isclose(disk_transfers(traffic, target, TIMING, rate).seconds, 4e9 * 8 / rate)
+        assert math.isclose(disk_transfers(traffic, target, rate).seconds, 4e9 * 8 / rate)
     unknown = dataclasses.replace(target, chip=dataclasses.replace(target.chip, disk_read_bandwidth=0.0))
-    assert disk_transfers(traffic, unknown, TIMING) is None
-    assert math.isclose(disk_transfers(traffic, unknown, TIMING, 1e9).seconds, 32)
+    assert disk_transfers(traffic, unknown) is None
+    assert math.isclose(disk_transfers(traffic, unknown, 1e9).seconds, 32)
     slow_link = dataclasses.replace(target, chip=dataclasses.replace(target.chip, host_link_bandwidth=1e7))
-    assert disk_transfers(traffic, slow_link, TIMING, 1e9).seconds > 300
+    assert disk_transfers(traffic, slow_link, 1e9).seconds > 300
 
 
 @pytest.mark.parametrize("seconds, words", [(0.05, "predicted were 4:"), (None, "")])

@@ -65,7 +65,7 @@ def test_the_time_of_files_is_that_of_disk_link_or_process():
     def seconds(read, written, *, devices=1, **rates):
         chip = dataclasses.replace(CHIP, disk_read_bandwidth=4.0, disk_write_bandwidth=2.0, **rates)
         target = dataclasses.replace(target_of(f"h100:{devices}"), chip=chip)
-        return disk_transfers(DiskTraffic(read, written, 2 * written), target, TIMING).seconds
+        return disk_transfers(DiskTraffic(read, written, 2 * written), target).seconds
 
     assert math.isclose(seconds(8, 4) * REACHED, 2 + 2)
     assert math.isclose(seconds(8, 4, host_link_bandwidth=1.0) * REACHED, 8)
@@ -74,20 +74,10 @@ def test_the_time_of_files_is_that_of_disk_link_or_process():
     chip = dataclasses.replace(CHIP, disk_read_bandwidth=1e15, disk_write_bandwidth=1e15, **fast)
     for devices in (1, 8):  # of one process
         moved = disk_transfers(DiskTraffic(10**9, 10**9, 0), dataclasses.replace(target_of(f"h100:{devices}"),
-                                                                                 chip=chip), TIMING)
+                                                                                 chip=chip))
         assert math.isclose(moved.seconds, 2e9 * devices / ENGINE_BANDWIDTH)
         assert with_transfers(TIMING, moved).spent["disk"] == moved.exposed_seconds == moved.seconds
     for name in ("disk_read_bandwidth", "disk_write_bandwidth", "host_link_bandwidth"):
         unknown = dataclasses.replace(chip, **{name: 0.0})
         target = dataclasses.replace(target_of("h100:8"), chip=unknown)
-        assert disk_transfers(DiskTraffic(1, 1, 1), target, TIMING) is None
-
-
-def test_activations_in_files_are_moved_beside_compute():
-    chip = dataclasses.replace(CHIP, disk_read_bandwidth=4.0, disk_write_bandwidth=2.0)
-    target = dataclasses.replace(target_of("h100:1"), chip=chip)
-    states = disk_transfers(DiskTraffic(8, 4, 8), target, TIMING)
-    for saved, exposed in ((1, 0.0), (400, (400 / 4 + 400 / 2) / REACHED - TIMING.seconds)):
-        both = disk_transfers(DiskTraffic(8, 4, 8, saved=saved), target, TIMING)
-        assert math.isclose((both.seconds - states.seconds) * REACHED, saved / 4 + saved / 2)
-        assert math.isclose(both.exposed_seconds - states.exposed_seconds, exposed, abs_tol=1e-9)
+        assert disk_transfers(DiskTraffic(1, 1, 1), target) is None

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.seams import mend
 
 import zero_jax
-from zero_jax.checkpoint import array_files, array_pieces, orbax_pieces, orbax_store
+from zero_jax.checkpoint import array_files, array_writer, orbax_pieces, orbax_store
 
 
 @pytest.fixture(scope="module")
@@ -55,67 +56,59 @@ def test_a_missing_or_broken_file_is_found(saved, tmp_path):
     assert orbax_store.broken_index(copy) == copy / "state" / "_METADATA"
 
 
-class _Rows:
-    """The rows of `array` as pieces, of which a manifest is known when they are written."""
+def chunk_shape(folder, name):
+    """What of an array is read at once."""
+    spec = {"driver": "zarr3", "kvstore": array_writer._kvstore(str(folder), name)}
+    store = tensorstore.open(spec, open=True).result()
+    return tuple(store.chunk_layout.read_chunk.shape)
 
-    names = ("params/v",)
+
+class _Rows:
+    """The rows of `array` one by one, of which a manifest is known when they are written."""
+
+    names = ("params/u", "params/v")
 
     def __init__(self, array):
         self.array = array
 
     def write(self, folder):
         assert sorted(each.name for each in folder.iterdir()) == []
-        like = jax.ShapeDtypeStruct(self.array.shape, self.array.dtype)
-        writer = array_pieces.PieceWriter(folder, {"params/v": like}, {"params/v": (1, self.array.shape[1] // 8)})
         sharding = NamedSharding(zero_jax.make_mesh(8), P("data"))
-        for number, row in enumerate(self.array):
-            writer.write([("params/v", (number, 0), jax.device_put(row, sharding))])
+        like = jax.ShapeDtypeStruct(self.array.shape[1:], self.array.dtype, sharding=sharding)
+        writer = array_writer.ArrayWriter(folder, dict.fromkeys(self.names, like))
+        for name, row in zip(self.names, self.array, strict=True):
+            writer.write({name: jax.device_put(row, sharding)})
         writer.finish()
         return {"format": 2}
 
 
-def test_what_is_written_in_pieces_is_merged_and_listed_and_the_manifest_is_written_after_it(saved, tmp_path):
+def test_what_is_written_one_by_one_is_merged_and_listed_and_the_manifest_is_written_after_it(saved, tmp_path):
     """Orbax merges every `ocdbt.process_*`, lists arrays in `_METADATA`, and writes JSON behind."""
     _, _, array = saved
-    rows, path = jnp.arange(3 * 64.0).reshape(3, 64), epath.Path(tmp_path) / "7"
+    rows, path = jnp.arange(2 * 64.0).reshape(2, 64), epath.Path(tmp_path) / "7"
     with mend("checkpoint/orbax_pieces.py"):
         orbax_store.write(path, {"params/w": array}, {"format": 1}, None, _Rows(rows)).result()
         assert json.loads(orbax_store.manifest_path(path).read_text()) == {"format": 2, "order": None}
         kinds = json.loads((path / "_CHECKPOINT_METADATA").read_text())["item_handlers"]
         assert kinds == json.loads((saved[0] / "3" / "_CHECKPOINT_METADATA").read_text())["item_handlers"]
         tree = json.loads((path / "state" / "_METADATA").read_text())["tree_metadata"]
-        assert list(tree) == ["('params/v',)", "('params/w',)"]
+        assert list(tree) == ["('params/u',)", "('params/v',)", "('params/w',)"]
         likes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=array.sharding.update(spec=P(None)))
-                 for name, each in (("params/v", rows), ("params/w", array))}
+                 for name, each in (("params/u", rows[0]), ("params/v", rows[1]), ("params/w", array))}
         found = orbax_store.read(path, likes)
-        np.testing.assert_array_equal(found["params/v"], rows)
+        np.testing.assert_array_equal(np.stack([found["params/u"], found["params/v"]]), rows)
         np.testing.assert_array_equal(found["params/w"], array)
         assert array_files.files_of(path, "params/v")
-        # The parts of an array that Orbax wrote are its devices' shards, and of one in pieces the pieces.
-        reader = array_pieces.PieceReader(path / "state")
-        assert reader.chunk_shape("params/v") == (1, 8) and reader.chunk_shape("params/w") == (4096,)
+        # The parts of an array are its devices' shards, whoever wrote it.
+        assert chunk_shape(path / "state", "params/v") == (8,) and chunk_shape(path / "state", "params/w") == (4096,)
 
 
 def test_an_array_that_is_not_listed_is_not_there(saved, tmp_path, monkeypatch):
     """The control: what is merged and not listed, Orbax does not read."""
     _, _, array = saved
     monkeypatch.setattr(orbax_pieces, "_with_names", lambda index, names: index)
-    path, rows = epath.Path(tmp_path) / "7", jnp.arange(3 * 64.0).reshape(3, 64)
+    path, rows = epath.Path(tmp_path) / "7", jnp.arange(2 * 64.0).reshape(2, 64)
     orbax_store.write(path, {"params/w": array}, {"format": 1}, None, _Rows(rows)).result()
-    like = jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=array.sharding.update(spec=P(None)))
+    like = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype, sharding=array.sharding.update(spec=P(None)))
     with pytest.raises(zero_jax.UsageError, match="params/v/. is not there"):
         orbax_store.read(path, {"params/v": like})
-
-
-def test_large_stacks_are_written_layer_by_layer(tmp_path):
-    """What a step with states in files restores a layer at a time is in parts of a layer; small stacks are not."""
-    mesh, path = zero_jax.make_mesh(8), epath.Path(tmp_path) / "7"
-    large, small = (jax.device_put(jnp.arange(3.0 * 8 * size).reshape(3, 8, size), NamedSharding(mesh, P(None, "data")))
-                    for size in (2**18, 2**10))
-    with mend("checkpoint/orbax_store.py"):
-        orbax_store.write(path, {"params/w": large, "params/v": small}, {"format": 1}, None).result()
-        reader = array_pieces.PieceReader(path / "state")
-        assert reader.chunk_shape("params/w") == (1, 1, 2**18) and reader.chunk_shape("params/v") == (3, 1, 2**10)
-        found = orbax_store.read(path, {"params/w": jax.ShapeDtypeStruct(
-            large.shape, large.dtype, sharding=NamedSharding(mesh, P(None, None, "data")))})["params/w"]
-        np.testing.assert_array_equal(found, large)

@@ -235,7 +235,7 @@ def test_rules_that_are_refused(rules, metadata, message):
 @pytest.mark.parametrize("sizes, options, message", [
     ({}, {"sequence_parallel": True}, "sequence_parallel: the mesh .* has no axis 'tensor'"),
     ({}, {"partition_activations": True}, "partition_activations: the mesh .* has no axis 'tensor'"),
-    ({}, {"partition_activations": "disk"}, "without Offload.disk=...*the files have no folder"),
+    ({}, {"partition_activations": "disk"}, "partition_activations='disk': give True .* or \"cpu\""),
     ({}, {"tensor_rules": RULES}, "tensor_rules: the mesh .* has no axis 'tensor'"),
     ({"tensor": 8}, {"tensor_rules": RULES}, "made of 4 units"),
     ({"tensor": 2}, {}, "no parameter is split over it"),

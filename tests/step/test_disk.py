@@ -19,6 +19,8 @@ from step.test_offload import BATCH, Stacked, Unstacked, plain
 import zero_jax
 from zero_jax.optim import disk_update
 from zero_jax.sharding.memory.disk_leaves import OnDisk, disk_traffic
+from zero_jax.sharding.shard_reader import UnreadLeaf
+from zero_jax.step.disk.init import InitialOptimizerState
 from zero_jax.tree import named_leaves
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
@@ -211,6 +213,38 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, monkeypa
     (folder / "thesis.tex").write_text("")
     with pytest.raises(ValueError, match="thesis.tex, which are no states"):
         small(tmp_path / "e").init(jax.random.key(0), BATCH)
+
+
+def test_given_values_are_taken_and_after_an_error_in_init_the_folder_is_free(tmp_path, monkeypatch):
+    """Of an ordinary state, and of a file that is read part by part; frozen ones and an average, too."""
+    options = {"precision": "bf16", "frozen": "blocks/Dense_0", "ema": 0.9}
+    memory, step, make = made(3, None, **options), made(3, tmp_path / "run", **options), InitialOptimizerState.__call__
+
+    def fails(self, names):
+        if "nu" in names[0]:
+            raise KeyboardInterrupt
+        return make(self, names)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(InitialOptimizerState, "__call__", fails)
+        with pytest.raises(KeyboardInterrupt):
+            step.init(jax.random.key(1), BATCH)
+    step.close()
+    step = made(3, tmp_path / "run", **options)
+    with pytest.raises(zero_jax.CheckpointError, match="holds no committed state"):
+        step.stored_state(BATCH)
+    wanted = memory.init(jax.random.key(5), BATCH)
+    given = jax.tree.map(np.asarray, memory.params(wanted))
+    state = step.init(jax.random.key(5), BATCH, params=given)
+    assert differing(wanted, step.in_memory(state)[0]) == []
+    state = step.with_params(state, jax.tree.map(lambda value: UnreadLeaf(
+        "a file", value.shape, value.dtype, lambda: lambda index: 2 * value[index]), given))
+    wanted = memory.with_params(wanted, jax.tree.map(lambda value: 2 * value, given))
+    assert differing(wanted, step.in_memory(state)[0]) == []
+    assert differing(given, step.params(state)) != []  # the control
+    with pytest.raises(ValueError, match="lacks 1 "):
+        step.with_params(state, {name: value for name, value in given.items() if name != "Embed_0"})
+    step.close()
 
 
 def test_commit_records_that_are_not_whole_are_refused_by_init_and_named(tmp_path, caplog):

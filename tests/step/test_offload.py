@@ -329,8 +329,11 @@ def test_what_cannot_be_offloaded_is_refused(monkeypatch):
             {"gradients": "both"}, 'give "host" or "device"'):
         with pytest.raises(zero_jax.UsageError, match=words):
             zero_jax.Offload(**wrong)
-    with pytest.raises(zero_jax.UsageError, match='give "host" or "device"'):
-        zero_jax.Offload(optimizer="disk")
+    for field in ("optimizer", "master", "parameters", "gradients"):
+        with pytest.raises(zero_jax.UsageError, match=f'{field}="disk".: only states .*give "host" or "device"'):
+            zero_jax.Offload(**{field: "disk"})
+    with pytest.raises(zero_jax.UsageError, match='on the device: leave one of them out'):
+        zero_jax.Offload(disk="states", parameters="host")
     with pytest.raises(zero_jax.UsageError, match="offloads nothing"):
         zero_jax.Offload(optimizer="device", master="device")
     with pytest.raises(zero_jax.UsageError, match="buffer_bytes=.*at least 65536"):

@@ -31,7 +31,7 @@ DISK = "disk"
 OPTIONS: dict[str, list[Any]] = {
     "accumulate": [2, 4], "reduce": ["once"], "gather": ["forward", "step", "auto"], "frozen": [("wpe",), ("ln_1",)],
     "guard": [zero_jax.Guard(skip=2)], "ema": [0.5], "remat": ["full", "dots", "sqrt"], "combine_bytes": [4096],
-    "partition_activations": [True, "cpu", "disk"], "sequence_parallel": [True], "hpz_axes": [("data_1",)],
+    "partition_activations": [True, "cpu"], "sequence_parallel": [True], "hpz_axes": [("data_1",)],
     "offload": ["optimizer", "parameters", "gradients", zero_jax.Offload(fraction=0.5), DISK],
     "tiling": [{"up/kernel": 2}], "communication": [
         zero_jax.Communication(weights="int8"), zero_jax.Communication(gradients="int8")]}
@@ -70,9 +70,8 @@ def draw(seed: int) -> Drawn:
     mesh = rng.choice([*MESHES, "flat", "factored"])
     names = rng.sample(sorted(OPTIONS), rng.randint(2, 6))
     options = tuple((name, rng.choice(OPTIONS[name])) for name in names)
-    if "partition_activations" in names:  # of checkpoints; in files they need a folder and a loop over layers
-        files = {"offload": DISK} if dict(options)["partition_activations"] == "disk" else {}
-        options = tuple({**files, "remat": "full", **dict(options), **files}.items())
+    if "partition_activations" in names:  # of checkpoints
+        options = tuple({"remat": "full", **dict(options)}.items())
     return Drawn(
         seed, rng.choice(sorted(FLAVOURS)), scanned=rng.random() < 0.7, width=rng.choice([32, 64, 60]),
         stage=rng.choice([0, 1, 2, 3, 3, 3]), precision=rng.choice(["fp32", "bf16"]), mesh=mesh,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from zero_jax.arguments import check_path, whole
 from zero_jax.checkpoint import orbax_store as storage
-from zero_jax.checkpoint.by_piece import PiecesToRead, PiecesToSave
+from zero_jax.checkpoint.by_leaf import LeavesOfCheckpoint, LeavesToSave
 from zero_jax.checkpoint.integrity import proven, read_arrays, read_manifest, verify
 from zero_jax.checkpoint.logical_state import logical_state_of
 from zero_jax.checkpoint.manifest import (
@@ -103,7 +103,7 @@ class Checkpoints:
              config: Any = None, only_params: bool = False, wait: bool = False) -> int:
         """Saves `state`, which may be donated as soon as this returns: the files are written asynchronously.
 
-        What of it is in files (`Offload(disk=...)`) is written before this returns, leaf by leaf and layer by layer.
+        What of it is in files (`Offload(disk=...)`) is written before this returns, leaf by leaf.
         A checkpoint appears when it is complete. Only then are older ones removed, by the next call of `save`, `wait`
         or `close`, which also raises an error of the writing.
 
@@ -135,8 +135,8 @@ class Checkpoints:
         manifest = NewManifest(
             logical.leaves(names), step=number, kind="params" if only_params else "state", run=run_of(step), data=data,
             config=config)
-        in_files, leaves = step.in_pieces(state), dict(named_leaves(state))
-        pieces = None if in_files is None else PiecesToSave(logical, in_files, names, manifest)
+        in_files, leaves = step.in_files(state), dict(named_leaves(state))
+        others = None if in_files is None else LeavesToSave(logical, in_files, names, manifest)
         arrays, digests = logical.from_leaves({name: leaves[name] for name in names if name in leaves})
         manifest.digests |= digests
         try:
@@ -149,7 +149,7 @@ class Checkpoints:
             raise self._folder.unwritten(number, error) from error
         try:  # with the leaves that are in files, of which there may be CheckpointErrors, too
             self._saving = number, self._folder.begin(lambda: storage.write(
-                self._folder.at(number), arrays, manifest.json(), place, pieces))
+                self._folder.at(number), arrays, manifest.json(), place, others))
         except Exception as error:
             raise self._folder.unwritten(number, error) from error
         if wait:
@@ -189,7 +189,7 @@ class Checkpoints:
             check_adapters(step, manifest, str(path))
             saved = {name: manifest.leaves[name] for name in wanted}
             if step.layout().disk:
-                return step.from_pieces(PiecesToRead(logical, path, saved))
+                return step.from_leaves(LeavesOfCheckpoint(logical, path, saved))
             state, digests = logical.to_step(read_arrays(path, logical.abstract(saved)), saved)
             verify(path, saved, digests)
             return state

@@ -71,24 +71,19 @@ def _find_files(path: Any) -> None:
 
 
 def read_arrays(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays, on all processes or on none; raises as `reading`."""
-    def read() -> dict[str, jax.Array]:
-        with reading(path, abstract):
-            return storage.read(path, abstract)
+    """The arrays, on all processes or on none.
 
-    with quiet():
-        return all_or_none(read)
-
-
-@contextlib.contextmanager
-def reading(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[None]:
-    """Raises, for any error of Orbax or TensorStore, DamagedCheckpointError or OSError.
-
-    DamagedCheckpointError, with a leaf that cannot be read, is for what a parser or a checksum says of the bytes.
+    Raises, for any error of Orbax or TensorStore, DamagedCheckpointError or OSError: the first, with a leaf that cannot
+    be read, for what a parser or a checksum says of the bytes.
     """
+    with quiet():
+        return all_or_none(lambda: _read_here(path, abstract))
+
+
+def _read_here(path: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     handled = sys.exc_info()[1]  # by the caller: it caused nothing here
     try:
-        yield
+        return storage.read(path, abstract)
     except Exception as error:
         errors = [*itertools.takewhile(lambda each: each is not handled, _chain(error))]
         if failed := _of_reading(errors):

@@ -64,7 +64,7 @@ class LogicalState:
         self._rows = {}
         for name, leaf, shape in parts:
             shape = owned_stack(name, leaf.shape) or shape
-            self._rows[name] = Row(leaf, shape, self.logical_sharding(leaf, shape))
+            self._rows[name] = Row(leaf, shape, self._logical_sharding(leaf, shape))
         self._treedef = jax.tree.structure(dataclasses.replace(layout.state, weights=None))
         self._from_leaves_compiled: dict[tuple[str, ...], Any] = {}
         self._to_step_compiled: dict[Any, Any] = {}
@@ -117,18 +117,18 @@ class LogicalState:
         """How the leaf `name` is stored, and in which logical shape and sharding it is saved."""
         return self._rows[name]
 
-    def logical_sharding(self, leaf: Any, shape: Any) -> NamedSharding:
-        """The sharding in its logical shape of what is stored as `leaf`, in the stored shape `shape`."""
-        if shape.is_identity:
-            return leaf.sharding
-        sharding = self._layout.true_sharding(shape, leaf)
-        return on_host(sharding) if leaf.sharding.memory_kind == HOST else sharding
-
     def tree(self, arrays: Mapping[str, jax.Array], kind: str) -> Any:
         """The part of the state that is called `kind`, as "params", from `arrays` by name."""
         part = getattr(self._layout.state, kind)
         return jax.tree.unflatten(
             jax.tree.structure(part), [arrays[f"{kind}/{name}"] for name, _ in named_leaves(part)])
+
+    def _logical_sharding(self, leaf: Any, shape: Any) -> NamedSharding:
+        """Of what is stored as `leaf`, in the stored shape `shape`, in its logical shape."""
+        if shape.is_identity:
+            return leaf.sharding
+        sharding = self._layout.true_sharding(shape, leaf)
+        return on_host(sharding) if leaf.sharding.memory_kind == HOST else sharding
 
     def _array(self, name: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
         """The array that a checkpoint stores for a leaf: of a PRNG key, its data."""

@@ -1,4 +1,4 @@
-"""Arrays that Orbax saves beside others of which it gets the pieces: a handler of Orbax that has both saved as one."""
+"""Arrays that Orbax saves beside others that are written one by one: a handler of Orbax that has both saved as one."""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
@@ -12,12 +12,12 @@ INDEX = "_METADATA"
 
 
 class Pieces(Protocol):
-    """Arrays that are written piece by piece. names: of those."""
+    """Arrays that are written one by one. names: of those."""
 
     names: tuple[str, ...]
 
     def write(self, folder: Any) -> dict[str, Any]:
-        """Writes them into the folder of a checkpoint's arrays, as `PieceWriter` does; returns the manifest."""
+        """Writes them into the folder of a checkpoint's arrays, as `ArrayWriter` does; returns the manifest."""
         ...
 
 
@@ -25,7 +25,7 @@ class WithPieces(NamedTuple):
     """What `ArraysAndPieces` saves.
 
     arrays: in memory, at least one. names: of the others. write: called with the folder of the arrays, it writes these
-    there, as `PieceWriter` does, and returns when they are in the files.
+    there, as `ArrayWriter` does, and returns when they are in the files.
     """
 
     arrays: Mapping[str, jax.Array]
@@ -34,10 +34,10 @@ class WithPieces(NamedTuple):
 
 
 class ArraysAndPieces:
-    """Orbax's handler of arrays, and what is written by pieces beside it, before it merges the stores of processes."""
+    """Orbax's handler of arrays, and what is written one by one beside it, before it merges the stores of processes."""
 
     async def save(self, directory: Any, checkpointable: WithPieces) -> Awaitable[None]:
-        """Returns when the pieces are written; the arrays are, and both are merged, when the result is awaited."""
+        """Returns when those are written; the arrays are, and both are merged, when the result is awaited."""
         checkpointable.write(await directory.await_creation())
         background = await handlers.PyTreeHandler().save(directory, dict(checkpointable.arrays))
         return self._indexed(directory, background, checkpointable)

@@ -7,7 +7,6 @@ unfinished folder is.
 """
 
 import json
-import math
 import os
 import re
 import shutil
@@ -235,15 +234,6 @@ def broken_index(path: epath.Path) -> epath.Path | None:
     return None
 
 
-def _stored_by_layer(keypath: Any, value: Any) -> Any:
-    """Of large stacks each layer is a part of its own in the files: what steps with states in files restore at once."""
-    if value.ndim < 3 or not value.size:
-        return None
-    shard = value.sharding.shard_shape(value.shape)
-    is_large = math.prod(shard[1:]) * value.dtype.itemsize >= MIN_LAYER_BYTES
-    return ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=(0,)) if is_large else None
-
-
 def sizes(path: epath.Path) -> dict[str, int]:
     """Bytes of each file of a checkpoint, by its relative path, without those that are not part of it."""
     bytes_by_file, waiting = {}, [""]
@@ -262,8 +252,6 @@ def _context(*, pieces: bool = False) -> ocp.Context:
     # What cannot be written then raises at once, not after a timeout of threads that wait for a folder.
     context.asynchronous.create_directories_asynchronously = False
     context.pytree.loading.partial_load = True  # `check_fit` has compared the trees
-    saving: Any = context.array.saving
-    saving.scoped_storage_options_creator = _stored_by_layer
     registry = ocp.handlers.local_registry(include_global_registry=not pieces)  # which has a handler of arrays
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=MANIFEST)
     if pieces:

@@ -13,7 +13,7 @@ from zero_jax.disk.commits import records_in
 from zero_jax.distributed.agreement import all_or_none, on_any
 from zero_jax.errors import UsageError
 from zero_jax.planning.memory import Transformer
-from zero_jax.planning.offload_choice import DISK, DISK_PARAMETERS, OffloadArgument, OffloadChoice
+from zero_jax.planning.offload_choice import DISK, OffloadArgument, OffloadChoice
 from zero_jax.planning.placement import choose_for
 from zero_jax.sharding.memory.kinds import Offload
 from zero_jax.step.step import ZeroTrainStep
@@ -35,8 +35,7 @@ def with_chosen_offload(config: Config, objective: Objective, devices: list[jax.
 
     def placed(offload: OffloadArgument) -> Config:
         if isinstance(offload, Offload) and offload.disk is not None:
-            name = DISK_PARAMETERS if offload.parameters == "disk" else DISK
-            return dataclasses.replace(config, offload=name, offload_disk=Path(offload.disk), offload_gib=None)
+            return dataclasses.replace(config, offload=DISK, offload_disk=Path(offload.disk), offload_gib=None)
         share = offload.fraction if isinstance(offload, Offload) else 1.0
         name = "optimizer" if isinstance(offload, Offload) else offload or "no"
         return dataclasses.replace(config, offload=name, offload_fraction=share, offload_disk=None, offload_gib=None)
@@ -47,8 +46,8 @@ def with_chosen_offload(config: Config, objective: Objective, devices: list[jax.
     limit = None if config.offload_gib is None else round(config.offload_gib * 2**30)
     choice = choose_for(make, objective.batch_shapes(), target=target, memory_bytes=limit, disk=config.offload_disk,
                         transformer=transformer)
-    if config.resume and config.offload_disk is not None and choice.name not in (
-            DISK, DISK_PARAMETERS) and on_any(bool(all_or_none(lambda: records_in(config.offload_disk)))):
+    if config.resume and config.offload_disk is not None and choice.name != DISK and on_any(
+            bool(all_or_none(lambda: records_in(config.offload_disk)))):
         raise UsageError(f"offload=auto: {choice.reason}; and offload_disk={config.offload_disk} has the states of a "
                          "run: give offload=disk to go on from them, or leave offload_disk out.")
     return placed(choice.offload), choice

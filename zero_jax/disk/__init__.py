@@ -2,5 +2,5 @@
 
 Reading order: `durable_files` and `run_lock` (of checkpoints, too), then states on disk: `records` (what lies where in
 a file), `aligned_file` (direct reads and writes), `commits` (what makes a generation valid), `generations` (two of
-them), `scratch` (a file for the time of a step), `streaming` (reads ahead of what computes and writes behind it).
+them), `streaming` (reads ahead of what computes and writes behind it).
 """

@@ -19,7 +19,6 @@ from zero_jax.disk.commits import RECORDS, Commit, process_folder, read_commits,
 from zero_jax.disk.durable_files import make_folder, replace_json
 from zero_jax.disk.records import Record, RecordLayout
 from zero_jax.disk.run_lock import RunLock
-from zero_jax.disk.scratch import SCRATCH
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError, few
 from zero_jax.files import retried
 
@@ -30,7 +29,6 @@ class Generations:
     """The two generations of one process in a folder.
 
     Attributes:
-        scratch_bytes: of files that a step needs beside them there, for its own time; to be set before `create`.
         damaged: the commit records that `found` came across and that are not as they were written, as text.
     """
 
@@ -43,7 +41,6 @@ class Generations:
         self.path = Path(folder) / process_folder(process, num_processes)
         self.layout = layout
         self.committed: Commit | None = None
-        self.scratch_bytes = 0
         self.damaged: list[str] = []
         self._files = [AlignedFile(self.path / f"generation-{slot}.bin") for slot in (0, 1)]
         self._slots: list[Commit | None] = [None, None]
@@ -82,7 +79,7 @@ class Generations:
             names = retried(lambda: os.listdir(self.path), what=self.path)
         except FileNotFoundError:
             return []
-        known = {"generation-0.bin", "generation-1.bin", *RECORDS, *(f"{name}.tmp" for name in RECORDS), SCRATCH}
+        known = {"generation-0.bin", "generation-1.bin", *RECORDS, *(f"{name}.tmp" for name in RECORDS)}
         if others := sorted(set(names) - known):
             raise UsageError(f"disk: {self.path} holds {few(others)}, which are no states of a run: name another "
                              "folder.")
@@ -201,13 +198,11 @@ class Generations:
     def _check_space(self) -> None:
         there = sum(file.path.stat().st_blocks * 512 for file in self._files if file.path.exists())
         free = shutil.disk_usage(self.path.parent).free
-        if self.disk_bytes + self.scratch_bytes - there > free:
-            beside = "" if not self.scratch_bytes else (
-                f", the activations and gradients of a step {self.scratch_bytes:,} more")
+        if self.disk_bytes - there > free:
             raise CheckpointError(
-                f"disk: two generations of {self.layout.num_bytes:,} bytes are {self.disk_bytes:,}{beside}, and "
+                f"disk: two generations of {self.layout.num_bytes:,} bytes are {self.disk_bytes:,}, and "
                 f"{self.path.parent} has {free:,} bytes free: free space there, name a folder on another disk, or give "
-                "an optimizer with less state" + (" or a smaller batch" if beside else "") + ".")
+                "an optimizer with less state.")
 
     def _check_files(self) -> None:
         """Raises CheckpointError where what was committed, or is to be, is not in the folder any more."""

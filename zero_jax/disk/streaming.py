@@ -24,7 +24,7 @@ AHEAD = 2
 
 
 class RecordFiles(Protocol):
-    """Where records lie: `Generations` or a `ScratchFile`."""
+    """Where records lie: `Generations`, or the file that measures a disk (`planning.disk_rate`)."""
 
     layout: RecordLayout
 
@@ -61,11 +61,10 @@ class Streaming:
         """The most that records take in memory at a time: in buffers, and as arrays that wait, in use or written."""
         return (2 * THREADS + 2 * AHEAD + 1) * self.files.layout.largest
 
-    def read(self, records: Sequence[Record], use: Callable[[Record, memoryview], T], *, ahead: int = AHEAD
-             ) -> "_Ahead[T]":
+    def read(self, records: Sequence[Record], use: Callable[[Record, memoryview], T]) -> "_Ahead[T]":
         """`use(record, buffer)` for each record, as it is read, in order; it copies what it needs.
 
-        Reading starts at once, and goes on while the caller works; at most `ahead` results wait. To be used in a
+        Reading starts at once, and goes on while the caller works; at most `AHEAD` results wait. To be used in a
         `with`, at whose end what was not asked for is dropped.
         """
         def one(record: Record) -> T:
@@ -73,7 +72,7 @@ class Streaming:
                 self.files.read(record, buffer)
                 return use(record, buffer)
 
-        return _Ahead(lambda record: self._readers.submit(one, record), records, ahead)
+        return _Ahead(lambda record: self._readers.submit(one, record), records)
 
     def write(self, record: Record, fill: Callable[[Record, memoryview], None]) -> None:
         """Writes a record, which `fill(record, buffer)` copies into a buffer of zeros or more.
@@ -131,12 +130,12 @@ class Streaming:
 
 
 class _Ahead(Iterator[T]):
-    """The results of `submit(record)` in order, of which the next `ahead` are always under way."""
+    """The results of `submit(record)` in order, of which the next `AHEAD` are always under way."""
 
-    def __init__(self, submit: Callable[[Record], "Future[T]"], records: Sequence[Record], ahead: int):
+    def __init__(self, submit: Callable[[Record], "Future[T]"], records: Sequence[Record]):
         self._submit, self._todo = submit, iter(records)
         self._pending: collections.deque[Future[T]] = collections.deque()
-        for _ in range(ahead):
+        for _ in range(AHEAD):
             self._start()
 
     def _start(self) -> None:

@@ -4,7 +4,6 @@
 name and parameter that zero_jax reads is here, and `tests/seams` checks each of them. Other packages see a
 jaxpr's structure (`eqns`, `invars`, `outvars`, `aval`, `replace`) and ask these modules about the rest: `equations`
 traces functions, builds and evaluates equations; `primitives` reads their parameters; `passes` edits programs;
-`named_call` makes primitives of our own; `shared_calls` lets JAX differentiate equal equations once; `cut` gives
-a program in pieces (`rounds`), which compute again what their `recipes` say; `one_layer` makes a layer of a stack;
-`random_keys` finds inputs that are keys.
+`named_call` makes primitives of our own; `shared_calls` lets JAX differentiate equal equations once; `random_keys`
+finds inputs that are keys.
 """

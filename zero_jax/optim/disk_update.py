@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.jaxpr.equations import ClosedJaxpr, JaxprEqn, bind_in_scope, is_literal, run_eqns, structure_of, value_of
 from zero_jax.optim.block_equations import bind_on_block
-from zero_jax.optim.stream_blocks import Blocks, cut_by_layer, cut_in_loops
+from zero_jax.optim.stream_blocks import Blocks, cut_in_loops
 from zero_jax.optim.update_tasks import Task
 from zero_jax.tree import leaf_bytes
 
@@ -48,23 +48,16 @@ class Group:
         return start, blocks.rest.shape
 
 
-def group_tasks(tasks: Sequence[Task], carried: Sequence[Any], mesh: Mesh, buffer_bytes: int,
-                by_layer: Callable[[Task], bool]) -> list[Group]:
-    """The tasks in groups whose blocks take at most about `buffer_bytes` on each device; `carried` are abstract.
-
-    by_layer: whether a task of stacked layers is a group of its own, of whose blocks none has parts of two layers.
-    """
+def group_tasks(tasks: Sequence[Task], carried: Sequence[Any], mesh: Mesh, buffer_bytes: int) -> list[Group]:
+    """The tasks in groups whose blocks take at most about `buffer_bytes` on each device; `carried` are abstract."""
     elementwise = {at: task for at, task in enumerate(tasks) if task.is_elementwise}
     shapes = {at: NamedSharding(mesh, task.spec or P()).shard_shape(task.shape or ())
               for at, task in elementwise.items()}
     sizes = {at: sum(leaf_bytes(shapes[at], carried[number].dtype) for number in task.stored)
              for at, task in elementwise.items()}
-    layers = [Group((tasks[at],), (cut_by_layer(shapes[at], sizes[at], buffer_bytes),))
-              for at in elementwise if by_layer(tasks[at])]
-    others = {at: shape for at, shape in shapes.items() if not by_layer(tasks[at])}
     loops = [Group(tuple(tasks[at] for at in group), tuple(group.values()))
-             for group in cut_in_loops(others, {at: sizes[at] for at in others}, buffer_bytes)]
-    return layers + loops + [Group((task,), ()) for task in tasks if not task.is_elementwise]
+             for group in cut_in_loops(shapes, sizes, buffer_bytes)]
+    return loops + [Group((task,), ()) for task in tasks if not task.is_elementwise]
 
 
 class Pieces:

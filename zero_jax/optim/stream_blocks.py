@@ -81,12 +81,6 @@ def cut_in_loops(shapes: Mapping[_Key, tuple[int, ...]], sizes: Mapping[_Key, in
     return [each for keys in loops for each in _loops(keys, shapes, sizes, buffer_bytes, tiled)] + whole
 
 
-def cut_by_layer(shape: tuple[int, ...], size: int, buffer_bytes: int) -> Blocks:
-    """The blocks of a stack of layers, a device's shard of which `size` bytes are read: each of one layer, or less."""
-    layer, width = size // shape[0], shape[1] if len(shape) > 1 else 1
-    return Blocks(shape, 1, next((n for n in (1, *_divisors(width)) if layer <= n * buffer_bytes), width))
-
-
 def _has_whole_tiles(shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and all(size % part == 0 for size, part in zip(shape, TILE, strict=True))
 

@@ -6,7 +6,7 @@ schedule) is computed once, before.
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
@@ -46,21 +46,18 @@ class Task:
         return self.shape is not None
 
 
-def split_tasks(closed: ClosedJaxpr, specs: Sequence[P], on_disk: Sequence[bool], names: Sequence[str],
-                kept: Collection[int] = ()) -> list[Task]:
+def split_tasks(closed: ClosedJaxpr, specs: Sequence[P], on_disk: Sequence[bool], names: Sequence[str]) -> list[Task]:
     """The tasks of a trace without calls, whose first operands are the carried arrays, and first results replace them.
 
     specs: how each result is sharded, those that replace a carried array first, as this one; on_disk: whether a carried
-    array is in files; names: of each. kept: numbers of carried arrays in files that are results unchanged, as gradients
-    are: blocks of them are read, and what else follows from them, as their norm, is computed before.
+    array is in files; names: of each.
 
     Raises UsageError where one number follows from the arrays of several parameters, as the norm of all updates: to
     learn it, all files would have to be read before the first is updated.
     """
     jaxpr, count = closed.jaxpr, len(on_disk)
     carried = jaxpr.invars[:count]
-    replaced = [disk and number not in kept for number, disk in enumerate(on_disk)]
-    parent: dict[Any, Any] = {var: var for var, is_one in zip(carried, replaced, strict=True) if is_one}
+    parent: dict[Any, Any] = {var: var for var, is_one in zip(carried, on_disk, strict=True) if is_one}
 
     def find(var: Any) -> Any:
         while parent[var] is not var:
@@ -73,15 +70,15 @@ def split_tasks(closed: ClosedJaxpr, specs: Sequence[P], on_disk: Sequence[bool]
             parent.update(dict.fromkeys([*roots, *eqn.outvars], roots[0]))
     writes: dict[Any, list[int]] = {}
     for number, out in enumerate(jaxpr.outvars):
-        if number < count and replaced[number] and not is_literal(out) and out in parent:
+        if number < count and on_disk[number] and not is_literal(out) and out in parent:
             parent[find(out)] = find(carried[number])
     for number, out in enumerate(jaxpr.outvars):
-        if number < count and replaced[number]:
+        if number < count and on_disk[number]:
             writes.setdefault(find(carried[number]), []).append(number)
         elif not is_literal(out) and out in parent:
             writes.setdefault(find(out), []).append(number)
     makers = producers(jaxpr)
-    tasks = [_task(closed, numbers, specs, on_disk, parent, makers, kept) for numbers in writes.values()]
+    tasks = [_task(closed, numbers, specs, on_disk, parent, makers) for numbers in writes.values()]
     for task in tasks:
         params = [names[number] for number in task.writes if number < count and names[number].startswith("params/")]
         if not task.is_elementwise and len(params) > 1:
@@ -93,7 +90,7 @@ def split_tasks(closed: ClosedJaxpr, specs: Sequence[P], on_disk: Sequence[bool]
 
 
 def _task(closed: ClosedJaxpr, writes: list[int], specs: Sequence[P], on_disk: Sequence[bool], parent: dict[Any, Any],
-          makers: dict[Any, JaxprEqn], kept: Collection[int]) -> Task:
+          makers: dict[Any, JaxprEqn]) -> Task:
     jaxpr, count = closed.jaxpr, len(on_disk)
     inputs = {var: number for number, var in enumerate(jaxpr.invars[:count]) if on_disk[number]}
     outs = [jaxpr.outvars[number] for number in writes]
@@ -112,7 +109,6 @@ def _task(closed: ClosedJaxpr, writes: list[int], specs: Sequence[P], on_disk: S
             todo += new
         else:
             (arrays if shape_of(var).shape else scalars)[var] = None
-    writes = writes + [number for number in stored if number in kept]  # whose blocks are donated
     ordered = tuple(eqn for eqn in jaxpr.eqns if id(eqn) in eqns)
     shapes = {shape_of(var).shape for var in [*outs, *arrays, *(jaxpr.invars[number] for number in stored)]}
     used = {specs[number] for number in (*writes, *stored)}

@@ -5,14 +5,14 @@ import functools
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from zero_jax.disk.aligned_file import AlignedFile
 from zero_jax.disk.generations import existing_folder
 from zero_jax.disk.records import Record, RecordLayout
-from zero_jax.disk.scratch import ScratchFile
 from zero_jax.disk.streaming import Streaming
 from zero_jax.distributed.agreement import all_or_none, gather
 from zero_jax.errors import CheckpointError, UsageError
@@ -35,6 +35,27 @@ class DiskRate:
     is_direct: bool
 
 
+class _Measured:
+    """The file that is measured, as `RecordFiles`: what is read of it is checked against nothing."""
+
+    def __init__(self, folder: Path, layout: RecordLayout):
+        """Reserves the space; raises CheckpointError where the disk has too little of it."""
+        self.layout, self.file = layout, AlignedFile(folder / "measured.bin")
+        self.file.open(layout.num_bytes, create=True)
+
+    def read(self, record: Record, buffer: memoryview) -> None:
+        self.file.read(record, buffer)
+
+    def write(self, record: Record, fill: Callable[[], memoryview]) -> None:
+        self.file.write(record, fill())
+
+    def abandon(self) -> None:
+        """Nothing is to be forgotten."""
+
+    def close(self) -> None:
+        self.file.close()
+
+
 @functools.cache
 def measured_disk(folder: Path) -> DiskRate:
     """How fast this process reads and writes in `folder`: measured once, with what moves the states of a step.
@@ -47,7 +68,7 @@ def measured_disk(folder: Path) -> DiskRate:
     for number in range(RECORDS):
         layout.add([("measured", number, (0,), (RECORD,), "uint8")])
     with tempfile.TemporaryDirectory(prefix=".zero_jax-", dir=folder) as own:
-        files = ScratchFile(Path(own), layout, "It was to measure the disk.")
+        files = _Measured(Path(own), layout)
     streaming = Streaming(files)
     try:
         return _measured(streaming, files)
@@ -55,7 +76,7 @@ def measured_disk(folder: Path) -> DiskRate:
         streaming.close()
 
 
-def _measured(streaming: Streaming, files: ScratchFile) -> DiskRate:
+def _measured(streaming: Streaming, files: _Measured) -> DiskRate:
     block = np.random.default_rng(0).integers(0, 256, RECORD, np.uint8)  # what no file system makes smaller
 
     def fill(record: Record, buffer: memoryview) -> None:
@@ -69,7 +90,7 @@ def _measured(streaming: Streaming, files: ScratchFile) -> DiskRate:
             if count > 1 and time.perf_counter() > end:
                 break
         streaming.finish()
-        files.sync()
+        files.file.sync()
         return count
 
     half = write(files.layout.records) // 2
@@ -80,9 +101,9 @@ def _measured(streaming: Streaming, files: ScratchFile) -> DiskRate:
             for record, _ in zip(here, ahead, strict=True):
                 streaming.write(record, fill)
         streaming.finish()
-        files.sync()
+        files.file.sync()
         moved, there, here = moved + 2 * half * RECORD, here, there
-    return DiskRate(moved / (time.perf_counter() - began), files.is_direct)
+    return DiskRate(moved / (time.perf_counter() - began), files.file.is_direct)
 
 
 def agreed_disk(folder: str | os.PathLike[str]) -> DiskRate:

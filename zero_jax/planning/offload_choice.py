@@ -8,8 +8,8 @@ from typing import TypeAlias
 from zero_jax.planning.plan import Plan
 from zero_jax.sharding.memory.kinds import Offload
 
-NONE, DISK, DISK_PARAMETERS = "no", "disk", "disk-parameters"
-"""The names of the placements without offload, with states in files, and with parameters and gradients there, too."""
+NONE, DISK = "no", "disk"
+"""The names of the placements without offload, and with states in files."""
 
 OffloadArgument: TypeAlias = Offload | str | None
 """What `make_zero_train_step(offload=...)` takes."""
@@ -26,9 +26,7 @@ class Candidate:
     def name(self) -> str:
         """As `OffloadChoice.name`."""
         if isinstance(self.offload, Offload):
-            if self.offload.disk is None:
-                return f"optimizer {self.offload.fraction:g}"
-            return DISK_PARAMETERS if self.offload.parameters == "disk" else DISK
+            return f"optimizer {self.offload.fraction:g}" if self.offload.disk is None else DISK
         return self.offload or NONE
 
     @property
@@ -61,7 +59,7 @@ class OffloadChoice:
 
     @property
     def name(self) -> str:
-        """"no", "optimizer" ("optimizer 0.412" of a share), "parameters", "gradients", "disk" or "disk-parameters"."""
+        """"no", "optimizer" ("optimizer 0.412" of a share), "parameters", "gradients" or "disk"."""
         return self.chosen.name
 
     @property
@@ -80,7 +78,7 @@ class OffloadChoice:
         return {each.name: each.plan for each in self.candidates}
 
     def __str__(self) -> str:
-        has_disk = any(each.name in (DISK, DISK_PARAMETERS) for each in self.candidates)
+        has_disk = any(each.name == DISK for each in self.candidates)
         rows = [("offload", "device bytes", "of", "host bytes", "of", *("disk bytes", "of") * has_disk, "waits s",
                  "step s", "")]
         for each in self.candidates:

@@ -82,8 +82,7 @@ class StateBytes:
 
 ZERO_JAX = {
     "no": StateBytes(16), "optimizer": StateBytes(4, host=12), "parameters": StateBytes(2, host=14),
-    "disk": StateBytes(4, disk=24), "disk-parameters": StateBytes(0, disk=30)}
+    "disk": StateBytes(4, disk=24)}
 """This library's AdamW with bf16 at stage 3, by placement: fp32 master weights and two moments (12 bytes), the
 gradient (4, in fp32, where nothing is offloaded, else 2, in bf16), and where the master weights are elsewhere a bf16
-copy of them (2). Files hold two generations, and with parameters there one gradient; nothing that grows with the
-number of layers is then on the device."""
+copy of them (2). Files hold two generations."""

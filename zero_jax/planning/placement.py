@@ -18,7 +18,6 @@ from zero_jax.planning.host_link import measured_link, with_measured_link
 from zero_jax.planning.memory import Transformer
 from zero_jax.planning.offload_choice import (
     DISK,
-    DISK_PARAMETERS,
     Candidate,
     OffloadArgument,
     OffloadChoice,
@@ -52,8 +51,7 @@ def choose_offload(model: Any, stage: int, batch: Any, *, mesh: Mesh | None = No
     GiB in a file of no name in `disk`, once in a process, which measures that. A share is looked for where all
     states fit on the host and not on the device: what fits on the device stays there. "gradients", which moves what
     "parameters" does and more, is compared where nothing else fits. Files in `disk` are compared where neither the
-    device nor the host's memory holds all states: they wait for more, of what is slower; and with parameters and
-    gradients there, too, where nothing else fits.
+    device nor the host's memory holds all states: they wait for more, of what is slower.
 
     Times are predicted from the compiled programs (`planning.timing`, `planning.transfers`) where `zero_jax/xla/chips`
     has the devices' rates; for others the placement that moves the least is taken: no offload, a share, "optimizer",
@@ -94,10 +92,10 @@ def choose_for(make: Callable[[OffloadArgument], ZeroTrainStep], batch: Any, *, 
                memory_bytes: int | None = None, disk: str | os.PathLike[str] | None = None,
                transformer: Transformer | None = None) -> OffloadChoice:
     """`choose_offload` for the step that `make` makes with a placement; transformer: as `examine` takes it."""
-    def files(parameters: str) -> Offload:
+    def files() -> Offload:
         if disk is None:
             raise without_disk(make, batch, target, "give a folder on a local disk as disk= (--offload-disk)")
-        return Offload(disk=disk, parameters=parameters)
+        return Offload(disk=disk)
 
     plain = make(None)
     mesh = plain.mesh
@@ -134,14 +132,11 @@ def choose_for(make: Callable[[OffloadArgument], ZeroTrainStep], batch: Any, *, 
     return dataclasses.replace(choice, notes=(*notes, *disk_notes))
 
 
-def files_on(target: Target, make: Callable[[OffloadArgument], ZeroTrainStep], batch: Any, parameters: str) -> Offload:
-    """Files on the disks of a target's hosts, which are only planned; raises UsageError where they have none.
-
-    parameters: where these are, "device" or "disk".
-    """
+def files_on(target: Target, make: Callable[[OffloadArgument], ZeroTrainStep], batch: Any) -> Offload:
+    """Files on the disks of a target's hosts, which are only planned; raises UsageError where they have none."""
     if not target.chip.disk_bytes:
         raise without_disk(make, batch, target, f"the file of {target.text} has no disk_bytes")
-    return Offload(disk=tempfile.gettempdir(), parameters=parameters)  # nothing is written there
+    return Offload(disk=tempfile.gettempdir())  # nothing is written there
 
 
 def without_disk(make: Callable[[OffloadArgument], ZeroTrainStep], batch: Any, target: Target | None, advice: str
@@ -154,13 +149,12 @@ def without_disk(make: Callable[[OffloadArgument], ZeroTrainStep], batch: Any, t
                       f"device, {size * local:,} on a host, two generations: {advice}")
 
 
-def compare(plan_of: Callable[[OffloadArgument], Plan], files: Callable[[str], Offload]) -> OffloadChoice:
+def compare(plan_of: Callable[[OffloadArgument], Plan], files: Callable[[], Offload]) -> OffloadChoice:
     """The choice among all placements that a step can have.
 
-    plan_of: of one placement. files: the placement in files, of where parameters are. Both raise UsageError where the
-    step cannot have it. "gradients" is compiled where nothing that moves less fits. Files are where neither the
-    device nor the host's memory holds all states: they pass the same link as the host's memory, and wait for a disk
-    besides. Parameters and gradients are there, too, where nothing else fits.
+    plan_of: of one placement. files: the placement in files. Both raise UsageError where the step cannot have it.
+    "gradients" is compiled where nothing that moves less fits. Files are where neither the device nor the host's memory
+    holds all states: they pass the same link as the host's memory, and wait for a disk besides.
     """
     none, refused = Candidate(None, plan_of(None)), dict[str, str]()
 
@@ -179,10 +173,8 @@ def compare(plan_of: Callable[[OffloadArgument], Plan], files: Callable[[str], O
     shares = _shares(plan_of, states[0].plan) if states and states[0].plan.fits and not none.plan.fits else []
     nothing_fits = not any(each.plan.fits for each in (none, *shares, *states, *params))
     grads = tried("gradients", lambda: "gradients") if sharded and nothing_fits else []
-    disk = [] if any(each.plan.fits for each in (none, *states)) else tried(DISK, lambda: files("device"))
+    disk = [] if any(each.plan.fits for each in (none, *states)) else tried(DISK, files)
     candidates = (none, *shares, *states, *params, *grads, *disk)
-    if sharded and not any(each.plan.fits for each in candidates) and DISK not in refused:
-        candidates += tuple(tried(DISK_PARAMETERS, lambda: files("disk")))
     chosen, reason = choose(candidates)
     return OffloadChoice(chosen, reason, candidates, refused)
 

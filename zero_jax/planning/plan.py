@@ -198,7 +198,7 @@ def examine(step: Any, batch: Any, target: Target | None = None, transformer: Tr
         return Plan(target=target, stage=step.stage.number, batch_size=size, mesh=dict(step.mesh.shape),
                     layout=layout, memory_bytes=known, needed_bytes=needed, host_bytes=host,
                     host_memory_bytes=host_known, refused=refused, compile_seconds=time.perf_counter() - began,
-                    disk_bytes=traffic.needed if traffic else 0, disk_memory_bytes=disk_known,
+                    disk_bytes=traffic.stored if traffic else 0, disk_memory_bytes=disk_known,
                     **({"memory": None, "communication": None, "links": {}, "timing": None} | compiled_fields))
 
     if known is not None and layout.device_bytes > known:  # no compiler needed to see that
@@ -217,8 +217,6 @@ def examine(step: Any, batch: Any, target: Target | None = None, transformer: Tr
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return make_plan(refused_bytes(str(error)), refused=str(error).splitlines()[0])
-    if traffic is not None:
-        traffic = dataclasses.replace(traffic, saved=compiled.saved_bytes)
     timing, effect, transfers, links = None, None, None, collections.defaultdict[Any, float](float)
     if target is not None:
         coords = [xla_devices.coords(device) for device in step.mesh.devices.flat]
@@ -233,7 +231,7 @@ def examine(step: Any, batch: Any, target: Target | None = None, transformer: Tr
         if compare and fragment is None and step.options.asks_for_overlap:
             plain = step.without_overlap().compiled_step(batch)
             effect = OverlapEffect.of((timing_of(plain.schedule), timing), (plain.memory, compiled.memory))
-        transfers = (disk_transfers(traffic, target, timing, disk_rate) if traffic
+        transfers = (disk_transfers(traffic, target, disk_rate) if traffic
                      else transfers_of(compiled, target.chip, timing))
         timing = with_transfers(timing, transfers)
         for collective in itertools.chain.from_iterable(each.collectives for each in compiled.report.results):

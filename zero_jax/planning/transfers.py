@@ -41,11 +41,11 @@ class Transfers:
 
     Attributes:
         place: "host" or "disk".
-        gradients_down: gradients (of files: and activations) that are written before the update; of host memory they
-            are taken to be waited for. update_up has what comes back.
+        gradients_down: gradients that are written before the update, and are taken to be waited for. update_up has what
+            comes back.
         gradients_up: sums over microbatches that backward reads to add to them, and is taken to wait for, too.
         checkpoints: activations that forward writes into host memory, and backward reads.
-        params_up: parameters (of files: and activations) that forward and backward read.
+        params_up: parameters that forward and backward read.
         params_ahead: those of them that loops read a round ahead.
         update_up, update_down: what the update reads and writes.
         seconds: in which the link is busy.
@@ -121,30 +121,21 @@ def predicted_disk_rate(target: Target) -> float:
     return min(disk * target.num_devices / target.num_hosts, ENGINE_BANDWIDTH)
 
 
-def disk_transfers(traffic: DiskTraffic, target: Target, timing: Timing, rate: float | None = None
-                   ) -> Transfers | None:
+def disk_transfers(traffic: DiskTraffic, target: Target, rate: float | None = None) -> Transfers | None:
     """What a step with files moves; None where the rates of the disks or of the host's link are not known.
 
     A disk that reads and writes takes the time of both; the link and the process's threads work beside it. States are
-    moved when all else is done, activations, parameters and gradients of layers beside forward and backward, whose time
-    is `timing`; gradients are read again with the states. rate: bytes/s that a process reads and writes together,
-    measured, in the place of the disk's and the threads'.
+    moved when all else is done. rate: bytes/s that a process reads and writes together, measured, in the place of the
+    disk's and the threads'.
     """
-    chip = target.chip
+    chip, read, written = target.chip, traffic.read, traffic.written
     if not (chip.host_link_bandwidth and (rate or predicted_disk_rate(target))):
         return None
-
-    def seconds(read: int, written: int) -> float:
-        of_process = (read + written) * target.num_devices / target.num_hosts / (rate or ENGINE_BANDWIDTH)
-        disk = 0.0 if rate else (read / chip.disk_read_bandwidth + written / chip.disk_write_bandwidth) / REACHED
-        link = max(read, written) / chip.host_link_bandwidth / REACHED  # copied by the driver, both ways at once
-        return max(disk, of_process, link, _memory_seconds(chip, read + written))
-
-    update_up, update_down = traffic.read + traffic.gradients, traffic.written
-    params_up, params_down = 2 * traffic.layers + traffic.saved, traffic.gradients + traffic.saved
-    update, layers = seconds(update_up, update_down), seconds(params_up, params_down)
-    return Transfers(params_up, params_up, update_up, update_down, update + layers,
-                     update + max(0.0, layers - timing.seconds), "disk", gradients_down=params_down)
+    of_process = (read + written) * target.num_devices / target.num_hosts / (rate or ENGINE_BANDWIDTH)
+    disk = 0.0 if rate else (read / chip.disk_read_bandwidth + written / chip.disk_write_bandwidth) / REACHED
+    link = max(read, written) / chip.host_link_bandwidth / REACHED  # copied by the driver, both ways at once
+    seconds = max(disk, of_process, link, _memory_seconds(chip, read + written))
+    return Transfers(0, 0, read, written, seconds, seconds, "disk")
 
 
 def with_transfers(timing: Timing, transfers: Transfers | None) -> Timing:

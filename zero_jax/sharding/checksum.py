@@ -47,30 +47,6 @@ def digests(leaves: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> 
     return words + jnp.array([[seed, seed ^ 0xFFFFFFFF] for seed in seeds], jnp.uint32)
 
 
-def layer_words(layer: jax.Array, sharding: NamedSharding, index: jax.Array, stack: jax.ShapeDtypeStruct) -> jax.Array:
-    """What layer `index` of an array like `stack` adds to its digest: uint32 (2,), replicated; traceable.
-
-    layer: without the first dim of `stack`, with `sharding`. `join_layers` makes the digest of those of all layers.
-    """
-    seed, axes = seed_of(stack.shape, stack.dtype), _axes(sharding.spec)
-
-    def each(part: jax.Array, index: jax.Array) -> jax.Array:
-        words = part_words(part[None], seed, stack.shape, P(None, *sharding.spec), first=index.astype(jnp.uint32))
-        return jax.lax.psum(words, axes) if axes else words
-
-    return jax.shard_map(each, mesh=sharding.mesh, in_specs=(sharding.spec, P()), out_specs=P(), check_vma=False)(
-        layer, index)
-
-
-def join_layers(words: Sequence[Any], stack: jax.ShapeDtypeStruct) -> np.ndarray:
-    """The words of the digest of an array like `stack`, of the `layer_words` of each of its layers."""
-    seed = seed_of(stack.shape, stack.dtype)
-    total = np.array([seed, seed ^ 0xFFFFFFFF], np.uint64)
-    for each in words:
-        total += np.asarray(each).astype(np.uint64)
-    return (total % 2**32).astype(np.uint32)
-
-
 def digest_texts(words: Any) -> list[str]:
     """`digests` as 16 hexadecimal digits for each leaf; waits for the devices."""
     return [f"{int(first):08x}{int(second):08x}" for first, second in np.asarray(words)]
@@ -92,16 +68,13 @@ def _axes(spec: P) -> tuple[str, ...]:
     return tuple(name for part in parts for name in part)
 
 
-def part_words(part: jax.Array, seed: int, shape: tuple[int, ...], spec: P, first: jax.Array | None = None
-               ) -> jax.Array:
-    """The sums over a device's `part` of an array of `shape`: uint32 (2,). first: the index of its first row."""
+def part_words(part: jax.Array, seed: int, shape: tuple[int, ...], spec: P) -> jax.Array:
+    """The sums over a device's `part` of an array of `shape`: uint32 (2,)."""
     starts = []
     for dim, size in enumerate(part.shape):
         entry = spec[dim] if dim < len(spec) else None
         number = jnp.zeros((), jnp.uint32) if entry is None else jax.lax.axis_index(entry).astype(jnp.uint32)
         starts.append(number * jnp.uint32(size))
-    if first is not None:
-        starts[0] += first
     place, total = _place(part.shape, starts, shape), jnp.zeros(2, jnp.uint32)
     for number, bits in enumerate(_bits(part)):
         where = _mix(place + jnp.uint32((seed + number * 0x9E3779B9) % 2**32), *_LANES[1])

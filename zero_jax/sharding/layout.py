@@ -9,7 +9,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.sharding.auto_axes import computing_on, on_auto_axes
-from zero_jax.sharding.memory.file_lines import file_lines
 from zero_jax.sharding.memory.host_leaves import gradient_lines, host_lines, param_bytes_of
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess, Tiles
@@ -47,7 +46,6 @@ class Layout:
             that on each device.
         microbatches: over how many a step sums gradients.
         disk: names of those that are in files between steps (`memory.disk_leaves.with_disk`).
-        disk_gradients: of each parameter whose gradient goes to a file, layer by layer, the stack as backward makes it.
         view_note: what makes the gradient one program for each device.
         overlap_note: XLA's options by which collectives run beside compute, where the step has some.
         gathers_in_pieces: whether whole weights are gathered in pieces into the old ones (`gather_pieces`).
@@ -71,7 +69,6 @@ class Layout:
     host_gradients: Mapping[str, int] = dataclasses.field(default_factory=dict)
     microbatches: int = 1
     disk: frozenset[str] = frozenset()
-    disk_gradients: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     view_note: str = ""
     overlap_note: str = ""
     gathers_in_pieces: bool = False
@@ -96,7 +93,7 @@ class Layout:
     @property
     def gathers_at_use(self) -> bool:
         """Whether the model gathers parameters where it reads them: at stage 3, unless from copies that are whole."""
-        if self.host_params or self.disk_layers:
+        if self.host_params:
             return True
         if not self.stage.shards_params or self.num_shards == 1:
             return False
@@ -113,12 +110,6 @@ class Layout:
     def host_params(self) -> frozenset[str]:
         """Names of all parameters that the model reads from host memory, frozen ones as well."""
         return self.host_weights | {name.partition("/")[2] for name in self.host if name.startswith("frozen/")}
-
-    @property
-    def disk_layers(self) -> frozenset[str]:
-        """Names of the leaves in files that the model reads, layer by layer."""
-        begins = ("params/" if self.state.weights is None else "weights/", "frozen/")
-        return frozenset(name for name in self.disk if name.startswith(begins))
 
     @property
     def tiles(self) -> tuple[Tiles, ...]:
@@ -221,7 +212,9 @@ class Layout:
             tiled = self.axes.is_tpu
             lines += host_lines(rows, self.host_params, self.reads, tiled=tiled) + gradient_lines(
                 self.host_gradients, self.reads, self.microbatches, tiled=tiled)
-        lines += file_lines(rows, self.disk_layers, self.disk_gradients, self.reads)
+        if self.disk:
+            lines.append(f"read from and written to disk by each step: {self.disk_bytes:,} bytes each way for each "
+                         "device, and a copy of the parameters that are in memory is written; two generations")
         if self.overlap_note:
             lines.append(f"collectives run beside compute by XLA's options: {self.overlap_note}")
         if self.replicated_batch:

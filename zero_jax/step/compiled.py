@@ -29,14 +29,12 @@ class CompiledStep:
         memory: `jax.stages.Compiled.memory_analysis()`; None where the backend tells none.
         layout: of the state that the step takes and returns.
         contract: what the step may send.
-        saved_bytes: of activations that it writes to files and reads again, on each device.
     """
 
     text: str = dataclasses.field(repr=False)
     memory: Any = dataclasses.field(repr=False)
     layout: Layout = dataclasses.field(repr=False)
     contract: Contract = dataclasses.field(repr=False)
-    saved_bytes: int = dataclasses.field(default=0, kw_only=True)
 
     @functools.cached_property
     def module(self) -> Module:

@@ -274,9 +274,8 @@ class StepFunctions(StateInArrays):
 
     def _as_reduced(self, state: ZeroState, grads: Gradients) -> tuple[Gradients, Scalar | None]:
         """(`grads` on their shards, in any dtype and multiplied by the loss scale, that scale)."""
-        away = self.layout().disk_gradients
-        grads = map_named(lambda name, grad, to: grad if name in away or is_on_host(grad) else constrain(grad, to),
-                          grads, self.layout().gradients)
+        grads = jax.tree.map(lambda grad, to: grad if is_on_host(grad) else constrain(grad, to),
+                             grads, self.layout().gradients)
         return grads, loss_scale(state, self._guard)
 
     def _unscaled(self, state: ZeroState, grads: Gradients) -> Gradients:

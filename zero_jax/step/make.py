@@ -117,7 +117,7 @@ def make_zero_train_step(
       remat: what each block of the model keeps for the backward pass: "full" (its input), "dots", names, or a `Remat`;
         None: as the model does.
       partition_activations: checkpoints are split over `tensor` (the paper's P_a); "cpu": and kept in the host's memory
-        (P_a+cpu; also without that axis); "disk": kept in files, with `offload=Offload(disk=...)`.
+        (P_a+cpu; also without that axis).
       hpz_axes: at stage 3, the ZeRO axes inside a node: forward keeps what it gathered over the others, a copy of the
         weights sharded over these alone, from which backward gathers without leaving the node (hpZ of ZeRO++, arXiv
         2306.10209).

@@ -65,11 +65,9 @@ class StepOptions:
                              "zero_jax.Guard(skip=3), say, or None.")
         if not isinstance(self.sequence_parallel, bool):
             raise UsageError(f"sequence_parallel={shown(self.sequence_parallel)}: give True or False.")
-        if not is_one_of(self.partition_activations, "cpu", "disk", True, False):
+        if not is_one_of(self.partition_activations, "cpu", True, False):
             raise UsageError(f"partition_activations={shown(self.partition_activations)}: give True (split over the "
-                             "axis `tensor`), \"cpu\" (and kept in the host's memory) or \"disk\" (in files).")
-        if self.partition_activations == "disk":
-            self._check_disk_activations()
+                             "axis `tensor`) or \"cpu\" (and kept in the host's memory).")
         if not is_one_of(self.view, "auto", "global", "local"):
             raise UsageError(f"view={shown(self.view)}: give \"local\" (the gradient is one shard_map), \"global\" "
                              "(XLA partitions it) or \"auto\" (local, where that is built).")
@@ -128,8 +126,6 @@ class StepOptions:
                 self._check_host_params()
             if self.host_offload.gradients == "host":
                 self._check_host_gradients()
-        if self.in_layers:
-            self._check_disk_params()
         self.activations(axes, 1)
         # Whatever the layout will be.
         self.compiler_options(axes)
@@ -161,20 +157,6 @@ class StepOptions:
             if is_wrong:
                 raise UsageError(f"offload=\"parameters\" {what}: {why}, or give offload=\"optimizer\".")
 
-    def _check_disk_params(self) -> None:
-        """Raises ValueError for what lets no layer be read by itself, or keeps what it has read on the devices."""
-        for is_wrong, what, why in (
-                *self._whole_weights(),
-                (self.accumulation.microbatches > 1, f"with accumulate={self.accumulation.microbatches}",
-                 "the loop over microbatches is one program, whose middle cannot read files: leave accumulate out"),
-                (self.prefetch, "with prefetch=True",
-                 "each round of a loop over layers is a program of its own, which cannot gather for the next: leave "
-                 "prefetch out"),
-                (self.partition_activations == "cpu", "with partition_activations=\"cpu\"",
-                 "what one round leaves in host memory for another is not built: give \"disk\", or leave it out")):
-            if is_wrong:
-                raise UsageError(f"Offload(parameters=\"disk\") {what}: {why}, or leave parameters out.")
-
     def _check_host_gradients(self) -> None:
         """Raises ValueError for what keeps gradients on the devices, or needs all of them there."""
         for is_wrong, what, why in (
@@ -185,19 +167,6 @@ class StepOptions:
                  "what backward reads and writes in host memory is not counted apart: give remat=\"full\" alone")):
             if is_wrong:
                 raise UsageError(f"Offload(gradients=\"host\") {what}: {why}, or leave gradients out.")
-
-    def _check_disk_activations(self) -> None:
-        """Raises ValueError for what has no folder, and for what lets no round of a loop run by itself."""
-        for is_wrong, what, why in (
-                (self.offload is None or self.offload.disk is None, "without Offload(disk=...)",
-                 "the files have no folder: give offload=zero_jax.Offload(disk=\"/mnt/nvme/run\")"),
-                (self.accumulation.microbatches > 1, f"with accumulate={self.accumulation.microbatches}",
-                 "the loop over microbatches is one program, whose middle cannot read files: leave accumulate out"),
-                (self.prefetch, "with prefetch=True",
-                 "each round of a loop over layers is a program of its own, which cannot gather for the next: leave "
-                 "prefetch out")):
-            if is_wrong:
-                raise UsageError(f"partition_activations=\"disk\" {what}: {why}, or give \"cpu\" (host memory).")
 
     def is_local(self, axes: MeshAxes) -> bool:
         """Whether the gradient is one `jax.shard_map` on this mesh: else XLA partitions it."""
@@ -224,8 +193,7 @@ class StepOptions:
                 (axes.tensor_enabled and bool(axes.slices), f"with DiLoCo in the mesh {axes.sizes}"),
                 (axes.tensor_enabled and bool(self.partition_activations),
                  f"with partition_activations in the mesh {axes.sizes}"),
-                (self.tiling is not None, "with tiling"),
-                (self.in_pieces, "with parameters or activations in files")) if is_asked]
+                (self.tiling is not None, "with tiling")) if is_asked]
 
     def _check_tiling(self, axes: MeshAxes) -> None:
         """Raises ValueError for what gathers whole weights, or sums whole gradients, whatever their products do."""
@@ -259,16 +227,6 @@ class StepOptions:
         return None if self.offload is None or self.offload.disk is not None else self.offload
 
     @property
-    def in_layers(self) -> bool:
-        """Whether parameters are read from files, layer by layer."""
-        return self.offload is not None and self.offload.parameters == "disk"
-
-    @property
-    def in_pieces(self) -> bool:
-        """Whether forward and backward are several programs, between which files are read and written."""
-        return self.in_layers or self.partition_activations == "disk"
-
-    @property
     def _offloads_master(self) -> bool:
         """Whether stage 3 reads a sharded copy of master weights in host memory: it must have the same gradients."""
         precision = self.precision
@@ -280,7 +238,7 @@ class StepOptions:
         host = self.partition_activations == "cpu"
         partition = self.partition_activations is True or host and axes.tensor in axes.mesh.axis_names
         return Activations(axes, batch_size, partition=partition, host=host,
-                           disk=self.partition_activations == "disk", sequence=self.sequence_parallel)
+                           sequence=self.sequence_parallel)
 
     def compiler_options(self, axes: MeshAxes) -> dict[str, Any]:
         """XLA's options for the devices of the mesh, without those that depend on the layout (`step.overlap`)."""

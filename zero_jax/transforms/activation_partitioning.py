@@ -55,8 +55,8 @@ class Activations:
     """The layout of activations: arrays whose leading dim is the batch, and whose second is the sequence.
 
     batch_size: of the global batch. partition: checkpoints are split over `tensor` (P_a); host: they are offloaded to
-    host memory (P_a+cpu); disk: to files, by whoever runs the program (`step.pieces`). sequence: between the
-    products that `tensor` splits, activations (norms, dropout, the residual stream) are split along the sequence.
+    host memory (P_a+cpu). sequence: between the products that `tensor` splits, activations (norms, dropout, the
+    residual stream) are split along the sequence.
 
     Raises ValueError for a mesh that does not support these options.
     """
@@ -65,7 +65,6 @@ class Activations:
     batch_size: int
     partition: bool = False
     host: bool = False
-    disk: bool = False
     sequence: bool = False
 
     @property
@@ -86,7 +85,7 @@ class Activations:
 
     def check(self, jaxpr: Jaxpr, *, checkpoints: bool) -> None:
         """Raises ValueError for what could not take effect on a traced loss. checkpoints: whether it has any."""
-        if (self.stashes or self.disk) and not checkpoints:
+        if self.stashes and not checkpoints:
             raise UsageError("partition_activations: nothing is checkpointed, so there are no checkpoints to move: "
                              "give remat=\"full\", or a model that rematerialises its blocks.")
         if self.sequence and not _streams(jaxpr, self):

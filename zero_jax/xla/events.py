@@ -88,13 +88,6 @@ def collectives(events: Iterable[Event]) -> Iterator[Collective]:
             yield from collectives(event.body)
 
 
-def repeated(events: Iterable[Event], trips: int) -> Loop:
-    """`events`, run `trips` times."""
-    events = tuple(events)
-    return Loop(trips, True, _with_collectives(events, {
-        id(each): dataclasses.replace(each, count=each.count * trips, in_loop=True) for each in collectives(events)}))
-
-
 def totals(events: Iterable[Event]) -> Totals:
     """All the work of `events`; that of a loop times its trips."""
     flops: Counter[str] = Counter()

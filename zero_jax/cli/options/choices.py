@@ -9,20 +9,17 @@ PrecisionName = Literal["fp32", "bf16", "fp16", "bf16-stochastic"]
 Reduce = Literal["every", "once"]
 Gather = Literal["use", "forward", "step", "auto"]
 
-Offloaded = Literal["no", "optimizer", "parameters", "gradients", "disk", "disk-parameters", "auto"]
+Offloaded = Literal["no", "optimizer", "parameters", "gradients", "disk", "auto"]
 """auto: of these the one that fits with the least predicted time."""
-
-FILES = ("disk", "disk-parameters")
-"""Those with files; with the second one parameters and gradients of stacked layers are there, too."""
 
 
 def check_offload(offload: str, stage: int) -> None:
     """Raises ValueError for another value than `Offloaded` has, and for one that this stage does not have."""
     if offload not in get_args(Offloaded):
         raise UsageError(f"offload={offload!r} is unknown: give one of {', '.join(get_args(Offloaded))}.")
-    if offload in ("parameters", "gradients", "disk-parameters") and stage < 3:
+    if offload in ("parameters", "gradients") and stage < 3:
         raise UsageError(f"offload={offload} at stage {stage}: its parameters are whole on every device: take stage "
-                         f"3, or offload={'disk' if offload in FILES else 'optimizer'}.")
+                         "3, or offload=optimizer.")
 
 
 OnOffAuto = Literal["auto", "yes", "no"]

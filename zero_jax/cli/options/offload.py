@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from zero_jax.cli.environment import simulates
-from zero_jax.cli.options.choices import FILES
 from zero_jax.disk.commits import records_in
 from zero_jax.disk.generations import check_folder
 from zero_jax.errors import UsageError
@@ -17,13 +16,12 @@ def check_disk(config: Any) -> None:
     config: a `TrainConfig`.
     """
     if config.offload_disk is None:
-        if config.offload in FILES:
-            raise UsageError(f"offload={config.offload}: name a folder on a local disk for the states: "
-                             "offload_disk=/mnt/nvme/run, say.")
+        if config.offload == "disk":
+            raise UsageError("offload=disk: name a folder on a local disk for the states: offload_disk=/mnt/nvme/run, "
+                             "say.")
         return
-    if config.offload not in (*FILES, "auto"):
-        raise UsageError(f"offload_disk={config.offload_disk} without offload=disk, disk-parameters or auto: give "
-                         "both, or neither.")
+    if config.offload not in ("disk", "auto"):
+        raise UsageError(f"offload_disk={config.offload_disk} without offload=disk or auto: give both, or neither.")
     check_folder(config.offload_disk)
     if config.offload == "auto":
         return
@@ -73,10 +71,10 @@ def offload_argument(name: str, folder: Path | None, fraction: float = 1.0) -> A
     """What `make_zero_train_step(offload=...)` takes for an option; a plan has no folder, and opens no files."""
     if name == "no":
         return None
-    if name not in FILES and fraction == 1:
+    if name != "disk" and fraction == 1:
         return name
     from zero_jax.sharding.memory.kinds import Offload
 
     if name == "optimizer":
         return Offload(fraction=fraction)
-    return Offload(disk=folder or tempfile.gettempdir(), parameters="device" if name == "disk" else "disk")
+    return Offload(disk=folder or tempfile.gettempdir())

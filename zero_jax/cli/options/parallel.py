@@ -22,9 +22,8 @@ class ParallelOptions:
     sequence_parallel: bool = False
     """Split activations between tensor-parallel products along the sequence."""
 
-    partition_activations: Literal["no", "yes", "cpu", "disk"] = "no"
-    """Split checkpointed activations over the tensor axis (P_a); cpu: also offload them to host memory; disk: to files,
-    with `--offload disk` or `disk-parameters`."""
+    partition_activations: Literal["no", "yes", "cpu"] = "no"
+    """Split checkpointed activations over the tensor axis (P_a); cpu: also offload them to host memory."""
 
     def check_split(self) -> None:
         """Raises UsageError for activations that are to be split over the devices of `tensor` where that is 1."""

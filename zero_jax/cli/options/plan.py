@@ -47,10 +47,9 @@ class PlanOptions:
     """optimizer: the optimizer's states, the moving average and, with bf16, the fp32 master weights are in host memory
     (ZeRO-Offload); the update streams them through the device. parameters: at stage 3 also what the model reads
     (ZeRO-Infinity). gradients: these, and the gradients of stacked layers as they are made. disk: what optimizer puts
-    there is in files; disk-parameters: also the parameters and gradients of stacked layers, at stage 3. auto: compiles
-    each, and takes the one that fits with the least predicted time; gradients only where nothing that moves less fits,
-    files only where the host's memory is not enough, on a target whose hosts have disks, and disk-parameters only where
-    nothing else fits."""
+    there is in files. auto: compiles each, and takes the one that fits with the least predicted time; gradients only
+    where nothing that moves less fits, files only where the host's memory is not enough, on a target whose hosts have
+    disks."""
 
     offload_fraction: float = 1.0
     """With offload=optimizer: the share of these states that is in host memory, all of a parameter's or none; the rest

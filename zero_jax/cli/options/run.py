@@ -32,18 +32,16 @@ class RunOptions:
     """optimizer: the optimizer's states, the moving average and, with bf16, the fp32 master weights are in host memory
     (ZeRO-Offload); the update streams them through the device. parameters: at stage 3 also what the model reads
     (ZeRO-Infinity), layer by layer. gradients: these, and the gradients of stacked layers as they are made. disk: what
-    optimizer puts into host memory is in files in offload_disk; disk-parameters: at stage 3 also the parameters and
-    gradients of stacked layers. auto: compiles each, and takes the one that fits with the least predicted time;
-    gradients and disk-parameters only where nothing that moves less fits."""
+    optimizer puts into host memory is in files in offload_disk. auto: compiles each, and takes the one that fits with
+    the least predicted time; gradients only where nothing that moves less fits."""
 
     offload_fraction: float = 1.0
     """With offload=optimizer: the share of these states that is in host memory, all of a parameter's or none; the rest
     stays on the devices. auto finds the least that fits."""
 
     offload_disk: Path | None = None
-    """With offload=disk, disk-parameters or auto: a folder on a local disk of each host, for nothing else; twice the
-    states must fit. auto compares files where the host's memory is not enough, and without a folder says what they
-    would take."""
+    """With offload=disk or auto: a folder on a local disk of each host, for nothing else; twice the states must fit.
+    auto compares files where the host's memory is not enough, and without a folder says what they would take."""
 
     offload_gib: float | None = None
     """With offload=auto: GiB of each device that a step may use. None: what the devices say, or those of the target of

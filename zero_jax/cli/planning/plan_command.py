@@ -84,7 +84,7 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
                 return examine(make(offload), shapes, target, transformer)
 
             if config.offload == "auto":
-                placement = compare(plan_of, lambda parameters: files_on(target, make, shapes, parameters))
+                placement = compare(plan_of, lambda: files_on(target, make, shapes))
             chosen = placement.plan if placement else plan_of(options["offload"])
     if config.json:
         print(json.dumps(finite({
@@ -158,7 +158,7 @@ def _transformer(sizes: Any, config: PlanConfig | TrainConfig, batch: int, lengt
                        length // config.context,
                        remat=getattr(sizes, "remat", False) or config.remat not in ("model", "yes", "no"),
                        split=config.tensor if config.partition_activations in ("yes", "cpu") else 1,
-                       host=config.partition_activations in ("cpu", "disk"))
+                       host=config.partition_activations == "cpu")
 
 
 def _without_axes(options: dict[str, Any]) -> dict[str, Any]:

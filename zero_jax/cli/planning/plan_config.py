@@ -62,7 +62,7 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
         self.check_split()
         check_offload(self.offload, self.stage)
         check_fraction(self)
-        if self.offload in ("parameters", "gradients", "disk-parameters", "auto") and (
+        if self.offload in ("parameters", "gradients", "auto") and (
                 self.search != "no" or self.png is not None):
             raise UsageError(f"offload={self.offload} with search or png, which compile other stages and sizes: leave "
                              "one of them out.")

@@ -66,8 +66,7 @@ def verdict(plan: Plan) -> str:
         head += (f"\nOn disk: {size_text(plan.disk_bytes)} for each device"
                  + (f" of {size_text(plan.disk_memory_bytes)}" if plan.disk_memory_bytes else "")
                  + f", two generations of {offloaded_text(plan.layout, 'disk')}, and a copy of what is in memory. "
-                 f"{disk_text(plan)} The device memory is that of forward and backward"
-                 + (", of the piece that needs the most." if plan.layout.disk_layers else ", with the gradients."))
+                 f"{disk_text(plan)} The device memory is that of forward and backward, with the gradients.")
     if plan.refused:
         head += f"\nThe compiler: {plan.refused}"
     if plan.target is not None and plan.target.chip.note:
@@ -111,10 +110,7 @@ def disk_text(plan: Plan) -> str:
     moved = plan.transfers
     if moved is None:
         return "A step reads and writes a generation."
-    layers = "" if not moved.params_up else (
-        f"Forward and backward read {size_text(moved.params_up)} and write {size_text(moved.gradients_down)} layer by "
-        "layer, while they compute. ")
-    return (f"{layers}The update reads {size_text(moved.update_up)} and writes {size_text(moved.update_down)}. Of "
+    return (f"The update reads {size_text(moved.update_up)} and writes {size_text(moved.update_down)}. Of "
             f"{moved.seconds:.3g} s at the disks nothing else runs in {moved.exposed_seconds:.3g} s.")
 
 

@@ -40,15 +40,13 @@ class Offload:
         `accumulate=` the stack is the sum over microbatches, in float32: each reads a layer of it, adds and writes it.
     buffer_bytes: what the update may read at a time from the host's memory, per device; it needs about twice as much
         device memory, since results are written back from there. None: 2**26 on GPUs that have copy engines (jax
-        0.11.2), but with gradients there or in files, else 2**24.
+        0.11.2), but with gradients there or files, else 2**24.
 
     fraction: of the bytes of what `optimizer` and `master` put there, at least this share is in host memory, all of
         a parameter's or none, and the rest on the device (as the twin flow of ZeRO-Offload++); 1: all.
     disk: a folder on a local disk: what would be in host memory is in files there instead (ZeRO-Infinity, arXiv
-        2104.07857), read, updated and written between compiled pieces of the step; None: no files. There, and at stage
-        3, parameters may be "disk": of stacked layers what the model reads is in the files, too, and each layer's shard
-        is read before it is gathered, forward and backward. Their gradients then are "disk", in a file for the time of
-        a step, unless `gradients="device"`. What no loop over layers reads stays on the device.
+        2104.07857), read, updated and written between compiled pieces of the step; None: no files. Parameters and
+        gradients are then on the device.
     """
 
     optimizer: str = "host"
@@ -57,22 +55,20 @@ class Offload:
     parameters: str = "device"
     fraction: float = 1.0
     disk: str | os.PathLike[str] | None = None
-    gradients: str | None = None
+    gradients: str = "device"
 
     def __post_init__(self) -> None:
-        if self.gradients is None:
-            object.__setattr__(self, "gradients", "disk" if self.parameters == "disk" else "device")
         for name in ("optimizer", "master", "parameters", "gradients"):
-            places = (*_PLACES, "disk") if name in ("parameters", "gradients") else _PLACES
-            if getattr(self, name) not in places and (name, getattr(self, name)) != ("master", None):
-                raise UsageError(f"Offload({name}={shown(getattr(self, name))}): give "
-                                 + " or ".join(f"\"{place}\"" for place in places) + ".")
+            if getattr(self, name) == "disk":
+                raise UsageError(f"Offload({name}=\"disk\"): only states are in files, those that optimizer and master "
+                                 "put into host memory, with disk=FOLDER: give \"host\" or \"device\".")
+            if getattr(self, name) not in _PLACES and (name, getattr(self, name)) != ("master", None):
+                raise UsageError(f"Offload({name}={shown(getattr(self, name))}): give \"host\" or \"device\".")
         if self.buffer_bytes is not None:
             object.__setattr__(self, "buffer_bytes", whole("Offload: buffer_bytes", self.buffer_bytes, 2**16))
-        if self.parameters != "device" and self.master == "device":
-            place = "host memory" if self.parameters == "host" else "files"
-            raise UsageError(f"Offload(parameters=\"{self.parameters}\", master=\"device\"): the model would read a "
-                             f"copy in {place} of what is in the device's: leave one of them out.")
+        if self.parameters == "host" and self.master == "device":
+            raise UsageError("Offload(parameters=\"host\", master=\"device\"): the model would read a copy in host "
+                             "memory of what is in the device's: leave one of them out.")
         if not (is_number(self.fraction) and 0 < self.fraction <= 1):
             raise UsageError(f"Offload(fraction={shown(self.fraction)}): give a share above 0 and at most 1.")
         if self.fraction < 1 and (self.parameters != "device" or self.disk is not None):
@@ -83,8 +79,7 @@ class Offload:
             check_folder(self.disk)
         if self.disk is not None and self.parameters == "host":
             raise UsageError("Offload(disk=..., parameters=\"host\"): with files what the model reads is on the "
-                             "device, or there, too: give parameters=\"disk\", or leave one of them out.")
-        self._check_files()
+                             "device: leave one of them out.")
         if self.gradients == "host":
             self._check_gradients()
         if self.optimizer == self.master == "device":
@@ -100,24 +95,9 @@ class Offload:
     def allows_copy_engines(self) -> bool:
         """Whether a GPU's copy engines may copy it, beside compute.
 
-        Not gradients: XLA writes a backward pass's to other rows. Not beside files, of which each piece of a step is a
-        program of its own.
+        Not gradients: XLA writes a backward pass's to other rows. Not beside files, which no program reads.
         """
         return self.disk is None and self.gradients != "host"
-
-    def _check_files(self) -> None:
-        """Raises ValueError for parameters and gradients in files that cannot be read there."""
-        if self.parameters == "disk" and self.disk is None:
-            raise UsageError("Offload(parameters=\"disk\") without disk=: the files have no folder: give "
-                             "disk=\"/mnt/nvme/run\", say.")
-        if self.parameters == "disk" and self.optimizer == "device":
-            raise UsageError("Offload(parameters=\"disk\", optimizer=\"device\"): the update reads what it replaces "
-                             "from files, and the optimizer's states, which are larger, would be on the device: leave "
-                             "optimizer out.")
-        if self.gradients == "disk" and self.parameters != "disk":
-            raise UsageError("Offload(gradients=\"disk\") without parameters=\"disk\": the step would run layer by "
-                             "layer for the smaller part: give parameters=\"disk\" (gradients are then in files, "
-                             "too), or leave gradients out.")
 
     def _check_gradients(self) -> None:
         """Raises ValueError for what the update could not read beside gradients in host memory."""

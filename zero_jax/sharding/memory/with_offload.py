@@ -4,7 +4,6 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from zero_jax.errors import UsageError
@@ -40,9 +39,7 @@ def with_offload(layout: Layout, offload: Offload | None) -> Layout:
     if offload.master == "host" and not has_copy:
         raise UsageError(f"Offload(master=\"host\") at stage {layout.stage.number}: {_NO_COPY}: leave master out.")
     master = offload.master or "host"
-    in_layers = offload.parameters == "disk"
-    whole = "device" if in_layers else offload.parameters
-    parameters = {"frozen": whole, "weights" if has_copy else "params": whole}
+    parameters = {"frozen": offload.parameters, "weights" if has_copy else "params": offload.parameters}
     fields = {"opt_state": offload.optimizer, "ema": offload.optimizer, **({"params": master} if has_copy else {}),
               **parameters}
 
@@ -50,12 +47,11 @@ def with_offload(layout: Layout, offload: Offload | None) -> Layout:
         field, _, param = name.partition("/")
         shard_bytes = leaf_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
         if field in parameters and (stacked := layout.reads[param].stacked):
-            if offload.disk is None and _is_row_of_tiles(layout, leaf.shape, leaf.dtype):
+            if _is_row_of_tiles(layout, leaf.shape, leaf.dtype):
                 return False
             return shard_bytes >= MIN_LAYER_BYTES * math.prod(leaf.shape[dim] for dim in stacked)
         return jnp.issubdtype(leaf.dtype, jnp.number) and len(leaf.shape) > 0 and shard_bytes >= MIN_BYTES
 
-    layers = _layers_in_files(layout, tuple(parameters)) if in_layers else frozenset()
     sizes = {name: leaf_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
              for name, leaf in named_leaves(layout.state)
              if fields.get(name.split("/")[0]) == "host" and is_large(name, leaf)}
@@ -65,7 +61,7 @@ def with_offload(layout: Layout, offload: Offload | None) -> Layout:
             f"offload: no leaf of this state would be in host memory at stage {layout.stage.number}: "
             f"{_why_none(layout, offload)}: leave offload out.")
     if offload.disk is not None:
-        return with_disk(layout, host | layers, _gradients_in_files(layout) if offload.gradients == "disk" else {})
+        return with_disk(layout, host)
     gradients = _gradients_in_host_memory(layout, offload) if offload.gradients == "host" else {}
     return dataclasses.replace(layout, host=host, host_gradients=gradients, state=map_named(
         lambda name, leaf: leaf.update(sharding=on_host(leaf.sharding)) if name in host else leaf, layout.state))
@@ -77,31 +73,6 @@ def _is_row_of_tiles(layout: Layout, shape: tuple[int, ...], dtype: Any) -> bool
     Rows share a word then: "Sublane slicing size must be multiple of element packing factor" (libtpu 0.0.42.1).
     """
     return layout.axes.is_tpu and len(shape) < 3 and jnp.dtype(dtype).itemsize < 4
-
-
-def _layers_in_files(layout: Layout, fields: tuple[str, ...]) -> frozenset[str]:
-    """Names of the leaves of `fields`, of stacked layers, that are read layer by layer; raises ValueError for none."""
-    reads = layout.reads
-    names = frozenset(
-        name for name, leaf in named_leaves(layout.state)
-        if name.partition("/")[0] in fields and reads[name.partition("/")[2]].stacked == (0,)
-        and leaf_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) >= MIN_LAYER_BYTES * leaf.shape[0])
-    if not names:
-        raise UsageError(
-            "Offload(parameters=\"disk\"): parameters are read from files layer by layer, and none of this model's "
-            "loops over stacked layers (nn.scan, nnx.scan) has one that takes "
-            f"{MIN_LAYER_BYTES:,} bytes on each device for each layer: stack the layers, or leave parameters out.")
-    return names
-
-
-def _gradients_in_files(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
-    """The gradients that a loop over layers makes, and that are large enough, as backward makes them."""
-    shardings, uses = dict(named_leaves(layout.gradients)), dict(named_leaves(layout.uses))
-    likes = {name: jax.ShapeDtypeStruct(
-        leaf.shape, uses[name].reduce if name in uses else leaf.dtype, sharding=shardings[name])
-        for name, leaf in named_leaves(layout.state.params) if layout.reads[name].stacked == (0,)}
-    return {name: like for name, like in likes.items() if leaf_bytes(
-        like.sharding.shard_shape(like.shape), like.dtype) >= MIN_LAYER_BYTES * like.shape[0]}
 
 
 def _gradients_in_host_memory(layout: Layout, offload: Offload) -> dict[str, int]:

@@ -6,8 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from zero_jax.tree import key_impl, leaf_bytes
 
@@ -47,13 +45,6 @@ class StoredLeaf:
     def block_shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """The shape of the array whose shards have `sizes`."""
         return tuple(size * whole // part for size, whole, part in zip(sizes, self.shape, self.local, strict=True))
-
-
-def layer_of(stack: Any) -> jax.ShapeDtypeStruct:
-    """One layer of a stack of layers, abstract or not, which is whole along them; abstract, with its sharding."""
-    sharding: Any = stack.sharding
-    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype,
-                                sharding=NamedSharding(sharding.mesh, P(*sharding.spec[1:])))
 
 
 def resharded(value: Any, sharding: Any) -> Any:

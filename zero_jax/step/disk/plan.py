@@ -1,7 +1,7 @@
 """An update whose arrays are in files, traced and split: what is computed before, and what in pieces."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,18 +9,14 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.errors import UsageError, few
 from zero_jax.jaxpr.equations import ClosedJaxpr, bind_in_scope, needed_eqns, run_eqns, trace_flat, value_of
 from zero_jax.jaxpr.passes import without_calls
 from zero_jax.optim.disk_update import Group, Pieces, group_tasks
-from zero_jax.optim.update_tasks import Task, split_tasks
+from zero_jax.optim.update_tasks import split_tasks
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import OnDisk
 from zero_jax.step.update import Updated
-from zero_jax.tree import map_named, named_leaves
-
-GRADIENTS = "gradients/"
-"""Begins the names of gradients in files, beside those of the leaves of the state."""
+from zero_jax.tree import named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,64 +33,27 @@ jax.tree_util.register_dataclass(Before, ["values", "results"], [])
 class UpdatePlan:
     """One traced update."""
 
-    def __init__(self, update: Any, layout: Layout, given: Any, buffer_bytes: int,
-                 gradients: Mapping[str, jax.ShapeDtypeStruct] | None = None):
-        """update: as `update_function` returns it; given: its second argument, abstract.
-
-        gradients: those that are in files, by the name of the parameter; `given` has None for each of them.
-        """
-        self.layout, gradients = layout, gradients or {}
+    def __init__(self, update: Any, layout: Layout, given: Any, buffer_bytes: int):
+        """update: as `update_function` returns it; given: its second argument, abstract."""
+        self.layout = layout
         like, shardings = layout.state, layout.shardings
         old = Updated(like.params, like.opt_state, like.ema, like.weights if layout.stage.shards_params else None)
         specs = Updated(layout.gradients, shardings.opt_state, shardings.ema,
                         None if old.weights is None else shardings.weights)
-        # Gradients in files are carried as well, unchanged, so that tasks read blocks of them as of the states.
-        carried, files = (old, dict(gradients)), {f"{GRADIENTS}{name}" for name in gradients}
-        self.names = [name for name, _ in named_leaves(old)] + [f"{GRADIENTS}{name}" for name in sorted(gradients)]
-        self.carried = jax.tree.leaves(carried)
-        self.on_disk = [name in layout.disk or name in files for name in self.names]
-        leaves, treedef = jax.tree.flatten((carried, given))
+        self.names, self.carried = [name for name, _ in named_leaves(old)], jax.tree.leaves(old)
+        self.on_disk = [name in layout.disk for name in self.names]
+        leaves, treedef = jax.tree.flatten((old, given))
         abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
                     for leaf in leaves]
-
-        def carrying(carried: Any, given: Any) -> Any:
-            old, gradients = carried
-            grads = given["grads"] if not gradients else _joined(layout, given["grads"], gradients)
-            new, cast = update(old, {**given, "grads": grads})
-            return (new, gradients), cast
-
-        closed, self.out_treedef = trace_flat(carrying, abstract, treedef)
+        closed, self.out_treedef = trace_flat(update, abstract, treedef)
         self.closed: ClosedJaxpr = without_calls(closed)
-        carried_specs = [leaf.spec for leaf in jax.tree.leaves(specs)] + [
-            gradients[name].sharding.spec for name in sorted(gradients)]  # type: ignore[union-attr]
         results = len(self.closed.jaxpr.outvars) - len(self.names)
         copies = [sharding.spec for sharding in jax.tree.leaves(layout.gradients)] if results else []
-        self.specs: list[P] = carried_specs + copies
-        self.tasks = split_tasks(self.closed, self.specs, self.on_disk, self.names, [
-            number for number, name in enumerate(self.names) if name in files])
-        self._by_layer = {number for number, name in enumerate(self.names)
-                          if name in layout.disk_layers or name in files}
-        self.groups: list[Group] = group_tasks(self.tasks, self.carried, layout.mesh, buffer_bytes, self._is_by_layer)
-        self._check_by_layer(self._by_layer)
+        self.specs: list[P] = [leaf.spec for leaf in jax.tree.leaves(specs)] + copies
+        self.tasks = split_tasks(self.closed, self.specs, self.on_disk, self.names)
+        self.groups: list[Group] = group_tasks(self.tasks, self.carried, layout.mesh, buffer_bytes)
         self.pieces = Pieces(self.closed, self.specs, self.on_disk, layout.mesh)
         self._find_values()
-
-    def _is_by_layer(self, task: Task) -> bool:
-        return not self._by_layer.isdisjoint((*task.stored, *task.writes))
-
-    def is_by_layer(self, group: Group) -> bool:
-        """Whether each block of `group` is of one layer of a stack, whose number is where the block starts."""
-        return any(map(self._is_by_layer, group.tasks))
-
-    def _check_by_layer(self, by_layer: Collection[int]) -> None:
-        """Raises ValueError where a leaf that is read or made layer by layer is updated as a whole."""
-        whole = [self.names[number].partition("/")[2] for group in self.groups if not group.blocks
-                 for number in group.tasks[0].writes if number in by_layer]
-        if whole:
-            raise UsageError(
-                f"Offload(parameters=\"disk\"): this optimizer needs all layers of {few(dict.fromkeys(whole), 3)} at "
-                "once (a norm, a factor or a product of the whole stack), and the files have it layer by layer: give "
-                "one that is elementwise (adamw, lion), or leave parameters out.")
 
     @property
     def copied(self) -> list[int]:
@@ -114,13 +73,10 @@ class UpdatePlan:
         by_tasks = {number for task in self.tasks for number in task.writes}
         self.results = [number for number in range(len(jaxpr.outvars)) if number not in by_tasks]
 
-    def before(self, old: Updated, given: Any, gradients: Mapping[str, Any]) -> Before:
-        """Computes what no file is needed for; `old` with abstract arrays for what is in files. Traceable.
-
-        gradients: that are to go to files; of which no more than sums are to be made.
-        """
+    def before(self, old: Updated, given: Any) -> Before:
+        """Computes what no file is needed for; `old` with abstract arrays for what is in files. Traceable."""
         jaxpr, mesh = self.closed.jaxpr, self.layout.mesh
-        leaves = jax.tree.leaves(((old, dict(gradients)), given))
+        leaves = jax.tree.leaves((old, given))
         env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*self.closed.consts, *leaves), strict=True))
         wanted = [*self.values, *(jaxpr.outvars[number] for number in self.results)]
         run_eqns(needed_eqns(self.closed, wanted), env, bind_in_scope)
@@ -135,16 +91,4 @@ class UpdatePlan:
         leaves = [OnDisk(like.shape, str(like.dtype)) if disk else results.get(number)
                   for number, (like, disk) in enumerate(zip(self.carried, self.on_disk, strict=True))]
         leaves += [results.get(number) for number in range(len(self.names), len(self.specs))]
-        (new, _), cast = jax.tree.unflatten(self.out_treedef, leaves)
-        return new, cast
-
-
-def without(grads: Any, names: Collection[str]) -> Any:
-    """A tree of gradients with None for those of the parameters `names`."""
-    return map_named(lambda name, grad: None if name in names else grad, grads)
-
-
-def _joined(layout: Layout, grads: Any, others: Mapping[str, Any]) -> Any:
-    """The inverse of `without`."""
-    known = dict(named_leaves(grads)) | dict(others)
-    return map_named(lambda name, _: known[name], layout.state.params)
+        return jax.tree.unflatten(self.out_treedef, leaves)

@@ -6,6 +6,7 @@ writes and does not read, so that a run that was killed goes on from the files a
 
 import collections
 import contextlib
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from zero_jax.disk.streaming import Streaming
 from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, gather
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
 from zero_jax.sharding.layout import Layout
-from zero_jax.step.disk.leaf import StoredLeaf, layer_of, resharded
+from zero_jax.step.disk.leaf import resharded
 from zero_jax.step.disk.plan import UpdatePlan
 from zero_jax.step.disk.state_records import StateRecords
 from zero_jax.tree import named_leaves
@@ -43,7 +44,6 @@ class DiskStates:
         self.generations = Generations(folder, self.records.layout, process=jax.process_index(),
                                        num_processes=jax.process_count())
         self.streaming = Streaming(self.generations)
-        self._layer_leaves: dict[str, StoredLeaf] = {}
         self.is_open = False
 
     @property
@@ -121,69 +121,35 @@ class DiskStates:
         raise DamagedCheckpointError(f"disk: no generation is whole: {' '.join(messages)} Restore a checkpoint.")
 
     def write_all(self, value_of: Callable[[str], Any], step: int, note: Any,
-                  layer_value: Callable[[str, int], Any] = lambda name, index: None,
                   check: Callable[[], None] = lambda: None) -> Commit:
         """Commits a generation of `value_of(name)` for each leaf, asked for once, and dropped after its records.
 
-        layer_value: layer `index` of the leaf `name`, to be written without the others; None: taken of the whole.
         check: called before the commit, when all leaves in files were asked for; it raises where one was not right.
         """
-        whole: dict[str, list[np.ndarray]] = {}
-        one: dict[str, list[np.ndarray]] = {}
+        shards: dict[str, list[np.ndarray]] = {}
 
-        def write(record: Record, layer: int | None) -> None:
-            parts = {part.leaf: part for part in record.parts}
-            for leaf in parts:
-                if leaf in whole or leaf in one:
-                    continue
-                value = None if layer is None else layer_value(leaf, layer)
-                if value is not None:
-                    one[leaf] = self._layer_leaf(leaf).shards(value)
-                else:
-                    whole[leaf] = self.leaves[leaf].shards(value_of(leaf))
+        def write(record: Record) -> None:
+            for part in record.parts:
+                if part.leaf not in shards:
+                    shards[part.leaf] = self.leaves[part.leaf].shards(value_of(part.leaf))
             # What is waiting to be written keeps its arrays when the next ones are made.
-            kept = {leaf: one.get(leaf) or whole[leaf] for leaf in parts}
-            first = {leaf: 1 if leaf in one else 0 for leaf in parts}
+            kept = {part.leaf: shards[part.leaf] for part in record.parts}
 
             def fill(record: Record, buffer: memoryview) -> None:
                 for part in record.parts:
-                    view = part.view(buffer)
-                    if first[part.leaf]:
-                        view[0] = kept[part.leaf][part.shard][part.index[1:]]
-                    else:
-                        view[...] = kept[part.leaf][part.shard][part.index]
+                    part.view(buffer)[...] = kept[part.leaf][part.shard][part.index]
 
             self.streaming.write(record, fill)
 
         with self.streaming.abandoned_by_errors():
-            now: tuple[Any, Any] = -1, None
-            for piece in self.pieces:
-                if piece.number != now[0]:
-                    self.streaming.finish()
-                    whole.clear()
-                if (piece.number, piece.layer) != now:
-                    one.clear()
-                    now = piece.number, piece.layer
-                for record in piece.writes:
-                    write(record, piece.layer)
-            self.streaming.finish()
-            whole.clear()
-            for record in self.records.frozen:
-                (leaf,) = dict.fromkeys(part.leaf for part in record.parts)
-                if (leaf, record.parts[0].start[0]) != now:
-                    one.clear()
-                    if leaf != now[0]:
-                        whole.clear()
-                    now = leaf, record.parts[0].start[0]
-                write(record, now[1])
-            self.streaming.finish()
+            for _, pieces in itertools.groupby(self.pieces, lambda piece: piece.number):
+                for piece in pieces:
+                    for record in piece.writes:
+                        write(record)
+                self.streaming.finish()
+                shards.clear()
             check()
             return self._finish(value_of, step, note)
-
-    def _layer_leaf(self, name: str) -> StoredLeaf:
-        if name not in self._layer_leaves:
-            self._layer_leaves[name] = StoredLeaf(layer_of(self.leaves[name].like))
-        return self._layer_leaves[name]
 
     def read_leaves(self, names: Iterable[str]) -> dict[str, Any]:
         """The named leaves as arrays, on all processes or on none."""
@@ -222,8 +188,8 @@ class DiskStates:
                                                   self.leaves[leaf].block_shape(each[0].sizes))
                     for leaf, each in parts.items()}
 
-        with self.streaming.read([record for piece in self.pieces for record in piece.reads], use) as ahead:
-            yield ({leaf: block for _ in piece.reads for leaf, block in next(ahead).items()} for piece in self.pieces)
+        with self.streaming.read([piece.reads for piece in self.pieces if piece.reads is not None], use) as ahead:
+            yield ({} if piece.reads is None else next(ahead) for piece in self.pieces)
 
     def filler(self, values: dict[str, Any]) -> Callable[[Record, memoryview], None]:
         """What copies those of the blocks `values`, by leaf, that a record has into its buffer; waits for them."""
@@ -238,8 +204,6 @@ class DiskStates:
     def finish(self, state: Any, step: int, note: Any) -> Commit:
         """Writes what is not in pieces, and commits the next generation."""
         values = dict(named_leaves(state))
-        for record in self.records.frozen:  # which is filled where the other generation does not have it yet
-            self.streaming.write(record, self.generations.read)
         return self._finish(values.__getitem__, step, note)
 
     def _finish(self, value_of: Callable[[str], Any], step: int, note: Any) -> Commit:

@@ -7,6 +7,8 @@ generation valid at once, and the state that the step returns names it: no other
 
 import dataclasses
 import functools
+import json
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,10 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import with_sharding_constraint as constrain
 
+from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
-from zero_jax.sharding.compute_params import gather_compute_params
-from zero_jax.sharding.memory.disk_leaves import expanded, resident, with_layers
-from zero_jax.state import ZeroState
+from zero_jax.frontends.model_functions import stored_values
+from zero_jax.sharding.compute_params import gather_compute_params, gather_copy
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.memory.disk_leaves import expanded, in_arrays, resident
+from zero_jax.state import ZeroState, state_key
 from zero_jax.step.call_checks import (
     check_is_state,
     check_same_batch,
@@ -27,31 +32,54 @@ from zero_jax.step.call_checks import (
     is_traced,
     loss_errors_explained,
 )
-from zero_jax.step.compiled import CompiledStep
-from zero_jax.step.disk.begin import StepThatBegins
-from zero_jax.step.disk.leaf import resharded
-from zero_jax.step.disk.plan import UpdatePlan, without
+from zero_jax.step.disk.init import InitialOptimizerState
+from zero_jax.step.disk.leaf import chunks, resharded
+from zero_jax.step.disk.plan import UpdatePlan
+from zero_jax.step.disk.states import DiskStates
 from zero_jax.step.disk.walk import walk
 from zero_jax.step.gradients import ForwardOutput
+from zero_jax.step.in_arrays import LeavesToRead
 from zero_jax.step.loop_checks import check_update
-from zero_jax.step.pieces.compiled import compiled_pieces
-from zero_jax.step.pieces.program import PiecewiseProgram
 from zero_jax.step.replicas import Replicas
-from zero_jax.step.update import Updated, given_values, judge, unscaled, update_metrics
-from zero_jax.tree import named_leaves
-from zero_jax.typing import Batch, Gradients, Metrics, PRNGKey, Scalar, Variables
+from zero_jax.step.start import with_values
+from zero_jax.step.step import ZeroTrainStep
+from zero_jax.step.update import Updated, given_values, judge, unscaled, update_function, update_metrics
+from zero_jax.tree import map_named, merge, named_leaves, split_named
+from zero_jax.typing import Batch, Gradients, Metrics, Params, PRNGKey, Pytree, Scalar, Variables
+
+LOG = logging.getLogger("zero_jax")
 
 _ONE_PROGRAM = ("with Offload(disk=...) a step reads and writes files between compiled programs, and cannot be part of "
                 "one: {}, or give offload=\"optimizer\" (host memory).")
 
 
-class DiskTrainStep(StepThatBegins):
+class DiskTrainStep(ZeroTrainStep):
     """A `ZeroTrainStep` with a part of its state in files.
 
     In a `ZeroState` an `OnDisk` is in the place of each leaf in files, and `disk` tells their generation. A state of
     another generation raises ValueError. After a kill, or an error while writing, `stored_state` is the state of the
     last step that returned. A process uses a folder until `close`, or its end. `note` is what each commit says beside.
     """
+
+    _states: DiskStates | None = None
+    _note: Any = None
+
+    @property
+    def note(self) -> Any:
+        """What each commit from now on says beside the state: plain JSON, as the position in the data.
+
+        Set it before a step to what holds after that step. `stored_state` sets it to what was said of the state that
+        it returns, so that a run goes on with the right batch; a step that the guard skips commits nothing.
+        """
+        return self._note
+
+    @note.setter
+    def note(self, note: Any) -> None:
+        try:
+            self._note = json.loads(json.dumps(note))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"note={shown(note)} is not plain JSON ({error}): give numbers, text, lists and "
+                             "dictionaries.") from error
 
     def __call__(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
         """As `ZeroTrainStep`; it returns when the new generation is on the disk. Not inside a `jit` or `scan`."""
@@ -60,11 +88,6 @@ class DiskTrainStep(StepThatBegins):
             raise UsageError(_ONE_PROGRAM.format("call it outside of jit and scan"))
         check_values(batch, self._loss, self.batches)
         return self._walk(self._jit(batch), state, batch)
-
-    def gradients(self, state: ZeroState, batch: Batch, **options: Any) -> tuple[Gradients, Metrics, Variables]:
-        """As `ZeroTrainStep`; refused where activations or parameters are in files."""
-        self._check_one_program("gradients", "one program, which cannot read files, makes them: call the step itself")
-        return super().gradients(state, batch, **options)
 
     def multi(self, state: ZeroState, batches: Batch) -> tuple[ZeroState, Metrics]:
         """Refused: several steps cannot be one program."""
@@ -81,9 +104,6 @@ class DiskTrainStep(StepThatBegins):
         check_is_state(state)
         if is_traced(state, gradients):
             raise UsageError(_ONE_PROGRAM.format("call apply_gradients outside of jit and scan"))
-        if self.options.in_layers:
-            raise UsageError("apply_gradients with Offload(parameters=\"disk\"): its gradients are in files: call the "
-                             "step itself, or leave parameters out.")
         check_update(gradients, loss, variables, layout := self.layout(), self.options.guard)
         key = ("apply", loss is None, variables is None)
         if key not in self._programs:
@@ -104,6 +124,226 @@ class DiskTrainStep(StepThatBegins):
         """As `ZeroTrainStep`; the whole state is read into memory."""
         return super().to_train_state(self.in_memory(state)[0], train_state)
 
+    # The first generation.
+
+    def init(self, rng: PRNGKey, batch: Batch, *, params: Pytree | None = None) -> ZeroState:
+        """As `ZeroTrainStep.init`, and the first generation is written.
+
+        Raises ValueError where the folder has the state of a run, and CheckpointError where the disk is too small.
+        """
+        rng, batch_like = state_key(rng), self.abstract_batch(batch)
+        self._check_capacity(batch)
+        self._prepared(batch)
+        states, given = self._opened(DiskStates.create), self._given_params if params is None else (
+            self._named(params, batch))
+        layout = self.layout(batch)
+        fields = ("step", "frozen", "variables", "guard", "rng") if given is not None else (
+            "step", "params", "frozen", "variables", "guard", "rng")
+        nothing = {field.name: None for field in dataclasses.fields(ZeroState) if field.name not in fields}
+
+        def make(rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
+            return dataclasses.replace(self._init(rng, given, batch), **nothing)
+
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), batch_like) if any(
+            isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)) else batch
+        shardings = dataclasses.replace(layout.shardings, **nothing)
+        state = jax.jit(make, in_shardings=(None, None, self._batch_shardings(batch)), out_shardings=shardings)(
+            rng, self._model.given, zeros)
+        if given is None:
+            return self._begin(states, state)
+        like = layout.state
+        return self._with_values(dataclasses.replace(state, params=like.params, frozen=like.frozen), given)
+
+    def with_params(self, state: ZeroState, params: Pytree) -> ZeroState:
+        """As `ZeroTrainStep`, and a generation of the new state is written."""
+        check_is_state(state)
+        self._current(state)
+        return self._with_values(expanded(self.layout(), state), self._named(params))
+
+    def _with_values(self, state: ZeroState, given: Mapping[str, Any]) -> ZeroState:
+        def derive(state: ZeroState, params: Params, *, optimizer: Any, layout: Layout, **fields: Any) -> ZeroState:
+            del optimizer, layout
+            return self._begin(self._opened(DiskStates.create), dataclasses.replace(state, params=params, **fields))
+
+        return with_values(state, stored_values(self._model, given, state.rng), layout=self.layout(),
+                           optimizer=self._optimizer, derive=derive)
+
+    def _begin(self, states: DiskStates, state: ZeroState) -> ZeroState:
+        """The state whose parameters, all in memory, are those of `state`: the rest follows, and is written."""
+        layout = self.layout()
+        make = InitialOptimizerState(layout, self._optimizer, dict(named_leaves(state.params)).__getitem__)
+        small = make([name for name in make.names if name not in layout.disk])
+        others = {**dict(named_leaves(dataclasses.replace(state, opt_state=None, ema=None, weights=None, disk=None))),
+                  **small, **self._weights(state.params)}
+
+        def value_of(name: str) -> Any:
+            return others[name] if name in others else make([name])[name]
+
+        commit = states.write_all(value_of, int(state.step), self._note)
+        for name in layout.disk:
+            if name in others:
+                others[name].delete()
+        return self._kept(others, commit.token)
+
+    # The whole state.
+
+    def stored_state(self, batch: Batch) -> ZeroState:
+        """The state after the last step that was committed, from the files alone; `batch` may be abstract.
+
+        Every byte is verified. Raises CheckpointError where there is none, DamagedCheckpointError where it is not as
+        it was written, and ValueError where the files are of another model or another run uses them.
+        """
+        if self._prepared(batch).is_open:
+            self.close()
+        states, layout = self._prepared(batch), self.layout(batch)
+        commit = states.resume()
+        self._note = commit.note
+        begins = () if layout.state.weights is None else ("params/",)  # of which the copy in memory is made
+        arrays = states.read_leaves([name for name in states.leaves if not name.startswith("weights/") and (
+            name not in layout.disk or name.startswith(begins))])
+        params = map_named(lambda name, _: arrays.get(f"params/{name}"), layout.state.params)
+        return self._kept({**arrays, **self._weights(params)}, commit.token)
+
+    def abstract_state(self, batch: Batch) -> ZeroState:
+        """As `ZeroTrainStep`; with an `OnDisk` for each leaf in files."""
+        layout = self.layout(batch)
+        return resident(layout, layout.state)
+
+    def in_memory(self, state: ZeroState) -> tuple[ZeroState, Layout]:
+        """(`state` with the leaves that are in files read into arrays, the layout of that).
+
+        It takes as much memory as the whole state; `in_files` does not.
+        """
+        states, layout = self._current(state), self.layout()
+        arrays = {**dict(named_leaves(state)), **states.read_leaves(layout.disk)}
+        memory = in_arrays(layout)
+        return map_named(lambda name, _: arrays[name], memory.state), memory
+
+    def in_files(self, state: ZeroState) -> DiskStates:
+        """The files that have the rest of `state`, to be read leaf by leaf."""
+        return self._current(state)
+
+    def from_leaves(self, source: LeavesToRead) -> ZeroState:
+        """The state that `source` reads, each leaf in files where it is written.
+
+        What the files had before, of this model, is replaced by the next commits, of which this is the first.
+        """
+        was_open = self._states is not None and self._states.is_open
+        states, layout = self._opened(DiskStates.replace), self.layout()
+        likes = dict(named_leaves(layout.state))
+        here = [name for name in likes if name not in layout.disk and name != "disk"]
+
+        def value_of(name: str) -> Any:
+            return values[name] if name in values else source.leaf(name)
+
+        try:
+            values = source.leaves([name for name in here if not name.startswith("weights/")])
+            for names in chunks((name for name in here if name.startswith("weights/")), likes):
+                params = {name: value_of(f"params/{name}") for name in (name.partition("/")[2] for name in names)}
+                tree = split_named(layout.state.params, lambda name, _, params=params: name in params)[0]
+                values |= self._weights(map_named(lambda name, _, params=params: params[name], tree))
+            commit = states.write_all(value_of, int(values["step"]), self._note, source.check)
+        except BaseException:
+            if not was_open:
+                self.close()
+            raise
+        return self._kept(values, commit.token)
+
+    def close(self) -> None:
+        """Gives the folder back, for another step or run; the state in it stays."""
+        if self._states is not None:
+            self._states.close()
+            self._states = None
+
+    def params(self, state: ZeroState) -> Params:
+        """As `ZeroTrainStep`; what of the parameters is in files is read."""
+        check_is_state(state)
+        self._warn_of_variables(state)
+        layout, arrays = self.layout(), dict(named_leaves(state))
+        if names := [name for name in layout.disk if name.startswith("params/")]:
+            arrays |= self._current(state).read_leaves(names)
+        likes, shapes = ({"params": tree.params, "frozen": tree.frozen} for tree in (
+            layout.state, layout.stored_shapes))
+        loaded = jax.tree.map(layout.load_leaf, shapes, likes, map_named(lambda name, _: arrays.get(name), likes))
+        return merge(loaded["params"], loaded["frozen"])
+
+    def _readable(self, state: ZeroState, *, ema: bool) -> tuple[ZeroState, Any]:
+        layout, known = self.layout(), dict(named_leaves(state))
+        if names := [name for name in layout.disk if ema and name.startswith("ema/")]:
+            known |= self._current(state).read_leaves(names)
+        others = dataclasses.replace(layout, disk=layout.disk.difference(known))
+        return (resident(others, map_named(lambda name, like: known.get(name, like), layout.state)),
+                resident(others, layout.shardings))
+
+    # How the files are opened.
+
+    def _plan(self, layout: Layout, given: Any) -> UpdatePlan:
+        assert self.options.offload is not None
+        update = update_function(layout, self._optimizer, stochastic=self._stochastic, ema=self.options.ema,
+                                 streamed=True)
+        return UpdatePlan(update, layout, given, self.options.offload.block_bytes(layout.axes.built_for))
+
+    def _prepared(self, batch: Batch | None = None) -> DiskStates:
+        """The files' layout, which may not exist yet."""
+        layout = self.layout() if batch is None else self.layout(batch)
+        if self._states is None:
+            grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32) if self._stochastic else leaf.dtype),
+                layout.state.params)
+            given = {"grads": grads, "written": {}, "loss": jax.ShapeDtypeStruct((), jnp.float32), "is_good": None,
+                     "scale": None, "key": jax.eval_shape(lambda: jax.random.key(0)) if self._stochastic else None}
+            plan = self._plan(layout, given)
+            assert self.options.offload is not None
+            self._states = DiskStates(layout, plan, self.options.offload.disk)
+        return self._states
+
+    def _opened(self, open_files: Callable[[DiskStates], str]) -> DiskStates:
+        states = self._prepared()
+        if message := open_files(states):
+            LOG.warning(message)
+        return states
+
+    def _current(self, state: ZeroState) -> DiskStates:
+        """The files, of whose generation `state` must be; raises ValueError where it is not."""
+        check_state(state, self.layout())
+        states = self._states
+        token = tuple(int(word) for word in np.asarray(state.disk))
+        if states is None or not states.is_open:
+            raise UsageError("disk: this step has no files open: take the state of step.init, step.stored_state(batch) "
+                             "or Checkpoints.restore of this step.")
+        if states.token != token:
+            session, generation = states.token or (0, 0)
+            raise UsageError(
+                f"disk: this state is of generation {token[1]} (of session {token[0]:08x}), and the files in "
+                f"{states.generations.path.parent} have generation {generation} (of session {session:08x}): go on from "
+                "the state that the last call returned, as in state, metrics = step(state, batch), or from "
+                "step.stored_state(batch).")
+        return states
+
+    def _weights(self, params: Params) -> dict[str, Any]:
+        """The copies that the model reads, by name, of all parameters or some."""
+        layout = self.layout()
+        if layout.state.weights is None:
+            return {}
+        there = {name for name, _ in named_leaves(params)}
+
+        def some(tree: Any) -> Any:
+            return split_named(tree, lambda name, _: name in there)[0]
+
+        shards, likes = some(layout.gradients), some(layout.state.weights)
+        copy = self._jit_once(("copy", frozenset(there)), lambda params: gather_copy(
+            jax.tree.map(constrain, params, shards), shards, likes, some(layout.stored_shapes.params), layout),
+            (some(layout.shardings.params),), some(layout.shardings.weights))
+        return {f"weights/{name}": leaf for name, leaf in named_leaves(copy(some(params)))}
+
+    def _kept(self, values: Mapping[str, Any], token: tuple[int, int]) -> ZeroState:
+        """The state of `values`, those of its leaves that are in memory, and of files of that generation."""
+        layout, leaves = self.layout(), {**values, "disk": self._token(token)}
+        return map_named(lambda name, _: leaves[name], resident(layout, layout.state))
+
+    def _token(self, token: tuple[int, int]) -> jax.Array:
+        return jax.device_put(np.array(token, np.uint32), self._replicated)
+
     # Forward and backward, and what no file is needed for.
 
     def _jit(self, batch: Batch) -> Any:
@@ -111,51 +351,19 @@ class DiskTrainStep(StepThatBegins):
         layout = self.layout(batch)
         if self._jitted is None:
             plans: list[UpdatePlan] = []
-            before, of_batch = functools.partial(self._before_update, plans), self._batch_shardings(batch)
-            if self.options.in_pieces:
-                program: Any = PiecewiseProgram(
-                    before, self._prepared(batch).generations.path, self._is_saved, self.mesh, of_batch,
-                    self._compiler_options, functools.partial(with_layers, layout), layout.disk_layers,
-                    layout.disk_gradients)
-            else:
-                program = jax.jit(lambda state, batch: before(state, batch)[0], in_shardings=(
-                    resident(layout, layout.shardings), of_batch), compiler_options=self._compiler_options or None)
-            self._jitted = program, plans
+            self._jitted = jax.jit(
+                functools.partial(self._before_update, plans), in_shardings=(
+                    resident(layout, layout.shardings), self._batch_shardings(batch)),
+                compiler_options=self._compiler_options or None), plans
         return self._jitted
 
-    def _is_saved(self, batch: Batch) -> Callable[[Any], bool]:
-        """Whether an array that a round of forward leaves for backward goes to a file."""
-        if self.options.partition_activations != "disk":
-            return lambda aval: False
-        return self.options.activations(self.axes, self.batches.size(batch)).is_activation
-
-    def _check_one_program(self, what: str, why: str) -> None:
-        for is_given, name, otherwise in (
-                (self.options.partition_activations == "disk", "partition_activations=\"disk\"",
-                 "give \"cpu\" (host memory)"),
-                (self.options.in_layers, "Offload(parameters=\"disk\")", "leave parameters out")):
-            if is_given:
-                raise UsageError(f"{what} with {name}: {why}, or {otherwise}.")
-
-    def compiled_step(self, batch: Batch) -> CompiledStep:
-        """As `ZeroTrainStep`; where activations or parameters are in files, of all programs together."""
-        if not self.options.in_pieces:
-            return super().compiled_step(batch)
-        with loss_errors_explained(self._loss, batch):
-            pieces = self._jit(batch)[0].compiled(self.abstract_state(batch), self.abstract_batch(batch))
-        return compiled_pieces(pieces, self.layout(batch), self.contract(batch))
-
     def lower(self, batch: Batch) -> jax.stages.Lowered:
-        """The program of forward and backward, lowered; the update's programs are made block by block.
-
-        Refused where activations or parameters are in files: there are several.
-        """
-        self._check_one_program("lower", "forward and backward are several programs: see compiled_step(batch)")
+        """The program of forward and backward, lowered; the update's programs are made block by block."""
         with loss_errors_explained(self._loss, batch):
             return self._jit(batch)[0].lower(self.abstract_state(batch), self.abstract_batch(batch))
 
     def _before_update(self, plans: list[UpdatePlan], state: ZeroState, batch: Batch) -> Any:
-        """(What `_before` returns, the gradients that go to files, by the name of the parameter); traceable."""
+        """What `_before` returns; traceable."""
         layout = self.layout(batch)
         check_state(state, layout)
         check_same_batch(batch, self._first_batch)
@@ -166,7 +374,7 @@ class DiskTrainStep(StepThatBegins):
         grads, scale = self._as_reduced(state, grads)
         result = self._before(plans, state, output, grads, key, scale)
         self._first_batch = self._first_batch or self.abstract_batch(batch)
-        return result, {name: grad for name, grad in named_leaves(grads) if name in layout.disk_gradients}
+        return result
 
     def _before_apply(self, plans: list[UpdatePlan], state: ZeroState, grads: Gradients, loss: Scalar | None,
                       variables: Variables | None) -> Any:
@@ -179,19 +387,17 @@ class DiskTrainStep(StepThatBegins):
 
     def _before(self, plans: list[UpdatePlan], state: ZeroState, output: ForwardOutput, grads: Gradients, key: PRNGKey,
                 scale: Scalar | None = None) -> Any:
-        """(What the guard says, what is computed before the pieces, the metrics); traceable."""
+        """(What the guard says, what is computed before the blocks, the metrics); traceable."""
         if output.written:
             raise UsageError(f"The model overwrites its parameters {', '.join(output.written)} in its forward pass, "
                              "whose master copy is in files: keep them in memory, without Offload(disk=...).")
-        layout = self.layout()
         judged = judge(state, output, unscaled(grads, state.params, scale, stochastic=self._stochastic), self._guard)
-        files = {name: grad for name, grad in named_leaves(grads) if name in layout.disk_gradients}
-        given = given_values(output, without(grads, files), key if self._stochastic else None, None, scale)
-        plan = self._plan(layout, jax.eval_shape(lambda: given))
+        given = given_values(output, grads, key if self._stochastic else None, None, scale)
+        plan = self._plan(self.layout(), jax.eval_shape(lambda: given))
         plans[:] = [plan]
         old = Updated(state.params, state.opt_state, state.ema,
-                      state.weights if layout.stage.shards_params else None)
-        before = plan.before(old, given, files)
+                      state.weights if self.layout().stage.shards_params else None)
+        before = plan.before(old, given)
         metrics = update_metrics(judged, output, plan.tree(before.results)[0].opt_state)
         return judged._replace(metrics={}), before, metrics
 
@@ -202,8 +408,7 @@ class DiskTrainStep(StepThatBegins):
         self._monitor.raise_if_stopped(waiting=1)
         states = self._current(state)
         program, plans = compiled
-        layers = self._layer_files(states)
-        judged, before, metrics = program(state, *args, *[layers] if isinstance(program, PiecewiseProgram) else [])
+        judged, before, metrics = program(state, *args)
         (plan,) = plans
         if [piece.group.blocks for piece in states.pieces] != [group.blocks for group in plan.groups
                                                                for _ in group.pieces()]:
@@ -213,7 +418,7 @@ class DiskTrainStep(StepThatBegins):
         if judged.is_good is not None and not bool(np.asarray(judged.is_good)):
             return dataclasses.replace(state, step=judged.step, variables=judged.variables, guard=judged.guard), metrics
         jax.block_until_ready(judged.grad_norm)  # which no process has before all have committed the last generation
-        new = self._fields(plan, state, walk(states, plan, state, before, layers.gradients))
+        new = self._fields(plan, state, walk(states, plan, state, before))
         state = dataclasses.replace(
             state, step=judged.step, variables=judged.variables, guard=judged.guard, **new)
         with states.streaming.abandoned_by_errors():

@@ -1,7 +1,5 @@
 """The walk of an update over the files: a block is read while the one before is computed, and the last one written."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,20 +7,17 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from zero_jax.state import ZeroState
-from zero_jax.step.disk.layer_gradients import LayerGradients
 from zero_jax.step.disk.leaf import resharded
 from zero_jax.step.disk.plan import Before, UpdatePlan
-from zero_jax.step.disk.state_records import Piece
 from zero_jax.step.disk.states import DiskStates
 from zero_jax.step.update import Updated
 from zero_jax.tree import named_leaves
 
 
-def walk(states: DiskStates, plan: UpdatePlan, state: ZeroState, before: Before, gradients: LayerGradients | None
-         ) -> dict[int, Any]:
+def walk(states: DiskStates, plan: UpdatePlan, state: ZeroState, before: Before) -> dict[int, Any]:
     """The results of the update that stay in memory, by number; the blocks of the next generation are written.
 
-    What the update replaces of `state` is deleted. gradients: what backward wrote to a file; None: nothing.
+    What the update replaces of `state` is deleted.
     """
     layout, jaxpr = plan.layout, plan.closed.jaxpr
     values = dict(zip(plan.values, before.values, strict=True))
@@ -43,16 +38,15 @@ def walk(states: DiskStates, plan: UpdatePlan, state: ZeroState, before: Before,
     for number in numbered:
         if number < len(plan.names):
             del values[jaxpr.invars[number]]  # donated with each block
-    with (states.streaming.abandoned_by_errors(), states.read_pieces() as ahead,
-          nothing_ahead(states.pieces) if gradients is None else gradients.read_pieces() as grads_ahead):
-        for piece, stored, grads in zip(states.pieces, ahead, grads_ahead, strict=True):
-            group, stored = plan.groups[piece.number], stored | grads
+    with states.streaming.abandoned_by_errors(), states.read_pieces() as ahead:
+        for piece, stored in zip(states.pieces, ahead, strict=True):
+            group = plan.groups[piece.number]
             order = [plan.pieces.buffers_of(task) for task in group.tasks]
             new, whole, blocks = plan.pieces.run(
                 group, piece.index, piece.rest, [[stored[plan.names[number]] for number in task.stored]
                                                  for task in group.tasks],
                 [[buffers[number] for number in each] for each in order], values)
-            del stored, grads
+            del stored
             for each, filled in zip(order, whole, strict=True):
                 buffers.update(zip(each, filled, strict=True))
             replaced = [task.replaced(plan.on_disk) for task in group.tasks]
@@ -63,12 +57,6 @@ def walk(states: DiskStates, plan: UpdatePlan, state: ZeroState, before: Before,
                 states.streaming.write(record, states.filler(written))
             del new, whole, blocks, written
     return {**before.results, **buffers}
-
-
-@contextlib.contextmanager
-def nothing_ahead(pieces: Sequence[Piece]) -> Iterator[Iterator[dict[str, Any]]]:
-    """For each piece no block."""
-    yield ({} for _ in pieces)
 
 
 def _zeros(plan: UpdatePlan, number: int) -> jax.Array:
