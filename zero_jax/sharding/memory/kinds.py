@@ -16,8 +16,6 @@ from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import map_named
 from zero_jax.xla.platform import Platform, is_gpu
 
-_PLACES = ("host", "device")
-
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
@@ -59,11 +57,12 @@ class Offload:
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "master", "parameters", "gradients"):
-            if getattr(self, name) == "disk":
+            value = getattr(self, name)
+            if is_one_of(value, "disk"):
                 raise UsageError(f"Offload({name}=\"disk\"): only states are in files, those that optimizer and master "
                                  "put into host memory, with disk=FOLDER: give \"host\" or \"device\".")
-            if getattr(self, name) not in _PLACES and (name, getattr(self, name)) != ("master", None):
-                raise UsageError(f"Offload({name}={shown(getattr(self, name))}): give \"host\" or \"device\".")
+            if not is_one_of(value, "host", "device") and not (name == "master" and value is None):
+                raise UsageError(f"Offload({name}={shown(value)}): give \"host\" or \"device\".")
         if self.buffer_bytes is not None:
             object.__setattr__(self, "buffer_bytes", whole("Offload: buffer_bytes", self.buffer_bytes, 2**16))
         if self.parameters == "host" and self.master == "device":
