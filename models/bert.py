@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from .bert_names import huggingface, huggingface_config
+from .bert_names import huggingface, huggingface_config, huggingface_fields
 from .layers.activations import exact_gelu
 from .layers.attention import Implementation, attention, split_heads
 from .layers.checks import check_at_least_one, check_multiple, check_share
 from .layers.norms import LayerNorm
 
-__all__ = ["Bert", "Block", "Config", "PRESETS", "build", "huggingface", "huggingface_config", "loss", "tensor_rules"]
+__all__ = ["Bert", "Block", "Config", "PRESETS", "build", "huggingface", "huggingface_config", "huggingface_fields",
+           "loss", "tensor_rules"]
 
 EPSILON = 1e-12
 

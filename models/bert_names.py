@@ -1,5 +1,6 @@
 """The names and the config.json of Hugging Face's BERT for `models.bert`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -28,6 +29,15 @@ def huggingface(config: Any) -> dict[str, Any]:
                      "cls.predictions.decoder.bias": "cls.predictions.bias"},
             "renamed": ((r"(.*LayerNorm)\.gamma", r"\1.weight"), (r"(.*LayerNorm)\.beta", r"\1.bias")),
             "ignored": (r"bert\.embeddings\.position_ids", r"bert\.pooler\..*", r"cls\.seq_relationship\..*")}
+
+
+def huggingface_fields(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Config` of a settled config.json (`layers.huggingface`)."""
+    return {"num_layers": fields["num_hidden_layers"], "width": fields["hidden_size"],
+            "hidden": fields["intermediate_size"],
+            "num_heads": fields["num_attention_heads"], "vocab_size": fields["vocab_size"],
+            "max_length": fields["max_length"], "num_types": fields["type_vocab_size"],
+            "remat": fields["hidden_size"] >= 1024}
 
 
 def huggingface_config(config: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .gpt2_names import huggingface, huggingface_config
+from .gpt2_names import huggingface, huggingface_config, huggingface_fields
 from .layers import attention as kernels
 from .layers.activations import gelu
 from .layers.attention import Implementation
@@ -22,7 +22,7 @@ from .layers.kv_cache import attention_with_variables
 from .layers.norms import LayerNorm
 
 __all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "decoder", "huggingface", "huggingface_config",
-           "tensor_rules"]
+           "huggingface_fields", "tensor_rules"]
 
 INIT = nn.initializers.normal(0.02)
 EPSILON = 1e-5

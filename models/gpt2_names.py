@@ -1,5 +1,6 @@
 """The names, the order and the config.json of Hugging Face's GPT-2 for `models.gpt2` and `models.gpt2_nnx`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,12 @@ def huggingface(config: Any) -> dict[str, Any]:
                   (f"{block}{ours}/bias", f"{layer}{name}.bias", order)]
     return {"rules": rules, "config": huggingface_config(config), "prefix": "transformer.",
             "tied": {"lm_head.weight": "wte.weight"}, "ignored": (r"h\.\d+\.attn\.(bias|masked_bias)",)}
+
+
+def huggingface_fields(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Config` of a settled config.json (`layers.huggingface`)."""
+    return {"num_layers": fields["n_layer"], "width": fields["n_embd"], "num_heads": fields["n_head"],
+            "vocab_size": fields["vocab_size"], "max_length": fields["max_length"], "remat": fields["n_embd"] >= 1024}
 
 
 def huggingface_config(config: Any) -> dict[str, Any]:

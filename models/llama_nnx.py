@@ -3,6 +3,7 @@
 Shapes: as there.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,21 @@ from .layers.attention import split_heads
 from .layers.kv_cache import Cache, cached_attention
 from .layers.nnx_stack import Decoder, make_blocks, next_positions, run_blocks, run_cached
 from .layers.norms import NnxRMSNorm
-from .llama import INIT, PRESETS, Config, check_length, huggingface, huggingface_config, mixed, rotated, tensor_rules
+from .llama import (
+    INIT,
+    PRESETS,
+    Config,
+    check_length,
+    huggingface,
+    huggingface_config,
+    layer_of,
+    mixed,
+    rotated,
+    tensor_rules,
+)
+
+NUM_FIELDS = 18
+"""Of `Config`, its first ones, which are all that these models have."""
 
 __all__ = ["PRESETS", "Attention", "Block", "Config", "FeedForward", "Llama", "build", "decoder",
            "huggingface", "huggingface_config", "tensor_rules"]
@@ -42,9 +57,10 @@ class Attention(nnx.Module):
         v_BxSxKxE = split_heads(self.v(x_BxSxD), c.num_kv_heads)
         if c.qk_norm:
             q_BxSxHxE, k_BxSxKxE = self.q_norm(q_BxSxHxE), self.k_norm(k_BxSxKxE)
-        q_BxSxHxE, k_BxSxKxE = rotated(c, q_BxSxHxE, k_BxSxKxE, positions_BxS)
+        layer = layer_of(c, 0, x_BxSxD.shape[1])
+        q_BxSxHxE, k_BxSxKxE = rotated(q_BxSxHxE, k_BxSxKxE, positions_BxS, layer)
         if cache is None:
-            return self.proj(mixed(c, q_BxSxHxE, k_BxSxKxE, v_BxSxKxE, segment_ids_BxS))
+            return self.proj(mixed(c, q_BxSxHxE, k_BxSxKxE, v_BxSxKxE, segment_ids_BxS, layer))
         out, cache = cached_attention(q_BxSxHxE, k_BxSxKxE, v_BxSxKxE, cache)
         return self.proj(out), cache
 
@@ -112,7 +128,18 @@ class Llama(nnx.Module):
 
 
 def build(config: Config) -> Callable[[nnx.Rngs], Llama]:
-    """A function of `rngs` that builds the model, so that its parameters can be initialised sharded."""
+    """A function of `rngs` that builds the model, so that its parameters can be initialised sharded.
+
+    Raises ValueError for fields that only `models.llama` has.
+    """
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind in ("dynamic", "longrope"):
+        raise ValueError(f"rope_scaling is {scaling.kind}: llama_nnx has no frequencies that follow the length of a "
+                         "text: take llama, which has.")
+    for field in dataclasses.fields(Config)[NUM_FIELDS:]:
+        if field.name != "family" and getattr(config, field.name) != field.default:
+            raise ValueError(f"{field.name}={getattr(config, field.name)}: llama_nnx has LLaMA 3 and Qwen 3 only: take "
+                             "llama, which has this.")
 
     def make(rngs: nnx.Rngs) -> Llama:
         return Llama(config, rngs=rngs)

@@ -16,10 +16,10 @@ import optax
 from jax.typing import DTypeLike
 
 from .layers.checks import check_at_least_one
-from .resnet_names import huggingface, huggingface_config
+from .resnet_names import huggingface, huggingface_config, huggingface_fields
 
 __all__ = ["Bottleneck", "Config", "PRESETS", "ResNet", "batch_shapes", "build", "huggingface", "huggingface_config",
-           "loss"]
+           "huggingface_fields", "loss"]
 
 MOMENTUM = 0.9
 EPSILON = 1e-5

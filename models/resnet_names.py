@@ -1,5 +1,6 @@
 """The names and the config.json of Hugging Face's ResNet for `models.resnet`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -20,6 +21,11 @@ def huggingface(config: Any) -> dict[str, Any]:
                   (f"{norm}/scale", f"{theirs_norm}weight"), (f"{norm}/bias", f"{theirs_norm}bias"),
                   (f"variables/batch_stats/{norm}/(?P<of>mean|var)", f"{theirs_norm}running_{{of}}")]
     return {"rules": rules, "config": huggingface_config(config), "ignored": (r".*\.num_batches_tracked",)}
+
+
+def huggingface_fields(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Config` of a settled config.json (`layers.huggingface`)."""
+    return {"blocks": tuple(fields["depths"]), "width": fields["embedding_size"], "num_classes": fields["labels"]}
 
 
 def huggingface_config(config: Any) -> dict[str, Any]:

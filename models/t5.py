@@ -23,10 +23,10 @@ from .layers.activations import gelu
 from .layers.attention import Implementation, attention, split_heads
 from .layers.checks import check_at_least_one, check_share
 from .layers.norms import RMSNorm
-from .t5_names import huggingface, huggingface_config
+from .t5_names import huggingface, huggingface_config, huggingface_fields
 
 __all__ = ["Block", "Config", "PRESETS", "Stack", "T5", "batch_shapes", "build", "huggingface", "huggingface_config",
-           "loss", "tensor_rules"]
+           "huggingface_fields", "loss", "tensor_rules"]
 
 EPSILON = 1e-6
 

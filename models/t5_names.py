@@ -1,5 +1,6 @@
 """The names and the config.json of Hugging Face's T5 for `models.t5`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -30,6 +31,15 @@ def huggingface(config: Any) -> dict[str, Any]:
     return {"rules": rules, "config": huggingface_config(config),
             "tied": tied if config.gated else tied | {"lm_head.weight": "shared.weight"},
             "ignored": (r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",)}
+
+
+def huggingface_fields(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Config` of a settled config.json (`layers.huggingface`)."""
+    return {"num_layers": fields["num_layers"], "width": fields["d_model"], "hidden": fields["d_ff"],
+            "num_heads": fields["num_heads"], "head_dim": fields["d_kv"], "gated": fields["is_gated_act"],
+            "vocab_size": fields["vocab_size"], "buckets": fields["relative_attention_num_buckets"],
+            "max_distance": fields["relative_attention_max_distance"], "max_length": fields["max_length"],
+            "remat": fields["d_model"] >= 1024}
 
 
 def huggingface_config(config: Any) -> dict[str, Any]:

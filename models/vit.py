@@ -21,10 +21,10 @@ from .layers.activations import exact_gelu
 from .layers.attention import Implementation, attention, split_heads
 from .layers.checks import check_at_least_one, check_multiple, check_share
 from .layers.norms import LayerNorm
-from .vit_names import huggingface, huggingface_config
+from .vit_names import huggingface, huggingface_config, huggingface_fields
 
-__all__ = ["Block", "Config", "PRESETS", "ViT", "batch_shapes", "build", "huggingface", "huggingface_config", "loss",
-           "tensor_rules"]
+__all__ = ["Block", "Config", "PRESETS", "ViT", "batch_shapes", "build", "huggingface", "huggingface_config",
+           "huggingface_fields", "loss", "tensor_rules"]
 
 INIT, FIRST = nn.initializers.xavier_uniform(), nn.initializers.lecun_normal()
 """Of the layers, and of the patches, as in the paper's code. A normal of 0.02, which suits BERT's width, is a sixth of

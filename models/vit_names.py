@@ -1,5 +1,6 @@
 """The names and the config.json of Hugging Face's ViT for `models.vit` and `models.vit_nnx`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -23,6 +24,15 @@ def huggingface(config: Any) -> dict[str, Any]:
                          (f"{block}up", f"{layer}intermediate.dense"), (f"{block}down", f"{layer}output.dense")):
         rules += [(f"{ours}/kernel", f"{theirs}.weight", None, True), (f"{ours}/bias", f"{theirs}.bias")]
     return {"rules": rules, "config": huggingface_config(config), "ignored": (r"vit\.pooler\..*",)}
+
+
+def huggingface_fields(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Config` of a settled config.json (`layers.huggingface`)."""
+    return {"num_layers": fields["num_hidden_layers"], "width": fields["hidden_size"],
+            "hidden": fields["intermediate_size"],
+            "num_heads": fields["num_attention_heads"], "image_size": fields["image_size"],
+            "patch_size": fields["patch_size"], "channels": fields["num_channels"], "num_classes": fields["labels"],
+            "remat": fields["hidden_size"] >= 1024}
 
 
 def huggingface_config(config: Any) -> dict[str, Any]:

@@ -26,13 +26,18 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Linen's, over the last dim, with a scale."""
+    """Linen's, over the last dim, with a scale. offset: is added to the stored scale, as Gemma has it."""
+
+    offset: float = 0.0
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """(..., features) to the same, in `dtype`."""
-        scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype)
-        return normalised(x, scale, None, self.epsilon, self.dtype)
+        init = nn.initializers.constant(1 - self.offset) if self.offset else self.scale_init
+        scale = self.param("scale", init, (x.shape[-1],), self.param_dtype)
+        dtype = jnp.result_type(x, scale) if self.dtype is None else self.dtype
+        scale = scale.astype(jnp.float32) + self.offset if self.offset else scale
+        return normalised(x, scale, None, self.epsilon, dtype)
 
 
 class NnxLayerNorm(nnx.LayerNorm):

@@ -20,6 +20,8 @@ from flax import linen as nn
 from flax import nnx, traverse_util
 
 from models import bert, gpt2, llama, resnet, t5, vit
+from models.layers.huggingface import model_config
+from support.decoder_families import FAMILIES
 from zero_jax.interop.naming import Names, Parts
 
 FILE = Path(__file__).parents[1] / "models" / "transformers.json"
@@ -35,6 +37,12 @@ class Case:
     module: str
     config: Any
     wrong: dict[str, Any]
+    file: dict[str, Any] | None = None
+    """config.json that the config was read from."""
+
+
+def _read(file: dict[str, Any]) -> Any:
+    return model_config(file, lambda name: importlib.import_module(f"models.{name}"))[1]
 
 
 CASES = {
@@ -51,7 +59,7 @@ CASES = {
                    {"max_distance": 6}),
     "vit": Case("vit", vit.Config(2, 16, 4, 24, image_size=8, patch_size=4, num_classes=12), {"num_heads": 2}),
     "resnet": Case("resnet", resnet.Config((1, 2), width=4, num_classes=12), {}),
-}
+} | {name: Case("llama", _read(file), wrong, file) for name, (file, wrong) in FAMILIES.items()}
 
 
 def batch_of(name: str) -> dict[str, np.ndarray]:

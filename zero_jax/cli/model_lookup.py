@@ -1,7 +1,6 @@
 """Which model MODULE:PRESET names: one of ours by its short name, or one of the user's own modules. No JAX.
 
-Our models are `zero_jax.models`, and a wheel contains them there. A checkout has them at its top, as `models/`, from
-where they are loaded under that same name: `models` in `sys.modules` stays the user's.
+Or a folder with a config.json of Hugging Face's, of a family that `models/` covers.
 """
 
 import contextlib
@@ -23,12 +22,10 @@ from types import ModuleType
 from typing import Any
 
 from zero_jax.errors import UsageError, cut
-from zero_jax.interop.model_config import check_config
+from zero_jax.interop.model_config import check_config, model_of
 from zero_jax.interop.naming import Names
+from zero_jax.interop.own_models import OURS, folder_of_ours, import_ours
 from zero_jax.interop.safetensors_file import Tensor
-
-OURS = "zero_jax.models"
-"""The package of our models, wherever it is loaded from."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,21 +104,25 @@ def with_remat(choice: ModelChoice, remat: str) -> ModelChoice:
 
 
 def find_model(name: str) -> ModelChoice:
-    """The model that MODULE:PRESET names.
+    """The model that MODULE:PRESET names, or that of a folder's config.json.
 
     A short name (gpt2:124m) is always ours. Any other module is resolved by Python, the current folder included;
     it needs `PRESETS` (configs by name) and `build(config)`. Raises ValueError where there is no such module or preset,
     with the nearest that there is; an error inside the module is raised as it is.
     """
+    if is_folder(name):
+        module, config = model_of(Path(name).expanduser())
+        return _choice(name, module, config)
     if (new := current_name(name)) != name:
         warnings.warn(f"model={name!r} is now {new!r}: the next release looks for `models` among your own packages.",
                       DeprecationWarning, 2)
     module_name, _, preset = new.partition(":")
     if not all(part.isidentifier() for part in module_name.split(".")):
-        raise UsageError(f"model={name!r} names no module: write MODULE:PRESET, as gpt2:124m. A module's name has no "
-                         "slashes: change to its folder, or add that to PYTHONPATH.")
+        raise UsageError(f"model={name!r} names no module: write MODULE:PRESET, as gpt2:124m, or a folder that has a "
+                         "config.json. A module's name has no slashes: change to its folder, or add that to "
+                         "PYTHONPATH.")
     if (short := short_name(module_name)) is not None:
-        module_name, module = short, _import_ours(short)
+        module_name, module = short, import_ours(short)
     elif _is_there(module_name, name):
         with errors_told(name):
             module = importlib.import_module(module_name)
@@ -135,12 +136,23 @@ def find_model(name: str) -> ModelChoice:
     if not preset or preset not in presets:
         wrong = f"{module_name} has no preset {preset!r}" if preset else f"name a preset, as in {module_name}:PRESET"
         raise UsageError(f"model={name!r}: {wrong}" + nearest(preset, list(presets)))
+    return _choice(f"{module_name}:{preset}", module, presets[preset], None if short is not None else name)
+
+
+def is_folder(name: str) -> bool:
+    """Whether a model is named by a folder with its config.json."""
+    folder = Path(name).expanduser()
+    return (folder / "config.json").is_file() or os.sep in name and folder.is_dir()
+
+
+def _choice(name: str, module: ModuleType, config: Any, users: str | None = None) -> ModelChoice:
+    """users: the name of a module of the user, whose errors are shown as such."""
     functions = [getattr(module, field, None) for field in (
         "build", "huggingface", "tensor_rules", "loss", "batch_shapes", "huggingface_config",
         "decoder")]
-    if short is None:
-        functions = [None if function is None else _told(function, name) for function in functions]
-    return ModelChoice(f"{module_name}:{preset}", presets[preset], *functions)  # pyright: ignore[reportArgumentType]
+    if users is not None:
+        functions = [None if function is None else _told(function, users) for function in functions]
+    return ModelChoice(name, config, *functions)  # pyright: ignore[reportArgumentType]
 
 
 @contextlib.contextmanager
@@ -187,7 +199,7 @@ def _told(function: Callable[..., Any], model: str) -> Callable[..., Any]:
 def _is_installed(file: str) -> bool:
     """Whether a source file is of Python, of an installed package or of zero_jax, and so none of the user's."""
     folders = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    ours = [str(folder) for folder in (Path(__file__).resolve().parents[1], _folder_of_ours()) if folder]
+    ours = [str(folder) for folder in (Path(__file__).resolve().parents[1], folder_of_ours()) if folder]
     return file.startswith("<") or any(file.startswith(folder + os.sep) for folder in [*folders, *ours])
 
 
@@ -203,14 +215,14 @@ def current_name(name: str) -> str:
         return name
     if not _exists(module):
         return new
-    spec, folder = importlib.util.find_spec(module), _folder_of_ours()
+    spec, folder = importlib.util.find_spec(module), folder_of_ours()
     assert spec is not None and folder is not None
     return new if folder in Path(spec.origin or "/").resolve().parents else name
 
 
 def our_models() -> list[str]:
     """The short names of our modules of models, in order; nothing of them is imported."""
-    folder = _folder_of_ours()
+    folder = folder_of_ours()
     names = [] if folder is None else [
         module.name for module in pkgutil.iter_modules([str(folder)]) if not module.ispkg]
     return [name for name in names if not name.endswith("_names")]
@@ -229,33 +241,6 @@ def saved_name(model: str) -> str:
     return model if short is None else short + colon + preset
 
 
-
-
-def _folder_of_ours() -> Path | None:
-    """Where our models are: in the installed package, or at the top of the checkout; None where somebody removed them.
-
-    That the top is our checkout, and not a project that has a copy of zero_jax, is read from its pyproject.toml.
-    """
-    package = Path(__file__).resolve().parents[1]
-    if (package / "models").is_dir():
-        return package / "models"
-    project = package.parent / "pyproject.toml"
-    if (package.parent / "models").is_dir() and project.is_file() and 'name = "zero-jax"' in project.read_text():
-        return package.parent / "models"
-    return None
-
-
-def _import_ours(short: str) -> ModuleType:
-    """Our module of that short name, as `zero_jax.models.<short>`, which its relative imports need."""
-    if OURS not in sys.modules:
-        folder = _folder_of_ours()
-        assert folder is not None
-        spec = importlib.util.spec_from_file_location(
-            OURS, folder / "__init__.py", submodule_search_locations=[str(folder)])
-        assert spec is not None and spec.loader is not None
-        sys.modules[OURS] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[OURS])
-    return importlib.import_module(f"{OURS}.{short}")
 
 
 def _is_there(module: str, model: str) -> bool:

@@ -16,7 +16,8 @@ class RunOptions:
 
     model: str = "gpt2:bytes"
     """MODULE:PRESET. One of ours (gpt2, llama, ...), or any module on the path or in this folder that has PRESETS
-    and build(config)."""
+    and build(config). Or a folder with a config.json of Hugging Face's, of a family that models/ covers: its weights
+    are those of --init-from."""
 
     devices: int | None = None
     """How many to use, over all processes. None: all accelerators, or 8 simulated CPU devices where there are none."""

@@ -1,6 +1,7 @@
 """The command `export`: parameters of a checkpoint, or its adapters, as safetensors; or programs to serve it with."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from zero_jax.checkpoint.manifest import Manifest
 from zero_jax.checkpoint.outer_params import slices_in
 from zero_jax.checkpoint.plain_params import export_orbax
 from zero_jax.cli.environment import simulates
-from zero_jax.cli.model_lookup import ModelChoice, find_model, short_name
+from zero_jax.cli.model_lookup import ModelChoice, find_model, is_folder, short_name
 from zero_jax.cli.renamed import current_options
 from zero_jax.cli.step_from_config import abstract_batch, step_of
 from zero_jax.cli.train_config import TrainConfig
@@ -146,7 +147,10 @@ def saved_run(checkpoint: str, given: str | None, saved: Any) -> TrainConfig:
         raise CheckpointError(f"{checkpoint} was not saved by the command train: it lacks the options of a "
                               "run. Export it from Python with zero_jax.export_params.")
     model = given or str(saved["model"])
-    if given is None and short_name(model.partition(":")[0]) is None:
+    if given is None and os.sep in model and not is_folder(model):
+        raise UsageError(f"model: {checkpoint} names the folder {model!r}, which is not there: give --model and the "
+                         "folder that has its config.json.")
+    if given is None and not is_folder(model) and short_name(model.partition(":")[0]) is None:
         raise UsageError(f"model: {checkpoint} names the model {model!r}, whose module would run when it is "
                          f"imported: give --model {model} if you trust it.")
     options = {name: saved[name] for name in NEEDED}

@@ -14,7 +14,7 @@ class ImportConfig:
     """Write the weights of a Hugging Face checkpoint under our names, for --init-from of many runs."""
 
     model: str
-    """MODULE:PRESET that the checkpoint is of, as llama:3.2-1b."""
+    """MODULE:PRESET that the checkpoint is of, as llama:3.2-1b; or the folder with its config.json."""
 
     weights: Path
     """A folder with model.safetensors or an index of such files, and config.json, which must agree with the preset; or
