@@ -359,15 +359,15 @@ def decoder(config: Config, length: int | None = None) -> Llama:
 def tensor_rules(config: Config) -> list[tuple[str, Any, int | None]]:
     """How the axis `tensor` shards parameters, as in Megatron-LM: pattern, spec of the last dims, heads or None."""
     columns, rows, bias = (None, "tensor"), ("tensor", None), ("tensor",)
+    heads = {"qkv": config.num_kv_heads} if config.fused else {"q": config.num_heads, "[kv]": config.num_kv_heads}
+    gates = "gate_up" if config.fused else "(gate|up)"
     rules: list[tuple[str, Any, int | None]] = [
-        ("attn/q/kernel", columns, config.num_heads), ("attn/[kv]/kernel", columns, config.num_kv_heads),
-        ("attn/proj/kernel", rows, config.num_heads), ("mlp/(gate|up)/kernel", columns, None),
+        *((f"attn/{name}/kernel", columns, num_heads) for name, num_heads in heads.items()),
+        ("attn/proj/kernel", rows, config.num_heads), (f"mlp/{gates}/kernel", columns, None),
         ("mlp/down/kernel", rows, None), ("(wte|lm_head)/embedding", rows, None)]
-    if config.fused:
-        rules[:2], rules[3] = [("attn/qkv/kernel", columns, config.num_kv_heads)], ("mlp/gate_up/kernel", columns, None)
     if config.qkv_bias:
-        rules += [("attn/q/bias", bias, config.num_heads), ("attn/[kv]/bias", bias, config.num_kv_heads)]
-    return rules + [("mlp/(gate|up)/bias", bias, None)] * config.mlp_bias
+        rules += [(f"attn/{name}/bias", bias, num_heads) for name, num_heads in heads.items()]
+    return rules + [(f"mlp/{gates}/bias", bias, None)] * config.mlp_bias
 
 
 def _llama(num_layers: int, width: int, num_heads: int, hidden: int, **changes: Any) -> Config:

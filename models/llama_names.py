@@ -43,8 +43,8 @@ WRITTEN = {
     "linear": ("factor",), "dynamic": ("factor",),
     "llama3": ("factor", "low_factor", "high_factor", "original_max_length"),
     "yarn": ("factor", "original_max_length", "attention_factor", "beta_fast", "beta_slow", "truncate"),
-    "longrope": ("short_factors", "long_factors")}
-"""Of `SCALING`, what each kind has in a written config.json; of longrope transformers 4 takes no more."""
+    "longrope": ("original_max_length", "attention_factor", "short_factors", "long_factors")}
+"""Of `SCALING`, what each kind has in a written config.json."""
 
 
 def huggingface(config: Any) -> dict[str, Any]:
@@ -87,7 +87,9 @@ def huggingface_fields(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `Config` of a settled config.json (`layers.huggingface`) of this `model_type`."""
     found = {ours: fields[theirs] for ours, theirs in FIELDS.items() if fields.get(theirs) is not None}
     found |= {"family": kind, **FIXED[kind], "remat": fields["hidden_size"] >= 1024}  # as the presets
-    if fields["attention_bias"]:
+    if kind != "phi3":
+        del found["rotary_share"]  # which the others do not have
+    if fields["attention_bias"] and kind not in ("mistral", "qwen2", "phi3"):  # which do not read it
         found |= {"qkv_bias": True, "proj_bias": True}
     if kind.startswith("gemma"):
         found["embedding_scale"] = math.sqrt(fields["hidden_size"])
@@ -99,8 +101,8 @@ def huggingface_fields(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     if not all(layers := tuple(map(bool, fields.get("no_rope_layers", ())))):
         found["rope_layers"] = layers
     if (rope := fields["rope_type"]) != "default":
-        given = {ours: fields.get(f"rope_parameters.{theirs}") for ours, theirs in SCALING.items()}
-        given = {ours: tuple(value) if isinstance(value, list) else value for ours, value in given.items()}
+        given: dict[str, Any] = {ours: fields.get(f"rope_parameters.{theirs}") for ours, theirs in SCALING.items()}
+        given |= {ours: tuple(value) for ours, value in given.items() if isinstance(value, list)}
         scaling = RopeScaling(kind=rope, **{ours: value for ours, value in given.items() if value is not None})
         found["rope_scaling"] = scaling
         if rope == "dynamic":
@@ -185,6 +187,8 @@ def _written(config: Any) -> dict[str, Any]:
     if kind == "phi3":
         found["partial_rotary_factor"] = config.rotary_share
         found["original_max_position_embeddings"] = longest if scaling is None else scaling.original_max_length
-        if scaling is not None and scaling.kind == "longrope":  # transformers 4 takes these three fields alone
-            found["rope_scaling"]["type"] = found["rope_scaling"].pop("rope_type")
+        if scaling is not None and scaling.kind == "longrope":  # transformers 4 takes three fields alone
+            rope = found["rope_scaling"]
+            found["rope_scaling"] = {"type": "longrope", "short_factor": rope["short_factor"],
+                                     "long_factor": rope["long_factor"]}
     return found | {"max_position_embeddings": longest}

@@ -94,16 +94,20 @@ def _settle_rope(config: dict[str, Any], theta: float = 10000.0) -> None:
         rope["original_max_position_embeddings"] = longest if kind == "dynamic" else original
     if kind in ("yarn", "longrope"):
         factor = rope["factor"] = rope.get("factor") or longest / original
-        scales = [rope.get("mscale"), rope.get("mscale_all_dim")] if kind == "yarn" else []
+        scales = [rope.get(name) or 0.0 for name in ("mscale", "mscale_all_dim")]
         rope["attention_factor"] = rope.get("attention_factor") or (
             1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original)) if kind == "longrope" else
-            _yarn_scale(factor, scales[0]) / _yarn_scale(factor, scales[1]) if all(scales) else _yarn_scale(factor, 1))
+            _yarn_scale(factor, scales[0]) / _yarn_scale(factor, scales[1]) if all(scales) else
+            _yarn_scale(factor, 1.0))
     if kind == "yarn":
         given = {name: value for name, value in rope.items() if value is not None}
         rope = {"truncate": True, **given, "beta_fast": rope.get("beta_fast") or 32, "beta_slow": rope.get(
             "beta_slow") or 1}
+    if kind not in _OF_ROPE:
+        raise ConfigError(f"rope_type={shown(kind)}: there are {', '.join(_OF_ROPE)}: give a checkpoint of one of "
+                          "these.")
     config["rope_type"] = kind
-    known = _OF_ROPE.get(kind, tuple(_OF_ANY_ROPE))
+    known = _OF_ROPE[kind]
     config |= {f"rope_parameters.{name}": value for name, value in rope.items()
                if value is not None and (name in known or name not in _OF_ANY_ROPE)}
 
@@ -314,13 +318,19 @@ def model_config(config: Mapping[str, Any], modules: Callable[[str], Any]) -> tu
         others = {"gemma3": "Its text model alone is: save the language_model as Gemma3ForCausalLM."}
         raise ConfigError(f"model_type={shown(kind)}, of which there is no model: there are {', '.join(FAMILIES)}. "
                           + others.get(str(kind), "Give a checkpoint of one of these."))
-    fields, module = settled(config, config), modules(family.module)
+    fields, module = settled(config, {"model_type": kind}), modules(family.module)
+    for name, value in config.items():
+        like = family.fields.get(name)
+        kinds = bool if isinstance(like, bool) else (int, float) if isinstance(like, (int, float)) else object
+        if value is not None and (not isinstance(value, kinds) or kinds is not bool and isinstance(value, bool) and (
+                kinds is not object)):
+            raise ConfigError(f"{name}={shown(value)}, which is not as {like!r}: give a value of that kind.")
     if (length := config.get(family.length[0])) is None:
         length = family.fields.get(*family.length)
     try:
         ours = module.Config(**module.huggingface_fields(kind, {**fields, "max_length": length, "labels": len(
             config.get("id2label") or ()) or config.get("num_labels") or 2}))
-        again = settled(module.huggingface_config(ours), config)
+        again = settled(module.huggingface_config(ours), {"model_type": kind})
     except ConfigError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:

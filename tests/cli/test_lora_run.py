@@ -13,6 +13,7 @@ from rich.console import Console
 from support import command_line
 from support.oracle import by_name
 
+import models
 import zero_jax
 from models import llama
 from zero_jax.cli.model_lookup import find_model
@@ -20,6 +21,8 @@ from zero_jax.cli.step_from_config import step_of
 from zero_jax.cli.terminal_text import shown_text
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.train import train
+from zero_jax.cli.weights.export_command import export_command
+from zero_jax.cli.weights.export_config import ExportConfig
 from zero_jax.data.tokenizer import ByteTokenizer
 from zero_jax.interop.naming import Names
 from zero_jax.interop.params_io import export_tree, init_from_file
@@ -124,3 +127,85 @@ def test_a_run_from_a_folder_to_adapters_a_model_and_text(base, tmp_path, monkey
              "trained the model and no adapters")):
         refused = command_line.run(*args)
         assert refused.returncode == 2 and message in refused.stderr, refused.stderr
+
+
+UNLISTED = llama.Config(3, 24, 6, 3, 40, head_dim=4, vocab_size=50, max_length=32, rope_theta=1e4, window=5,
+                        family="mistral")
+
+
+@pytest.mark.slow
+def test_a_folder_of_a_shape_that_no_preset_has(tmp_path, monkeypatch):
+    """Planned, trained with adapters and exported by its folder alone; generation ends where the base's did."""
+    for module in ("weights.export_command", "planning.plan_command"):
+        monkeypatch.setattr(f"zero_jax.cli.{module}.simulate_devices", lambda number: None, raising=False)
+    folder, ends = tmp_path / "base", {"eos_token_id": [7, 9], "bos_token_id": 3, "temperature": 0.5}
+    folder.mkdir()
+    params = jax.jit(llama.build(UNLISTED).init)(jax.random.key(3), jnp.zeros((1, 8), jnp.int32))["params"]
+    params = jax.tree.map(lambda leaf: 5 * leaf if leaf.ndim > 2 else leaf, params)
+    export_tree(folder / "model.safetensors", params, names=Names(**llama.huggingface(UNLISTED)))
+    (folder / "config.json").write_text(json.dumps(llama.huggingface_config(UNLISTED) | {"eos_token_id": 7}))
+    (folder / "generation_config.json").write_text(json.dumps(ends))
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 50, 4000).astype(np.uint16))
+
+    def command(*args, code=0):
+        done = command_line.run(*args)
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    run = ("train", "--model", str(folder), "--data", str(tmp_path / "ids.npy"), "--batch-size", "8", "--seq-len", "16",
+           "--steps", "3", "--eval-every", "3", "--eval-batches", "1", "--samples", "0", "--save-every", "3",
+           "--learning-rate", "0.05", "--lora-rank", "2", "--lora-alpha", "8", "--no-html", "--init-from", str(folder))
+    command(*run, "--out", str(tmp_path / "run"))
+    export = ("export", "--checkpoint", str(tmp_path / "run"), "--out")
+    command(*export, str(tmp_path / "adapter"))
+    adapter = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (adapter["task_type"], adapter["base_model_name_or_path"]) == ("CAUSAL_LM", str(folder))
+    whole = (*export, str(tmp_path / "whole"), "--merge", "--names", "huggingface")
+    command(*whole)
+    config, generation = (json.loads((tmp_path / "whole" / name).read_text()) for name in (
+        "config.json", "generation_config.json"))
+    assert (config["model_type"], config["sliding_window"], config["bos_token_id"]) == ("mistral", 5, 3)
+    assert config["eos_token_id"] == [7, 9] and generation == ends
+    assert models.from_huggingface(tmp_path / "whole")[1] == UNLISTED
+    # Negative controls: another config.json in the base's place; none.
+    (folder / "config.json").write_text(json.dumps(llama.huggingface_config(dataclasses.replace(UNLISTED, window=6))))
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    said = command(*run[:-2], "--init-from", str(tmp_path / "whole"), "--out", str(tmp_path / "other"), code=2)
+    assert "sliding_window=5" in said and "has 6" in said
+    (folder / "config.json").unlink()
+    assert "has no config.json, and tensors do not show" in command(*run, "--out", str(tmp_path / "none"), code=2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_stops_where_the_base_did(tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder = tmp_path / "base"
+    folder.mkdir()
+    params = jax.jit(llama.build(UNLISTED).init)(jax.random.key(3), jnp.zeros((1, 8), jnp.int32))["params"]
+    params = jax.tree.map(lambda leaf: 5 * leaf if leaf.ndim > 2 else leaf, params)
+    export_tree(folder / "model.safetensors", params, names=Names(**llama.huggingface(UNLISTED)))
+    (folder / "config.json").write_text(json.dumps(llama.huggingface_config(UNLISTED)))
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 50, 4000).astype(np.uint16))
+    run = dataclasses.replace(RUN, model=str(folder), init_from=folder, data=(str(tmp_path / "ids.npy"),), lora_rank=2,
+                              lora_base="model", max_bytes=None, steps=2, eval_every=2, out=tmp_path / "run")
+    train(run, console=Console(quiet=True))
+
+    def generated(out, ends):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        export_command(ExportConfig(str(run.out), out, merge=True, names="huggingface"), devices=jax.devices()[:2])
+        model = transformers.AutoModelForCausalLM.from_pretrained(out)
+        return model.generate(torch.arange(5)[None] + 3, max_new_tokens=20, do_sample=False)[0, 5:].tolist()
+
+    whole = generated(tmp_path / "endless", [-1])
+    assert len(whole) == 20  # the control: nothing that ends it
+    assert generated(tmp_path / "ending", [49, whole[3]]) == whole[:whole.index(whole[3]) + 1]
+    ids = torch.arange(12)[None] + 3
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ending")(ids).logits.detach().numpy()
+    module, config = models.from_huggingface(tmp_path / "ending")
+    step = zero_jax.make_zero_train_step(module.build(config), 3)
+    batch = {name: np.repeat(ids.numpy().astype(np.int32), 8, 0) for name in ("inputs", "targets")}
+    names = Names(**module.huggingface(config))
+    state = init_from_file(tmp_path / "ending", step, jax.random.key(0), batch, names=names)
+    ours = step.evaluator(lambda model, batch: model(batch["inputs"]))(state, batch)
+    np.testing.assert_allclose(ours[0], theirs[0], atol=1e-4)

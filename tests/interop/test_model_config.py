@@ -3,6 +3,7 @@
 The logits are in config_variants.json, which `scripts/tables/model_parity.py --configs` writes.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -13,9 +14,12 @@ import numpy as np
 import pytest
 from support import config_variants as variants
 from support import reference_models as ours
+from support.decoder_families import FAMILIES
 from support.oracle import slow
 
+import models
 from models import bert, gpt2, llama, resnet, t5, vit
+from zero_jax.cli.model_lookup import find_model
 from zero_jax.errors import UsageError
 from zero_jax.interop.model_config import check_config
 
@@ -84,6 +88,64 @@ def test_transformers_itself(tmp_path, case):
         found = variants.theirs(case, number, tmp_path / str(number))
         assert (found is None) == (expected is None)
         np.testing.assert_allclose(found or 0, expected or 0, 1e-4, 1e-5, err_msg=str(variants.VARIANTS[case][number]))
+
+
+@pytest.mark.parametrize("module", [llama, *NAMES.values()], ids=lambda module: module.__name__)
+def test_a_config_json_gives_the_model_of_which_it_is(tmp_path, module):
+    """Of every preset; sizes that no preset has, and a preset's own numbers."""
+    for name, preset in module.PRESETS.items():
+        config = module.huggingface_config(preset)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found_module, found = models.from_huggingface(tmp_path)
+        assert found_module is module
+        assert found == dataclasses.replace(preset, **{
+            field: getattr(found, field) for field in ("remat", "family", "max_length", "dropout")
+            if hasattr(found, field)}), name
+        assert vars(find_model(str(tmp_path)).config).keys() == vars(found).keys()
+        # Negative control: another depth is another model.
+        if "num_hidden_layers" in config:
+            (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 7}))
+            assert models.from_huggingface(tmp_path)[1].num_layers == 7 != preset.num_layers
+
+
+NOT_HERE = [
+    ("llama 1", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ("llama 1", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("llama 1", {"layer_types": ["full_attention"]}, "layer_types"), ("llama 1", {"rms_norm_eps": "x"}, "rms_norm_eps"),
+    ("llama 1", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope_type='proportional'"),
+    ("llama 1", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ("llama 1", {"head_dim": 3}, "head_dim"),
+    ("llama 1", {"num_attention_heads": 3}, "num_heads=3"), ("llama 1", {"logits_scaling": 2.0}, "logits_scaling=2.0"),
+    ("mistral", {"attention_bias": True}, "attention_bias=True"), ("gemma2", {"hidden_activation": "relu"}, "'relu'"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ("gemma2", {"sliding_window": None, "layer_types": 3 * ["sliding_attention"]}, "sliding_window"),
+    ("gemma3", {"layer_types": 3 * ["chunked_attention"]}, "chunked_attention"),
+    ("gemma3 of 5", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+     "rope_parameters.sliding_attention"),
+    ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "embd_gate": 1}, "embd_gate=1"),
+    ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0"), ("granite", {"mlp_bias": "yes"}, "mlp_bias='yes'"),
+    ("smollm3", {"no_rope_layers": [1]}, "not a model's"), ("qwen2", {"use_mrope": True}, "use_mrope=True"),
+    ("qwen2", {"model_type": "qwen2_moe"}, "model_type='qwen2_moe', of which there is no model: there are gpt2, llama"),
+    ("gemma3", {"model_type": "gemma3"}, "Its text model alone is"),
+    ("llama 1", {"model_type": None}, "model_type=None"),
+    ("llama 1", {"model_type": [1]}, r"model_type=[1]")]
+
+
+@pytest.mark.parametrize(("family", "changes", "said"), NOT_HERE, ids=lambda value: str(value)[:30])
+def test_what_no_model_has_is_refused_by_name(tmp_path, family, changes, said):
+    file = FAMILIES[family][0]
+    (tmp_path / "config.json").write_text(json.dumps(file | changes))
+    for read in (models.from_huggingface, lambda folder: find_model(str(folder))):
+        with pytest.raises(ValueError, match=re.escape(said)) as error:
+            read(tmp_path)
+        assert str(tmp_path / "config.json") in str(error.value) and "\n" not in str(error.value)
+    (tmp_path / "config.json").write_text(json.dumps(file))
+    assert find_model(str(tmp_path)).config == find_model(str(tmp_path)).config  # negative control: it is read
+
+
+def test_a_folder_without_a_config_json_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"has no config\.json, and tensors do not show which model they are of"):
+        find_model(str(tmp_path))
 
 
 LLAMA_31 = {
