@@ -150,16 +150,17 @@ def layer_of(config: Config, layer: int, length: int) -> Layer:
     frequency = frequencies(c.rotary_dim, theta, scaling, length)
     if c.rope_layers is not None and not c.rope_layers[layer]:
         frequency, scaling = np.zeros_like(frequency), None  # a rotation by 0
-    return Layer(c.window if has_window else None, frequency, 1.0 if scaling is None else scaling.attention_factor)
+    window = c.window if has_window and c.window is not None and c.window < length else None  # else it sees all
+    return Layer(window, frequency, 1.0 if scaling is None else scaling.attention_factor)
 
 
 def layers_of(config: Config, length: int) -> Layer | None:
     """The layers' own, stacked; None where all are alike. A layer without a window has one that no text reaches."""
-    differing = (None if config.window is None else config.window_layers, config.rope_layers)
-    if all(len({*each}) == 1 for each in differing if each is not None):
-        return None
     layers = [layer_of(config, layer, length) for layer in range(config.num_layers)]
-    return Layer(np.array([1 << 30 if each.window is None else each.window for each in layers], np.int32),
+    if len({(each.window, each.frequency.tobytes(), each.amplitude) for each in layers}) == 1:
+        return None
+    windows = [each.window for each in layers]
+    return Layer(np.array([each or 1 << 30 for each in windows], np.int32) if any(windows) else None,
                  np.stack([each.frequency for each in layers]),
                  np.array([each.amplitude for each in layers], np.float32))
 

@@ -4,6 +4,7 @@ Its numbers are in transformers.json, written by `scripts/tables/model_parity.py
 installed, they are computed again, for every element.
 """
 
+import dataclasses
 import importlib.util
 
 import jax
@@ -63,17 +64,17 @@ def test_transformers_itself(tmp_path, case):
     import transformers
     from support import transformers_models as theirs
 
+    if case == "vit" and transformers.__version__ >= "5":
+        pytest.skip("5 has other names of modules, by which gradients are compared")
     model = ours.model_of(case)
     reference = theirs.loaded(theirs.as_folder(model, ours.huggingface_config(model), tmp_path / "model"))
     logits, gradients = theirs.logits_and_gradients(reference, case)
     found = ours.differences(model, case, logits, gradients)
     assert found[0] < LOGITS and found[1] < GRADIENTS
-    file, five = ours.CASES[case].file, transformers.__version__ >= "5"
-    if file is not None and (five or "rope_parameters" not in file):  # which transformers 4 does not read
+    file = ours.CASES[case].file
+    if file is not None and (transformers.__version__ >= "5" or "rope_parameters" not in file):  # 4 does not read it
         again = theirs.logits_and_gradients(theirs.loaded(theirs.as_folder(model, file, tmp_path / "file")), case)
         np.testing.assert_array_equal(again[0], logits)
-    if case == "vit" and five:
-        return  # the digest goes by names, which 5 has changed
     digest = ours.digest(logits, gradients)
     for name, values in ours.written()[case].items():
         np.testing.assert_allclose(digest[name], values, 1e-4, 1e-6, err_msg=f"{ours.FILE}: written by another version")
@@ -101,12 +102,14 @@ def test_a_cache_gives_the_logits_of_the_whole_text(case):
 @pytest.mark.grid
 @pytest.mark.parametrize(("case", "stage", "mesh"), [slow(*row) for row in (
     ("gemma3", 3, {"data": 8}), ("phi3", 3, {"data": 2, "tensor": 2}), ("qwen2 windows", 2, {"data": 4, "tensor": 2}),
-    ("smollm3", 1, {"data": 8}))])
+    ("smollm3", 1, {"data": 8}), ("gemma2", 3, {"data": 8}))])
 def test_families_train_as_on_one_device(case, stage, mesh):
     config = ours.CASES[case].config
     module, batches = llama.build(config), token_batches(2, length=ours.LENGTH, vocab=ours.VOCAB)
     rules = {"tensor_rules": llama.tensor_rules(config)} if "tensor" in mesh else {}
-    many = train(module, stage, zero_jax.make_mesh(**mesh), batches=batches, precision="fp32", **rules)
+    devices = zero_jax.make_mesh(**mesh)
+    with_kernel = llama.build(dataclasses.replace(config, attention=zero_jax.attention(devices)))  # as the command line
+    many = train(with_kernel, stage, devices, batches=batches, precision="fp32", **rules)
     one = oracle(module, batches=batches, precision="fp32")
     assert loss_difference(many, one) < 1e-5 and param_difference(many, one) < 1e-4
     # Negative control: another batch.

@@ -44,7 +44,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "qwen3", "Qwen3", head_dim=8, use_sliding_window=True, sliding_window=4, layer_types=_MIXED,
         attention_bias=True, rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=8)),
         {"window": None}),
-    "gemma": (_family("gemma", "Gemma", head_dim=8, rope_theta=100.0, hidden_act="gelu"), {"embedding_scale": 1.0}),
+    "gemma": (_family("gemma", "Gemma", head_dim=8, rope_theta=100.0, hidden_act="gelu"), {"rope_theta": 90.0}),
     "gemma2": (_family(
         "gemma2", "Gemma2", head_dim=8, rope_theta=100.0, sliding_window=4, query_pre_attn_scalar=4,
         attn_logit_softcapping=2.0, final_logit_softcapping=3.0, hidden_activation="gelu_pytorch_tanh"),

@@ -94,6 +94,10 @@ def attention_text(choice: ModelChoice, *, batch: int, length: int | None, preci
     q, k = (jax.ShapeDtypeStruct((batch, length, heads or sizes.num_heads, head_dim), dtype)
             for heads in (sizes.num_heads, getattr(sizes, "num_kv_heads", None)))
     name, reason = kernel.kernel_for(q, k)
+    if getattr(sizes, "attention_softcap", None) is not None:
+        name, reason = "xla", "scores are capped"
+    elif (window := getattr(sizes, "window", None)) is not None and window < length and name != "xla":
+        name, reason = "xla", f"a window of {window} tokens"
     return f"Attention: {name}" + (f" ({reason})" if reason else "")
 
 

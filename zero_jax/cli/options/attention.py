@@ -33,6 +33,9 @@ class AttentionOptions:
             raise UsageError(f"attention={self.attention}: {choice.name} has no field 'attention' in its config: leave "
                              "it out.")
         wanted = PLATFORMS.get(self.attention)
+        if wanted is not None and getattr(choice.config, "attention_softcap", None) is not None:
+            raise UsageError(f"attention={self.attention}: {choice.name} caps its scores, which only XLA's attention "
+                             "does: give auto or xla.")
         if wanted is not None and platform not in (None, wanted):
             raise UsageError(f"attention={self.attention} is a kernel of {wanted.upper()} devices, and these are "
                              f"{platform.upper()}: give auto or xla.")
