@@ -136,8 +136,7 @@ UNLISTED = llama.Config(3, 24, 6, 3, 40, head_dim=4, vocab_size=50, max_length=3
 @pytest.mark.slow
 def test_a_folder_of_a_shape_that_no_preset_has(tmp_path, monkeypatch):
     """Planned, trained with adapters and exported by its folder alone; generation ends where the base's did."""
-    for module in ("weights.export_command", "planning.plan_command"):
-        monkeypatch.setattr(f"zero_jax.cli.{module}.simulate_devices", lambda number: None, raising=False)
+    monkeypatch.setattr("zero_jax.cli.weights.export_command.simulate_devices", lambda number: None)  # there are 8
     folder, ends = tmp_path / "base", {"eos_token_id": [7, 9], "bos_token_id": 3, "temperature": 0.5}
     folder.mkdir()
     params = jax.jit(llama.build(UNLISTED).init)(jax.random.key(3), jnp.zeros((1, 8), jnp.int32))["params"]
@@ -155,6 +154,8 @@ def test_a_folder_of_a_shape_that_no_preset_has(tmp_path, monkeypatch):
     run = ("train", "--model", str(folder), "--data", str(tmp_path / "ids.npy"), "--batch-size", "8", "--seq-len", "16",
            "--steps", "3", "--eval-every", "3", "--eval-batches", "1", "--samples", "0", "--save-every", "3",
            "--learning-rate", "0.05", "--lora-rank", "2", "--lora-alpha", "8", "--no-html", "--init-from", str(folder))
+    planned = command("plan", "--model", str(folder), "--target", "h100:8", "--seq-len", "16")
+    assert "Fits" in planned and f"{UNLISTED.num_params:,} parameters" in planned
     command(*run, "--out", str(tmp_path / "run"))
     export = ("export", "--checkpoint", str(tmp_path / "run"), "--out")
     command(*export, str(tmp_path / "adapter"))
