@@ -14,8 +14,8 @@ MAX_LINES = 600
 LAYERS: dict[str, int] = {
     "errors": -2,
     "arguments": -1, "files": -1, "versions": -1,
-    "typing": 0, "tree": 0, "stages": 0, "jaxpr": 0, "precision": 0,
-    "state": 1, "xla": 1, "data": 1, "disk": 1,
+    "combinations": 0, "typing": 0, "tree": 0, "stages": 0, "jaxpr": 0,
+    "precision": 1, "state": 1, "xla": 1, "data": 1, "disk": 1,
     "sharding": 2,
     "transforms": 3, "optim": 3, "distributed": 3,
     "views": 4, "frontends": 4, "contract": 4,

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero_jax import combinations
 from zero_jax.arguments import is_number, is_one_of, patterns, shown, whole
 from zero_jax.errors import UsageError
 
@@ -129,7 +130,6 @@ def precision_of(policy: "Precision | str | None", *, platform: str) -> Precisio
         if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise UsageError(f"Precision({name}={dtype}): JAX makes {jax.dtypes.canonicalize_dtype(dtype)} of it: set "
                              "jax_enable_x64, or give that.")
-    if platform == "tpu" and jnp.float16 in (precision.params, precision.compute, precision.reduce):
-        raise UsageError(f"precision={policy!r}: a TPU has no float16, and would all-reduce gradients in it instead of "
-                         "scattering them: give \"bf16\".")
+    is_float16 = jnp.float16 in (precision.params, precision.compute, precision.reduce)
+    combinations.check({"float16": policy if is_float16 else None, "platform": platform})
     return precision

@@ -15,9 +15,9 @@ TINY = {"model": "gpt2:tiny", "seq_len": 64}
 
 
 @pytest.mark.parametrize("make, told", [
-    (lambda: PlanConfig(target="h100:8", attention="splash", **TINY), "splash is a kernel of TPU devices.*CUDA"),
-    (lambda: PlanConfig(target="v5e:2x4", attention="cudnn", **TINY), "cudnn is a kernel of CUDA devices.*TPU"),
-    (lambda: TrainConfig(attention="cudnn", **TINY), "cudnn is a kernel of CUDA devices.*CPU"),
+    (lambda: PlanConfig(target="h100:8", attention="splash", **TINY), "splash on platform cuda: .* of TPUs"),
+    (lambda: PlanConfig(target="v5e:2x4", attention="cudnn", **TINY), "cudnn on platform tpu: .* of NVIDIA"),
+    (lambda: TrainConfig(attention="cudnn", **TINY), "cudnn on platform cpu: it is a kernel of NVIDIA GPUs"),
     (lambda: TrainConfig(attention="cudn", **TINY), "attention='cudn' is unknown.*cudnn"),
     (lambda: PlanConfig(attention="xla", model="resnet:resnet50"), "resnet:resnet50 has no field 'attention'")])
 def test_what_cannot_take_effect_is_refused(make, told, tmp_path, monkeypatch):

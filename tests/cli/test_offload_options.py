@@ -27,19 +27,12 @@ from zero_jax.step.disk.step import DiskTrainStep
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"offload": "disk"}, "name a folder"),
-    ({"offload_disk": "/tmp/x"}, "without offload=disk or auto"),
     ({"offload": "disk-parameters", "offload_disk": "/tmp/x"}, "unknown: give one of .*disk"),
     ({"offload": "disk", "offload_disk": __file__}, "is no folder"),
     ({"offload": "auto", "offload_gib": 2.0, "offload_disk": __file__}, "is no folder"),
-    ({"offload_gib": 2.0}, "without offload=auto"), ({"offload": "auto", "offload_gib": -1.0}, "give the GiB"),
-    ({"offload_fraction": 0.5}, "offload_fraction=0.5 with offload=no"),
-    ({"offload": "parameters", "offload_fraction": 0.5}, "with offload=parameters"),
-    ({"offload": "optimizer", "offload_fraction": 0.0}, "above 0 and at most 1"),
-    ({"offload": "auto"}, "simulated devices have no memory of their own"),
-    ({"offload": "disk", "offload_disk": "x", "check_replicas": 5, "stage": 2}, "check_replicas with offload=disk"),
-    ({"offload": "disk", "offload_disk": "x", "local_checkpoints": "y", "local_every": 2}, "local_checkpoints with")])
-def test_what_does_not_go_together_is_refused(options, message):
+    ({"offload": "auto", "offload_gib": -1.0}, "give the GiB"),
+    ({"offload": "optimizer", "offload_fraction": 0.0}, "above 0 and at most 1")])
+def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(UsageError, match=message):
         TrainConfig(**options)
 

@@ -229,11 +229,6 @@ def test_a_pair_of_one_format_is_that_format():
 
 
 @pytest.mark.parametrize(("stage", "data", "communication", "options", "message"), [
-    (0, (8,), Communication("int8", "int8"), {}, "cannot be quantised at stage 0"),
-    (3, (1,), Communication("int8"), {}, "one device has all shards"),
-    (3, (8,), Communication(gradients=("int4", "int8")), {}, "there is one hop"),
-    (2, (8,), Communication("int8"), {}, "master weights themselves"),
-    (3, (2, 4), Communication("int8"), {"hpz_axes": "data_1", "gather": "step", "accumulate": 2}, "leave one of them"),
     (3, (8,), Communication("int8", exclude=("wpe", "blokcs")), {}, "exclude: 'blokcs' matches no parameter"),
     (3, (8,), Communication("int8", block=2**16), {}, r"weights='int8' would change nothing: .*down/kernel \(fewer"),
     (2, (8,), Communication(gradients="fp4", exclude=""), {}, "gradients='fp4' would change nothing: .*excluded"),

@@ -150,13 +150,9 @@ def test_without_cudnn_a_gpu_has_xla(monkeypatch):
         attention(mesh, kernel="cudnn")
 
 
-@pytest.mark.parametrize("kernel, told", [
-    ("flash", "kernel='flash': give one of 'xla', 'cudnn', 'splash'"),
-    ("cudnn", "kernel='cudnn' is of NVIDIA GPUs, and the devices of this mesh are CPU"),
-    ("splash", "kernel='splash' is of TPUs, and the devices of this mesh are CPU")])
-def test_a_kernel_that_the_devices_lack(kernel, told):
-    with pytest.raises(UsageError, match=told):
-        attention(zero_jax.make_mesh(8), kernel=kernel)
+def test_a_kernel_that_does_not_exist():
+    with pytest.raises(UsageError, match="kernel='flash': give one of 'xla', 'cudnn', 'splash'"):
+        attention(zero_jax.make_mesh(8), kernel="flash")
 
 
 def test_a_given_kernel_that_cannot_is_refused():

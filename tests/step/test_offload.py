@@ -324,18 +324,13 @@ def test_other_values_are_refused(value, words):
 
 
 def test_what_cannot_be_offloaded_is_refused(monkeypatch):
-    for wrong, words in ({"fraction": 0}, "share above 0"), ({"fraction": 0.5, "parameters": "host"}, "leave one"), (
-            {"fraction": True}, "share above 0"), ({"fraction": 0.5, "disk": "states"}, "leave one"), (
+    for wrong, words in ({"fraction": 0}, "share above 0"), ({"fraction": True}, "share above 0"), (
             {"gradients": "both"}, 'give "host" or "device"'):
         with pytest.raises(zero_jax.UsageError, match=words):
             zero_jax.Offload(**wrong)
     for field in ("optimizer", "master", "parameters", "gradients"):
         with pytest.raises(zero_jax.UsageError, match=f'{field}="disk".: only states .*give "host" or "device"'):
             zero_jax.Offload(**{field: "disk"})
-    with pytest.raises(zero_jax.UsageError, match='on the device: leave one of them out'):
-        zero_jax.Offload(disk="states", parameters="host")
-    with pytest.raises(zero_jax.UsageError, match="offloads nothing"):
-        zero_jax.Offload(optimizer="device", master="device")
     with pytest.raises(zero_jax.UsageError, match="buffer_bytes=.*at least 65536"):
         zero_jax.Offload(buffer_bytes=10)
     for optimizer, offload, words in (

@@ -370,18 +370,6 @@ def test_gradients_elsewhere_break_the_contract(microbatches, use, words):
     assert not [*host_violations(budget, right)]
 
 
-@pytest.mark.parametrize("stage, offload, setup, words", [
-    (2, GRADIENTS, {}, "at stage 2: its parameters are whole"),
-    (3, GRADIENTS, {"accumulate": 2, "reduce": "once"}, "with reduce=\"once\": a whole gradient"),
-    (3, GRADIENTS, {"tiling": {"Dense_0/kernel": 4}}, "with tiling=: the gradient of a weight in tiles"),
-    (3, GRADIENTS, {"communication": zero_jax.Communication(weights="int8")}, "leave communication out"),
-    (3, GRADIENTS, {"partition_activations": "cpu"}, "with partition_activations=\"cpu\": what backward reads and"),
-    (3, GRADIENTS, {"gather": "forward"}, "gather=.*leave gradients out")])
-def test_what_keeps_gradients_on_the_devices_is_refused(stage, offload, setup, words):
-    with pytest.raises(zero_jax.UsageError, match=words):
-        zero_jax.make_zero_train_step(Stacked(), stage, offload=offload, **setup)
-
-
 class ReadTwice(nn.Module):
     """Its loop over layers runs twice, with the same weights."""
 
@@ -394,9 +382,6 @@ class ReadTwice(nn.Module):
 
 
 def test_gradients_that_no_loop_stacks_are_refused():
-    for wrong in {"disk": "states"}, {"fraction": 0.5}, {"optimizer": "device", "master": None}:
-        with pytest.raises(zero_jax.UsageError, match="leave one of them out"):
-            zero_jax.Offload(gradients="host", **wrong)
     unrolled = nn.Sequential([nn.Embed(96, 64), nn.Dense(256), nn.gelu, nn.Dense(96)])
     for model, words in ((unrolled, "none of this model's loops over stacked layers"),
                          (ReadTwice(), "blocks/Dense_0/kernel, blocks/Dense_1/kernel is no stack that one loop")):

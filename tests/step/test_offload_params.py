@@ -341,17 +341,3 @@ def test_a_copy_may_be_beside_what_is_sent(width, sync, is_ahead):
     place = next(i for i, line in enumerate(lines) if "%done =" in line)
     lines.insert(place + 1, f"  %summed = {sent} all-reduce-done(%begun)")
     assert [read.is_ahead for read in host_reads("\n".join(lines))] == [is_ahead]
-
-
-@pytest.mark.parametrize("stage, setup, words", [
-    (2, {}, "at stage 2: its parameters are whole"), (3, {"gather": "step", "accumulate": 2}, "a copy of all"),
-    (3, {"reduce": "once", "accumulate": 2}, "a whole gradient"),
-    (3, {"communication": zero_jax.Communication(weights="int8")}, "leave communication out")])
-def test_what_keeps_parameters_on_the_devices_is_refused(stage, setup, words):
-    with pytest.raises(zero_jax.UsageError, match=words):
-        zero_jax.make_zero_train_step(Stacked(), stage, offload="parameters", **setup)
-
-
-def test_a_copy_beside_master_weights_on_the_device_is_refused():
-    with pytest.raises(zero_jax.UsageError, match="leave one of them out"):
-        zero_jax.Offload(parameters="host", master="device")

@@ -307,14 +307,7 @@ class Batched(nn.Module):
 
 
 @pytest.mark.parametrize(("model", "options", "message"), [
-    (None, {"stage": 2}, "tiling at stage 2: its parameters are whole"),
-    (None, {"gather": "step", "accumulate": 2}, "tiling with gather='step'"),
-    (None, {"reduce": "once", "accumulate": 2}, "tiling with reduce=\"once\""),
     (None, {"mesh": (4, 2), **SPLIT, "tiling": {"up/kernel": 4}}, "none of its dims 18 divides"),
-    (None, {"mesh": (4, 2), **SPLIT, "sequence_parallel": True}, "tiling with sequence_parallel"),
-    (None, {"mesh": (1, 1)}, "ZeRO shards over one device"),
-    (None, {"communication": zero_jax.Communication(gradients="int8")}, "tiling with communication's gradients"),
-    (None, {"sizes": (2, 4), "hpz_axes": "data_1", **INT8}, "tiling with hpz_axes=('data_1',) and quantised weights"),
     (None, {"tiling": {"up/kernel": 5}}, "up/kernel cannot be computed in 5 tiles: none of its dims 18 x 32 divides"),
     (None, {"tiling": {"kernels": 4}}, "no parameter's name matches 'kernels'. The largest are down/kernel"),
     (None, {"tiling": {"up": 4}}, "up/bias cannot be computed in 4 tiles: something else than a matrix product"),
@@ -330,9 +323,6 @@ def test_what_cannot_be_tiled_is_refused(model, options, message):
     if "mesh" in options:
         data, tensor = options["mesh"]
         options = {**options, "mesh": zero_jax.make_mesh(data, tensor=tensor)}
-    if "sizes" in options:
-        options = {"mesh": zero_jax.make_mesh(options["sizes"]), **options}
-        del options["sizes"]
     with pytest.raises(ValueError, match="tiling") as error:
         make(model, **options).layout(batches(1)[0])
     assert message in str(error.value)

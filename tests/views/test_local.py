@@ -567,10 +567,6 @@ def test_steps_for_targets_keep_the_contract(target, stage, sizes):
     assert report.communication_bytes < 1.03 * report.contract.communication_bytes
 
 
-def test_what_it_does_not_have_is_refused():
-    with pytest.raises(zero_jax.UsageError, match="view=\"local\" .*tiling"):
-        zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, view="local", mesh=zero_jax.make_mesh(8),
-                                      tiling={"up/kernel": 2})
 
 
 def test_a_view_that_does_not_exist_is_refused():

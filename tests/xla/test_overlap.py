@@ -190,12 +190,9 @@ def test_prefetch_takes_effect_beside_other_options(name):
 
 
 @pytest.mark.parametrize("options, told", [
-    ({"prefetch": 1}, "prefetch=1: give True or False"), ({"stage": 2, "prefetch": True}, "prefetch=True at stage 2"),
+    ({"prefetch": 1}, "prefetch=1: give True or False"),
     ({"target": "v5e:2x4", "prefetch": True}, "changes nothing on 'TPU v5 lite'.*compilers for TPU v5p and v6e"),
-    ({"target": "v5p:2x2x2", "prefetch": True, "overlap": False}, "overlap=False changes nothing on 'TPU v5'.*block"),
     ({"target": "", "prefetch": True}, "changes nothing on 'cpu'"), ({"prefetch": True}, "changes nothing on 'NVIDIA"),
-    ({"target": "v5p:2x2x2", "prefetch": True, "accumulate": 2, "gather": "step"},
-     "prefetch=True at stage 3 with gather='step'"),
     ({"target": "v5p:2x2x2", "prefetch": True, "model": dataclasses.replace(CONFIG, scan_layers=False)},
      "no loop of this model")])
 def test_where_nothing_can_be_gathered_ahead_it_is_refused(options, told):

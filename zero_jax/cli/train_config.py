@@ -18,9 +18,9 @@ from zero_jax.cli.options.choices import (
     PrecisionName,
     Reduce,
     RematName,
-    check_gather,
     check_offload,
 )
+from zero_jax.cli.options.combinations import check_combinations
 from zero_jax.cli.options.communication import CommunicationOptions
 from zero_jax.cli.options.data import DataOptions, check_eval_data
 from zero_jax.cli.options.diloco import DiLoCoOptions
@@ -28,7 +28,7 @@ from zero_jax.cli.options.evaluation import EvaluationOptions
 from zero_jax.cli.options.lora import LoraOptions
 from zero_jax.cli.options.microbatch import MicrobatchOptions
 from zero_jax.cli.options.objective import ObjectiveOptions
-from zero_jax.cli.options.offload import check_auto, check_disk, check_fraction, check_no_states
+from zero_jax.cli.options.offload import check_fraction, check_no_states, check_placement
 from zero_jax.cli.options.parallel import ParallelOptions
 from zero_jax.cli.options.report import ReportOptions
 from zero_jax.cli.options.run import RunOptions
@@ -60,14 +60,10 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
                            ("gather", Gather), ("remat", RematName)):
             if (value := getattr(self, name)) not in get_args(kind):
                 raise UsageError(f"{name}={value!r} is unknown{nearest(value, [*get_args(kind)])}")
-        if self.reduce == "once" and self.accumulate == 1:
-            raise UsageError("reduce=once without accumulate: the gradient of one batch is reduced once already.")
-        check_gather(self.gather, self.stage, self.accumulate)
-        check_offload(self.offload, self.stage)
+        check_offload(self.offload)
         check_fraction(self)
-        check_disk(self)
-        check_auto(self)
-        self.check_quantized(self.stage, self.precision, one_hop=self.replica == 1)
+        check_placement(self)
+        self.check_quantized()
         for name in ("accumulate", "devices", "replica", "tensor", "context",
                      "batch_size", "seq_len", "steps", "max_to_keep",
                      "local_every"):
@@ -84,26 +80,14 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise UsageError(f"{name}={value} is not within {low} to {high}.")
-        self.check_diloco()
         self.check_lora()
         self.check_tiling()
-        self.check_split()
+        check_combinations(self)
+        self.check_diloco()
         self.check_schedule()
         self.check_objective_options()
         self.check_evaluation()
         self.check_reports()
-        if self.check_replicas and self.stage == 3 and self.replica == 1:
-            raise UsageError("check_replicas at stage 3: each device stores a shard of its own, and there are no "
-                             "copies to compare: give replica=2 or more, a lower stage, or leave it out.")
-        if self.hang_exit and self.hang_after is None:
-            raise UsageError("hang_exit without hang_after: say after how many seconds.")
-        if (self.local_checkpoints is None) != (self.local_every is None):
-            raise UsageError("local_checkpoints and local_every belong together: give both, or neither.")
-        if not self.save_every and self.max_to_keep != TrainConfig.max_to_keep:
-            raise UsageError(f"max_to_keep={self.max_to_keep} with save_every=0: nothing is saved: leave it out.")
-        if not self.save_every and self.save_to is not None and not self.resume:
-            raise UsageError(f"save_to={self.save_to} with save_every=0 and without resume: nothing is saved or read: "
-                             "leave it out.")
         check_path("out", self.out)
         self.check_data_options()
         if re.match(r"[a-z][a-z0-9]{1,9}:/", str(self.out)):

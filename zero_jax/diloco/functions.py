@@ -10,6 +10,7 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero_jax import combinations
 from zero_jax.diloco.fragments import Fragment, fragments_of, num_parts
 from zero_jax.diloco.options import OuterOptions
 from zero_jax.diloco.outer import (
@@ -47,28 +48,14 @@ class DiLoCoFunctions(StateInArrays):
 
         num_slices: of a state that is only stored and not trained; default: those of the mesh.
         """
+        combinations.check({**step.options.values(step.axes), "diloco.every": outer.every})
         replica = step.axes.replica
-        if step.axes.replica_size < 2:
-            raise UsageError(f"The mesh {step.axes.sizes} has no axis {replica!r} of two slices or more: build it with "
-                             "zero_jax.make_mesh(replica=2), say, or name yours: axis_roles={\"replica\": \"dcn\"}.")
-        if step.options.guard is not None:
-            raise UsageError("guard= skips a step on all devices, and slices step by themselves: leave it out.")
-        if step.options.tiling is not None:
-            raise UsageError("tiling= is not mapped over slices yet: leave it out.")
-        if step.options.ema is not None:
-            raise UsageError("ema= would average each slice's own parameters: leave it out. The outer parameters, "
-                             "step.params(state), are an average already.")
-        if step.options.communication is not None:
-            raise UsageError("communication= quantises the collectives of a step, which is not known to be right in "
-                             "slices yet: leave it out; dtype=\"bfloat16\" halves what is sent between them.")
-        if step.options.offload:
-            raise UsageError("offload= keeps states in host memory, which slices cannot stack yet: leave it out.")
         if crossing := [rule for rule in step.options.batch_specs if replica in names_of(rule[1] or P())]:
             raise UsageError(f"batch_specs: {crossing[0]!r} splits a leaf over the slices, {replica!r}, between which "
                              "nothing is sent: give None, or axes of a slice.")
         self.step, self.outer = step, outer
         # Parts of fragments are sent in the rounds of loops that are not within a `shard_map`.
-        in_rounds = outer.overlap and step.options.view != "local" and not step.options.needs_local
+        in_rounds = outer.overlap and step.options.view != "local" and not step.options.accumulation.once
         self._inner = step.of_slices(view="global") if in_rounds else step.of_slices()
         self.axes = self._inner.axes
         self.batches, self.batch_sharding = step.batches, step.batch_sharding

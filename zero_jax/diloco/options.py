@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from zero_jax import combinations
 from zero_jax.arguments import is_number, shown, whole
 from zero_jax.errors import UsageError
 
@@ -41,9 +42,7 @@ class OuterOptions:
         if self.fragments > self.every:
             raise UsageError(f"fragments={self.fragments} with every={self.every}: each fragment is sent after a step "
                              f"of its own once in {self.every} steps: give at most {self.every} fragments.")
-        if self.mix is not None and not self.overlap:
-            raise UsageError(f"mix={shown(self.mix)} without overlap=True would change nothing: the average arrives at "
-                             "once, and no slice has gone on. Leave it out.")
+        combinations.check({"diloco.mix": self.mix, "diloco.overlap": self.overlap})
         if self.mix is not None and not (is_number(self.mix) and 0 <= self.mix < 1):
             raise UsageError(f"mix={shown(self.mix)}: give the share of a slice's own parameters that remains, from 0 "
                              "to below 1 (0.5 in streaming DiLoCo).")

@@ -30,15 +30,10 @@ class Accumulation:
         if not isinstance(self.reduce, str) or self.reduce not in ("every", "once"):
             raise UsageError(f"reduce={self.reduce!r}: give \"every\" (each microbatch's gradient is reduced and "
                              "scattered) or \"once\" (the sum of them is).")
-        if self.once and self.microbatches == 1:
-            raise UsageError("reduce=\"once\" without accumulate: the gradient of one batch is reduced once already.")
         if not isinstance(self.gather, str) or self.gather not in ("use", "forward", "step", "auto"):
             raise UsageError(f"gather={shown(self.gather)}: give \"use\" (each microbatch gathers a parameter where it "
                              "is read, forward and backward), \"forward\" (forward alone, and keeps it for backward), "
                              "\"step\" (it is gathered once, before the first microbatch) or \"auto\".")
-        if self.gather in ("step", "auto") and self.microbatches == 1:
-            raise UsageError(f"gather={self.gather!r} without accumulate: a step of one batch gathers parameters where "
-                             "it reads them: give accumulate=4, say, gather=\"forward\", or leave gather out.")
 
     @property
     def once(self) -> bool:

@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero_jax import combinations
 from zero_jax.precision import Precision
 from zero_jax.sharding.gather import ParamUse, compute_spec
 from zero_jax.sharding.layout import Layout
@@ -108,8 +109,8 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
 
     quantized = None
     if policy.communication is not None:
-        if not has_weights:
-            policy.communication.check_copy(stage.number)
+        combinations.check({"communication.weights": policy.communication.weights, "stage": stage.number,
+                            "copy": has_weights})
         quantized = quantized_leaves(policy.communication, dict(named_leaves(merge(
             map_named(functools.partial(leaf, trained=True), params, sharded_specs, param_shapes),
             map_named(functools.partial(leaf, trained=False), frozen, frozen_specs, frozen_shapes)))),

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero_jax import combinations
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
@@ -64,10 +65,7 @@ def attention(mesh: Mesh, *, kernel: Kernel | None = None, axis: Any = None, axi
     axes = MeshAxes.of(mesh, axis, axis_roles)
     if kernel is not None and kernel not in KERNELS:
         raise UsageError(f"kernel={shown(kernel)}: give one of {', '.join(map(repr, KERNELS))}, or None.")
-    for name, wanted, devices in (("cudnn", axes.platform in GPU, "NVIDIA GPUs"), ("splash", axes.is_tpu, "TPUs")):
-        if kernel == name and not wanted:
-            raise UsageError(f"kernel={name!r} is of {devices}, and the devices of this mesh are "
-                             f"{axes.platform.upper()}: leave it out, or give \"xla\".")
+    combinations.check({"attention.kernel": kernel, "platform": "tpu" if axes.is_tpu else axes.platform})
     if kernel == "cudnn" and not cudnn_is_installed():
         raise UsageError("kernel='cudnn': cuDNN cannot be loaded: pip install 'zero-jax[cudnn]', or jax[cuda13] where "
                          "the GPUs are.")

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import optax
 from jax.sharding import Mesh
 
+from zero_jax import combinations
 from zero_jax.arguments import patterns, texts
 from zero_jax.errors import UsageError
 from zero_jax.frontends.given_values import own_values
@@ -173,9 +174,7 @@ def make_zero_train_step(
     base = model
     if isinstance(model, LoraModel):
         base, frozen = model.model, (*frozen, model.frozen)
-        if tiling is not None:
-            raise UsageError("tiling with adapters: a kernel that has one is used by two products: leave one of them "
-                             "out.")
+        combinations.check({"tiling": tiling, "lora": True})
     options = StepOptions(
         stage=zero_stage, precision=precision, accumulation=Accumulation(accumulate, reduce, gather), frozen=frozen,
         ema=ema, guard=guard, tensor_rules=rules_of(tensor_rules), sequence_parallel=sequence_parallel,

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any, Literal, TypeAlias
 
+from zero_jax import combinations
 from zero_jax.arguments import is_number, is_one_of, shown
 from zero_jax.errors import UsageError
 from zero_jax.precision import Precision
@@ -74,10 +75,11 @@ class StepOptions:
 
     def check(self, axes: MeshAxes) -> None:
         """Raises ValueError for what cannot take effect on this mesh, at this stage."""
+        combinations.check(self.values(axes), rows=combinations.STEP)
         unknown = [name for name in self.hpz_axes if name not in axes.zero]
-        if unknown or self.hpz_axes and (self.stage.number < 3 or set(self.hpz_axes) == set(axes.zero)):
-            raise UsageError(f"hpz_axes={self.hpz_axes} at stage {self.stage.number}: give some of the axes "
-                             f"{axes.zero} that ZeRO shards over in the mesh {axes.sizes}, but not all, and stage 3.")
+        if unknown or self.hpz_axes and set(self.hpz_axes) == set(axes.zero):
+            raise UsageError(f"hpz_axes={self.hpz_axes}: give some of the axes {axes.zero} that ZeRO shards over in "
+                             f"the mesh {axes.sizes}, but not all.")
         hpz_size = math.prod(map(axes.size, self.hpz_axes))
         if self.hpz_axes and hpz_size == axes.zero_size:
             raise UsageError(f"hpz_axes={self.hpz_axes} in the mesh {axes.sizes}, all of whose {axes.zero_size} "
@@ -85,134 +87,39 @@ class StepOptions:
         if self.hpz_axes and hpz_size == 1:
             raise UsageError(f"hpz_axes={self.hpz_axes} in the mesh {axes.sizes} span one device, which would keep all "
                              "weights until backward: leave it out, or give gather=\"forward\", which does that.")
-        gather = self.accumulation.gather
-        if gather != "use" and self.stage.number < 3:
-            raise UsageError(f"gather={gather!r} at stage {self.stage.number}: its parameters are whole on every "
-                             "device all the time: leave gather out, or take stage 3, which with gather=\"forward\" "
-                             "sends as little as stages 1 and 2.")
-        if gather in ("forward", "step") and axes.zero_size == 1:
-            raise UsageError(f"gather={gather!r} in the mesh {axes.sizes}, where ZeRO shards over one device: there is "
-                             "nothing to gather: leave it out.")
-        if gather == "forward" and self.hpz_axes:
-            raise UsageError(f"gather=\"forward\" with hpz_axes={self.hpz_axes}: backward gathers nothing, inside of a "
-                             "node or outside: leave one of them out.")
-        if self.accumulation.once and axes.context in axes.zero:
-            raise UsageError(f"reduce=\"once\" with an axis {axes.context!r}: each of its devices has a part of every "
-                             "example, and no batch of its own: give reduce=\"every\".")
-        if self.tensor_rules and not axes.tensor_enabled:
-            raise UsageError(f"tensor_rules: the mesh {axes.sizes} has no axis {axes.tensor!r} to split over: build "
-                             "it with zero_jax.make_mesh(tensor=...), or leave tensor_rules out.")
-        if self.communication is not None:
-            self.communication.check(self.stage.number, axes, self.hpz_axes)
-            if self.communication.weights is not None and self.hpz_axes and self.accumulation.gather != "use":
-                raise UsageError(
-                    f"gather={self.accumulation.gather!r} with hpz_axes={self.hpz_axes} and quantised weights: the "
-                    "copy of a step would be decoded, and gathered inside of a node as it is: leave one of them out.")
-        whole = self.stage.number < 3 or self.accumulation.gather == "step" and not self.hpz_axes
-        if self.prefetch is True and whole:
-            raise UsageError(f"prefetch=True at stage {self.stage.number} with gather={self.accumulation.gather!r}: no "
-                             "layer gathers its parameters, which are whole: leave it out.")
-        if self.tiling is not None:
-            self._check_tiling(axes)
-        if self.view == "local" and (missing := self._not_local(axes)):
-            raise UsageError(f"view=\"local\" {missing[0]} is not built: leave view out, or that.")
-        if not self.is_local(axes):
-            self._check_global(axes)
         # Each of these raises for what it cannot be made of.
         BatchLayout(axes, self.batch_specs)
         if self.host_offload:
             check_host_memory(axes)
-            if self.host_offload.parameters == "host":
-                self._check_host_params()
-            if self.host_offload.gradients == "host":
-                self._check_host_gradients()
         self.activations(axes, 1)
         # Whatever the layout will be.
         self.compiler_options(axes)
         overlap_options(axes.mesh.devices.flat[0], self.overlap, scatters=self.stage.shards_optimizer)
         prefetch_options(axes.mesh.devices.flat[0], self.prefetch, self.overlap)
 
-    def _whole_weights(self) -> tuple[tuple[bool, str, str], ...]:
-        """(Whether it is asked for, what, why) of all that keeps parameters on the devices beside host memory."""
-        return (
-            *self._whole_gradients(),
-            (bool(self.hpz_axes), f"with hpz_axes={self.hpz_axes}",
-             "what forward keeps for backward would be on the devices: leave hpz_axes out"),
-            (self.communication is not None, "with communication=",
-             "what is encoded before the loop over layers would be on the devices: leave communication out"))
-
-    def _whole_gradients(self) -> tuple[tuple[bool, str, str], ...]:
-        """Those of them that keep whole weights or gradients on the devices."""
-        number, accumulation = self.stage.number, self.accumulation
-        return (
-            (number < 3, f"at stage {number}", "its parameters are whole on every device: take stage 3"),
-            (accumulation.gather != "use", f"with gather={accumulation.gather!r}",
-             "a copy of all parameters would be gathered on the devices: leave gather out"),
-            (accumulation.once, "with reduce=\"once\"",
-             "a whole gradient would be on every device: give reduce=\"every\""))
-
-    def _check_host_params(self) -> None:
-        """Raises ValueError for what keeps whole or gathered parameters on the devices beside those in host memory."""
-        for is_wrong, what, why in self._whole_weights():
-            if is_wrong:
-                raise UsageError(f"offload=\"parameters\" {what}: {why}, or give offload=\"optimizer\".")
-
-    def _check_host_gradients(self) -> None:
-        """Raises ValueError for what keeps gradients on the devices, or needs all of them there."""
-        for is_wrong, what, why in (
-                *self._whole_weights(),
-                (self.tiling is not None, "with tiling=",
-                 "the gradient of a weight in tiles is made tile by tile on the device: leave tiling out"),
-                (self.partition_activations == "cpu", "with partition_activations=\"cpu\"",
-                 "what backward reads and writes in host memory is not counted apart: give remat=\"full\" alone")):
-            if is_wrong:
-                raise UsageError(f"Offload(gradients=\"host\") {what}: {why}, or leave gradients out.")
+    def values(self, axes: MeshAxes) -> dict[str, Any]:
+        """These options on this mesh, as `combinations.TABLE` names them."""
+        accumulation, communication = self.accumulation, self.communication
+        gradients = communication.gradients if communication is not None else None
+        return {
+            **{name: getattr(self, name) for name in (
+                "ema", "guard", "tensor_rules", "sequence_parallel", "partition_activations", "hpz_axes", "overlap",
+                "prefetch", "offload", "tiling", "view")},
+            "stage": self.stage.number, "accumulate": accumulation.microbatches, "reduce": accumulation.reduce,
+            "gather": accumulation.gather, "communication.gradients": gradients,
+            "communication.weights": communication.weights if communication is not None else None,
+            "one_hop": communication is not None and isinstance(gradients, tuple) and len(
+                communication.hops(axes, self.hpz_axes)) == 1,
+            **{f"offload.{name}": value for name, value in vars(self.offload or Offload()).items()},
+            "sizes": axes.sizes, "platform": axes.platform, "shards": axes.zero_size, "tensor": axes.tensor_size,
+            "context": axes.context if axes.context in axes.zero else None, "replica": axes.replica_size,
+            "diloco.every": axes.slices}
 
     def is_local(self, axes: MeshAxes) -> bool:
         """Whether the gradient is one `jax.shard_map` on this mesh: else XLA partitions it."""
-        return self.view == "local" or self.view == "auto" and not self._not_local(axes)
-
-    def _check_global(self, axes: MeshAxes) -> None:
-        """Raises UsageError for what the partitioner's view does not have."""
-        why = self._not_local(axes) or ["with view=\"global\""]
-        for what in self.needs_local:
-            raise UsageError(f"{what} {why[0]}: each device's own sums are known in the local view alone. Leave one of "
-                             "them out.")
-
-    @property
-    def needs_local(self) -> list[str]:
-        """What of these options the partitioner's view does not have."""
-        return [what for is_asked, what in (
-            (self.accumulation.once, "reduce=\"once\""),
-            (self.communication is not None and bool(self.communication.gradients), "communication= of gradients"))
-            if is_asked]
-
-    def _not_local(self, axes: MeshAxes) -> list[str]:
-        """What the local view does not have yet."""
-        return [what for is_asked, what in (
-                (axes.tensor_enabled and bool(axes.slices), f"with DiLoCo in the mesh {axes.sizes}"),
-                (axes.tensor_enabled and bool(self.partition_activations),
-                 f"with partition_activations in the mesh {axes.sizes}"),
-                (self.tiling is not None, "with tiling")) if is_asked]
-
-    def _check_tiling(self, axes: MeshAxes) -> None:
-        """Raises ValueError for what gathers whole weights, or sums whole gradients, whatever their products do."""
-        host = self.host_offload is not None and self.host_offload.parameters == "host"
-        communication = self.communication
-        for is_wrong, what, why in (
-                *self._whole_gradients(),
-                (communication is not None and bool(communication.gradients), "with communication's gradients",
-                 "the gradient of a tile is sent as it is: give zero_jax.Communication(weights=...) alone"),
-                (communication is not None and bool(self.hpz_axes),
-                 f"with hpz_axes={self.hpz_axes} and quantised weights",
-                 "the copy inside of a node would be codes of whole shards: leave hpz_axes or communication out"),
-                (self.sequence_parallel, "with sequence_parallel",
-                 "the products with split weights gather the sequence themselves: leave sequence_parallel out"),
-                (axes.zero_size == 1 and not host, f"in the mesh {axes.sizes}",
-                 "ZeRO shards over one device, which has the weights and the gradients whole: give more devices, or "
-                 "offload=\"parameters\", with which tiles come up from host memory")):
-            if is_wrong:
-                raise UsageError(f"tiling {what}: {why}, or leave tiling out.")
+        values = {**self.values(axes), "view": "local"}
+        return self.view == "local" or self.view == "auto" and not any(
+            row.refuses(values) for row in combinations.STEP)
 
     @property
     def layout_policy(self) -> LayoutPolicy:

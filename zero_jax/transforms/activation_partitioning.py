@@ -43,9 +43,6 @@ from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.transforms.tiled_products import tiled_product
 from zero_jax.tree import leaf_bytes
 
-HOSTS = ("cpu", "gpu", "cuda", "rocm", "tpu")
-"""Platforms on which XLA moves arrays to the host's memory and back. On a CPU it is the same memory: nothing moves."""
-
 STASH_SCOPE = "zero_checkpoint"
 """In the op_name of what moves a checkpoint to where it is stored and back."""
 
@@ -57,8 +54,6 @@ class Activations:
     batch_size: of the global batch. partition: checkpoints are split over `tensor` (P_a); host: they are offloaded to
     host memory (P_a+cpu). sequence: between the products that `tensor` splits, activations (norms, dropout, the
     residual stream) are split along the sequence.
-
-    Raises ValueError for a mesh that does not support these options.
     """
 
     axes: MeshAxes
@@ -71,17 +66,6 @@ class Activations:
     def stashes(self) -> bool:
         """Whether checkpoints are stored in another layout or memory than the activations they save."""
         return self.partition or self.host
-
-    def __post_init__(self) -> None:
-        if not self.axes.tensor_enabled and (self.sequence or self.partition):
-            what = "sequence_parallel" if self.sequence else "partition_activations"
-            raise UsageError(f"{what}: the mesh {self.axes.sizes} has no axis {self.axes.tensor!r} to split over: "
-                             f"build it with zero_jax.make_mesh(tensor=...), or leave {what} out.")
-        device = self.axes.mesh.devices.flat[0]
-        if self.host and device.platform not in HOSTS:
-            raise UsageError(f"partition_activations=\"cpu\": {device.device_kind} of platform {device.platform!r} "
-                             "has no pinned host memory that XLA moves arrays to: give True, which splits them over "
-                             f"{self.axes.tensor!r}.")
 
     def check(self, jaxpr: Jaxpr, *, checkpoints: bool) -> None:
         """Raises ValueError for what could not take effect on a traced loss. checkpoints: whether it has any."""

@@ -126,9 +126,6 @@ def prefetch_options(device: jax.Device, prefetch: bool, overlap: Overlap = "aut
         raise UsageError(f"prefetch=True changes nothing on {device.device_kind!r}: only the compilers for TPU "
                          f"{_ASKED_NAMES} are asked to gather for the next round of a loop, and loops on GPUs do so "
                          "unless overlap=False. Leave it out.")
-    if overlap is False:
-        raise UsageError(f"prefetch=True with overlap=False changes nothing on {device.device_kind!r}: its gathers "
-                         "would block, in whichever round they are. Leave one of them out.")
     return dict(_PIPELINED)
 
 

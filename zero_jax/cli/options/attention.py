@@ -4,12 +4,10 @@ import dataclasses
 from typing import Literal, get_args
 
 from zero_jax.cli.model_lookup import ModelChoice, nearest
+from zero_jax.cli.options.combinations import check_kernel
 from zero_jax.errors import UsageError
 
 AttentionName = Literal["auto", "xla", "cudnn", "splash"]
-
-PLATFORMS = {"cudnn": "cuda", "splash": "tpu"}
-"""The platform of the devices that have a kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +30,7 @@ class AttentionOptions:
         if not hasattr(choice.config, "attention"):
             raise UsageError(f"attention={self.attention}: {choice.name} has no field 'attention' in its config: leave "
                              "it out.")
-        wanted = PLATFORMS.get(self.attention)
-        if wanted is not None and getattr(choice.config, "attention_softcap", None) is not None:
+        if self.attention != "xla" and getattr(choice.config, "attention_softcap", None) is not None:
             raise UsageError(f"attention={self.attention}: {choice.name} caps its scores, which only XLA's attention "
                              "does: give auto or xla.")
-        if wanted is not None and platform not in (None, wanted):
-            raise UsageError(f"attention={self.attention} is a kernel of {wanted.upper()} devices, and these are "
-                             f"{platform.upper()}: give auto or xla.")
+        check_kernel(self, platform)

@@ -22,8 +22,8 @@ class CommunicationOptions:
     quantize_gradients: tuple[GradientFormat, ...] = ()
     """Reduce gradients as codes of this format; two formats: inside a node and across nodes."""
 
-    def check_quantized(self, stage: int, precision: str, *, one_hop: bool) -> None:
-        """Raises UsageError for what cannot take effect. one_hop: whether all devices are on one axis of the mesh."""
+    def check_quantized(self) -> None:
+        """Raises UsageError for unknown formats, and too many."""
         object.__setattr__(self, "quantize_gradients", tuple(self.quantize_gradients))
         gradients = self.quantize_gradients
         for name, value, known in (
@@ -34,16 +34,6 @@ class CommunicationOptions:
         if len(gradients) > 2:
             raise UsageError(f"quantize_gradients={' '.join(gradients)}: give one format, or two: inside a node and "
                              "across nodes.")
-        if stage == 0 and (gradients or self.quantize_weights != "no"):
-            raise UsageError("quantize_weights and quantize_gradients at stage 0: each device has all weights, and the "
-                             "partitioner all-reduces gradients: give stage 1, 2 or 3, or leave them out.")
-        if self.quantize_weights != "no" and stage < 3 and precision not in ("bf16", "fp16"):
-            raise UsageError(f"quantize_weights={self.quantize_weights} at stage {stage} with precision={precision}: "
-                             "the gathered weights are the master weights, in which rounding would add up: give "
-                             "precision=bf16, or stage=3.")
-        if len(set(gradients)) > 1 and one_hop:
-            raise UsageError(f"quantize_gradients={' '.join(gradients)}: there is one hop, and no node to be inside "
-                             "of: give one format, or replica=2 or more.")
 
     @property
     def communication(self) -> "Communication | None":

@@ -9,15 +9,6 @@ from zero_jax.errors import UsageError
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """As `OuterOptions` names them."""
 
-REFUSED = {
-    "ema": "each slice would average parameters of its own, and the outer ones are an average already",
-    "max_bad_steps": "a slice cannot skip a step while the others take it",
-    "quantize_weights": "that is not known to be right in slices yet; --diloco-dtype bf16 halves what they send",
-    "quantize_gradients": "that is not known to be right in slices yet; --diloco-dtype bf16 halves what they send",
-    "check_replicas": "slices differ from each other between two averages",
-    "lora_rank": "adapters are small enough to be averaged in every step"}
-"""The options that go not with slices, and why."""
-
 
 @dataclasses.dataclass(frozen=True)
 class DiLoCoOptions:
@@ -50,12 +41,7 @@ class DiLoCoOptions:
 
     def check_diloco(self) -> None:
         """Raises UsageError for what cannot take effect."""
-        config: Any = self
         if self.diloco_every is None:
-            for field in dataclasses.fields(DiLoCoOptions):
-                if (value := getattr(self, field.name)) != field.default:
-                    raise UsageError(f"{field.name}={value} without diloco_every: say after how many steps the slices "
-                                     "are averaged, or leave it out.")
             return
         if self.diloco_dtype not in DTYPES:
             raise UsageError(f"diloco_dtype={self.diloco_dtype!r} is unknown: give {' or '.join(DTYPES)}.")
@@ -63,21 +49,10 @@ class DiLoCoOptions:
             self.outer_options()
         except UsageError as error:  # it names the arguments of make_diloco_step
             raise UsageError(f"diloco_{error}") from None
-        if config.replica < 2:
-            raise UsageError(f"diloco_every={self.diloco_every} with replica={config.replica}: there is one slice, and "
-                             "no other to average with: give replica=2 or more.")
+        config: Any = self
         if self.diloco_every > config.steps:
             raise UsageError(f"diloco_every={self.diloco_every} is more than steps={config.steps}: the slices would "
                              "never be averaged.")
-        for name, why in REFUSED.items():
-            if getattr(config, name) not in (None, 0, (), "no"):
-                raise UsageError(f"{name} with diloco_every: {why}: leave it out.")
-        if config.offload != "no":
-            raise UsageError(f"offload={config.offload} with diloco_every: states of slices are in device memory: "
-                             "leave it out.")
-        if config.precision == "fp16":
-            raise UsageError("precision=fp16 with diloco_every: its loss scale skips steps, which a slice would do by "
-                             "itself: give precision=bf16.")
 
     def outer_options(self) -> OuterOptions:
         """What `make_diloco_step` is asked for."""

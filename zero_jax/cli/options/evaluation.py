@@ -33,8 +33,6 @@ class EvaluationOptions:
                 raise UsageError(f"{name}={getattr(self, name)}: give at least 1.")
         if not 0 < self.eval_fraction < 1:
             raise UsageError(f"eval_fraction={self.eval_fraction}: give a fraction between 0 and 1, as 0.05.")
-        if self.eval_data and self.eval_fraction != EVAL_FRACTION:
-            raise UsageError("eval_fraction with eval_data: nothing is held out of data then: leave one out.")
         if not 0 <= self.samples <= 64:
             raise UsageError(f"samples={self.samples} is not within 0 to 64.")
         object.__setattr__(self, "eval_data",

@@ -40,11 +40,6 @@ class LoraOptions:
         if self.lora_base not in get_args(LoraBase):
             raise UsageError(f"lora_base={self.lora_base!r} is unknown{nearest(self.lora_base, [*get_args(LoraBase)])}")
         if self.lora_rank is None:
-            for field in dataclasses.fields(LoraOptions):
-                if (value := getattr(self, field.name)) != field.default:
-                    shown = " ".join(value) if isinstance(value, tuple) else value
-                    raise UsageError(f"{field.name}={shown} without lora_rank: there are no adapters: give "
-                                     "lora_rank=16, say, or leave it out.")
             return
         for name, low, high in (("lora_rank", 1, 1 << 20), ("lora_alpha", 1e-6, 1e6), ("lora_dropout", 0, 0.99)):
             value = getattr(self, name)

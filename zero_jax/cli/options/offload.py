@@ -4,47 +4,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from zero_jax.cli.environment import simulates
 from zero_jax.disk.commits import records_in
 from zero_jax.disk.generations import check_folder
 from zero_jax.errors import UsageError
 
 
-def check_disk(config: Any) -> None:
-    """Raises UsageError for a folder that no `offload` uses, or the reverse, and for what goes not with files.
+def check_placement(config: Any) -> None:
+    """Raises UsageError for a folder of states that cannot be one, and for sizes out of range.
 
     config: a `TrainConfig`.
     """
-    if config.offload_disk is None:
-        if config.offload == "disk":
-            raise UsageError("offload=disk: name a folder on a local disk for the states: offload_disk=/mnt/nvme/run, "
-                             "say.")
-        return
-    if config.offload not in ("disk", "auto"):
-        raise UsageError(f"offload_disk={config.offload_disk} without offload=disk or auto: give both, or neither.")
-    check_folder(config.offload_disk)
-    if config.offload == "auto":
-        return
-    for name, why in (("local_checkpoints", "the files are such a copy"),
-                      ("check_replicas", "what is in files cannot be compared on the devices")):
-        if getattr(config, name):
-            raise UsageError(f"{name} with offload={config.offload}: {why}: leave it out.")
-
-
-def check_auto(config: Any) -> None:
-    """Raises UsageError where the memory that offload=auto is to fit is not known, or is given without it.
-
-    config: a `TrainConfig`.
-    """
-    if config.offload != "auto":
-        if config.offload_gib is not None:
-            raise UsageError(f"offload_gib={config.offload_gib} without offload=auto: give both, or leave it out.")
-        return
+    if config.offload_disk is not None:
+        check_folder(config.offload_disk)
     if config.offload_gib is not None and not 0 < config.offload_gib < 2**20:
         raise UsageError(f"offload_gib={config.offload_gib}: give the GiB of each device that a step may use.")
-    if config.offload_gib is None and config.target is None and simulates():
-        raise UsageError("offload=auto: simulated devices have no memory of their own to fit: give offload_gib, or "
-                         "name the placement; zero-jax plan --target h100:8 --offload auto chooses for accelerators.")
 
 
 def check_no_states(config: Any) -> None:
@@ -56,15 +29,9 @@ def check_no_states(config: Any) -> None:
 
 
 def check_fraction(config: Any) -> None:
-    """Raises UsageError for a share that is none, or that has no states to be a share of.
-
-    config: a `TrainConfig` or `PlanConfig`.
-    """
+    """Raises UsageError for a share that is none. config: a `TrainConfig` or `PlanConfig`."""
     if not 0 < config.offload_fraction <= 1:
         raise UsageError(f"offload_fraction={config.offload_fraction}: give a share above 0 and at most 1.")
-    if config.offload_fraction < 1 and config.offload != "optimizer":
-        raise UsageError(f"offload_fraction={config.offload_fraction} with offload={config.offload}: it is the share "
-                         "of what offload=optimizer puts into host memory: give both, or leave it out.")
 
 
 def offload_argument(name: str, folder: Path | None, fraction: float = 1.0) -> Any:

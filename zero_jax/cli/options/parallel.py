@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Literal
 
-from zero_jax.errors import UsageError
-
 
 @dataclasses.dataclass(frozen=True)
 class ParallelOptions:
@@ -24,11 +22,3 @@ class ParallelOptions:
 
     partition_activations: Literal["no", "yes", "cpu"] = "no"
     """Split checkpointed activations over the tensor axis (P_a); cpu: also offload them to host memory."""
-
-    def check_split(self) -> None:
-        """Raises UsageError for activations that are to be split over the devices of `tensor` where that is 1."""
-        for name, is_given in (("sequence_parallel", self.sequence_parallel),
-                               ("partition_activations", self.partition_activations == "yes")):
-            if is_given and self.tensor == 1:
-                raise UsageError(f"{name} with tensor=1: it splits activations over the devices of tensor: give "
-                                 "tensor=2, say, or leave it out.")

@@ -41,12 +41,6 @@ class ScheduleOptions:
                                   ("decay", self.decay, 1), ("final_rate", self.final_rate, 1)):
             if value is not None and not 0 <= value <= high:
                 raise UsageError(f"{name}={value} is not within 0 to {high}.")
-        if self.decay is not None and self.schedule != "wsd":
-            raise UsageError(f"decay={self.decay} with schedule={self.schedule}, which decays in all steps or in none: "
-                             "leave it out, or give schedule=wsd.")
-        if self.final_rate is not None and self.schedule == "constant":
-            raise UsageError(f"final_rate={self.final_rate} with schedule=constant, which stays at its peak: leave it "
-                             "out, or give another schedule.")
         if self.schedule == "wsd" and self.warmup + self._decay > 1:
             raise UsageError(f"warmup={self.warmup} and decay={self._decay} are more than all steps: give fractions "
                              "whose sum is at most 1.")

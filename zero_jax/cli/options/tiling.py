@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from typing import Any
 
 from zero_jax.arguments import patterns
 from zero_jax.errors import UsageError
@@ -21,30 +20,9 @@ class TilingOptions:
     mlp/up/kernel=16; or one size, as 512MiB, above which a layer's gathered weight is in tiles."""
 
     def check_tiling(self) -> None:
-        """Raises UsageError for what is neither, and for options with which it cannot take effect."""
+        """Raises UsageError for what is neither."""
         object.__setattr__(self, "tiling", tuple(self.tiling))
-        if not self.tiling:
-            return
         self.tiles  # noqa: B018 (raises)
-        config: Any = self
-        for is_wrong, what, why in (
-                (config.stage < 3, f"at stage {config.stage}",
-                 "its parameters are whole on every device: take stage 3"),
-                (config.gather != "use", f"with gather={config.gather}",
-                 "a copy of all parameters would be gathered on the devices: leave gather out"),
-                (config.reduce == "once", "with reduce=once",
-                 "a whole gradient would be on every device: give reduce=every"),
-                (config.quantize_gradients or config.quantize_weights != "no",
-                 "with quantize_weights or quantize_gradients",
-                 "what is encoded before the loop over layers would be on the devices: leave them out"),
-                (config.sequence_parallel, "with sequence_parallel",
-                 "the products with split weights gather the sequence themselves: leave it out"),
-                (config.lora_rank is not None, "with lora_rank",
-                 "a kernel with an adapter is used by two products: leave one of them out"),
-                (getattr(config, "diloco_every", None), "with diloco_every",
-                 "slices that train by themselves have no tiles: leave one of them out")):
-            if is_wrong:
-                raise UsageError(f"tiling={' '.join(self.tiling)} {what}: {why}, or leave tiling out.")
 
     @property
     def tiles(self) -> dict[str, int] | int | None:

@@ -8,7 +8,8 @@ from typing import get_args
 from zero_jax.cli.environment import check_folder
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest, with_remat
 from zero_jax.cli.options.attention import AttentionOptions
-from zero_jax.cli.options.choices import RematName, check_gather, check_offload
+from zero_jax.cli.options.choices import RematName, check_offload
+from zero_jax.cli.options.combinations import check_combinations
 from zero_jax.cli.options.communication import CommunicationOptions
 from zero_jax.cli.options.lora import LoraOptions
 from zero_jax.cli.options.microbatch import MicrobatchOptions
@@ -47,25 +48,11 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
             raise UsageError(f"batch_per_device={self.batch_per_device} does not divide into {self.accumulate} "
                              "microbatches: give a multiple.")
         self.check_lora()
-        check_gather(self.gather, self.stage, self.accumulate)
-        self.check_quantized(self.stage, self.precision, one_hop=False)
-        quantized = self.quantize_gradients or self.quantize_weights != "no"
-        if quantized and (self.search == "fit" or self.png is not None):
-            raise UsageError("quantize_weights and quantize_gradients are for stages 1 to 3, and search=fit and png "
-                             "compile stage 0, too: leave them out.")
-        if self.gather != "use" and (self.search == "fit" or self.png is not None):
-            raise UsageError(f"gather={self.gather} is for stage 3 alone, and search=fit and png compile every stage: "
-                             "leave it out.")
+        self.check_quantized()
         self.check_tiling()
-        if self.tiling and (self.search == "fit" or self.png is not None):
-            raise UsageError("tiling is for stage 3 alone, and search=fit and png compile every stage: leave it out.")
-        self.check_split()
-        check_offload(self.offload, self.stage)
+        check_offload(self.offload)
         check_fraction(self)
-        if self.offload in ("parameters", "gradients", "auto") and (
-                self.search != "no" or self.png is not None):
-            raise UsageError(f"offload={self.offload} with search or png, which compile other stages and sizes: leave "
-                             "one of them out.")
+        check_combinations(self)
         if self.png is not None and self.png.suffix != ".png":
             raise UsageError(f"png={self.png} does not end in .png.")
 

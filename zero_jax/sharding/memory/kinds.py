@@ -7,6 +7,7 @@ import dataclasses
 import os
 from typing import Any
 
+from zero_jax import combinations
 from zero_jax.arguments import is_number, is_one_of, shown, whole
 from zero_jax.disk.generations import check_folder
 from zero_jax.errors import UsageError
@@ -65,24 +66,11 @@ class Offload:
                 raise UsageError(f"Offload({name}={shown(value)}): give \"host\" or \"device\".")
         if self.buffer_bytes is not None:
             object.__setattr__(self, "buffer_bytes", whole("Offload: buffer_bytes", self.buffer_bytes, 2**16))
-        if self.parameters == "host" and self.master == "device":
-            raise UsageError("Offload(parameters=\"host\", master=\"device\"): the model would read a copy in host "
-                             "memory of what is in the device's: leave one of them out.")
         if not (is_number(self.fraction) and 0 < self.fraction <= 1):
             raise UsageError(f"Offload(fraction={shown(self.fraction)}): give a share above 0 and at most 1.")
-        if self.fraction < 1 and (self.parameters != "device" or self.disk is not None):
-            other = "disk=..." if self.parameters == "device" else "parameters=\"host\""
-            raise UsageError(f"Offload(fraction={self.fraction}, {other}): a share is of what is in host memory beside "
-                             "parameters on the device: leave one of them out.")
         if self.disk is not None:
             check_folder(self.disk)
-        if self.disk is not None and self.parameters == "host":
-            raise UsageError("Offload(disk=..., parameters=\"host\"): with files what the model reads is on the "
-                             "device: leave one of them out.")
-        if self.gradients == "host":
-            self._check_gradients()
-        if self.optimizer == self.master == "device":
-            raise UsageError("Offload(optimizer=\"device\", master=\"device\") offloads nothing: leave offload out.")
+        combinations.check({f"offload.{name}": value for name, value in vars(self).items()})
 
     def block_bytes(self, platform: Platform) -> int:
         """`buffer_bytes`, or what it is by default on `platform`."""
@@ -98,17 +86,6 @@ class Offload:
         """
         return self.disk is None and self.gradients != "host"
 
-    def _check_gradients(self) -> None:
-        """Raises ValueError for what the update could not read beside gradients in host memory."""
-        for is_wrong, what, why in (
-                (self.disk is not None, "disk=...", "with files the update reads gradients on the device"),
-                (self.fraction < 1, f"fraction={self.fraction}",
-                 "the update reads gradients in blocks beside states in host memory, and a part of these would be on "
-                 "the device"),
-                (self.optimizer == "device", "optimizer=\"device\"",
-                 "the update reads gradients in blocks beside states in host memory")):
-            if is_wrong:
-                raise UsageError(f"Offload(gradients=\"host\", {what}): {why}: leave one of them out.")
 
 
 NAMED = {"optimizer": Offload(), "parameters": Offload(parameters="host"),

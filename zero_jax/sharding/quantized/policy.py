@@ -91,28 +91,6 @@ class Communication:
         return tuple((tuple(group), BlockFormat(formats[min(number, 1)], self.block))
                      for number, group in enumerate(group for group in groups if group))
 
-    def check(self, stage: int, axes: MeshAxes, hpz_axes: AxisNames) -> None:
-        """Raises ValueError for what cannot take effect at this stage and on this mesh."""
-        what = " and ".join(name for name in ("weights", "gradients") if getattr(self, name) is not None)
-        if stage == 0:
-            raise UsageError(f"communication: {what} cannot be quantised at stage 0: each device has all weights, and "
-                             "the partitioner all-reduces gradients. Give stage 1, 2 or 3, or leave it out.")
-        if axes.zero_size == 1:
-            raise UsageError(f"communication: {what} cannot be quantised on the mesh {axes.sizes}: one device has all "
-                             "shards, and nothing is sent. Give more devices, or leave it out.")
-        if isinstance(self.gradients, tuple) and len(self.hops(axes, hpz_axes)) == 1:
-            raise UsageError(
-                f"communication: gradients={self.gradients} on the mesh {axes.sizes}: there is one hop, and no node to "
-                "be inside of. Give one format, or factor the mesh, as make_mesh((hosts, devices of each)).")
-
-    def check_copy(self, stage: int) -> None:
-        """Raises ValueError for weights at a stage where the model reads the master weights and no copy of them."""
-        if self.weights is not None and stage < 3:
-            raise UsageError(
-                f"communication: weights={self.weights!r} at stage {stage} without a precision as \"bf16\": there the "
-                "gathered weights are the master weights themselves, in which rounding would add up. Give "
-                "precision=\"bf16\", or stage 3, or quantise gradients alone.")
-
     def check_names(self, names: Collection[str]) -> None:
         """Raises ValueError for a pattern of `exclude` that is in none of `names`, those of the parameters."""
         check_matched("Communication: exclude", self.exclude, names)

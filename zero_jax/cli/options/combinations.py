@@ -1,0 +1,128 @@
+"""What does not go together on the command line: the rows of a step, in the words of its flags, and those of a run."""
+
+import dataclasses
+from typing import Any
+
+from zero_jax.cli.environment import simulates
+from zero_jax.cli.options.diloco import DiLoCoOptions
+from zero_jax.cli.options.lora import LoraOptions
+from zero_jax.combinations import FACTS, TABLE, Arguments, Row, Values, among, check, given, left, other
+
+FLAGS = {
+    "prefetch": "prefetch_weights", "communication.weights": "quantize_weights",
+    "communication.gradients": "quantize_gradients", "copy": "precision", "float16": "precision",
+    "offload.parameters": "offload", "offload.gradients": "offload", "offload.disk": "offload",
+    "attention.kernel": "attention", "guard": "max_bad_steps", "lora": "lora_rank"}
+"""An option of the table of a step -> the field of a config, where it is no longer the same name with _ for a dot."""
+
+RUN = (
+    # Where the state is.
+    Row((among("offload", "disk"), left("offload_disk")), "the states have no folder on a local disk",
+        "give {offload_disk=/mnt/nvme/run}, say"),
+    Row((given("offload_disk"), other("offload", "disk", "auto")), "nothing is in files",
+        "give {offload=disk}, or leave {offload_disk} out"),
+    Row((given("local_checkpoints"), among("offload", "disk")), "the files are such a copy",
+        "leave {local_checkpoints} out"),
+    Row((given("check_replicas"), among("offload", "disk")), "what is in files cannot be compared on the devices",
+        "leave {check_replicas} out"),
+    Row((given("offload_gib"), other("offload", "auto")), "it is what that is to fit", "give both, or leave it out"),
+    Row((among("offload", "auto"), left("offload_gib"), left("target"), given("simulated")),
+        "simulated devices have no memory of their own to fit",
+        "give {offload_gib}, or name the placement; zero-jax plan --target h100:8 --offload auto chooses for "
+        "accelerators"),
+    Row((given("offload_fraction"), other("offload", "optimizer")),
+        "it is the share of what that puts into host memory",
+        "give both, or leave it out"),
+    # Slices that train by themselves.
+    Row((given("check_replicas"), given("diloco.every")), "slices differ from each other between two averages",
+        "leave {check_replicas} out"),
+    Row((given("lora"), given("diloco.every")), "adapters are small enough to be averaged in every step"),
+    Row((given("float16"), given("diloco.every")), "its loss scale skips steps, which a slice would do by itself",
+        "give {precision=bf16}"),
+    *(Row((given(field.name), left("diloco.every")), "no slices are averaged",
+          "say after how many steps they are, or leave it out")
+      for field in dataclasses.fields(DiLoCoOptions) if field.name not in ("diloco_every", "diloco_mix")),
+    *(Row((given(field.name), left("lora")), "there are no adapters", "give {lora=16}, say, or leave it out")
+      for field in dataclasses.fields(LoraOptions) if field.name != "lora_rank"),
+    # A run, and what it keeps.
+    Row((given("check_replicas"), among("stage", 3), left("replica")),
+        "each device stores a shard of its own, and there are no copies to compare",
+        "give {replica=2} or more, a lower stage, or leave it out"),
+    Row((given("hang_exit"), left("hang_after")), "nothing says when a step hangs", "give {hang_after=600}, say"),
+    Row((given("local_checkpoints"), left("local_every")), "they belong together", "give both, or neither"),
+    Row((given("local_every"), left("local_checkpoints")), "they belong together", "give both, or neither"),
+    Row((given("max_to_keep"), among("save_every", 0)), "nothing is saved", "leave {max_to_keep} out"),
+    Row((given("save_to"), among("save_every", 0), left("resume")), "nothing is saved or read", "leave {save_to} out"),
+    Row((given("target"), left("dry_run")), "a run is on the devices that are here"),
+    Row((given("decay"), other("schedule", "wsd")), "others decay in all steps or in none",
+        "leave {decay} out, or give {schedule=wsd}"),
+    Row((given("final_rate"), among("schedule", "constant")), "that stays at its peak",
+        "leave {final_rate} out, or give another schedule"),
+    Row((given("eval_fraction"), given("eval_data")), "nothing is held out of the data then"),
+    # A plan of several steps.
+    Row((given("communication.weights", "communication.gradients", "gather", "tiling"), given("every_stage")),
+        "that compiles every stage, and not all have it"),
+    Row((among("offload", "parameters", "gradients", "auto"), given("other_steps")),
+        "that compiles other stages and sizes"),
+)
+"""Options of a run or a plan beside those of its step."""
+
+
+class Flags(Arguments):
+    """How the command line names options. config: what was given."""
+
+    facts = {**FACTS, "hpz_axes": "", "simulated": "on simulated devices", "every_stage": "with {}",
+             "other_steps": "with {}"}
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    def option(self, name: str, value: str = "") -> str:
+        """A flag, with a value."""
+        field = FLAGS.get(name, name.replace(".", "_"))
+        return f"--{field.replace('_', '-')}{' ' * bool(value)}{value}"
+
+    def value(self, value: Any) -> str:
+        """As it is typed."""
+        return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    def shown(self, name: str, values: Values) -> str:
+        """A flag with its value in the config."""
+        value = getattr(self.config, FLAGS.get(name, name.replace(".", "_")))
+        return self.option(name, "" if isinstance(value, bool) else self.value(value)).replace(
+            "--", "--no-" if value is False else "--")
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """The options of a `TrainConfig` or `PlanConfig` as the tables name them; those that have their default are None.
+
+    What is known once JAX has started is left out.
+    """
+    own = {field.name: None if value == field.default or value == [] else "no" if value is False else value
+           for field in dataclasses.fields(config) for value in (getattr(config, field.name),)}
+    gradients, placed, precision = config.quantize_gradients, config.offload, config.precision
+    switches = {"yes": True, "no": False}
+    if "search" in own:
+        several = "--png" if config.png is not None else own["search"] and f"--search {config.search}"
+        own |= {"every_stage": None if several == "--search layers" else several, "other_steps": several}
+    return own | {
+        **{name: own[field] for name, field in FLAGS.items() if field in own},
+        **{name.replace("diloco_", "diloco."): value for name, value in own.items() if name.startswith("diloco_")},
+        "stage": config.stage, "hpz_axes": None, "view": "auto", "overlap": switches.get(config.overlap, "auto"),
+        "partition_activations": switches.get(config.partition_activations, config.partition_activations),
+        "copy": precision in ("bf16", "fp16"), "float16": precision == "fp16" or None,
+        "one_hop": len(set(gradients)) > 1 and "search" not in own and config.replica == config.context == 1,
+        "offload.parameters": "host" if placed in ("parameters", "gradients") else None,
+        "offload.gradients": "host" if placed == "gradients" else None, "offload.disk": placed == "disk",
+        "simulated": simulates()}
+
+
+def check_combinations(config: Any) -> None:
+    """Raises UsageError for options of a `TrainConfig` or `PlanConfig` that do not go together."""
+    check(values_of(config), Flags(config), (*TABLE, *RUN))
+
+
+def check_kernel(config: Any, platform: str | None) -> None:
+    """Raises UsageError for a kernel of attention that the devices do not have; None: not known before JAX starts."""
+    if platform is not None:
+        check({"attention.kernel": config.attention, "platform": platform}, Flags(config))
