@@ -16,8 +16,6 @@ import pytest
 from support.command_line import ROOT, message, run, run_process
 
 from zero_jax.cli.main import main, version_text
-from zero_jax.cli.planning.plan_config import PlanConfig
-from zero_jax.cli.renamed import current_args, current_options
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.errors import CheckpointError, ReplicaError, UnwrittenCheckpointError
 
@@ -44,7 +42,7 @@ BAD_INPUT = {
     "save": (["train", "--save-every", "-1"], "save_every=-1 is not within 0 to inf"),
     "rate": (["train", "--learning-rate", "-1"], "learning_rate=-1.0 is not within"),
     "module": (["train", "--model", "gtp2:bytes"], "no module 'gtp2'. Did you mean 'gpt2'? There are: bert, gpt2, "),
-    "a path for a module": (["train", "--model", "../x:a"], "names no module: write MODULE:PRESET, as gpt2:124m. "),
+    "a path for a module": (["train", "--model", "../x:a"], "names no module: write MODULE:PRESET, as gpt2:124m, or a folder "),
     "no out": (["train", "--out", ""], "--out is empty: give the path"),
     "no out after =": (["train", "--out="], "--out is empty: give the path"),
     "no data": (["train", "--data", ""], "--data is empty"),
@@ -325,41 +323,6 @@ def test_every_field_says_what_it_is():
                 assert isinstance(text, ast.Expr), f"{ast.unparse(field)} has no docstring"
                 fields.add(ast.unparse(field.target))
     assert fields == {field.name for field in dataclasses.fields(TrainConfig)}
-
-
-def test_old_options_are_taken_with_one_line_each():
-    done = run("train", "--length", "65", "--clip=2", "--keep", "3", "--skip", "1", "--recompute", "full",
-               "--model", "models.gpt2:tiny")
-    *warnings, error = done.stderr.splitlines()
-    assert done.returncode == 2 and error.startswith("error: seq_len=65 is longer than max_length=64 of gpt2:tiny")
-    assert [line.removeprefix("warning: ").split(";")[0] for line in warnings] == [
-        "--length is now --seq-len", "--clip is now --grad-clip-norm", "--keep is now --max-to-keep",
-        "--skip is now --max-bad-steps", "--recompute is now --remat",
-        "--model models.gpt2:tiny is now --model gpt2:tiny"]
-
-
-@pytest.mark.parametrize(("old", "new"), [("True", "yes"), ("False", "no"), ("None", "model")])
-def test_old_values_of_remat(old, new):
-    assert current_args(["plan", "--remat", old])[0] == ["plan", "--remat", new]
-    assert current_args(["plan", f"--remat={old}"])[0] == ["plan", f"--remat={new}"]
-    with pytest.warns(DeprecationWarning, match="PlanConfig.remat is now one of model, no, yes"):
-        assert PlanConfig(remat={"True": True, "False": False, "None": None}[old]).remat == new
-
-
-def test_old_fields_are_taken_with_a_warning():
-    with pytest.warns(DeprecationWarning, match=r"TrainConfig\(length=...\) is now seq_len="):
-        config = TrainConfig(length=64)  # pyright: ignore[reportCallIssue]
-    assert config == TrainConfig(seq_len=64)
-    with pytest.warns(DeprecationWarning, match="TrainConfig.clip is now .grad_clip_norm"):
-        assert config.clip == config.grad_clip_norm  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.warns(DeprecationWarning, match="keep"):
-        assert dataclasses.replace(config, keep=5).max_to_keep == 5
-
-
-def test_a_run_that_version_0_1_saved_has_its_options_by_their_new_names():
-    assert current_options({"model": "models.gpt2:tiny", "length": 16, "clip": "inf", "seed": 0}) == {
-        "model": "gpt2:tiny", "seq_len": 16, "grad_clip_norm": "inf", "seed": 0}
-    assert current_options({"model": "models.mine:tiny"}) == {"model": "models.mine:tiny"}
 
 
 def test_the_versions_are_told_without_importing_any_of_them():

@@ -55,7 +55,7 @@ def found(*names: str, cwd: Path, path: Path) -> list[str]:
                "for name in sys.argv[1:]:\n"
                "    try:\n        choice = find_model(name)\n"
                "        print(choice.name, choice.build.__module__, sys.modules.get('models'))\n"
-               "    except (ValueError, DeprecationWarning) as error:\n        print(error)\n")
+               "    except ValueError as error:\n        print(error)\n")
     done = python("-c", program, *names, cwd=cwd, path=path)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -80,13 +80,6 @@ def test_ours_and_theirs_are_found(where, project, request):
     assert theirs == f"models.gpt2:small builtins <module 'models' from {str(project / 'models/__init__.py')!r}>"
     assert other.startswith("mymodels:small builtins ")
     assert missing == "model='models.gpt2:tiny': models.gpt2 has no preset 'tiny'. There are: small."
-
-
-@pytest.mark.parametrize("where", ["wheel", "checkout"])
-def test_the_old_name_is_ours_with_a_warning_where_the_user_has_no_such_module(where, tmp_path, request):
-    path = request.getfixturevalue("installed") if where == "wheel" else ROOT
-    (line,) = found("models.gpt2:tiny", cwd=tmp_path, path=path)
-    assert line.startswith("model='models.gpt2:tiny' is now 'gpt2:tiny'")
 
 
 def test_the_command_line_of_the_wheel_runs_beside_their_models(installed, project):

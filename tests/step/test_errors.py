@@ -171,17 +171,6 @@ def test_a_key_that_is_none():
         zero_jax.make_zero_train_step(model(), 3).init(0, batch())
 
 
-@pytest.mark.parametrize(("old", "new", "value"), [
-    ("streams", "rng_streams", ("noise",)), ("secondary", "hpz_axes", "data_1")])
-def test_a_former_name_of_an_argument_warns_and_means_the_same(old, new, value):
-    mesh = zero_jax.make_mesh((2, 4))
-    with pytest.warns(DeprecationWarning, match=f"{old}=.* is now {new}="):
-        renamed = zero_jax.make_zero_train_step(nn.Dense(1), 3, mesh=mesh, **{old: value})
-    assert renamed.options == zero_jax.make_zero_train_step(nn.Dense(1), 3, mesh=mesh, **{new: value}).options
-    with pytest.raises(ValueError, match=f"{old} is the former name of {new}: give {new} alone"):
-        zero_jax.make_zero_train_step(nn.Dense(1), 3, mesh=mesh, **{old: value, new: value})
-
-
 def test_step_and_state_are_printed_in_one_line():
     step = zero_jax.make_zero_train_step(nn.Dense(16), 3, loss=lambda m, b: m(b["x"]).mean(), optimizer=optax.sgd(0.1))
     assert repr(step) == "ZeroTrainStep(stage=3, mesh={'data': 8})"

@@ -11,7 +11,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from zero_jax.arguments import shown
 from zero_jax.cli.model_lookup import nearest
-from zero_jax.cli.renamed import NEW_NAMES
 from zero_jax.errors import UsageError, named, printable
 from zero_jax.files import read_regular
 
@@ -64,8 +63,6 @@ def read_options(path: str | Path, config: type) -> dict[str, Any]:
     hints, options = get_type_hints(config), {}
     for key, value in read.items():
         name = key.replace("-", "_")
-        if name in NEW_NAMES:
-            raise UsageError(f"config={path}: {key} is now {NEW_NAMES[name]}: rename it.")
         if name not in hints:
             raise UsageError(f"config={path}: there is no option {named(key)}{nearest(name, list(hints))}")
         if name in options:

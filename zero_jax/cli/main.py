@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zero_jax.cli.config_file import expand_config
-from zero_jax.cli.model_lookup import current_name, told, users_line
+from zero_jax.cli.model_lookup import told, users_line
 from zero_jax.cli.planning.plan_config import PlanConfig
-from zero_jax.cli.renamed import current_args
 from zero_jax.cli.terminal_text import shown_text
 from zero_jax.cli.tokenize_command import TokenizeConfig, tokenize_command
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
@@ -114,9 +113,7 @@ def _output_is_closed() -> bool:
 
 def _status(args: Sequence[str]) -> int:
     """The exit status; errors of the user's are told in a line."""
-    args, renamed = current_args(args)
-    for line in renamed:
-        _warn(line)
+    args = list(args)
     try:
         _check_utf8(args)
         if args == ["--version"]:
@@ -173,7 +170,7 @@ def _warn(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr)
 
 
-def _launch(args: list[str]) -> int:
+def _launch(args: Sequence[str]) -> int:
     """`launch [options] -- command`: what the command would refuse is refused before any process starts."""
     end = args.index("--") if "--" in args else len(args)
     config, command = _parse(args[:end]), args[end + 1:]
@@ -223,15 +220,9 @@ def _parse(args: Sequence[str]) -> Config:
         if f"{option}=" in args or any(pair == (option, "") for pair in itertools.pairwise(args)):
             raise UsageError(f"{option} is empty: give the path of a file or folder.")
     program = "zero-jax" if Path(sys.argv[0]).name.startswith("zero-jax") else "python -m zero_jax"
-    config = tyro.extras.subcommand_cli_from_dict(
+    return tyro.extras.subcommand_cli_from_dict(
         commands, prog=program, args=args,
         description="ZeRO for JAX: any Flax model at any stage; matches single-device training. --version: versions.")
-    if isinstance(config, (LaunchConfig, TokenizeConfig)) or config.model is None:
-        return config
-    name = current_name(config.model)
-    if name != config.model:
-        _warn(f"--model {config.model} is now --model {name}; the next release looks for `models` among your packages.")
-    return dataclasses.replace(config, model=name)
 
 
 def _run(config: Config) -> int:

@@ -15,7 +15,6 @@ import pkgutil
 import sys
 import sysconfig
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -113,10 +112,9 @@ def find_model(name: str) -> ModelChoice:
     if is_folder(name):
         module, config = model_of(Path(name).expanduser())
         return _choice(name, module, config)
-    if (new := current_name(name)) != name:
-        warnings.warn(f"model={name!r} is now {new!r}: the next release looks for `models` among your own packages.",
-                      DeprecationWarning, 2)
-    module_name, _, preset = new.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    module_name, _, preset = name.partition(":")
     if not all(part.isidentifier() for part in module_name.split(".")):
         raise UsageError(f"model={name!r} names no module: write MODULE:PRESET, as gpt2:124m, or a folder that has a "
                          "config.json. A module's name has no slashes: change to its folder, or add that to "
@@ -203,23 +201,6 @@ def _is_installed(file: str) -> bool:
     return file.startswith("<") or any(file.startswith(folder + os.sep) for folder in [*folders, *ours])
 
 
-def current_name(name: str) -> str:
-    """`name`, with models.gpt2:tiny of version 0.1 as gpt2:tiny unless the user has a module models.gpt2 of their own.
-
-    From here on the current folder is searched for modules, too.
-    """
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    new, module = saved_name(name), name.partition(":")[0]
-    if new == name or not module.startswith("models."):
-        return name
-    if not _exists(module):
-        return new
-    spec, folder = importlib.util.find_spec(module), folder_of_ours()
-    assert spec is not None and folder is not None
-    return new if folder in Path(spec.origin or "/").resolve().parents else name
-
-
 def our_models() -> list[str]:
     """The short names of our modules of models, in order; nothing of them is imported."""
     folder = folder_of_ours()
@@ -232,15 +213,6 @@ def short_name(module: str) -> str | None:
     """The short name of a module of ours that is written as gpt2 or zero_jax.models.gpt2; None for any other."""
     name = module.removeprefix(f"{OURS}.")
     return name if name in our_models() else None
-
-
-def saved_name(model: str) -> str:
-    """MODULE:PRESET of a saved run as it is written now: models.gpt2:tiny, of version 0.1, as gpt2:tiny."""
-    module, colon, preset = model.partition(":")
-    short = short_name(module.removeprefix("models."))
-    return model if short is None else short + colon + preset
-
-
 
 
 def _is_there(module: str, model: str) -> bool:

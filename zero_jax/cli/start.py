@@ -7,7 +7,7 @@ import jax
 
 from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.cli.environment import checkpoint_folder
-from zero_jax.cli.model_lookup import ModelChoice, saved_name
+from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.step_from_config import abstract_batch, step_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.distributed.agreement import from_first
@@ -40,7 +40,7 @@ def check_start(config: TrainConfig) -> None:
         return
     saved = Checkpoints(folder, read_only=True).manifest().config
     run = saved if isinstance(saved, dict) else {}
-    if (model := saved_name(str(run.get("model", config.model)))) != config.model:
+    if (model := str(run.get("model", config.model))) != config.model:
         raise UsageError(f"init_from={config.init_from} is of a run of {model}: give model={model}, or export its "
                          "parameters to a file and start from that.")
     if run.get("lora_rank") is not None:

@@ -34,7 +34,6 @@ from zero_jax.cli.options.report import ReportOptions
 from zero_jax.cli.options.run import RunOptions
 from zero_jax.cli.options.schedule import ScheduleOptions
 from zero_jax.cli.options.tiling import TilingOptions
-from zero_jax.cli.renamed import takes_old_names
 from zero_jax.distributed.launch import COORDINATOR
 from zero_jax.errors import UsageError
 from zero_jax.interop.safetensors_file import find_tensors
@@ -46,7 +45,6 @@ MAX_COUNT = 2**31 - 1
 """Steps and sizes are int32 on the devices."""
 
 
-@takes_old_names
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportOptions, EvaluationOptions,
                   ScheduleOptions, LoraOptions, ObjectiveOptions, DataOptions, TilingOptions, ParallelOptions,

@@ -1,8 +1,7 @@
 """`make_zero_train_step`: the public constructor of a step, whose arguments become `StepOptions` and `MeshAxes`."""
 
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import optax
 from jax.sharding import Mesh
@@ -35,8 +34,6 @@ from zero_jax.step.step import ZeroTrainStep
 from zero_jax.transforms.remat import Remat, remat_of
 from zero_jax.typing import Loss, Pattern
 
-_T = TypeVar("_T")
-
 
 def make_zero_train_step(
     model: Any,
@@ -48,7 +45,7 @@ def make_zero_train_step(
     axis: str | Sequence[str] | None = None,
     axis_roles: AxisRoles | None = None,
     precision: Precision | str | None = None,
-    rng_streams: Sequence[str] | None = None,
+    rng_streams: Sequence[str] = ("dropout",),
     accumulate: int = 1,
     reduce: str = "every",
     gather: str = "use",
@@ -59,7 +56,7 @@ def make_zero_train_step(
     sequence_parallel: bool = False,
     remat: Remat | str | tuple[str, ...] | None = None,
     partition_activations: bool | str = False,
-    hpz_axes: str | Sequence[str] | None = None,
+    hpz_axes: str | Sequence[str] = (),
     combine_bytes: int | None = None,
     overlap: bool | str | Mapping[str, Any] = "auto",
     prefetch: bool = False,
@@ -68,8 +65,6 @@ def make_zero_train_step(
     offload: Offload | str | None = None,
     tiling: Tiling | None = None,
     view: View = "auto",
-    streams: Sequence[str] | None = None,
-    secondary: str | Sequence[str] | None = None,
 ) -> ZeroTrainStep:
     """A train step of any Flax model at a ZeRO stage; its numbers match single-device training.
 
@@ -154,13 +149,9 @@ def make_zero_train_step(
         names it. "global": XLA's partitioner splits the program of the gradient, and sends what it finds right. "auto":
         local, with what it is built for. `describe()` says which it is. The numbers are the same, but for batch
         statistics and noise with `reduce="once"`.
-      streams: deprecated, the former name of `rng_streams`.
-      secondary: deprecated, the former name of `hpz_axes`.
 
     Raises ValueError for anything that is not as described, with what to do about it.
     """
-    rng_streams = _renamed("rng_streams", rng_streams, "streams", streams, ("dropout",))
-    hpz_axes = _renamed("hpz_axes", hpz_axes, "secondary", secondary, ())
     rng_streams = texts("rng_streams", rng_streams, "(\"dropout\",)")
     zero_stage = stage_of(stage)
     axes = MeshAxes.of(default_mesh() if mesh is None else mesh, axis, axis_roles)
@@ -194,15 +185,3 @@ def make_zero_train_step(
     if axes.platform == "cpu":
         optimizer = with_safe_scatters(optimizer)
     return kind(functions, traced_once(optimizer), loss, axes, options, own_values(base))
-
-
-def _renamed(name: str, value: _T | None, old_name: str, old_value: _T | None, default: _T) -> _T:
-    """The argument `name`, for one release also under its `old_name`; raises ValueError where both are given."""
-    if old_value is None:
-        return default if value is None else value
-    if value is not None:
-        raise UsageError(f"{name}={value!r} and {old_name}={old_value!r}: {old_name} is the former name of {name}: "
-                         f"give {name} alone.")
-    warnings.warn(f"make_zero_train_step({old_name}=...) is now {name}=...: the old name goes with the next release.",
-                  DeprecationWarning, stacklevel=3)
-    return old_value

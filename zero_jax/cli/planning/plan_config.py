@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import warnings
 from typing import get_args
 
 from zero_jax.cli.environment import check_folder
@@ -17,13 +16,11 @@ from zero_jax.cli.options.offload import check_fraction
 from zero_jax.cli.options.parallel import ParallelOptions
 from zero_jax.cli.options.plan import PlanOptions
 from zero_jax.cli.options.tiling import TilingOptions
-from zero_jax.cli.renamed import REMAT_VALUES, takes_old_names
 from zero_jax.cli.train_config import MAX_COUNT
 from zero_jax.errors import UsageError
 from zero_jax.xla.targets import Target, target_of
 
 
-@takes_old_names
 @dataclasses.dataclass(frozen=True)
 class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOptions, ParallelOptions, MicrobatchOptions,
                  PlanOptions):
@@ -31,9 +28,6 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", tuple(self.mesh))
-        if str(self.remat) in REMAT_VALUES:
-            object.__setattr__(self, "remat", REMAT_VALUES[str(self.remat)])
-            warnings.warn(f"PlanConfig.remat is now one of {', '.join(get_args(RematName))}.", DeprecationWarning, 4)
         if self.remat not in get_args(RematName):
             raise UsageError(f"remat={self.remat!r} is unknown{nearest(str(self.remat), [*get_args(RematName)])}")
         for name, value in (("batch_per_device", self.batch_per_device), ("seq_len", self.seq_len),

@@ -15,7 +15,6 @@ from zero_jax.checkpoint.manifest import Manifest
 from zero_jax.checkpoint.outer_params import slices_in
 from zero_jax.cli.options.diloco import DiLoCoOptions
 from zero_jax.cli.options.lora import LoraOptions
-from zero_jax.cli.renamed import current_options
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.data.positions import NumberedBatches
 from zero_jax.diloco.step import DiLoCoStep
@@ -43,7 +42,7 @@ def fixed(config: TrainConfig) -> dict[str, Any]:
             return str(value)
         return list(value) if isinstance(value, tuple) else value
 
-    return current_options({name: plain(getattr(config, name)) for name in FIXED})
+    return {name: plain(getattr(config, name)) for name in FIXED}
 
 
 def differences(saved: Any, config: TrainConfig) -> list[str]:
@@ -52,7 +51,7 @@ def differences(saved: Any, config: TrainConfig) -> list[str]:
     An option that the saving version did not have counts as its default, which is what was done then.
     """
     asked = fixed(config)
-    was = fixed(TrainConfig()) | (current_options(saved) if isinstance(saved, dict) else {})
+    was = fixed(TrainConfig()) | (saved if isinstance(saved, dict) else {})
     return [f"{name}={was.get(name)!r} saved but {name}={asked[name]!r} given"
             for name in FIXED if was.get(name) != asked[name]]
 

@@ -14,7 +14,6 @@ from zero_jax.checkpoint.outer_params import slices_in
 from zero_jax.checkpoint.plain_params import export_orbax
 from zero_jax.cli.environment import simulates
 from zero_jax.cli.model_lookup import ModelChoice, find_model, is_folder, short_name
-from zero_jax.cli.renamed import current_options
 from zero_jax.cli.step_from_config import abstract_batch, step_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.resume import LORA
@@ -142,7 +141,7 @@ def saved_run(checkpoint: str, given: str | None, saved: Any) -> TrainConfig:
 
     Raises ValueError for what `train` did not save, and for a model that is not ours and was not given.
     """
-    saved = current_options(saved) if isinstance(saved, dict) else {}
+    saved = saved if isinstance(saved, dict) else {}
     if not saved.keys() >= {"model", *NEEDED}:
         raise CheckpointError(f"{checkpoint} was not saved by the command train: it lacks the options of a "
                               "run. Export it from Python with zero_jax.export_params.")

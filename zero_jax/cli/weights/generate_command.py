@@ -11,7 +11,6 @@ from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.cli.environment import simulates
 from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.options.objective import WITH_RESPONSES
-from zero_jax.cli.renamed import current_options
 from zero_jax.cli.step_from_config import abstract_batch, step_of
 from zero_jax.cli.weights.export_command import saved_run, saved_state
 from zero_jax.cli.weights.generate import sample_with_cache
@@ -59,7 +58,7 @@ def generate_command(config: GenerateConfig) -> list[str]:
         [{"role": "user", "content": text}]), f"prompt={text!r}") for text in config.prompt]
     prompts, text_of = tokenizer.encode(texts), tokenizer.decode
     if not isinstance(tokenizer, _Ids) and (
-            template is not None or current_options(manifest.config).get("objective") in WITH_RESPONSES):
+            template is not None or manifest.config.get("objective") in WITH_RESPONSES):
         prompts = [prompt_ids(text, tokenizer) for text in texts]
         text_of = functools.partial(response_text, template=template, tokenizer=tokenizer)
     for text, ids in zip(config.prompt, prompts, strict=True):
