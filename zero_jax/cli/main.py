@@ -165,11 +165,6 @@ def _failed(error: Exception, status: int) -> int:
     return status
 
 
-def _warn(line: str) -> None:
-    """One line, whatever Python's filters do with warnings."""
-    print(f"warning: {line}", file=sys.stderr)
-
-
 def _launch(args: Sequence[str]) -> int:
     """`launch [options] -- command`: what the command would refuse is refused before any process starts."""
     end = args.index("--") if "--" in args else len(args)
