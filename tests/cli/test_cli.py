@@ -42,7 +42,7 @@ BAD_INPUT = {
     "save": (["train", "--save-every", "-1"], "save_every=-1 is not within 0 to inf"),
     "rate": (["train", "--learning-rate", "-1"], "learning_rate=-1.0 is not within"),
     "module": (["train", "--model", "gtp2:bytes"], "no module 'gtp2'. Did you mean 'gpt2'? There are: bert, gpt2, "),
-    "a path for a module": (["train", "--model", "../x:a"], "names no module: write MODULE:PRESET, as gpt2:124m, or a folder "),
+    "a path for a module": (["train", "--model", "../x:a"], "names no module: write MODULE:PRESET, as gpt2:124m, or "),
     "no out": (["train", "--out", ""], "--out is empty: give the path"),
     "no out after =": (["train", "--out="], "--out is empty: give the path"),
     "no data": (["train", "--data", ""], "--data is empty"),
