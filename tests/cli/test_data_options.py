@@ -183,7 +183,7 @@ BAD_INPUT = {
         ["--data", "{}/a.jsonl", "{}/*.txt", "--eval-data", "{}/b.txt"], "b.txt is in data, too"),
     "the same bytes": (["--data", "{}/b.txt", "--eval-data", "{}/b.txt"], "b.txt is in data, too"),
     "fraction": (["--eval-fraction", "1"], "eval_fraction=1.0: give a fraction"),
-    "fraction of nothing": (["--eval-fraction", "0.2", "--eval-data", "{}/b.txt"], "eval_fraction with eval_data"),
+    "fraction of nothing": (["--eval-fraction", "0.2", "--eval-data", "{}/b.txt"], "0.2 with --eval-data"),
     "rows": (["--documents", "packed"], "invalid choice 'packed'"),
     "documents of a token file": (["--data", "{}/ids.bin", "--documents", "pack"], "give the tokenizer that wrote it"),
 }

@@ -55,8 +55,8 @@ def test_a_run_reports_the_rate_of_each_step(tmp_path):
 
 @pytest.mark.parametrize("change, message", [
     ({"schedule": "wds"}, "schedule='wds' is unknown. Did you mean 'wsd'"),
-    ({"decay": 0.1}, "decay=0.1 with schedule=cosine, which decays"),
-    ({"schedule": "constant", "final_rate": 0.5}, "final_rate=0.5 with schedule=constant, which stays"),
+    ({"decay": 0.1}, "--decay 0.1 without --schedule wsd"),
+    ({"schedule": "constant", "final_rate": 0.5}, "--final-rate 0.5 with --schedule constant"),
     ({"schedule": "wsd", "warmup": 0.5, "decay": 0.6}, "are more than all steps"),
     ({"schedule": "wsd", "decay": 1.5}, "decay=1.5 is not within 0 to 1"),
     ({"final_rate": -0.1}, "final_rate=-0.1 is not within 0 to 1")])

@@ -97,7 +97,8 @@ def test_a_step_does_not_choose_and_names_what_does():
 
 @pytest.mark.parametrize("options, words", [
     ({"offload": "nvme"}, "give one of no, optimizer, .*auto"),
-    ({"offload": "parameters", "stage": 2}, "take stage 3"), ({"offload": "auto", "search": "fit"}, "search or png")])
+    ({"offload": "parameters", "stage": 2}, "take stage 3"),
+    ({"offload": "auto", "search": "fit"}, "other stages and sizes")])
 def test_other_placements_are_refused(options, words):
     with pytest.raises(zero_jax.UsageError, match=words):
         PlanConfig(model="gpt2:bytes", target="h100:8", **options)
