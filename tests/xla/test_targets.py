@@ -82,15 +82,31 @@ def test_wrap(text, wrap):
     assert target_of(text).wrap == wrap
 
 
+@pytest.mark.parametrize(("text", "meant"), [
+    ("8xH100", "h100:8"), ("8 x H100", "h100:8"), ("H100x8", "h100:8"), ("H100:8", "h100:8"), ("h100", "h100:8"),
+    ("gb200", "gb200:4"), ("64xH100", "h100:8x8"), ("16x8xH100", "h100:16x8"), ("h100:16x8", "h100:16x8"),
+    ("a100:8", "a100-80gb:8"), ("A100-40:4", "a100-40gb:4"), ("v100:2x8", "v100-32gb:2x8"),
+    ("a3-megagpu-8g", "h100:8"), ("16xa3-megagpu-8g", "h100:16x8"), ("a3-highgpu-4g", "h100:4"),
+    ("a2-ultragpu-2g:3", "a100-80gb:3x2"), ("p5.48xlarge", "h100:8"), ("p5en.48xlarge:2", "h200:2x8"),
+    ("Standard_ND96isr_H100_v5", "h100:8"),
+    ("v5p-8", "v5p:2x2x1"), ("v5p-16", "v5p:2x2x2"), ("v5p-128", "v5p:4x4x4"), ("v5p-256", "v5p:4x4x8"),
+    ("v4-64", "v4:2x4x4"), ("v5litepod-16", "v5e:4x4"), ("v5e-8", "v5e:2x4"), ("v6e-256", "v6e:16x16"),
+    ("trillium:2x4", "v6e:2x4"), ("ironwood:2x2x1", "tpu7x:2x2x1")])
+def test_other_ways_to_write_a_target(text, meant):
+    assert target_of(text) == target_of(meant) and target_of(text).text == meant
+
+
+@pytest.mark.parametrize("text", ["v5p-12", "v6e-3", "v5p", "9xH100", "8xH10", "p5.24xlarge", "a3-megagpu-4g", "x8"])
+def test_what_is_no_target_in_any_of_these_ways_is_refused(text):
+    with pytest.raises(zero_jax.UsageError):
+        target_of(text)
+
+
 @pytest.mark.parametrize(
     "text, nearest",
     [
         ("h10:8", "h100:8"),
-        ("a100:8", "a100-80gb:8"),
-        ("v100:25x16", "v100-32gb:25x16"),
-        ("H100:8", "h100:8"),
         ("tpu7:2x2x1", "tpu7x:2x2x1"),
-        ("h100", "h100:8"),
         ("h100:8x8x8", "h100:8"),
         ("h100:0", "h100:8"),
         ("h100:16x", "h100:16x8"),

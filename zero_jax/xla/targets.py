@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from zero_jax.errors import UsageError, printable
 from zero_jax.xla.chip import Chip, Tpu, built_in, chip_files, nearest, read_chip
+from zero_jax.xla.target_names import canonical
 
 MAX_GPUS = 1 << 17
 
@@ -94,12 +95,17 @@ class Target:
 def target_of(text: str) -> Target:
     """The target that `text` names.
 
-    `h100:8`, `h100:16x8` (hosts x GPUs per host), `v5p:4x4x8` (a torus), or `./mychip.toml:4x8` with a chip file.
+    `h100:8`, `h100:16x8` (hosts x GPUs per host), `v5p:4x4x8` (a torus), or `./mychip.toml:4x8` with a chip file; or in
+    another way of `zero_jax.xla.target_names.canonical`, as `8xH100`, `p5.48xlarge`, `v5p-256`. The target is named in
+    the first.
 
     Raises ValueError for an unknown chip, impossible dims, or a file that does not describe a chip.
     """
     if not isinstance(text, str):
         raise UsageError(f"target={printable(repr(text))}: give a text, as \"h100:8\"; {_known()}")
+    if not text.partition(":")[0].endswith(".toml"):
+        text = canonical(text, {name: gpu.gpus_per_host for name in chip_files() if (gpu := built_in(name).gpu)},
+                         chip_files())
     name, _, size = text.rpartition(":") if ":" in text else (text, "", "")
     if name not in chip_files() and not name.endswith(".toml"):
         near = nearest(name, [known for known in chip_files() if known.startswith(name)] or chip_files())

@@ -12,7 +12,8 @@ class PlanOptions:
     """What is compiled, for which target, and what is shown."""
 
     target: str = "h100:8"
-    """h100:16x8 (hosts x GPUs per host), v5p:8x8x16 (a torus), ...; or a file of your own, ./mychip.toml:4x8."""
+    """h100:16x8 (hosts x GPUs per host), v5p:8x8x16 (a torus), ...; 8xH100, p5.48xlarge and v5p-256 do as well; or a
+    file of your own, ./mychip.toml:4x8."""
 
     model: str = "gpt2:1.5b"
     """MODULE:PRESET. One of ours (gpt2, llama, bert, t5, vit, ...), or any module on the path or in this folder that
