@@ -150,6 +150,8 @@ class LocalView:
 
     def _outs(self, eqn: JaxprEqn, ins: Sequence[Spread]) -> Sequence[Spread]:
         name = primitive_of(eqn)
+        if not eqn.outvars:  # what JAX leaves of a call of which nothing is read
+            return []
         if name in _READS:
             return [ins[1]]
         if name in _GATHERS:
@@ -262,6 +264,8 @@ class LocalView:
 
     def _results(self, eqn: JaxprEqn, operands: Sequence[_Value]) -> Sequence[_Value]:
         name, ins = primitive_of(eqn), [operand.spread for operand in operands]
+        if not (eqn.outvars or eqn.effects):
+            return []
         if name in _READS:
             return [operands[1]]
         if name == GATHER_SCOPE:
@@ -298,7 +302,7 @@ class LocalView:
         if name == "while":
             return self._looped(eqn, operands)
         plan = plan_of(eqn, ins, self.ways)
-        if plan.repeats:
+        if plan.repeats and name != "slice":  # that computes nothing: the padding of a parameter, say
             self._note(eqn, plan.repeats)
         return self._bound(eqn, plan, operands)
 
