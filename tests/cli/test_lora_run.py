@@ -133,6 +133,23 @@ UNLISTED = llama.Config(3, 24, 6, 3, 40, head_dim=4, vocab_size=50, max_length=3
                         family="mistral")
 
 
+def test_text_for_a_folder_is_read_by_its_tokenizer(tmp_path):
+    """The controls: ids of a file, images, another tokenizer, a folder without one."""
+    folder, ids = tmp_path / "base", tmp_path / "ids.npy"
+    folder.mkdir()
+    np.save(ids, np.zeros(100, np.uint16))
+
+    def chosen(**options):
+        return TrainConfig(model=str(folder), **options).tokenizer
+
+    assert chosen() is None
+    (folder / "config.json").write_text(json.dumps(llama.huggingface_config(UNLISTED)))
+    (folder / "tokenizer.json").write_text("{}")
+    assert chosen() == chosen(data=(str(tmp_path / "some.jsonl"),)) == folder
+    assert chosen(data=(str(ids),)) is None and chosen(data=("digits",)) is None
+    assert chosen(tokenizer=tmp_path / "other.json") == tmp_path / "other.json"
+
+
 @pytest.mark.slow
 def test_a_folder_of_a_shape_that_no_preset_has(tmp_path, monkeypatch):
     """Planned, trained with adapters and exported by its folder alone; generation ends where the base's did."""

@@ -10,7 +10,7 @@ from typing import get_args
 from zero_jax.arguments import check_path
 from zero_jax.checkpoint.object_store import check_scheme, check_target, is_remote, numbers_in
 from zero_jax.cli.environment import check_folder, check_no_checkpoints, checkpoint_folder, simulates
-from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest, with_remat
+from zero_jax.cli.model_lookup import ModelChoice, find_model, is_folder, nearest, with_remat
 from zero_jax.cli.options.attention import AttentionOptions
 from zero_jax.cli.options.choices import (
     Gather,
@@ -22,7 +22,7 @@ from zero_jax.cli.options.choices import (
 )
 from zero_jax.cli.options.combinations import check_combinations
 from zero_jax.cli.options.communication import CommunicationOptions
-from zero_jax.cli.options.data import DataOptions, check_eval_data
+from zero_jax.cli.options.data import DataOptions, check_eval_data, is_tokens
 from zero_jax.cli.options.diloco import DiLoCoOptions
 from zero_jax.cli.options.evaluation import EvaluationOptions
 from zero_jax.cli.options.lora import LoraOptions
@@ -34,6 +34,7 @@ from zero_jax.cli.options.report import ReportOptions
 from zero_jax.cli.options.run import RunOptions
 from zero_jax.cli.options.schedule import ScheduleOptions
 from zero_jax.cli.options.tiling import TilingOptions
+from zero_jax.data.tokenizer import TOKENIZERS
 from zero_jax.distributed.launch import COORDINATOR
 from zero_jax.errors import UsageError
 from zero_jax.interop.safetensors_file import find_tensors
@@ -94,6 +95,9 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
             check_path("save_to", self.save_to)
             check_scheme(self.save_to)
         object.__setattr__(self, "out", Path(self.out))
+        if self.tokenizer is None and is_folder(self.model) and not self.reads_images and not any(
+                map(is_tokens, self.data)) and any((Path(self.model) / name).is_file() for name in TOKENIZERS):
+            object.__setattr__(self, "tokenizer", Path(self.model))  # ids of another would mean other texts to it
         if self.devices is not None:
             self.check_devices(self.devices)
 

@@ -25,6 +25,9 @@ MAX_FILE_BYTES = 1 << 28
 _SPLITS = {"WhitespaceSplit", "Whitespace", "BertPreTokenizer", "Strip"}
 """Steps of a tokenizer.json after which nothing tells whether a text began with a space."""
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model")
+"""Files of a tokenizer in a folder, the first that is there."""
+
 _SPACE = "\u2581"
 """A space in the pieces of SentencePiece."""
 
@@ -217,8 +220,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = Path(path).expanduser()
     if path.is_dir():
-        names = ("tokenizer.json", "tokenizer.model", "spiece.model")
-        found = [path / name for name in names if (path / name).exists()]
+        found = [path / name for name in TOKENIZERS if (path / name).exists()]
         if not found:
             raise UsageError(f"tokenizer: {path} has no tokenizer.json and no tokenizer.model: name the file.")
         path = found[0]

@@ -29,14 +29,15 @@ class DataOptions:
     data: tuple[str, ...] = ("python",)
     """Files, folders and globs of text, .jsonl, .parquet or .array_record; folders that `tokenize` has written; or one
     file of tokens (.bin, .npy); or "python", its own library. What several names stand for is read once. Text is read
-    as bytes where no tokenizer is given. For models of images: one .npz or folder with the arrays images and labels, or
+    as bytes where there is no tokenizer. For models of images: one .npz or folder with the arrays images and labels, or
     "digits", those of scikit-learn."""
 
     data_weights: tuple[float, ...] | None = None
     """Fractions of the sequences, one for each name in data, whose sum is 1. None: by their sizes."""
 
     tokenizer: Path | None = None
-    """A tokenizer.json of Hugging Face, a .model of SentencePiece, or a folder with one, for data that are text."""
+    """A tokenizer.json of Hugging Face, a .model of SentencePiece, or a folder with one, for data that are text.
+    Default: that of the folder that --model names, where it has one; else bytes."""
 
     text_field: str = "text"
     """The field of JSON lines, or column of Parquet, that has the text."""

@@ -31,6 +31,7 @@ def head_lines(objective: Objective, compiled: CompiledStep, flops: StepFlops, d
         f"Objective: {objective.name} ({objective.describe()}){default}.",
         f"Batch: {objective.batch_text} ({count:,} {items}){microbatches}; "
         f"{config.steps} steps ({count * config.steps:,} {items}).",
+        *([f"Tokenizer: {config.tokenizer}."] if config.tokenizer is not None else []),
         f"FLOPs of a step: {flops.model / 1e9:,.1f} G of the model, {program}; {peak}.",
         f"Memory of a device by the compiled step: {size_text(memory_bytes(compiled))}, of it "
         f"{size_text(layout.device_bytes)} state.",

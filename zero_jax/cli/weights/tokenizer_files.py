@@ -10,16 +10,13 @@ from zero_jax.cli.options.data import is_token_file
 from zero_jax.cli.options.objective import WITH_RESPONSES
 from zero_jax.data.chat_template import Conversation, SimpleTemplate, Template, load_template
 from zero_jax.data.tokenized import for_transformers, is_tokenized
-from zero_jax.data.tokenizer import Tokenizer, load_tokenizer
+from zero_jax.data.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 from zero_jax.errors import UsageError
 from zero_jax.files import read_regular
 from zero_jax.interop.model_config import CONFIG, read_config, task_of
 
 COPIED = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 """Files of a tokenizer's folder, beside the tokenizer itself."""
-
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-"""Files of a tokenizer."""
 
 
 def tokenizer_files(saved: Mapping[str, Any], given: Path | None, config: Mapping[str, Any]
