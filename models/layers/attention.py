@@ -24,19 +24,16 @@ def attention(q_BxSxHxE: jax.Array, k_BxTxKxE: jax.Array, v_BxTxKxE: jax.Array, 
     segment_ids: int (B, S) of the queries and (B, T) of the keys: a token attends where both are equal, so that packed
     documents do not see each other, and tokens not padding. bias: broadcastable to (B, H, S, T), added to the scores.
     scale: of the scores; None: 1 / sqrt(E). window: query i does not see keys before i - window + 1; may be traced.
-    softcap: scores become softcap * tanh(scores / softcap), before the bias; that is computed here, and not by a
-    function as implementation.
+    softcap: scores become softcap * tanh(scores / softcap), before the bias.
 
-    Raises ValueError for a softcap with cuDNN's kernel.
+    Raises ValueError for a softcap with another implementation than XLA's.
     """
     dtype = q_BxSxHxE.dtype
-    if softcap is not None and implementation == "cudnn":
+    if softcap is not None and implementation not in (None, "xla"):
         raise ValueError(f"softcap={softcap}: only XLA's attention caps scores: leave the attention kernel out.")
     if isinstance(window, int) and window >= k_BxTxKxE.shape[1]:
         window = None
     near_SxT = None if window is None else _distances(q_BxSxHxE.shape[1], k_BxTxKxE.shape[1]) < window
-    if softcap is not None:
-        implementation = None
     if callable(implementation):
         if near_SxT is not None:
             far = jnp.where(near_SxT, 0.0, jnp.finfo(dtype).min / 2).astype(dtype)[None, None]

@@ -13,6 +13,7 @@ from flax import nnx
 
 from models import gpt2, gpt2_nnx
 from models.layers import activations, norms
+from models.layers.attention import attention
 
 BATCH, LENGTH, WIDTH = 3, 48, 64
 
@@ -123,3 +124,12 @@ def test_norms_have_flaxs_values_gradients_and_parameters(name, dtype, tolerance
     assert max(differences(with_nnx(our_nnx), with_nnx(their_nnx), params, x)) < tolerance
     # The control: another epsilon.
     assert max(differences(linen(functools.partial(ours, epsilon=0.5)), linen(theirs), params, x)) > 1.5 * tolerance
+
+
+def test_capped_scores_take_no_other_kernel():
+    """Negative control: without a cap the function is asked."""
+    heads = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="only XLA's attention caps scores"):
+        attention(heads, heads, heads, causal=True, softcap=2.0, implementation=attend)
+    attention(heads, heads, heads, causal=True, implementation=attend)
+    attention(heads, heads, heads, causal=True, softcap=2.0, implementation="xla")

@@ -67,8 +67,8 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device],
 
 
 def with_attention(choice: ModelChoice, mesh: Mesh, kernel: AttentionName) -> ModelChoice:
-    """`choice` with the attention kernel of the devices of `mesh`, where its config takes one."""
-    if not hasattr(choice.config, "attention"):
+    """`choice` with the attention kernel of the devices of `mesh`, where its config takes one; XLA's caps scores."""
+    if not hasattr(choice.config, "attention") or getattr(choice.config, "attention_softcap", None) is not None:
         return choice
     return choice.with_change("attention", attention(mesh, kernel=None if kernel == "auto" else kernel))
 
@@ -87,6 +87,8 @@ def attention_text(choice: ModelChoice, *, batch: int, length: int | None, preci
     """
     sizes: Any = choice.config
     kernel = getattr(sizes, "attention", None)
+    if getattr(sizes, "attention_softcap", None) is not None:
+        return "Attention: xla (scores are capped)"
     if not isinstance(kernel, Attention) or length is None or not hasattr(sizes, "num_heads"):
         return ""
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}.get(precision.partition("-")[0], jnp.float32)
@@ -94,9 +96,7 @@ def attention_text(choice: ModelChoice, *, batch: int, length: int | None, preci
     q, k = (jax.ShapeDtypeStruct((batch, length, heads or sizes.num_heads, head_dim), dtype)
             for heads in (sizes.num_heads, getattr(sizes, "num_kv_heads", None)))
     name, reason = kernel.kernel_for(q, k)
-    if getattr(sizes, "attention_softcap", None) is not None:
-        name, reason = "xla", "scores are capped"
-    elif (window := getattr(sizes, "window", None)) is not None and window < length and name != "xla":
+    if (window := getattr(sizes, "window", None)) is not None and window < length and name != "xla":
         name, reason = "xla", f"a window of {window} tokens"
     return f"Attention: {name}" + (f" ({reason})" if reason else "")
 
