@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero_jax.checkpoint.checkpoint import Checkpoints, Restored
     from zero_jax.contract.verify import ContractError
-    from zero_jax.diloco.make import make_diloco_step
-    from zero_jax.diloco.step import DiLoCoStep
+    from zero_jax.diloco.step import DiLoCoStep, make_diloco_step
     from zero_jax.distributed.initialize import initialize
     from zero_jax.errors import CheckpointError, DamagedCheckpointError, ReplicaError, UsageError
     from zero_jax.frontends.lora import lora
@@ -31,10 +30,9 @@ if TYPE_CHECKING:
     from zero_jax.step.chunked_loss import chunked_next_token_loss
     from zero_jax.step.disk.step import DiskTrainStep
     from zero_jax.step.guard import BadStepError, Guard
-    from zero_jax.step.losses import next_token_loss
+    from zero_jax.step.losses import dpo_loss, next_token_loss, response_log_probs
     from zero_jax.step.make import make_zero_train_step
     from zero_jax.step.metrics import Metric
-    from zero_jax.step.preference_loss import dpo_loss, response_log_probs
     from zero_jax.step.step import ZeroTrainStep
     from zero_jax.transforms.remat import Remat
 
@@ -117,7 +115,7 @@ _MODULES = {
     "attention": "step.attention",
     "choose_offload": "planning.placement",
     "chunked_next_token_loss": "step.chunked_loss",
-    "dpo_loss": "step.preference_loss",
+    "dpo_loss": "step.losses",
     "export_lora": "interop.lora_files",
     "export_merged": "interop.lora_files",
     "export_params": "interop.params_io",
@@ -127,14 +125,14 @@ _MODULES = {
     "init_from_file": "interop.params_io",
     "initialize": "distributed.initialize",
     "lora": "frontends.lora",
-    "make_diloco_step": "diloco.make",
+    "make_diloco_step": "diloco.step",
     "make_mesh": "sharding.mesh",
     "make_zero_train_step": "step.make",
     "merge_lora": "interop.lora_files",
     "next_token_loss": "step.losses",
     "plan": "planning.plan",
     "remat": "frontends.model_functions",
-    "response_log_probs": "step.preference_loss",
+    "response_log_probs": "step.losses",
     "simulate_devices": "sharding.mesh",
     "whole_matrices": "optim.whole_matrices",
 }

@@ -30,7 +30,7 @@ from models import llama
 from zero_jax.cli.objectives.choose import objective_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.evaluation import evaluate, token_sums
-from zero_jax.optim.schedules import make_schedule
+from zero_jax.optim.presets import make_schedule
 
 MODEL = "llama:11m"
 

@@ -18,10 +18,10 @@ from zero_jax.cli.objectives.choose import objective_of
 from zero_jax.cli.step_from_config import abstract_batch, step_of
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
 from zero_jax.cli.training.evaluation import evaluate
-from zero_jax.cli.training.slice_programs import metrics_of_slices
+from zero_jax.cli.training.run_programs import metrics_of_slices
 from zero_jax.cli.training.train import train
 from zero_jax.cli.weights.export_command import export_command, saved_state
-from zero_jax.cli.weights.export_config import ExportConfig
+from zero_jax.cli.weights.file_configs import ExportConfig
 from zero_jax.errors import CheckpointError, UsageError
 from zero_jax.step.guard import BadStepError
 from zero_jax.tree import named_leaves

@@ -22,7 +22,7 @@ from zero_jax.cli.terminal_text import shown_text
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.train import train
 from zero_jax.cli.weights.export_command import export_command
-from zero_jax.cli.weights.export_config import ExportConfig
+from zero_jax.cli.weights.file_configs import ExportConfig
 from zero_jax.data.tokenizer import ByteTokenizer
 from zero_jax.interop.naming import Names
 from zero_jax.interop.params_io import export_tree, init_from_file

@@ -27,7 +27,7 @@ from zero_jax.cli.training.train import train
 from zero_jax.data.images import augmented, warped
 from zero_jax.data.tokenizer import SpecialByteTokenizer
 from zero_jax.errors import UsageError
-from zero_jax.optim.schedules import make_schedule
+from zero_jax.optim.presets import make_schedule
 
 pytest.importorskip("grain"), pytest.importorskip("sklearn")
 

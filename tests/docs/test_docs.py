@@ -83,7 +83,7 @@ def wrong_options(command: str) -> list[str]:
     from zero_jax.cli.planning.plan_config import PlanConfig
     from zero_jax.cli.tokenize_command import TokenizeConfig
     from zero_jax.cli.train_config import InspectConfig, TrainConfig
-    from zero_jax.cli.weights.export_config import ExportConfig
+    from zero_jax.cli.weights.file_configs import ExportConfig
     from zero_jax.distributed.launch import LaunchConfig
 
     configs = {"train": TrainConfig, "inspect": InspectConfig, "plan": PlanConfig, "export": ExportConfig,

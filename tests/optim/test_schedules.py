@@ -10,7 +10,7 @@ from rich.console import Console
 
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.train import train
-from zero_jax.optim.schedules import SCHEDULES, make_schedule
+from zero_jax.optim.presets import SCHEDULES, make_schedule
 
 PEAK, FINAL, STEPS, WARMUP, DECAY = 0.4, 0.04, 20, 4, 8
 

@@ -15,7 +15,7 @@ from support.programs import DEEP, PROGRAMS, program
 
 import zero_jax
 from models import gpt2
-from zero_jax.cli.reports.memory_table import largest_table, memory_table
+from zero_jax.cli.reports.report import largest_table, memory_table
 from zero_jax.planning import formulas
 from zero_jax.planning.memory import MemoryReport, Transformer, formula_bytes, memory_report
 from zero_jax.planning.temporaries import LiveTemporaries

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from support.seams import mend
 
 import zero_jax
-from zero_jax.checkpoint import array_files, array_writer, orbax_pieces, orbax_store
+from zero_jax.checkpoint import array_writer, integrity, orbax_pieces, orbax_store
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def test_files_of_a_checkpoint(saved):
             assert index.exists(), index
         assert list((path / "state" / "array_metadatas").iterdir()) and orbax_store.broken_index(path) is None
         assert all(name == "3" or re.fullmatch(rf"3{orbax_store._TEMPORARY}.*", name) for name in during), during
-        files = array_files.files_of(path, "params/w")
-        assert files and all((path / file).exists() for file in files) and not array_files.files_of(path, "params/v")
+        files = integrity.files_of(path, "params/w")
+        assert files and all((path / file).exists() for file in files) and not integrity.files_of(path, "params/v")
         abstract = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
         np.testing.assert_array_equal(orbax_store.read(path, {"params/w": abstract})["params/w"], array)
 
@@ -98,7 +98,7 @@ def test_what_is_written_one_by_one_is_merged_and_listed_and_the_manifest_is_wri
         found = orbax_store.read(path, likes)
         np.testing.assert_array_equal(np.stack([found["params/u"], found["params/v"]]), rows)
         np.testing.assert_array_equal(found["params/w"], array)
-        assert array_files.files_of(path, "params/v")
+        assert integrity.files_of(path, "params/v")
         # The parts of an array are its devices' shards, whoever wrote it.
         assert chunk_shape(path / "state", "params/v") == (8,) and chunk_shape(path / "state", "params/w") == (4096,)
 

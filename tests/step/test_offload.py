@@ -15,8 +15,7 @@ from support.targets import mesh_of
 import zero_jax
 from zero_jax.contract.host import HostBudget, HostUse, host_use, host_violations
 from zero_jax.sharding.memory import kinds as memory_kinds
-from zero_jax.sharding.memory.share import share_of
-from zero_jax.sharding.memory.with_offload import with_offload
+from zero_jax.sharding.memory.with_offload import share_of, with_offload
 from zero_jax.tree import named_leaves
 from zero_jax.xla import host_memory
 from zero_jax.xla.parser import parse

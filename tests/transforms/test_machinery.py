@@ -19,7 +19,7 @@ from support.workloads import KEY_BIAS, classify, token_batches, vector_batches
 import zero_jax
 from models import gpt2
 from zero_jax.contract import verify as contract
-from zero_jax.step import rounding
+from zero_jax.step import update
 from zero_jax.tree import map_named, named_leaves
 
 GPT2 = gpt2.Config(2, 32, 2, vocab_size=64, max_length=16)
@@ -202,7 +202,7 @@ def test_every_precision_is_one_device(precision, stage):
 def test_stochastic_rounding_is_fair_and_exact():
     values = jnp.asarray(np.random.default_rng(0).normal(size=256) * 10.0 ** np.arange(-8, 8).repeat(16), jnp.float32)
     like = values.astype(jnp.bfloat16)
-    rounded = jax.jit(jax.vmap(lambda key: rounding.round_stochastically(values, like, key)))(
+    rounded = jax.jit(jax.vmap(lambda key: update.round_stochastically(values, like, key)))(
         jax.random.split(jax.random.key(0), 4000)).astype(jnp.float32)
     unit = np.abs(np.asarray(values)) * 2.0**-7
     assert (np.abs(np.asarray(rounded) - np.asarray(values)) < unit).all()  # to one of the two neighbours
@@ -212,8 +212,8 @@ def test_stochastic_rounding_is_fair_and_exact():
     assert (np.abs(nearest - np.asarray(values)) / unit).max() > 0.2
     exact = jnp.asarray([1.5, -0.0, math.inf, -math.inf], jnp.float32)
     np.testing.assert_array_equal(
-        rounding.round_stochastically(exact, exact.astype(jnp.bfloat16), jax.random.key(1)), exact.astype(jnp.bfloat16))
-    assert np.isnan(rounding.round_stochastically(jnp.float32(np.nan), jnp.bfloat16(0), jax.random.key(1)))
+        update.round_stochastically(exact, exact.astype(jnp.bfloat16), jax.random.key(1)), exact.astype(jnp.bfloat16))
+    assert np.isnan(update.round_stochastically(jnp.float32(np.nan), jnp.bfloat16(0), jax.random.key(1)))
 
 
 def test_small_updates_are_not_lost():

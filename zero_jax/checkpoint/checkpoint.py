@@ -16,10 +16,13 @@ from zero_jax.checkpoint.manifest import (
     PARAMS,
     DamagedCheckpointError,
     Manifest,
+    NewManifest,
+    check_adapters,
     check_fit,
+    check_given,
     check_names,
+    run_of,
 )
-from zero_jax.checkpoint.new_manifest import NewManifest, check_adapters, check_given, run_of
 from zero_jax.checkpoint.outer_params import OUTER, read_outer, slices_in
 from zero_jax.checkpoint.retention import LOG, Folder
 from zero_jax.distributed.agreement import all_or_none

@@ -6,17 +6,19 @@ import itertools
 import json
 import re
 import sys
+import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import tensorstore
+from etils import epath
 
 from zero_jax.checkpoint import orbax_store as storage
-from zero_jax.checkpoint.array_files import files_of
 from zero_jax.checkpoint.manifest import Leaf, Manifest, parse
 from zero_jax.checkpoint.object_store import contents
 from zero_jax.checkpoint.orbax_noise import quiet
+from zero_jax.checkpoint.orbax_store import ARRAYS
 from zero_jax.distributed.agreement import all_or_none, is_first, on_any
 from zero_jax.errors import DamagedCheckpointError
 from zero_jax.files import is_transient, retried
@@ -180,3 +182,26 @@ def changed_files(path: Any) -> str:
     changed = [f"{name} has {sizes[name]} bytes and had {size}" if name in sizes else f"{name} is gone"
                for name, size in recorded.items() if sizes.get(name) != size]
     return "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more files" if len(changed) > 3 else "")
+
+
+def files_of(path: epath.Path, name: str) -> list[str]:
+    """The files below `path` with the elements of the array `name`; empty where their index cannot be read."""
+    files, prefix = set(), f"{name}/".encode()
+    try:
+        arrays = str(path / ARRAYS) + "/"
+        base = tensorstore.KvStore.open(arrays if "://" in arrays else {"driver": "file", "path": arrays}).result()
+        root = tensorstore.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
+        nodes = [(root, b"")]
+        while nodes:
+            location, before = nodes.pop()
+            for entry in tensorstore.ocdbt.dump(base, location).result()["entries"]:
+                key = before + entry.get("subtree_common_prefix", entry["key"])
+                if "location" in entry and (key.startswith(prefix) or prefix.startswith(key)):
+                    nodes.append((entry["location"], key))
+                elif key.startswith(prefix) and not key.endswith(b"/zarr.json"):
+                    # A small value is stored in the node itself. A location is kind:folder:file:offset:size.
+                    _, *file, _, _ = entry.get("indirect_value", location).split(":")
+                    files.add(f"{ARRAYS}/{urllib.parse.unquote(''.join(file))}")
+    except Exception:  # a damaged index raises anything at all
+        return []
+    return sorted(files)

@@ -15,11 +15,11 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 
 from zero_jax.checkpoint.manifest import Leaf
-from zero_jax.checkpoint.owned_stack import owned_stack
 from zero_jax.sharding.checksum import digest_texts, digests, dtype_name
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.host_arrays import HOST, copied_on_host, fetch, on_device, on_host, put_on_host
+from zero_jax.sharding.partition import OWNED
 from zero_jax.state import ZeroState
 from zero_jax.tree import key_impl, map_named, named_leaves
 
@@ -202,3 +202,36 @@ def on_bits(move: Callable[[jax.Array], jax.Array], leaf: jax.Array) -> jax.Arra
 
 def _own(leaf: jax.Array) -> jax.Array:
     return copied_on_host(leaf) if leaf.sharding.memory_kind == HOST else leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedStack:
+    """The state of `number` matrices, stored as a stack padded to shape `stored`: what `StoredShape` is for parameters.
+
+    The padding depends on the number of devices and no update reads it: on restore it repeats the last matrix's state.
+    """
+
+    number: int
+    stored: tuple[int, ...]
+    is_identity = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Without the padding."""
+        return (self.number, *self.stored[1:])
+
+    def load(self, value: Any) -> Any:
+        """The state of the matrices, of `shape`, from the stored stack; traceable."""
+        return value[: self.number]
+
+    def store(self, value: jax.Array) -> jax.Array:
+        """The stack, of shape `stored`, from the state of the matrices; traceable."""
+        last = jnp.broadcast_to(value[-1:], (self.stored[0] - self.number, *value.shape[1:]))
+        return jnp.concatenate([value, last])
+
+
+def owned_stack(name: str, stored: tuple[int, ...]) -> OwnedStack | None:
+    """The `OwnedStack` of the state's leaf `name` of shape `stored`; None where the leaf is not a padded stack."""
+    _, owned, rest = name.partition(f"/{OWNED}/")
+    number = int(rest.split("x")[0]) if owned else 0
+    return OwnedStack(number, stored) if owned and number < stored[0] else None

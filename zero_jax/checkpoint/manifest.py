@@ -12,8 +12,12 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
+import jax
+
+from zero_jax.distributed.agreement import check_same, spans_processes
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
 from zero_jax.files import sealed, unsealed
+from zero_jax.step.step import ZeroTrainStep
 
 FORMAT = "zero_jax checkpoint 2"
 
@@ -199,3 +203,43 @@ def _advice(names: Iterable[str]) -> str:
     if kinds <= {"ema", "guard"}:
         return f"Build the step with the {' and '.join(sorted(kinds))} (or precision) that saved it."
     return "Build the step as it was when this was saved."
+
+
+class NewManifest:
+    """`json()`: with the digests that are known by then. digests: of leaves by name, to be added to."""
+
+    def __init__(self, leaves: Mapping[str, Leaf], **fields: Any):
+        """fields: of `Manifest`."""
+        self.digests: dict[str, str] = {}
+        self._manifest = Manifest(leaves=leaves, versions=package_versions(), **fields)
+
+    def json(self) -> dict[str, Any]:
+        """As `Manifest.to_json`."""
+        leaves = {name: dataclasses.replace(leaf, digest=self.digests.get(name, ""))
+                  for name, leaf in self._manifest.leaves.items()}
+        return dataclasses.replace(self._manifest, leaves=leaves).to_json()
+
+
+def run_of(step: ZeroTrainStep) -> dict[str, Any]:
+    """Stage and mesh of a run, and alpha of its adapters, as a manifest has them."""
+    lora = getattr(step, "lora", None)
+    return {"stage": step.stage.number, "mesh": step.axes.sizes, "devices": step.mesh.size,
+            "platform": step.axes.platform, "processes": jax.process_count(),
+            **({} if lora is None else {"lora_alpha": float(lora.config.alpha)})}
+
+
+def check_given(step: ZeroTrainStep, data: Any, config: Any) -> None:
+    """Raises ValueError for what a manifest cannot hold, and where processes give other positions in the data."""
+    check_json(data=data, config=config)
+    if spans_processes(step.mesh):
+        check_same("data of Checkpoints.save", json.dumps(data, sort_keys=True),
+                   "it is saved once: give all processes the same, as a dict of the positions of all of them")
+
+
+def check_adapters(step: ZeroTrainStep, manifest: Manifest, where: str) -> None:
+    """Raises CheckpointError where the adapters of `step` would be multiplied by another number than those saved."""
+    lora, saved = getattr(step, "lora", None), manifest.run.get("lora_alpha")
+    if lora is not None and saved is not None and lora.config.alpha != saved:
+        raise CheckpointError(f"{where} has adapters of alpha={saved}, and those of this step have "
+                              f"alpha={lora.config.alpha}, with which they would be another model: give "
+                              f"zero_jax.lora(model, ..., alpha={saved}).")

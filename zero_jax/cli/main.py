@@ -19,9 +19,8 @@ from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.terminal_text import shown_text
 from zero_jax.cli.tokenize_command import TokenizeConfig, tokenize_command
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
-from zero_jax.cli.weights.export_config import ExportConfig
+from zero_jax.cli.weights.file_configs import ExportConfig, ImportConfig
 from zero_jax.cli.weights.generate_config import GenerateConfig
-from zero_jax.cli.weights.import_config import ImportConfig
 from zero_jax.distributed.launch import PREEMPTED, LaunchConfig, end_with_launcher, launch
 from zero_jax.errors import ReplicaError, UnwrittenCheckpointError, UsageError
 from zero_jax.versions import installed_version

@@ -10,14 +10,13 @@ from jax.sharding import Mesh
 
 from zero_jax.cli.environment import simulates
 from zero_jax.cli.model_lookup import ModelChoice
-from zero_jax.cli.options.attention import AttentionName
+from zero_jax.cli.options.of_step import AttentionName
 from zero_jax.cli.options.offload import offload_argument
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.train_config import SIMULATED_DEVICES, TrainConfig
 from zero_jax.distributed.initialize import choose_devices
 from zero_jax.errors import UsageError
-from zero_jax.optim.presets import OPTIMIZERS
-from zero_jax.optim.schedules import make_schedule
+from zero_jax.optim.presets import OPTIMIZERS, make_schedule
 from zero_jax.sharding.mesh import make_mesh, simulate_devices
 from zero_jax.step.attention import Attention, attention
 from zero_jax.step.guard import Guard

@@ -11,7 +11,6 @@ from zero_jax.arguments import check_path
 from zero_jax.checkpoint.object_store import check_scheme, check_target, is_remote, numbers_in
 from zero_jax.cli.environment import check_folder, check_no_checkpoints, checkpoint_folder, simulates
 from zero_jax.cli.model_lookup import ModelChoice, find_model, is_folder, nearest, with_remat
-from zero_jax.cli.options.attention import AttentionOptions
 from zero_jax.cli.options.choices import (
     Gather,
     Optimizer,
@@ -21,19 +20,20 @@ from zero_jax.cli.options.choices import (
     check_offload,
 )
 from zero_jax.cli.options.combinations import check_combinations
-from zero_jax.cli.options.communication import CommunicationOptions
 from zero_jax.cli.options.data import DataOptions, check_eval_data, is_tokens
 from zero_jax.cli.options.diloco import DiLoCoOptions
-from zero_jax.cli.options.evaluation import EvaluationOptions
 from zero_jax.cli.options.lora import LoraOptions
-from zero_jax.cli.options.microbatch import MicrobatchOptions
 from zero_jax.cli.options.objective import ObjectiveOptions
+from zero_jax.cli.options.of_step import (
+    AttentionOptions,
+    CommunicationOptions,
+    MicrobatchOptions,
+    ParallelOptions,
+    TilingOptions,
+)
 from zero_jax.cli.options.offload import check_fraction, check_no_states, check_placement
-from zero_jax.cli.options.parallel import ParallelOptions
 from zero_jax.cli.options.report import ReportOptions
-from zero_jax.cli.options.run import RunOptions
-from zero_jax.cli.options.schedule import ScheduleOptions
-from zero_jax.cli.options.tiling import TilingOptions
+from zero_jax.cli.options.run import EvaluationOptions, RunOptions, ScheduleOptions
 from zero_jax.data.tokenizer import TOKENIZERS
 from zero_jax.distributed.launch import COORDINATOR
 from zero_jax.errors import UsageError

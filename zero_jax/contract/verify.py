@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from zero_jax.contract.codes import code_violations
+from zero_jax.contract.codes import code_violations, tile_violations
 from zero_jax.contract.host import HostUse, host_budget, host_violations
 from zero_jax.contract.memory import memory_violations
 from zero_jax.contract.minimum import detours, shortfalls
@@ -18,7 +18,6 @@ from zero_jax.contract.params import min_itemsize, param_pieces, param_traffic
 from zero_jax.contract.purpose import purpose_of, sorted_dims, split_by_purpose
 from zero_jax.contract.report import Contract, Report, TrafficBudget, TrafficResult
 from zero_jax.contract.state import state_budget, state_violations
-from zero_jax.contract.tiles import tile_violations
 from zero_jax.contract.violations import (
     SMALL_LEAF,
     TOLERANCE,

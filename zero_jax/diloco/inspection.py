@@ -1,26 +1,32 @@
 """What one can ask of a DiLoCo step without a state: its fragments, and its programs beside their contracts."""
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.contract.params import min_itemsize
 from zero_jax.contract.report import Contract, Report
-from zero_jax.diloco.contract import changed_contract, fragment_bytes
-from zero_jax.diloco.fragments import Fragment, due
+from zero_jax.diloco.fragments import Fragment, due, real_dtype
 from zero_jax.diloco.functions import DiLoCoFunctions
+from zero_jax.diloco.options import OuterOptions
 from zero_jax.distributed.agreement import spans_processes
 from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import trace
 from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.sharding.batch_layout import hashable
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.losses import takes_key
 from zero_jax.step.options import StepOptions
 from zero_jax.step.program import Program
+from zero_jax.tree import named_leaves
 from zero_jax.typing import Batch, Loss, Metrics
 from zero_jax.xla.overlap import concurrent_options
 
@@ -152,3 +158,31 @@ class InspectableDiLoCo(DiLoCoFunctions):
                 self._inner._uses_copy_engines, shared=spans_processes(self.mesh), out_shardings=out_shardings,
                 **({"in_shardings": in_shardings} if in_shardings else {}), **options)
         return self._jitted[key]
+
+
+def changed_contract(contract: Contract, fragment: Fragment | None, layout: Layout, options: OuterOptions,
+                     parts: int = 1) -> Contract:
+    """The contract of the program that averages `fragment`, from that of a slice's step and the layout of one slice.
+
+    parts: in how many it is sent; several are sent in the rounds of loops. At stages 0 to 2 the slices gather the new
+    parameters that they store whole.
+    """
+    axes, min_bytes = layout.axes, min_itemsize(layout.axes.platform)
+    gathered = sum(
+        fragment[name].elements * max(real_dtype(leaf.dtype).itemsize, min_bytes) * (axes.zero_size - 1)
+        for name, leaf in named_leaves(layout.state.params)
+        if fragment is not None and name in fragment and leaf.sharding.spec != fragment[name].spec)
+    sent = fragment_bytes(fragment, axes, options)
+    changes = {"slices": sent, "outer": gathered}
+    return dataclasses.replace(contract, slices_in_loops=parts > 1, budgets=tuple(
+        dataclasses.replace(budget, communication_bytes=changes.get(budget.key, budget.communication_bytes))
+        for budget in contract.budgets))
+
+
+def fragment_bytes(fragment: Fragment | None, axes: MeshAxes, options: OuterOptions) -> float:
+    """Bytes that each device sends to sum a fragment's outer gradients over the slices, as rings do; 0 for none."""
+    if fragment is None:
+        return 0.0
+    itemsize = max(jnp.dtype(options.dtype).itemsize, min_itemsize(axes.platform))
+    num_slices = axes.size(axes.slices)
+    return 2 * (num_slices - 1) / num_slices * itemsize * sum(piece.elements for piece in fragment.values())

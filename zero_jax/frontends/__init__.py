@@ -1,5 +1,5 @@
 """Linen and NNX modules as pure functions: the only code that knows Flax.
 
 Reading order: `model_functions` (the interface), `linen`, `nnx`, `trace_access` (how parameters are read, by tracing),
-`gather_cache` (one gather for each array and trace), `nnx_hooks`.
+`param_flow` (one gather for each array and trace), `nnx_hooks`.
 """

@@ -15,7 +15,7 @@ from flax.core import meta, unfreeze
 from zero_jax.errors import UsageError
 from zero_jax.frontends.axis_names import BoundAxes
 from zero_jax.frontends.composition import Composed, Composition, group_parts
-from zero_jax.frontends.gather_cache import GatherCache
+from zero_jax.frontends.param_flow import GatherCache
 from zero_jax.frontends.trace_access import gathered_up_front, smallest_plain, trace_reads
 from zero_jax.jaxpr.equations import current_trace
 from zero_jax.sharding.param_access import ParamAccess

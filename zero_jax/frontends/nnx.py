@@ -15,8 +15,8 @@ from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.frontends.axis_names import BoundAxes
 from zero_jax.frontends.composition import Composed, Composition
-from zero_jax.frontends.gather_cache import GatherCache
 from zero_jax.frontends.nnx_hooks import OnComposedRead, readable, reading_whole, restore_bridged_classes
+from zero_jax.frontends.param_flow import GatherCache
 from zero_jax.frontends.trace_access import trace_reads
 from zero_jax.sharding.param_access import ParamAccess
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from zero_jax.frontends.gather_cache import GatherCache
+from zero_jax.frontends.param_flow import GatherCache
 from zero_jax.frontends.trace_access import gathered_up_front
 from zero_jax.sharding.gather import Encoded
 from zero_jax.sharding.param_access import ParamAccess

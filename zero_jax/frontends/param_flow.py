@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, inner_jaxprs, is_literal, primitive_of, shape_of
+from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, current_trace, inner_jaxprs, is_literal, primitive_of, shape_of
 from zero_jax.jaxpr.named_call import watched_identity
 from zero_jax.jaxpr.primitives import COND, NAME, SCAN, Scan, checkpoint_names, permutation
+from zero_jax.sharding.gather import Encoded
 
 _MARK = "zero_access "
 _WATCH = watched_identity("access_watch")
@@ -137,3 +138,26 @@ class _Walk:
             return [None] * len(eqn.outvars)
         return [first and first._replace(dims=(*over.get(first.name, ()), *first.dims))
                 if all(first == other for other in others) else None for first, *others in zip(*fitting, strict=True)]
+
+
+class GatherCache:
+    """Reads parameters through their uses, and caches what is read, by trace: no value may leave its trace."""
+
+    def __init__(self) -> None:
+        self._read: dict[Any, list[tuple[Any, Any, Any]]] = {}
+
+    def __call__(self, use: Any, value: Any) -> Any:
+        """`value` as the model reads it, gathered and read at the first call with these two in this trace.
+
+        Args:
+          use: a `gather.ParamUse`, or an `AccessRecorder`.
+          value: the stored array, or an `Encoded`, which is made anew wherever a loop hands it on.
+        """
+        array = value.stored if isinstance(value, Encoded) else value
+        trace = current_trace()
+        entries = self._read.setdefault((id(array), use), [])
+        for _, known_trace, read in entries:
+            if known_trace == trace:
+                return read
+        entries.append((array, trace, use.read(*use.gather(value))))  # holding `array` keeps its id from another's
+        return entries[-1][2]

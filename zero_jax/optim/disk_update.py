@@ -13,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.jaxpr.equations import ClosedJaxpr, JaxprEqn, bind_in_scope, is_literal, run_eqns, structure_of, value_of
-from zero_jax.optim.block_equations import bind_on_block
-from zero_jax.optim.stream_blocks import Blocks, cut_in_loops
+from zero_jax.optim.stream_blocks import Blocks, bind_on_block, cut_in_loops
 from zero_jax.optim.update_tasks import Task
 from zero_jax.tree import leaf_bytes
 

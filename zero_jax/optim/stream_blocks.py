@@ -5,6 +5,13 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.jaxpr.equations import JaxprEqn, bind_in_scope, primitive_of, scope_of, shape_of
+from zero_jax.jaxpr.primitives import BROADCAST, IOTA, iota_dim
+
 MAX_LEAVES = 8
 """Leaves that share a loop, at most: the blocks of more would be small, and a copy costs 10 microseconds at least."""
 
@@ -127,3 +134,21 @@ def _filled(keys: Sequence[_Key], sizes: Mapping[_Key, int], limit: int) -> list
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(2, number + 1) if number % n == 0]
+
+
+def bind_on_block(eqn: JaxprEqn, values: Sequence[Any], *, spec: P, shape: tuple[int, ...], start: Sequence[Any],
+                  sizes: tuple[int, ...]) -> Sequence[Any]:
+    """The results of `eqn` for the block of `sizes` at `start` of a shard.
+
+    spec: how the whole array is sharded. shape: of a device's shard.
+    """
+    primitive = primitive_of(eqn)
+    if primitive not in (BROADCAST, IOTA):
+        return bind_in_scope(eqn, values)
+    with jax.named_scope(scope_of(eqn)):
+        if primitive == BROADCAST:
+            return [jnp.broadcast_to(values[0], sizes)]
+        dim, dtype = iota_dim(eqn), shape_of(eqn.outvars[0]).dtype
+        entry = spec[dim] if dim < len(spec) else None
+        first = 0 if entry is None else jax.lax.axis_index(entry) * shape[dim]
+        return [jax.lax.broadcasted_iota(dtype, sizes, dim) + jnp.asarray(first + start[dim], dtype)]

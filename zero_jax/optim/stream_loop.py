@@ -9,8 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.jaxpr.equations import JaxprEqn, run_eqns, shape_of
 from zero_jax.jaxpr.primitives import bind_unsharded
-from zero_jax.optim.block_equations import bind_on_block
-from zero_jax.optim.stream_blocks import Blocks
+from zero_jax.optim.stream_blocks import Blocks, bind_on_block
 from zero_jax.optim.stream_units import Unit
 from zero_jax.sharding.gather import names_of
 from zero_jax.sharding.memory.host_arrays import fetch, is_on_host, put_on_host

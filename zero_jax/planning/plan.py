@@ -21,8 +21,7 @@ from zero_jax.errors import UsageError
 from zero_jax.planning.flops import model_flops
 from zero_jax.planning.formulas import palm_flops
 from zero_jax.planning.memory import MemoryReport, Transformer, memory_report
-from zero_jax.planning.overlap import OverlapEffect
-from zero_jax.planning.timing import Timing, predict
+from zero_jax.planning.timing import OverlapEffect, Timing, predict
 from zero_jax.planning.transfers import Transfers, disk_transfers, transfers_of, with_transfers
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import disk_traffic

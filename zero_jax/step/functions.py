@@ -18,13 +18,14 @@ from zero_jax.errors import UsageError, few
 from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.input_cast import casting_inputs
 from zero_jax.frontends.lora import Lora
-from zero_jax.frontends.model_functions import ModelFunctions, is_nnx, other_reads, stored_values
+from zero_jax.frontends.model_functions import ModelFunctions, is_nnx, other_reads, reseeded, stored_values
+from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes, sharding_errors_explained
 from zero_jax.sharding.batch import Accumulation, abstract_batch
 from zero_jax.sharding.batch_layout import BatchLayout
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory.host_arrays import is_on_host
+from zero_jax.sharding.memory.host_arrays import fetch, is_on_host
 from zero_jax.sharding.memory.kinds import as_placed, params_as_placed
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
@@ -39,7 +40,6 @@ from zero_jax.step.call_checks import (
     loss_errors_explained,
     microbatch_errors_explained,
 )
-from zero_jax.step.evaluate import evaluate
 from zero_jax.step.gradients import ForwardInputs, ForwardOutput, gradient_function
 from zero_jax.step.guard import GuardLogic
 from zero_jax.step.in_arrays import StateInArrays
@@ -52,6 +52,8 @@ from zero_jax.step.start import names_without_streams, with_values
 from zero_jax.step.trace_layout import trace_layout
 from zero_jax.step.trainable import split_trainable
 from zero_jax.step.update import apply_update, loss_scale, step_metrics, unscaled_gradients
+from zero_jax.transforms.gather_remat import duplicate_param_reads
+from zero_jax.transforms.tiled_products import tile_products
 from zero_jax.tree import cast_floating, map_named, merge
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
 from zero_jax.views.in_parts import in_parts
@@ -326,3 +328,31 @@ class StepFunctions(StateInArrays):
 
     def _batch_shardings(self, batch: Batch) -> Any:
         return self.batch_sharding if self.batches.is_even(batch) else self.batches.shardings(batch)
+
+
+def evaluate(model: ModelFunctions, fun: Loss, layout: Layout, state: ZeroState, batch: Batch, *, ema: bool,
+             reads: Mapping[str, ParamAccess], rng: PRNGKey | None = None) -> Any:
+    """`fun(model, batch)`, each parameter gathered where it is used; `ema`: with their moving average. Traceable.
+
+    reads: how `fun` reads parameters. rng: of the model's random streams, and of `fun` where it takes one; None: Linen
+    modules get none, and NNX modules go on with their own. Each `Metric` is returned as its value.
+    """
+    weights = state.params if state.weights is None else state.weights
+    if ema:
+        average = jax.tree.map(
+            lambda leaf, param: leaf.astype(param.dtype), fetch(state.ema), state.params)
+        gathered = gather_compute_params(average, layout)
+        weights = jax.tree.map(constrain, average, layout.shardings.params) if gathered is None else gathered
+    frozen = state.frozen
+    if not ema:
+        weights, frozen = params_as_placed(weights, frozen, layout)
+    variables = state.variables if rng is None else reseeded(model, state.variables, rng)
+
+    def run(weights: Any, frozen: Any, variables: Any, batch: Any) -> Any:
+        out, _, _ = model.run(with_key(fun, rng), merge(weights, frozen), variables, rng, batch, layout.uses,
+                              train=False, reads=reads)
+        return values(out)
+
+    if layout.tiles:  # `fun` may use a weight otherwise than the loss does: that one is gathered whole
+        run = with_jaxpr_passes(run, duplicate_param_reads, functools.partial(tile_products, strict=False))
+    return run(weights, frozen, variables, batch)

@@ -1,13 +1,17 @@
 """Forward and backward: the loss of a batch, or of one microbatch, and the gradient of each trainable parameter."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
+from zero_jax.errors import UsageError
 from zero_jax.frontends.model_functions import ModelFunctions
+from zero_jax.jaxpr.equations import trace
 from zero_jax.jaxpr.passes import with_jaxpr_passes
+from zero_jax.jaxpr.random_keys import raw_keys
 from zero_jax.jaxpr.shared_calls import with_shared_calls
 from zero_jax.sharding.gather import HostParam
 from zero_jax.sharding.layout import Layout
@@ -15,7 +19,6 @@ from zero_jax.sharding.memory.host_arrays import carrier_of, is_on_host
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.step.losses import loss_and_metrics, with_key
 from zero_jax.step.options import StepOptions
-from zero_jax.step.raw_keys import check_no_raw_keys
 from zero_jax.transforms.activation_partitioning import Activations
 from zero_jax.transforms.gather_again import gather_again, value_and_grad
 from zero_jax.transforms.gather_remat import (
@@ -175,3 +178,19 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         return output._replace(variables={**output.variables, **new}), grads
 
     return gradient
+
+
+def check_no_raw_keys(fun: Callable[[Variables], Any], variables: Variables) -> None:
+    """Raises UsageError where `fun` draws from one of `variables` that is a raw key, as of `jax.random.PRNGKey`.
+
+    For parts of a batch that are computed apart, and should not draw the same.
+    """
+    leaves = named_leaves(variables)
+    if not any(leaf.dtype == jnp.uint32 and leaf.ndim for _, leaf in leaves):
+        return
+    drawn = raw_keys(trace(fun, variables))
+    raw = [name for number, (name, leaf) in enumerate(leaves) if number in drawn and leaf.dtype == jnp.uint32]
+    if raw:
+        raise UsageError(
+            f"The variable {raw[0]} is a raw random key, an array of uint32 as jax.random.PRNGKey makes it, from which "
+            "all slices would draw the same noise: make it with jax.random.key, of which each gets its own.")

@@ -29,8 +29,8 @@ from zero_jax.step.disk.step import DiskTrainStep
 from zero_jax.step.guard import Guard
 from zero_jax.step.losses import next_token_loss
 from zero_jax.step.options import StepOptions, View
-from zero_jax.step.rounding import with_wide_numbers
 from zero_jax.step.step import ZeroTrainStep
+from zero_jax.step.update import with_wide_numbers
 from zero_jax.transforms.remat import Remat, remat_of
 from zero_jax.typing import Loss, Pattern
 

@@ -27,8 +27,8 @@ from zero_jax.sharding.tiling import with_tiles
 from zero_jax.state import ZeroState
 from zero_jax.step.losses import checked, with_key
 from zero_jax.step.options import StepOptions
-from zero_jax.step.rounding import widened
 from zero_jax.step.trainable import check_trainable, check_written, split_trainable
+from zero_jax.step.update import widened
 from zero_jax.tree import cast_floating, map_named, merge, named_leaves
 from zero_jax.typing import Batch, Loss, Params
 

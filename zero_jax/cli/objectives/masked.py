@@ -6,16 +6,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from zero_jax.cli.objectives.denoising import Denoising
-from zero_jax.cli.objectives.objective import RunData, check_text, token_shapes
+from zero_jax.cli.objectives.objective import Objective, RunData, check_text, token_shapes
 from zero_jax.cli.reports.measures import TEXT, Measures
-from zero_jax.cli.text_data import document_data
+from zero_jax.cli.text_data import document_data, special_tokenizer
 from zero_jax.cli.training.evaluation import token_sums
 from zero_jax.cli.training.samples import held_out_rows, marked_text
 from zero_jax.data import extras
 from zero_jax.data.documents import Documents
 from zero_jax.data.objectives import Key, masked_language
 from zero_jax.data.packing import DocumentRows, Windows
+from zero_jax.data.tokenized import Tokenized
+from zero_jax.data.tokenizer import Tokenizer
 from zero_jax.distributed.initialize import on_host, put_global
 from zero_jax.errors import UsageError
 from zero_jax.step.losses import call_model
@@ -23,6 +24,15 @@ from zero_jax.step.step import ZeroTrainStep
 
 LOOKED_AT = 1000
 """Rows among which one has a token that may be masked, or the data are refused."""
+
+
+class Denoising(Objective):
+    """An objective whose tokenizer needs special tokens for what is taken out."""
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | Tokenized:
+        """That of the data; bytes have special tokens."""
+        return special_tokenizer(self.config)
 
 
 class Masked(Denoising):

@@ -19,7 +19,7 @@ from zero_jax.data.response_rows import Example, PairRows, encode, fitting_pairs
 from zero_jax.distributed.agreement import all_or_none, is_first
 from zero_jax.distributed.initialize import on_host, put_global
 from zero_jax.errors import UsageError
-from zero_jax.step.preference_loss import dpo_by_pair, dpo_loss, response_log_probs
+from zero_jax.step.losses import dpo_by_pair, dpo_loss, response_log_probs
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.typing import Loss
 

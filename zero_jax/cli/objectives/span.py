@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.cli.objectives.denoising import Denoising
+from zero_jax.cli.objectives.masked import Denoising
 from zero_jax.cli.objectives.objective import RunData, check_text
 from zero_jax.cli.reports.measures import TEXT, Measures
 from zero_jax.cli.text_data import document_data

@@ -1,10 +1,12 @@
-"""The options of what is trained, for how long, and how it is divided. Nothing here imports JAX."""
+"""The options of what is trained, for how long, by which schedule, and how it is evaluated. No JAX."""
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
+from zero_jax.cli.model_lookup import nearest
 from zero_jax.cli.options.choices import Offloaded, OnOffAuto, Optimizer, PrecisionName, RematName
+from zero_jax.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,3 +131,91 @@ class RunOptions:
 
     local_every: int | None = None
     """Steps between two such copies."""
+
+
+ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
+
+DECAY, FINAL_RATE = 0.2, 0.1
+"""Fraction of the steps in which wsd decays, and the last rate as a fraction of the peak, where none is given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleOptions:
+    """The learning rate by step."""
+
+    schedule: ScheduleName = "cosine"
+    """Of the learning rate after its warmup: cosine or linear, down to final_rate; wsd: constant, then linear in the
+    last steps; or constant."""
+
+    learning_rate: float = 3e-3
+    """Peak of the schedule."""
+
+    warmup: float = 0.1
+    """Fraction of the steps that warm up linearly, since early gradients are large."""
+
+    decay: float | None = None
+    """With wsd: fraction of the steps that decay, at the end. None: 0.2."""
+
+    final_rate: float | None = None
+    """Learning rate at the end, as a fraction of its peak. None: 0.1, or 1 where the schedule is constant."""
+
+    def check_schedule(self) -> None:
+        """Raises ValueError for values out of range, and for those that this schedule does not use."""
+        names = list(get_args(ScheduleName))
+        if self.schedule not in names:
+            raise UsageError(f"schedule={self.schedule!r} is unknown{nearest(self.schedule, names)}")
+        for name, value, high in (("learning_rate", self.learning_rate, 10), ("warmup", self.warmup, 1),
+                                  ("decay", self.decay, 1), ("final_rate", self.final_rate, 1)):
+            if value is not None and not 0 <= value <= high:
+                raise UsageError(f"{name}={value} is not within 0 to {high}.")
+        if self.schedule == "wsd" and self.warmup + self._decay > 1:
+            raise UsageError(f"warmup={self.warmup} and decay={self._decay} are more than all steps: give fractions "
+                             "whose sum is at most 1.")
+
+    @property
+    def _decay(self) -> float:
+        return DECAY if self.decay is None else self.decay
+
+    def schedule_arguments(self, steps: int) -> dict[str, Any]:
+        """The arguments of `zero_jax.optim.presets.make_schedule` for a run of so many steps, but for its name."""
+        warmup = min(round(self.warmup * steps), steps - 1)
+        final = FINAL_RATE if self.final_rate is None else self.final_rate
+        return {"peak": self.learning_rate, "final": final * self.learning_rate, "steps": steps, "warmup": warmup,
+                "decay": min(round(self._decay * steps), steps - warmup)}
+
+
+EVAL_FRACTION = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationOptions:
+    """On what the model is evaluated, and how often."""
+
+    eval_data: tuple[str, ...] = ()
+    """A separate evaluation set, as data. None: a part of data is held out."""
+
+    eval_fraction: float = EVAL_FRACTION
+    """The part of data that is held out, where there is no eval_data: its end, or that of each of several sources."""
+
+    eval_every: int = 100
+    """Steps between evaluations (loss, perplexity, accuracy), each on the same batches."""
+
+    eval_batches: int = 16
+    """Batches of an evaluation, at most."""
+
+    samples: int = 2
+    """Continuations of held-out text to print at the end."""
+
+    def check_evaluation(self) -> None:
+        """Raises ValueError for values out of range."""
+        for name in ("eval_every", "eval_batches"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)}: give at least 1.")
+        if not 0 < self.eval_fraction < 1:
+            raise UsageError(f"eval_fraction={self.eval_fraction}: give a fraction between 0 and 1, as 0.05.")
+        if not 0 <= self.samples <= 64:
+            raise UsageError(f"samples={self.samples} is not within 0 to 64.")
+        object.__setattr__(self, "eval_data",
+                           (self.eval_data,) if isinstance(self.eval_data, str) else tuple(self.eval_data))
+        if "" in self.eval_data:
+            raise UsageError('eval_data is empty: name files, or "python".')

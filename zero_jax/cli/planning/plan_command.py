@@ -23,7 +23,7 @@ from zero_jax.cli.step_from_config import (
     with_attention,
 )
 from zero_jax.cli.train_config import TrainConfig
-from zero_jax.cli.training.slice_programs import examine_slices, slices_of
+from zero_jax.cli.training.run_programs import examine_slices, slices_of
 from zero_jax.optim.presets import OPTIMIZERS
 from zero_jax.planning.memory import Transformer
 from zero_jax.planning.offload_choice import OffloadArgument, OffloadChoice

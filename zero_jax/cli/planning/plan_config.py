@@ -6,16 +6,18 @@ from typing import get_args
 
 from zero_jax.cli.environment import check_folder
 from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest, with_remat
-from zero_jax.cli.options.attention import AttentionOptions
 from zero_jax.cli.options.choices import RematName, check_offload
 from zero_jax.cli.options.combinations import check_combinations
-from zero_jax.cli.options.communication import CommunicationOptions
 from zero_jax.cli.options.lora import LoraOptions
-from zero_jax.cli.options.microbatch import MicrobatchOptions
+from zero_jax.cli.options.of_step import (
+    AttentionOptions,
+    CommunicationOptions,
+    MicrobatchOptions,
+    ParallelOptions,
+    TilingOptions,
+)
 from zero_jax.cli.options.offload import check_fraction
-from zero_jax.cli.options.parallel import ParallelOptions
 from zero_jax.cli.options.plan import PlanOptions
-from zero_jax.cli.options.tiling import TilingOptions
 from zero_jax.cli.train_config import MAX_COUNT
 from zero_jax.errors import UsageError
 from zero_jax.xla.targets import Target, target_of

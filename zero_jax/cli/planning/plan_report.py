@@ -10,12 +10,18 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from zero_jax.cli.reports.memory_table import largest_table, memory_table
-from zero_jax.cli.reports.report import optimizer_bytes, optimizer_text, replicated_text, size_text
+from zero_jax.cli.reports.report import (
+    largest_table,
+    memory_table,
+    optimizer_bytes,
+    optimizer_text,
+    replicated_text,
+    size_text,
+)
 from zero_jax.contract.verify import Report
-from zero_jax.planning.overlap import OverlapEffect
 from zero_jax.planning.plan import Plan
 from zero_jax.planning.search import SearchResult
+from zero_jax.planning.timing import OverlapEffect
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.host_leaves import update_bytes_of
 

@@ -40,8 +40,7 @@ from zero_jax.cli.training.progress import ProgressReporter
 from zero_jax.cli.training.resume import fixed, resumed
 from zero_jax.cli.training.run_folder import write_readme
 from zero_jax.cli.training.run_head import evaluation_line, head_lines
-from zero_jax.cli.training.run_programs import programs_of
-from zero_jax.cli.training.slice_programs import slices_of
+from zero_jax.cli.training.run_programs import programs_of, slices_of
 from zero_jax.cli.training.states_on_disk import StatesOnDisk
 from zero_jax.data.prefetch import Prefetched
 from zero_jax.distributed.agreement import all_or_none, is_first, on_any

@@ -17,7 +17,7 @@ from zero_jax.cli.model_lookup import ModelChoice, find_model, is_folder, short_
 from zero_jax.cli.step_from_config import abstract_batch, step_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.resume import LORA
-from zero_jax.cli.weights.export_config import ExportConfig
+from zero_jax.cli.weights.file_configs import ExportConfig
 from zero_jax.cli.weights.serving_programs import model_programs, weights_of
 from zero_jax.cli.weights.tokenizer_files import check_tokenizer, tokenizer_files, write_files
 from zero_jax.errors import CheckpointError, UsageError

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 
 from zero_jax.cli.environment import simulates
 from zero_jax.cli.weights.export_command import DTYPES
-from zero_jax.cli.weights.import_config import ImportConfig
-from zero_jax.interop.convert import convert_tensors
-from zero_jax.interop.params_io import model_leaves
+from zero_jax.cli.weights.file_configs import ImportConfig
+from zero_jax.interop.params_io import convert_tensors, model_leaves
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.step.make import make_zero_train_step
 

@@ -1,4 +1,4 @@
-"""The configuration of `export`. Nothing here imports JAX, so that bad input is refused at once."""
+"""The configurations of `export` and `import`. Nothing here imports JAX, so that bad input is refused at once."""
 
 import dataclasses
 import importlib.util
@@ -7,8 +7,9 @@ from typing import Literal
 
 from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
 from zero_jax.cli.environment import check_folder, checkpoints_of
+from zero_jax.cli.model_lookup import ModelChoice, find_model
 from zero_jax.errors import UsageError
-from zero_jax.interop.safetensors_file import check_target
+from zero_jax.interop.safetensors_file import check_target, find_tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,3 +157,41 @@ class ExportConfig:
     def file(self) -> Path:
         """The file of the tensors, also where an index is written beside it."""
         return self.out / "model.safetensors" if self.to_folder else self.out
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportConfig:
+    """Write the weights of a Hugging Face checkpoint under our names, for --init-from of many runs."""
+
+    model: str
+    """MODULE:PRESET that the checkpoint is of, as llama:3.2-1b; or the folder with its config.json."""
+
+    weights: Path
+    """A folder with model.safetensors or an index of such files, and config.json, which must agree with the preset; or
+    such a file or index."""
+
+    out: Path
+    """The file, *.safetensors; above --max-file-bytes several files and an index."""
+
+    dtype: Literal["fp32", "bf16", "stored"] = "stored"
+    """Dtype of floating tensors; stored: as the checkpoint has them."""
+
+    max_file_bytes: int = 5 << 30
+    """Largest size of the tensors in one file, in bytes."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", Path(self.weights).expanduser())
+        object.__setattr__(self, "out", Path(self.out).expanduser())
+        if self.max_file_bytes < 1:
+            raise UsageError(f"max_file_bytes={self.max_file_bytes}: give at least 1.")
+
+    def check(self) -> ModelChoice:
+        """The model; raises ValueError for what is wrong and can be known before JAX is imported."""
+        tensors = find_tensors(self.weights)
+        check_target(self.out, new=True)
+        choice = find_model(self.model)
+        if choice.names is None:
+            raise UsageError(f"model={self.model}: its module has no function huggingface(config), which defines the "
+                             "names of its published checkpoints.")
+        choice.check_weights(self.weights, tensors)
+        return choice
