@@ -1,7 +1,8 @@
 """What a traced model does with its parameters beside reading them where the library can intercept it.
 
 Reads are marked in the jaxpr (`mark_read`). What reaches a parameter without such a mark (the leaves of a state, say)
-works on the array as it is stored, which may be padded; what is written is another array.
+works on the array as it is stored, which may be padded; what is written is another array. `GatherCache` makes equal
+reads one.
 """
 
 import dataclasses
