@@ -60,7 +60,6 @@ def test_what_a_run_saves_gives_the_same_run(tmp_path, config):
     ('data = "python"', "data = 'python' is not a list, each text"),
     ("[optimizer]\nname = 1", "optimizer = {'name': 1} is not one of adamw"),
     ("[model]\nname = 1", "model = {'name': 1} is not text"),
-    ("length = 64", "length is now seq_len: rename it"),
     ("seq-len = 64\nseq_len = 32", "seq_len stands there twice"),
     ("stage 3", "is not TOML"),
     ("config = 'b.toml'", "there is no option 'config'"),
