@@ -136,7 +136,7 @@ def measured_by_jax(row, config, batch, num_steps):
         step = zero_jax.make_zero_train_step(
             model, stage, mesh=mesh, precision="bf16", optimizer=optax.adamw(1e-4), **options)
         if row.endswith("kernels"):
-            step.options = dataclasses.replace(step.options, copy_engines=False)
+            step.functions.options = dataclasses.replace(step.options, copy_engines=False)
         step.verify(batch)
         state = step.init(jax.random.key(0), batch)
     losses = []

@@ -33,7 +33,7 @@ def measure(target: str, slices: int, *, in_parts: bool) -> str:
     step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, mesh=mesh, precision="bf16")
     diloco: Any = zero_jax.make_diloco_step(step, every=8, fragments=2, overlap=True)
     if not in_parts:
-        diloco.num_parts = lambda fragment, batch=None: 1
+        diloco.functions.num_parts = lambda fragment, batch=None: 1
     tokens = jax.ShapeDtypeStruct((4 * mesh.size, CONFIG.max_length), jnp.int32)
     program = diloco.compiled_step({"inputs": tokens, "targets": tokens}, 0)
     sent = next(result for result in program.verify().results if result.budget.key == "slices")

@@ -32,7 +32,7 @@ def row(target, model, rows, way):
     step.layout(batch)  # by which XLA's options are known
     if "waiting" in way:
         for name in host_prefetch_options(mesh.devices.flat[0]):
-            step._compiler_options.pop(name)
+            step.programs.compiler_options.pop(name)
     compiled = step.compiled_step(batch)
     reads = () if compiled.host_use is None else compiled.host_use.stack_reads
     formula = config.num_layers * rows * config.max_length * config.width * 2

@@ -61,7 +61,7 @@ def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> s
                                 precision="bf16", **options)
     tokens = jax.ShapeDtypeStruct((batch * mesh.size, config.max_length), jnp.int32)
     step.layout({"inputs": tokens, "targets": tokens})  # by which XLA's options are known
-    step._compiler_options |= arguments.get("xla", {})
+    step.programs.compiler_options |= arguments.get("xla", {})
     began = time.perf_counter()
     plan = examine(step, {"inputs": tokens, "targets": tokens}, target_of(target), compare=False)
     seconds = time.perf_counter() - began

@@ -51,7 +51,7 @@ def test_both_parts_of_complex_parameters_are_averaged(monkeypatch):
     for parts in (1, 4):
         diloco = make(**options, overlap=True)
         diloco.layout(given[0])
-        monkeypatch.setattr(diloco, "num_parts", lambda fragment, batch=None, parts=parts: parts)
+        monkeypatch.setattr(diloco.functions, "num_parts", lambda fragment, batch=None, parts=parts: parts)
         beside.append(diloco.params(trained(diloco, given)[1]))
     assert_close(*beside)
     make(**options).verify(given[0])

@@ -122,7 +122,7 @@ def test_numbers_are_those_of_a_plain_loop_over_slices(stage, flavour, options, 
     """Control: the loop with another momentum is another run. The wide model's fragments are sent in parts."""
     given, diloco = batches(8), make(stage, flavour, step_options=step_options, **options)
     losses, state = trained(diloco, given)
-    in_rounds = flavour == "wide" and not diloco._inner.options.is_local(diloco.axes)
+    in_rounds = flavour == "wide" and not diloco.functions.inner.options.is_local(diloco.axes)
     assert diloco.num_parts(0) == (8 * diloco.step.accumulation.microbatches if in_rounds else 1)
     params = diloco.params(state)
     plain = {"slices": 2, "every": diloco.outer.every, "pieces": masks(diloco, params),
@@ -270,14 +270,14 @@ def test_a_wrong_batch_is_told_and_the_next_one_trains():
     with pytest.raises(KeyError, match="targets"):
         diloco(state, {"inputs": given[0]["inputs"]})
     state, _ = diloco(state, given[0])
-    programs = len(diloco._jitted)
+    programs = len(diloco.programs)
     with pytest.raises(zero_jax.UsageError, match="has in addition extra, beside the first batch"):
         diloco(state, {**given[1], "extra": np.ones(len(given[1]["inputs"]), np.float32)})
     with pytest.raises(zero_jax.UsageError, match="lacks targets, beside the first batch"):
         diloco(state, {"inputs": given[1]["inputs"]})
-    before = len(diloco._jitted)
+    before = len(diloco.programs)
     diloco(state, given[1])
-    assert len(diloco._jitted) == before > programs
+    assert len(diloco.programs) == before > programs
     with pytest.raises(zero_jax.UsageError, match="before is a ZeroTrainStep: give the DiLoCoStep"):
         diloco.resized(diloco.init(jax.random.key(0), given[0]), diloco.step)
 

@@ -131,7 +131,8 @@ def test_checkpoints_on_the_host(target):
 def without_reading_ahead(step, batch):
     """A negative control: XLA leaves each read of host memory in the round that uses it."""
     options = host_prefetch_options(step.mesh.devices.flat[0])
-    step._compiler_options = {name: value for name, value in step._compiler_options.items() if name not in options}
+    kept = step.programs.compiler_options.items()
+    step.programs.compiler_options = {name: value for name, value in kept if name not in options}
     yield
 
 
@@ -175,7 +176,7 @@ def test_checkpoints_come_up_a_round_ahead():
 
 def test_on_a_cpu_the_transfer_is_in_the_program_and_moves_nothing():
     step = zero_jax.make_zero_train_step(gpt2.build(config(2)), 3, partition_activations="cpu", **CHECKPOINTED)
-    text = str(jax.make_jaxpr(step._step)(step.abstract_state(batch()), batch()))
+    text = str(jax.make_jaxpr(step.functions.step)(step.abstract_state(batch()), batch()))
     assert "MemorySpace.Host" in text and "<host>" in text
 
 

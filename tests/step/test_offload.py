@@ -237,7 +237,7 @@ def test_the_compiled_program_keeps_the_state_in_host_memory(target, stage, frac
 
     # Controls: a kind that the compiler never saw, and a state that is not donated.
     if target.startswith("h100"):
-        monkeypatch.setattr(zero_jax.step.inspection, "set_memory_kinds", lambda lowered, *_: lowered)
+        monkeypatch.setattr(zero_jax.step.programs, "set_memory_kinds", lambda lowered, *_: lowered)
         again = zero_jax.make_zero_train_step(
             Stacked(), stage, mesh=mesh_of(target), precision="bf16", offload=offload)
         with pytest.raises(jax.errors.JaxRuntimeError):  # XLA is handed device memory as the host's

@@ -45,12 +45,12 @@ def test_gradients_are_made_wider_block_by_block(monkeypatch):
 
     size, params = temporaries()
     assert size < 3 * params
-    update = StepFunctions._update
+    update = StepFunctions.update
 
     def widened_before(self, state, output, grads, key, scale):
-        return update(self, state, output, self._unscaled(state, grads), key)
+        return update(self, state, output, self.unscaled(state, grads), key)
 
-    monkeypatch.setattr(StepFunctions, "_update", widened_before)
+    monkeypatch.setattr(StepFunctions, "update", widened_before)
     assert temporaries()[0] > size + 1.5 * params, "two bytes more for each parameter"
 
 

@@ -34,7 +34,7 @@ def test_no_leaf_moves_and_one_compilation(stage, precision):
     step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), stage, precision=precision)
     batches = token_batches(5)
     chex.clear_trace_counter()  # which counts by source line, so all rows of this test together
-    step._step = chex.assert_max_traces(step._step, n=1)
+    step.functions.step = chex.assert_max_traces(step.functions.step, n=1)
     state = step.init(jax.random.key(0), batches[0])
     declared = jax.tree.leaves(step.layout(batches[0]).shardings)
     compiled = collections.Counter()

@@ -12,7 +12,7 @@ from support.workloads import token_batches
 import zero_jax
 from models import gpt2
 from zero_jax.step import options, overlap
-from zero_jax.step.program import may_be_of_overlap
+from zero_jax.step.programs import may_be_of_overlap
 
 CONFIG = gpt2.Config(2, 32, 4, vocab_size=64, max_length=16)
 BATCHES = token_batches(2)

@@ -16,7 +16,7 @@ from zero_jax.views.local import LocalView
 @contextlib.contextmanager
 def partitioned(step: Any, batch: Any) -> Iterator[None]:
     """The gradient is left to XLA's partitioner."""
-    step.options = dataclasses.replace(step.options, view="global")
+    step.functions.options = dataclasses.replace(step.options, view="global")
     yield
 
 
@@ -24,7 +24,7 @@ def partitioned(step: Any, batch: Any) -> Iterator[None]:
 def annotated(step: Any, batch: Any) -> Iterator[None]:
     """The same layout and nothing but jit: parameters are divided by annotation alone."""
     layout = step.layout(batch)
-    step._layout = dataclasses.replace(layout, uses=jax.tree.map(lambda _: None, layout.state.params))
+    step.functions.known_layout = dataclasses.replace(layout, uses=jax.tree.map(lambda _: None, layout.state.params))
     with partitioned(step, batch):
         yield
 
@@ -33,7 +33,8 @@ def annotated(step: Any, batch: Any) -> Iterator[None]:
 def kept(step: Any, batch: Any) -> Iterator[None]:
     """Parameters are gathered where they are used, and stay whole for the backward pass."""
     layout = step.layout(batch)
-    step._layout = dataclasses.replace(layout, stage=dataclasses.replace(layout.stage, shards_params=False))
+    stage = dataclasses.replace(layout.stage, shards_params=False)
+    step.functions.known_layout = dataclasses.replace(layout, stage=stage)
     yield
 
 
@@ -81,7 +82,7 @@ def flat(step: Any, batch: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def with_queue(step: Any, batch: Any) -> Iterator[None]:
     """Gathers on the SparseCores may start while others are sent, also where no loop runs over the layers."""
-    step._compiler_options |= {"xla_tpu_enable_sparse_core_offload_queuing_in_lhs": True}
+    step.programs.compiler_options |= {"xla_tpu_enable_sparse_core_offload_queuing_in_lhs": True}
     yield
 
 
@@ -90,5 +91,5 @@ def uncoded(step: Any, batch: Any) -> Iterator[None]:
     """What is to be quantised is sent in its own dtype, and nothing says so."""
     layout = step.layout(batch)
     uses = jax.tree.map(lambda use: dataclasses.replace(use, codes=None, quantize_gradient=False), layout.uses)
-    step._layout = dataclasses.replace(layout, uses=uses, quantized=None)
+    step.functions.known_layout = dataclasses.replace(layout, uses=uses, quantized=None)
     yield

@@ -111,7 +111,7 @@ class Row:
         step, batch = self.make()
         layout, promised = step.layout(batch), step.contract(batch)
         with self.change(step, batch) if self.change else contextlib.nullcontext():
-            options = step._compiler_options | (EMITTERS if self.target == "cpu" else {})
+            options = step.programs.compiler_options | (EMITTERS if self.target == "cpu" else {})
             compiled = compiled_for(step.lower(batch), step.mesh.devices.flat[0], options)
         memory = compiled.memory_analysis()
         numbers = {name: getattr(memory, name) for name in dir(memory) if name.endswith("_in_bytes")}

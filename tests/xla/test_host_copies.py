@@ -14,7 +14,7 @@ from support.workloads import token_batches
 import zero_jax
 from models import gpt2
 from zero_jax.optim import stream_loop
-from zero_jax.step import inspection, program
+from zero_jax.step import programs
 from zero_jax.xla import devices
 from zero_jax.xla.host_copies import ANNOTATOR, WrongRows, copy_options
 from zero_jax.xla.platform import platform_of
@@ -73,7 +73,7 @@ def test_steps_copy_by_engines_where_all_rows_are_right(target, name):
     assert slices and all(each.is_right for each in slices) and any(each.walk for each in slices) == (
         RIGHT and name not in KERNELS)
     step = step_on(target, **ROWS[name])
-    step.options = dataclasses.replace(step.options, copy_engines=False)
+    step.functions.options = dataclasses.replace(step.options, copy_engines=False)
     assert not any(each.walk for each in step.compiled_step(batch).host_slices)
 
 
@@ -110,7 +110,7 @@ def trained(sizes=(8, 8), **changes):
 @pytest.mark.usefixtures("_engines_on_cpu")
 def test_rows_are_checked_before_a_program_runs_and_once(monkeypatch):
     checked = []
-    monkeypatch.setattr(program, "check_rows", lambda text: checked.append(text[:9]))
+    monkeypatch.setattr(programs, "check_rows", lambda text: checked.append(text[:9]))
     _, losses = trained((8, 16, 8, 16))
     assert checked == ["HloModule"] * 2 and np.isfinite(losses).all()  # for each shape of a batch
 
@@ -121,15 +121,15 @@ def test_wrong_rows_never_run(monkeypatch):
     def wrong(text):
         raise WrongRows("a slice reads others")
 
-    monkeypatch.setattr(program, "check_rows", wrong)
+    monkeypatch.setattr(programs, "check_rows", wrong)
     with pytest.warns(RuntimeWarning, match="a slice reads others"):
         step, losses = trained()
     assert not step.options.copy_engines
-    monkeypatch.setattr(program, "check_rows", lambda text: None)
+    monkeypatch.setattr(programs, "check_rows", lambda text: None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         other, wanted = trained()
     assert other.options.copy_engines and losses == wanted
-    monkeypatch.setattr(inspection, "check_rows", wrong)
+    monkeypatch.setattr(programs, "check_rows", wrong)
     with pytest.warns(RuntimeWarning, match="a slice reads others"):
         other.verify(jax.tree.map(jnp.asarray, token_batches(1)[0]))

@@ -2,6 +2,6 @@
 
 Each slice along the mesh axis `replica` trains by itself; every so many steps the slices average how far they moved.
 Reading order: `options` (what may be asked for), `state_layout` (what is stacked over slices), `fragments` (what is
-sent when), `outer` (the arithmetic), `functions` (what is compiled), `inspection` (the programs, and what each may
-send), `step` (which of them runs when).
+sent when), `outer` (the arithmetic), `functions` (what is compiled), `step` (the programs, what each may
+send, and which of them runs when).
 """

@@ -25,14 +25,12 @@ from zero_jax.diloco.outer import (
 from zero_jax.diloco.state_layout import INNER, OUTER, diloco_layout, is_stacked, sharded_layout
 from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import trace_flat
-from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.gather import names_of
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.slices import OUTER_SCOPE, mean_of_slices
 from zero_jax.state import ZeroState
 from zero_jax.step.accumulate import is_key
-from zero_jax.step.in_arrays import StateInArrays
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.transforms.loop_rounds import rounds_with_products, run_in_rounds
 from zero_jax.tree import map_named
@@ -40,7 +38,7 @@ from zero_jax.typing import Batch, Metrics, Pytree
 from zero_jax.xla.overlap import blocks
 
 
-class DiLoCoFunctions(StateInArrays):
+class DiLoCoFunctions:
     """What `DiLoCoStep` compiles. Nothing here runs on devices by itself."""
 
     def __init__(self, step: ZeroTrainStep, outer: OuterOptions, num_slices: int | None = None):
@@ -56,12 +54,11 @@ class DiLoCoFunctions(StateInArrays):
         self.step, self.outer = step, outer
         # Parts of fragments are sent in the rounds of loops that are not within a `shard_map`.
         in_rounds = outer.overlap and step.options.view != "local" and not step.options.accumulation.once
-        self._inner = step.of_slices(view="global") if in_rounds else step.of_slices()
-        self.axes = self._inner.axes
-        self.batches, self.batch_sharding = step.batches, step.batch_sharding
+        self.inner = step.of_slices(view="global") if in_rounds else step.of_slices()
+        self.axes = self.inner.axes
         self.num_slices = self.axes.size(self.axes.slices) if num_slices is None else num_slices
         self._layout: Layout | None = None
-        self._fragments: tuple[Fragment, ...] = ()
+        self.fragments: tuple[Fragment, ...] = ()
         self._stores: Any = None
         self._batch: Batch = None
         self._rounds: int | None = None
@@ -70,16 +67,15 @@ class DiLoCoFunctions(StateInArrays):
         """How every leaf of the state is stored; `batch` may be left out once known."""
         if self._layout is None:
             self.step.layout(batch)
-            one = self._inner.layout(None if batch is None else self._batch_of_one(batch))
+            one = self.inner.layout(None if batch is None else self.batch_of_one(batch))
             sharded = sharded_layout(one)
-            self._fragments = fragments_of(sharded, self.outer.fragments)
+            self.fragments = fragments_of(sharded, self.outer.fragments)
             self._stores = stored_as(one.stored_shapes.params, sharded.stored_shapes.params)
             self._layout = diloco_layout(one, self.num_slices)
         if batch is not None and self._batch is None:
             self._batch = self.step.abstract_batch(batch)
         return self._layout
 
-    @in_any_context
     def num_parts(self, fragment: int | None, batch: Batch = None) -> int:
         """In how many parts the fragment of this number is sent: with `overlap` one in each round of loops over layers.
 
@@ -91,16 +87,16 @@ class DiLoCoFunctions(StateInArrays):
         if self._rounds is None:
             closed, _ = trace_flat(self._steps, *jax.tree.flatten((layout.state, self._batch)))
             self._rounds = rounds_with_products(closed.jaxpr)
-        return num_parts(self._rounds, self._fragments[fragment])
+        return num_parts(self._rounds, self.fragments[fragment])
 
-    def _batch_of_one(self, batch: Batch) -> Batch:
+    def batch_of_one(self, batch: Batch) -> Batch:
         """A slice's part of `batch`, as `jax.ShapeDtypeStruct`s."""
         batches = self.step.batches
         return batches.resized(batch, batches.size(batch) // self.axes.size(self.axes.slices))
 
     def _slices_of(self, batch: Batch) -> tuple[Batch, Pytree]:
         """(`batch` with a leading dim of the slices for its examples, what of it has one, as `jax.vmap` takes it)."""
-        batches, num_slices = self._inner.batches, self.axes.size(self.axes.slices)
+        batches, num_slices = self.inner.batches, self.axes.size(self.axes.slices)
 
         def split(name: str, leaf: jax.Array) -> jax.Array:
             if not batches.is_example(name, leaf):
@@ -111,7 +107,7 @@ class DiLoCoFunctions(StateInArrays):
         dims = map_named(lambda name, leaf: 0 if batches.is_example(name, leaf) else None, batch)
         return map_named(split, batch), dims
 
-    def _program(self, fragment: int | None, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
+    def step_and_outer(self, fragment: int | None, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
         """A step of every slice; fragment: what is averaged after it, or with `overlap` beside it."""
         if fragment is None:
             return self._steps(state, batch)
@@ -130,8 +126,8 @@ class DiLoCoFunctions(StateInArrays):
         shared: Any = None
         state_dims = ZeroState(step=shared, params=each_own, weights=each_own, frozen=shared, opt_state=each_own,
                                variables=each_own, ema=each_own, guard=each_own, rng=each_own)
-        each = jax.vmap(self._inner, in_axes=(state_dims, batch_dims), spmd_axis_name=self.axes.slices,
-                        out_axes=(dataclasses.replace(state_dims, step=0), 0))
+        each = jax.vmap(self.inner.functions.constrained_step, in_axes=(state_dims, batch_dims),
+                        out_axes=(dataclasses.replace(state_dims, step=0), 0), spmd_axis_name=self.axes.slices)
         new, metrics = each(dataclasses.replace(state, opt_state=state.opt_state[INNER]), slices)
         return dataclasses.replace(
             new, step=state.step + 1, frozen=state.frozen,
@@ -145,20 +141,20 @@ class DiLoCoFunctions(StateInArrays):
             return *self._steps(state, batch), self._movement(fragment, state)
         leaves, treedef = jax.tree.flatten((state, batch))
         closed, out_treedef = trace_flat(self._steps, leaves, treedef)
-        outer, piece = state.opt_state[OUTER]["params"], self._fragments[fragment]
+        outer, piece = state.opt_state[OUTER]["params"], self.fragments[fragment]
         parts = movement_parts(state.params, outer, piece, self.axes, self.outer.dtype, self._stores[0], number)
         outs, summed = run_in_rounds(closed, leaves, parts, lambda part: sum_part(part, self.axes))
         return *jax.tree.unflatten(out_treedef, outs), mean_of_parts(summed, outer, piece, self.axes)
 
     def _movement(self, fragment: int, state: ZeroState) -> dict[str, jax.Array]:
-        return mean_movement(state.params, state.opt_state[OUTER]["params"], self._fragments[fragment], self.axes,
+        return mean_movement(state.params, state.opt_state[OUTER]["params"], self.fragments[fragment], self.axes,
                              self.outer.dtype, self._stores[0])
 
     @jax.named_scope(OUTER_SCOPE)
     def _moved(self, fragment: int, state: ZeroState, metrics: Metrics, movement: dict[str, jax.Array]
                ) -> tuple[ZeroState, Metrics]:
         """The state after the outer step of a fragment; what the model reads is gathered again."""
-        params, outer = apply_movement(state.params, state.opt_state[OUTER], movement, self._fragments[fragment],
+        params, outer = apply_movement(state.params, state.opt_state[OUTER], movement, self.fragments[fragment],
                                        self.axes, self.outer, self._stores)
         layout, weights = self.layout(), None
         if state.weights is not None:
@@ -167,7 +163,7 @@ class DiLoCoFunctions(StateInArrays):
             state, params=jax.tree.map(constrain, params, layout.shardings.params), weights=weights,
             opt_state={**state.opt_state, OUTER: outer}), metrics
 
-    def _from_synchronous(self, state: ZeroState) -> ZeroState:
+    def from_synchronous(self, state: ZeroState) -> ZeroState:
         """The state of slices that are alike, but for their random keys."""
         layout, num_slices = self.layout(), self.num_slices
 
@@ -188,7 +184,7 @@ class DiLoCoFunctions(StateInArrays):
         store: Store = self._stores[0]
         return map_named(lambda name, leaf, like: store(name, leaf)[0].astype(like.dtype), params, like)
 
-    def _synchronous(self, state: ZeroState) -> ZeroState:
+    def synchronous(self, state: ZeroState) -> ZeroState:
         """The state of `step`: outer parameters, and means over the slices of what else there is."""
         like = self.step.layout()
         back: Store = self._stores[1]
@@ -201,7 +197,7 @@ class DiLoCoFunctions(StateInArrays):
             state, params=params, weights=gather_compute_params(masters, like),
             opt_state=jax.tree.map(mean_of_slices, state.opt_state[INNER]), **fields)
 
-    def _resized(self, state: ZeroState, before: "DiLoCoFunctions") -> ZeroState:
+    def resized(self, state: ZeroState, before: "DiLoCoFunctions") -> ZeroState:
         """A state of another number of slices, in true shapes, as one of as many as here; weights are left out."""
         here, there = jnp.arange(self.num_slices), before.num_slices
 

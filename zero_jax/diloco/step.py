@@ -5,21 +5,38 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zero_jax.arguments import shown, whole
-from zero_jax.diloco.inspection import InspectableDiLoCo
+from zero_jax.contract.params import min_itemsize
+from zero_jax.contract.report import Contract, Report
+from zero_jax.diloco.fragments import Fragment, due, real_dtype
+from zero_jax.diloco.functions import DiLoCoFunctions
 from zero_jax.diloco.options import OuterOptions
 from zero_jax.errors import UsageError
+from zero_jax.jaxpr.equations import trace
 from zero_jax.sharding.auto_axes import in_any_context
+from zero_jax.sharding.batch_layout import BatchLayout, hashable
 from zero_jax.sharding.compute_params import gather_compute_params
+from zero_jax.sharding.layout import Layout
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
+from zero_jax.step.any_step import AnyStep
 from zero_jax.step.call_checks import check_is_state, check_state, check_values, is_traced, state_explained
+from zero_jax.step.compiled import CompiledStep
+from zero_jax.step.losses import takes_key
+from zero_jax.step.options import StepOptions
+from zero_jax.step.programs import Programs
 from zero_jax.step.step import ZeroTrainStep
+from zero_jax.tree import named_leaves
 from zero_jax.typing import Batch, Loss, Metrics, Params, PRNGKey, Pytree
+from zero_jax.xla.overlap import concurrent_options
 
 
-class DiLoCoStep(InspectableDiLoCo):
+class DiLoCoStep(AnyStep):
     """A train step of slices that train by themselves: `init`, then `state, metrics = step(state, batch)`.
 
     Batches are those of the step that it was made from: each slice gets an equal part of the examples. A state is a
@@ -27,41 +44,88 @@ class DiLoCoStep(InspectableDiLoCo):
     `frozen`; its `opt_state` has the slices' ("inner") and the outer one: {"params", "momentum"}, in float32, sharded
     over a slice and the same in all of them. One program is compiled for steps that send nothing, and one for each
     fragment. `zero_jax.Checkpoints` saves and restores these states as those of any step.
-
-    Attributes:
-        step: of the slices together, as `make_zero_train_step` made it: synchronous training.
-        outer: what `make_diloco_step` was asked for.
-        axes: the mesh and the roles of its axes; `axes.slices` is that of the slices.
-        num_slices: how many slices train by themselves.
     """
 
-    def __init__(self, step: Any, outer: Any, num_slices: int | None = None):
-        """As `DiLoCoFunctions`."""
-        super().__init__(step, outer, num_slices)
+    def __init__(self, functions: DiLoCoFunctions):
+        """functions: what it compiles."""
+        self.functions, self.programs = functions, Programs(functions.inner.functions)
         self._last: tuple[Any, int] = (None, 0)
 
     def __repr__(self) -> str:
         return (f"DiLoCoStep(stage={self.stage.number}, mesh={self.axes.sizes}, every={self.outer.every}, "
                 f"fragments={self.outer.fragments})")
 
+    @property
+    def step(self) -> ZeroTrainStep:
+        """The step of the slices together, as `make_zero_train_step` made it: synchronous training."""
+        return self.functions.step
+
+    @property
+    def outer(self) -> OuterOptions:
+        """What `make_diloco_step` was asked for."""
+        return self.functions.outer
+
+    @property
+    def axes(self) -> MeshAxes:
+        """The mesh and the roles of its axes; `axes.slices` is that of the slices."""
+        return self.functions.axes
+
+    @property
+    def num_slices(self) -> int:
+        """How many slices train by themselves."""
+        return self.functions.num_slices
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self.axes.mesh
+
+    @property
+    def stage(self) -> Stage:
+        """The row of the stage table."""
+        return self.step.stage
+
+    @property
+    def options(self) -> StepOptions:
+        """What `make_zero_train_step` was asked for."""
+        return self.step.options
+
+    @property
+    def batches(self) -> BatchLayout:
+        """How a batch is split over the mesh."""
+        return self.step.batches
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """The sharding of a leaf of the batch."""
+        return self.step.batch_sharding
+
+    def layout(self, batch: Batch = None) -> Layout:
+        """How every leaf of the state is stored; `batch` may be left out once known."""
+        return self.functions.layout(batch)
+
+    def num_parts(self, fragment: int | None, batch: Batch = None) -> int:
+        """In how many parts the fragment of this number is sent: with `overlap` one in each iteration over layers.
+
+        1 without, where all-reduces block, and where the step has no such loops or a fragment next to nothing to send.
+        """
+        return self.functions.num_parts(fragment, batch)
+
     def batch_target(self, *, steps: bool) -> Callable[[str, Any], NamedSharding]:
         """Where a leaf of a batch belongs, as `step.batch_target`."""
         return self.step.batch_target(steps=steps)
 
-    @in_any_context
     def init(self, rng: PRNGKey, batch: Batch, *, params: Pytree | None = None) -> ZeroState:
         """The state before the first step, in which all slices are alike but for their random keys; as `step.init`."""
         self.layout(batch)
         return self.from_synchronous(self.step.init(rng, batch, params=params))
 
-    @in_any_context
     def from_synchronous(self, state: ZeroState) -> ZeroState:
         """A state whose slices go on from `state`, one of `step`; the outer momentum is zero. `state` stays."""
         check_is_state(state)
         check_state(state, self.step.layout())
-        return self._jit("from", self._from_synchronous, None, self.layout().shardings)(state)
+        return self.programs.get("from", self.functions.from_synchronous, None, self.layout().shardings)(state)
 
-    @in_any_context
     def synchronous(self, state: ZeroState) -> ZeroState:
         """A state of `step` from the outer parameters: to evaluate, export, or go on with synchronous training.
 
@@ -69,7 +133,7 @@ class DiLoCoStep(InspectableDiLoCo):
         the first slice. What slices learned since they were last averaged is not in it. `state` stays.
         """
         self._check(state)
-        return self._jit("to", self._synchronous, None, self.step.layout().shardings)(state)
+        return self.programs.get("to", self.functions.synchronous, None, self.step.layout().shardings)(state)
 
     def evaluator(self, fun: Loss | None = None, *, ema: bool = False) -> Callable[..., Any]:
         """As `step.evaluator`, of the outer parameters: a function of (state, batch, rng=None) that changes nothing.
@@ -77,7 +141,7 @@ class DiLoCoStep(InspectableDiLoCo):
         Statistics of the batch are the means over the slices. No optimizer state is made for it, as `synchronous` does.
         """
         evaluate = self.step.evaluator(fun, ema=ema)
-        run = jax.jit(lambda state, batch, rng: evaluate(self._synchronous(state), batch, rng))
+        run = jax.jit(lambda state, batch, rng: evaluate(self.functions.synchronous(state), batch, rng))
 
         def call(state: ZeroState, batch: Batch, rng: PRNGKey | None = None) -> Any:
             check_is_state(state)
@@ -90,7 +154,6 @@ class DiLoCoStep(InspectableDiLoCo):
         """The outer parameters in their true shapes, and the frozen ones."""
         return self.step.params(self.synchronous(state))
 
-    @in_any_context
     def resized(self, state: ZeroState, before: "DiLoCoStep") -> ZeroState:
         """The state of `before`, of another number of slices or on other devices, as one of this step; `state` stays.
 
@@ -102,7 +165,7 @@ class DiLoCoStep(InspectableDiLoCo):
             raise UsageError(f"before is a {type(before).__name__}: give the DiLoCoStep that the state is of, or make "
                              "a state of a plain step one with from_synchronous(state).")
         before._check(state)
-        picked = jax.jit(lambda state: self._resized(state, before))(before.layout().load(state))
+        picked = jax.jit(lambda state: self.functions.resized(state, before.functions))(before.layout().load(state))
         layout = self.layout()
         here = jax.tree.map(
             lambda shape, like, leaf: jax.device_put(leaf, layout.true_sharding(shape, like)),
@@ -116,7 +179,6 @@ class DiLoCoStep(InspectableDiLoCo):
 
         return jax.jit(store, out_shardings=layout.shardings)(here)
 
-    @in_any_context
     def __call__(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
         """One step of every slice, and the outer step of the fragment that is due: (new state, metrics).
 
@@ -142,12 +204,106 @@ class DiLoCoStep(InspectableDiLoCo):
         self._last = state.step, number + 1
         return state, metrics
 
+    # Its programs, as text and as data. Every `batch` may be abstract: `jax.ShapeDtypeStruct`s.
+
+    def fragments(self, batch: Batch = None) -> tuple[Fragment, ...]:
+        """By the names of parameters, what of each is averaged together, in the order in which they are."""
+        self.layout(batch)
+        return self.functions.fragments
+
+    def describe(self, batch: Batch = None) -> str:
+        """The layout as text, then a line for each fragment: when it is averaged, and its bytes between slices."""
+        lines, outer = [self.layout(batch).describe()], self.outer
+        for index, fragment in enumerate(self.functions.fragments):
+            at = next(number for number in range(1, outer.every + 1)
+                      if due(number, every=outer.every, fragments=outer.fragments) == index)
+            parts = self.num_parts(index, batch)
+            beside = f", in {parts} parts beside the loops of the next step" if parts > 1 else (
+                ", beside the next step" * outer.overlap)
+            lines.append(
+                f"fragment {index}: after step {at} of every {outer.every}"
+                f"{beside}, {fragment_bytes(fragment, self.axes, outer):,.0f} bytes sent by each device "
+                f"({len(fragment)} parameters)")
+        return "\n".join(lines)
+
+    def fragment_bytes(self, fragment: int | None, batch: Batch = None) -> float:
+        """Bytes that each device sends between slices where the fragment of this number is averaged; 0 for None."""
+        return fragment_bytes(None if fragment is None else self.fragments(batch)[fragment], self.axes, self.outer)
+
+    def due(self, steps: int) -> int | None:
+        """The fragment that the program of the next step averages, once `steps` are taken; None: none."""
+        return due(steps + (not self.outer.overlap), every=self.outer.every, fragments=self.outer.fragments)
+
+    def abstract_state(self, batch: Batch) -> ZeroState:
+        """The state as `jax.ShapeDtypeStruct`s with shardings, for compiling."""
+        return self.layout(batch).state
+
+    def contract(self, batch: Batch, fragment: int | None = None) -> Contract:
+        """What a program may send: that of a slice's step, and between slices a fragment's outer gradients, or nothing.
+
+        fragment: the number of the fragment that the program averages; None: the program of a step without.
+        """
+        inner = self.functions.inner.contract(self.functions.batch_of_one(batch))
+        piece = None if fragment is None else self.fragments(batch)[fragment]
+        layout = self.functions.inner.layout()
+        return changed_contract(inner, piece, layout, self.outer, self.num_parts(fragment, batch))
+
+    def lower(self, batch: Batch, fragment: int | None = None) -> jax.stages.Lowered:
+        """A program lowered for `batch`. fragment: as `contract`."""
+        return self._of(fragment, batch).lower(self.abstract_state(batch), self.step.abstract_batch(batch))
+
+    def compile(self, batch: Batch, fragment: int | None = None) -> jax.stages.Compiled:
+        """`lower`, compiled for the mesh's devices, live or of a target topology; calls of the step do not use it."""
+        return self.programs.compile(lambda: self.lower(batch, fragment), lambda: self._more_options(fragment))
+
+    def compiled_step(self, batch: Batch, fragment: int | None = None) -> CompiledStep:
+        """`compile`, as data. fragment: as `contract`."""
+        return self.as_data(self.compile(batch, fragment), batch, fragment)
+
+    def as_data(self, compiled: jax.stages.Compiled, batch: Batch, fragment: int | None = None) -> CompiledStep:
+        """What `compile` returned for `batch` and `fragment`, as data."""
+        return CompiledStep(compiled.as_text() or "", compiled.memory_analysis(), self.layout(batch),
+                            self.contract(batch, fragment))
+
+    def trace_forward(self, batch: Batch) -> Any:
+        """The jaxpr of the loss of the outer parameters, in evaluation, of the whole state."""
+        key = (jax.eval_shape(lambda: jax.random.key(0)),) if takes_key(self.step.loss) else ()
+        return trace(self.evaluator(), self.abstract_state(batch), self.step.abstract_batch(batch), *key)
+
+    def verify(self, batch: Batch) -> dict[int | None, Report]:
+        """Compiles every program and checks it against its contract; reports by fragment, None for the one of none.
+
+        Raises ContractError (a ValueError) where a step without an outer one sends anything between slices, an outer
+        step more or fewer bytes than its fragment has in the declared dtype, or a slice's step breaks its own contract.
+        """
+        programs = (None, *range(self.outer.fragments))
+        return {fragment: self.compiled_step(batch, fragment).verify() for fragment in programs}
+
     def of_slices(self, num_slices: int) -> "DiLoCoStep":
         """What stores the states of `num_slices` slices on this mesh, for `Checkpoints.restore`; it does not train.
 
         `resized` makes a state of this step of what was restored.
         """
-        return DiLoCoStep(self.step, self.outer, whole("num_slices", num_slices, 1))
+        return DiLoCoStep(DiLoCoFunctions(self.step, self.outer, whole("num_slices", num_slices, 1)))
+
+    def _more_options(self, fragment: int | None) -> dict[str, Any]:
+        return concurrent_options(self.mesh.devices.flat[0]) if self.num_parts(fragment) > 1 else {}
+
+    def _of(self, fragment: int | None, batch: Batch) -> Any:
+        """The jitted program that averages `fragment` (None: none)."""
+        if self.num_slices != self.axes.size(self.axes.slices):
+            raise UsageError(f"This is of {self.num_slices} slices, and the mesh {self.axes.sizes} has others: make a "
+                             "state of the mesh's with resized(state, this).")
+        layout = self.layout(batch)
+        metrics = NamedSharding(self.mesh, P(self.axes.slices))
+
+        def program(state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
+            return self.functions.step_and_outer(fragment, state, batch)
+
+        of_batch = self.step.batches.shardings(batch)
+        return self.programs.get(
+            (fragment, hashable(of_batch)), program, (layout.shardings, of_batch), (layout.shardings, metrics),
+            more_options=lambda: self._more_options(fragment), donate_argnums=0)
 
     def _check(self, state: ZeroState) -> None:
         check_is_state(state)
@@ -184,4 +340,33 @@ def make_diloco_step(
     if not isinstance(step, ZeroTrainStep):
         raise UsageError(f"step={shown(step)} is a {type(step).__name__}: give the step that "
                          "zero_jax.make_zero_train_step returned.")
-    return DiLoCoStep(step, OuterOptions(every, learning_rate, momentum, nesterov, fragments, overlap, mix, dtype))
+    outer = OuterOptions(every, learning_rate, momentum, nesterov, fragments, overlap, mix, dtype)
+    return DiLoCoStep(DiLoCoFunctions(step, outer))
+
+
+def changed_contract(contract: Contract, fragment: Fragment | None, layout: Layout, options: OuterOptions,
+                     parts: int = 1) -> Contract:
+    """The contract of the program that averages `fragment`, from that of a slice's step and the layout of one slice.
+
+    parts: in how many it is sent; several are sent in the rounds of loops. At stages 0 to 2 the slices gather the new
+    parameters that they store whole.
+    """
+    axes, min_bytes = layout.axes, min_itemsize(layout.axes.platform)
+    gathered = sum(
+        fragment[name].elements * max(real_dtype(leaf.dtype).itemsize, min_bytes) * (axes.zero_size - 1)
+        for name, leaf in named_leaves(layout.state.params)
+        if fragment is not None and name in fragment and leaf.sharding.spec != fragment[name].spec)
+    sent = fragment_bytes(fragment, axes, options)
+    changes = {"slices": sent, "outer": gathered}
+    return dataclasses.replace(contract, slices_in_loops=parts > 1, budgets=tuple(
+        dataclasses.replace(budget, communication_bytes=changes.get(budget.key, budget.communication_bytes))
+        for budget in contract.budgets))
+
+
+def fragment_bytes(fragment: Fragment | None, axes: MeshAxes, options: OuterOptions) -> float:
+    """Bytes that each device sends to sum a fragment's outer gradients over the slices, as rings do; 0 for none."""
+    if fragment is None:
+        return 0.0
+    itemsize = max(jnp.dtype(options.dtype).itemsize, min_itemsize(axes.platform))
+    num_slices = axes.size(axes.slices)
+    return 2 * (num_slices - 1) / num_slices * itemsize * sum(piece.elements for piece in fragment.values())

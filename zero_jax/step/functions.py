@@ -2,10 +2,9 @@
 
 import dataclasses
 import functools
-import inspect
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +13,12 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.errors import UsageError, few
-from zero_jax.frontends.given_values import named_values
+from zero_jax.errors import UsageError
 from zero_jax.frontends.input_cast import casting_inputs
-from zero_jax.frontends.lora import Lora
-from zero_jax.frontends.model_functions import ModelFunctions, is_nnx, other_reads, reseeded, stored_values
+from zero_jax.frontends.model_functions import ModelFunctions, other_reads, reseeded
 from zero_jax.jaxpr.passes import with_jaxpr_passes
-from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes, sharding_errors_explained
-from zero_jax.sharding.batch import Accumulation, abstract_batch
+from zero_jax.sharding.auto_axes import on_auto_axes, sharding_errors_explained
+from zero_jax.sharding.batch import abstract_batch
 from zero_jax.sharding.batch_layout import BatchLayout
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
@@ -30,7 +27,6 @@ from zero_jax.sharding.memory.kinds import as_placed, params_as_placed
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.step_weights import gather_step_weights, microbatch_layout
-from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
 from zero_jax.step.accumulate import Microbatches, accumulate_gradients
 from zero_jax.step.attention import initialising
@@ -42,13 +38,11 @@ from zero_jax.step.call_checks import (
 )
 from zero_jax.step.gradients import ForwardInputs, ForwardOutput, gradient_function
 from zero_jax.step.guard import GuardLogic
-from zero_jax.step.in_arrays import StateInArrays
 from zero_jax.step.init import initial_state
 from zero_jax.step.losses import checked, takes_key, with_key
 from zero_jax.step.metrics import values
 from zero_jax.step.options import StepOptions
 from zero_jax.step.overlap import with_overlap
-from zero_jax.step.start import names_without_streams, with_values
 from zero_jax.step.trace_layout import trace_layout
 from zero_jax.step.trainable import split_trainable
 from zero_jax.step.update import apply_update, loss_scale, step_metrics, unscaled_gradients
@@ -61,162 +55,104 @@ from zero_jax.views.in_parts import in_parts
 LOG = logging.getLogger("zero_jax")
 
 
-class StepFunctions(StateInArrays):
-    """What `ZeroTrainStep` compiles. Nothing here runs on devices by itself."""
+class StepFunctions:
+    """The functions of a step, from options and shapes: `ZeroTrainStep` compiles them, and none runs by itself.
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Every public method of a step may be called under any `jax.set_mesh`."""
-        super().__init_subclass__(**options)
-        for name, method in list(vars(cls).items()):
-            if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
-                setattr(cls, name, in_any_context(method))
+    Attributes:
+        known_layout: of the state, once a batch was seen.
+        first_batch: the shapes of the first batch that was traced.
+    """
 
     def __init__(self, model: ModelFunctions, optimizer: optax.GradientTransformationExtraArgs, loss: Loss,
-                 axes: MeshAxes, options: StepOptions, given_params: Mapping[str, Any] | None = None):
-        """As `make_zero_train_step` calls it; raises ValueError for options that cannot take effect on this mesh.
-
-        given_params: the values to start from, by name; None: those that `model` makes.
-        """
+                 axes: MeshAxes, options: StepOptions):
+        """As `make_zero_train_step` calls it; raises ValueError for options that cannot take effect on this mesh."""
         options.check(axes)
         model.given = on_auto_axes(model.given, axes.mesh)
         self.axes, self.options = axes, options
-        self.batch_sharding, self.batches = axes.batch_sharding, BatchLayout(axes, options.batch_specs)
-        self._model, self._optimizer, self._loss, self._given_params = model, optimizer, loss, given_params
-        self._guard = GuardLogic(options.guard, options.precision.loss_scale)
+        self.batches = BatchLayout(axes, options.batch_specs)
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.guard = GuardLogic(options.guard, options.precision.loss_scale)
+        self.known_layout: Layout | None = None
+        self.first_batch: Any = None
         self._model_init = jax.jit(self._init_model)  # whose trace the layout and `init` share
-        self._layout: Layout | None = None
-        self._first_batch: Any = None
-        self._warned = False
 
     @property
     def mesh(self) -> Mesh:
         """The devices."""
         return self.axes.mesh
 
-    @property
-    def stage(self) -> Stage:
-        """The row of the stage table."""
-        return self.options.stage
+    def changed(self, **options: Any) -> "StepFunctions":
+        """These functions with other options, whose layout is still to be made."""
+        return StepFunctions(self.model, self.optimizer, self.loss, self.axes,
+                             dataclasses.replace(self.options, **options))
 
-    @property
-    def accumulation(self) -> Accumulation:
-        """The microbatches of a step."""
-        return self.options.accumulation
-
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """As the step calls it."""
-        return self._optimizer
-
-    @property
-    def lora(self) -> Lora | None:
-        """The model with its adapters, which are known once there is a layout; None where it has none."""
-        return self._model if isinstance(self._model, Lora) else None
-
-    @property
-    def loss(self) -> Loss:
-        """As the step calls it."""
-        return self._loss
-
-    def of_slices(self, **options: Any) -> Self:
-        """This step as each slice along the axis `replica` takes it by itself, to be mapped over the slices.
-
-        options: other ones than its own.
-
-        `jax.vmap` with that axis as `spmd_axis_name` maps a call over states and batches with a leading dim.
-        """
-        loss: Any = self._loss
+    def of_slices(self, **options: Any) -> "StepFunctions":
+        """The functions of one slice along the axis `replica`, with other options than these have."""
+        loss: Any = self.loss
         loss = loss.of_slices() if hasattr(loss, "of_slices") else loss  # one that names axes of the mesh
-        return type(self)(self._model, self._optimizer, loss, self.axes.of_slices(),
-                          dataclasses.replace(self.options, **options), self._given_params)
+        return StepFunctions(self.model, self.optimizer, loss, self.axes.of_slices(),
+                             dataclasses.replace(self.options, **options))
 
-    def batch_target(self, *, steps: bool) -> Callable[[str, Any], NamedSharding]:
-        """Where a leaf of a batch belongs; steps: of several batches, (steps, global batch, ...)."""
-        return functools.partial(self.batches.target, steps=steps)
-
-    @in_any_context
     def layout(self, batch: Batch = None) -> Layout:
         """How every leaf of the state is stored, whatever the size of `batch`; it may be left out once known."""
         if batch is not None:
             self.batches.check(batch)
-        elif self._layout is None:
+        elif self.known_layout is None:
             raise UsageError("This step has no layout yet: call step.init or step.layout(batch) first.")
-        if self._layout is None:
-            with loss_errors_explained(self._loss, batch), sharding_errors_explained():
+        if self.known_layout is None:
+            with loss_errors_explained(self.loss, batch), sharding_errors_explained():
                 layout = trace_layout(
-                    self._model, self._model_init, self._with_inputs_cast(self._loss), self._optimizer, self.axes,
-                    self.options, jax.eval_shape(self._guard.init), batch)
+                    self.model, self._model_init, self._with_inputs_cast(self.loss), self.optimizer, self.axes,
+                    self.options, jax.eval_shape(self.guard.init), batch)
             if self.options.prefetch and not any(access.stacked for access in layout.reads.values()):
                 raise UsageError("prefetch=True, and no loop of this model runs over its parameters: there is no next "
                                  "round to gather for. Put its layers in nn.scan or nnx.scan, or leave prefetch out.")
-            self._layout = with_overlap(
+            self.known_layout = with_overlap(
                 dataclasses.replace(layout, replicated_batch=self.batches.replicated(batch)), self.options)
-        return self._layout
-
-    def abstract_batch(self, batch: Batch) -> Any:
-        """`batch` as `jax.ShapeDtypeStruct`s with shardings."""
-        return self.batches.abstract(batch)
-
-    def _readable(self, state: ZeroState, *, ema: bool) -> tuple[ZeroState, Any]:
-        """`state` with what an evaluator reads in arrays, and its shardings; None: those of the layout."""
-        return state, None
+        return self.known_layout
 
     def _init_model(self, rng: PRNGKey, batch: Batch, given: Any) -> tuple[Any, Any]:
-        with initialising(), loss_errors_explained(self._loss, batch):
-            return self._model.init(checked(with_key(self._loss, rng)), rng, batch, given)
+        with initialising(), loss_errors_explained(self.loss, batch):
+            return self.model.init(checked(with_key(self.loss, rng)), rng, batch, given)
 
-    def _init(self, rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
+    def initial_state(self, rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
+        """The state before the first step; given: the values that the model object has."""
         model_rng, step_rng = jax.random.split(rng)
         params, variables = self._model_init(model_rng, batch, given)
         layout = self.layout(batch)
         return as_placed(initial_state(
-            *split_trainable(params, self.options.frozen), variables, rng=step_rng, optimizer=self._optimizer,
-            layout=layout, guard=self._guard), layout)
+            *split_trainable(params, self.options.frozen), variables, rng=step_rng, optimizer=self.optimizer,
+            layout=layout, guard=self.guard), layout)
 
-    def _named(self, given: Any, batch: Batch = None) -> dict[str, Any]:
-        """The values that a user gives, by the names that the state has for them."""
-        return named_values(given, self.layout(batch).state.variables)
-
-    def _warn_of_variables(self, state: ZeroState) -> None:
-        """Says once what an NNX module would lack that is updated with the parameters alone; Linen raises an error."""
-        if not self._warned and is_nnx(self._model) and (others := names_without_streams(state.variables)):
-            self._warned = True
-            LOG.warning("step.params(state) has the parameters alone, and state.variables has %s: nnx.update(module, "
-                        "step.params(state), state.variables) takes all.", few(others))
-
-    def _with_values(self, state: ZeroState, given: Mapping[str, Any]) -> ZeroState:
-        """`state` from values of the model's parameters by name; what the model adds to them is new."""
-        return with_values(state, stored_values(self._model, given, state.rng), layout=self.layout(),
-                           optimizer=self._optimizer)
-
-    def _step(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
+    def step(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
+        """The next state, and metrics."""
         check_state(state, self.layout(batch))
-        check_same_batch(batch, self._first_batch)
-        key = self._key(state)
+        check_same_batch(batch, self.first_batch)
+        key = self.key(state)
         weights = state.params if state.weights is None else state.weights
-        output, grads = self._forward_backward(state, weights, key, batch, self._loss)
+        output, grads = self.forward_backward(state, weights, key, batch, self.loss)
         if self.options.host_offload:  # whose update makes them wider, and divides by the scale, block by block
-            grads, scale = self._as_reduced(state, grads)
+            grads, scale = self.as_reduced(state, grads)
         else:
-            grads, scale = self._unscaled(state, grads), None
-        new_state = self._update(state, output, grads, key, scale)
-        if self._first_batch is None:
-            self._first_batch = abstract_batch(batch)
+            grads, scale = self.unscaled(state, grads), None
+        new_state = self.update(state, output, grads, key, scale)
+        if self.first_batch is None:
+            self.first_batch = abstract_batch(batch)
         return new_state
 
-    def _steps(self, state: ZeroState, batches: Batch) -> tuple[ZeroState, Metrics]:
+    def steps(self, state: ZeroState, batches: Batch) -> tuple[ZeroState, Metrics]:
         """As many steps as the first dim of `batches` says."""
-        return jax.lax.scan(self._constrained_step, state, batches)
+        return jax.lax.scan(self.constrained_step, state, batches)
 
-    def _constrained_step(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
+    def constrained_step(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
         """A step inside a larger program, in which nothing else says how the state is sharded."""
         shardings = self.layout(batch).shardings
         batch = jax.tree.map(constrain, batch, self.batches.shardings(batch))
-        state, metrics = self._step(jax.tree.map(constrain, state, shardings), batch)
+        state, metrics = self.step(jax.tree.map(constrain, state, shardings), batch)
         return jax.tree.map(constrain, state, shardings), metrics
 
-    def _gradients(self, state: ZeroState, batch: Batch, params: Params | None, loss: Loss
-                   ) -> tuple[Gradients, Metrics, Variables]:
+    def gradients(self, state: ZeroState, batch: Batch, params: Params | None, loss: Loss
+                  ) -> tuple[Gradients, Metrics, Variables]:
         """Reduced gradients without loss scale, metrics and new variables; params: in place of the state's."""
         layout = self.layout(batch)
         check_state(state, layout)
@@ -224,37 +160,37 @@ class StepFunctions(StateInArrays):
         if params is not None:
             copy = gather_compute_params(jax.tree.map(constrain, params, layout.gradients), layout)
             weights = jax.tree.map(constrain, params, layout.shardings.params) if copy is None else copy
-        output, grads = self._forward_backward(state, weights, self._key(state), batch, loss, host_gradients=False)
+        output, grads = self.forward_backward(state, weights, self.key(state), batch, loss, host_gradients=False)
         if output.written:
             raise UsageError(f"The model overwrites its parameters {', '.join(output.written)} in its forward pass, "
                              "which step.gradients cannot hand on: call the step itself.")
-        grads = self._unscaled(state, grads)
+        grads = self.unscaled(state, grads)
         metrics = step_metrics({"loss": output.loss, "grad_norm": optax.tree.norm(grads)})
         return grads, {**metrics, **values(output.metrics)}, output.variables
 
-    def _apply(self, state: ZeroState, grads: Gradients, loss: Scalar | None, variables: Variables | None
-               ) -> tuple[ZeroState, Metrics]:
+    def apply_gradients(self, state: ZeroState, grads: Gradients, loss: Scalar | None, variables: Variables | None
+                        ) -> tuple[ZeroState, Metrics]:
         """The state after a step with the user's gradients."""
         variables = state.variables if variables is None else variables
         output = ForwardOutput(loss, {}, jnp.ones(()), variables)
         grads = jax.tree.map(lambda grad, param: grad.astype(
-            jnp.promote_types(param.dtype, jnp.float32) if self._stochastic else param.dtype), grads, state.params)
-        return self._update(state, output, jax.tree.map(constrain, grads, self.layout().gradients), self._key(state))
+            jnp.promote_types(param.dtype, jnp.float32) if self.stochastic else param.dtype), grads, state.params)
+        return self.update(state, output, jax.tree.map(constrain, grads, self.layout().gradients), self.key(state))
 
-    def _forward_backward(self, state: ZeroState, weights: Params, key: PRNGKey, batch: Batch, loss: Loss, *,
-                          host_gradients: bool = True) -> tuple[ForwardOutput, Gradients]:
+    def forward_backward(self, state: ZeroState, weights: Params, key: PRNGKey, batch: Batch, loss: Loss, *,
+                         host_gradients: bool = True) -> tuple[ForwardOutput, Gradients]:
         """The output of the loss and the reduced gradient, multiplied by the loss scale; of all microbatches.
 
         host_gradients: False: all of them are in device memory, whatever the layout says.
         """
         options, layout, batch = self.options, self.layout(batch), self._cast(batch)
         num_microbatches = options.accumulation.microbatches
-        scale = state.guard.scale if self._guard.loss_scale else None
+        scale = state.guard.scale if self.guard.loss_scale else None
         activations = options.activations(self.axes, self.batches.size(batch) // num_microbatches)
         weights, frozen = gather_step_weights(*params_as_placed(weights, state.frozen, layout), layout)
         layout = microbatch_layout(layout)
         layout = layout if host_gradients else dataclasses.replace(layout, host_gradients={})
-        gradient = gradient_function(self._model, self._with_inputs_cast(loss), layout, options, activations,
+        gradient = gradient_function(self.model, self._with_inputs_cast(loss), layout, options, activations,
                                      self._reads_of(loss, batch, key))
 
         def run(weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar) -> tuple[ForwardOutput, Gradients]:
@@ -268,48 +204,53 @@ class StepFunctions(StateInArrays):
         run = in_parts(run, layout, self.batches) if options.is_local(self.axes) else run
         return run(weights, ForwardInputs(frozen, state.variables, key), batch, scale)
 
-    def _update(self, state: ZeroState, output: ForwardOutput, grads: Gradients, key: PRNGKey,
-                scale: Scalar | None = None) -> tuple[ZeroState, Metrics]:
+    def update(self, state: ZeroState, output: ForwardOutput, grads: Gradients, key: PRNGKey,
+               scale: Scalar | None = None) -> tuple[ZeroState, Metrics]:
+        """The next state, and metrics, from the reduced gradient. scale: by which that is still multiplied."""
         return apply_update(
-            state, output, grads, key=key, optimizer=self._optimizer, layout=self.layout(), guard=self._guard,
-            stochastic=self._stochastic, ema=self.options.ema, offload=self.options.host_offload, scale=scale)
+            state, output, grads, key=key, optimizer=self.optimizer, layout=self.layout(), guard=self.guard,
+            stochastic=self.stochastic, ema=self.options.ema, offload=self.options.host_offload, scale=scale)
 
-    def _as_reduced(self, state: ZeroState, grads: Gradients) -> tuple[Gradients, Scalar | None]:
+    def as_reduced(self, state: ZeroState, grads: Gradients) -> tuple[Gradients, Scalar | None]:
         """(`grads` on their shards, in any dtype and multiplied by the loss scale, that scale)."""
         grads = jax.tree.map(lambda grad, to: grad if is_on_host(grad) else constrain(grad, to),
                              grads, self.layout().gradients)
-        return grads, loss_scale(state, self._guard)
+        return grads, loss_scale(state, self.guard)
 
-    def _unscaled(self, state: ZeroState, grads: Gradients) -> Gradients:
+    def unscaled(self, state: ZeroState, grads: Gradients) -> Gradients:
+        """`grads` on their shards, in the dtype of the update, without the loss scale."""
         return unscaled_gradients(
-            state, grads, layout=self.layout(), guard=self._guard, stochastic=self._stochastic)
+            state, grads, layout=self.layout(), guard=self.guard, stochastic=self.stochastic)
 
-    def _evaluate(self, fun: Loss, state: ZeroState, batch: Batch, rng: PRNGKey | None, *, ema: bool) -> Any:
+    def evaluate(self, fun: Loss, state: ZeroState, batch: Batch, rng: PRNGKey | None, *, ema: bool) -> Any:
+        """`fun(model, batch)` in evaluation; ema: of the parameters' moving average."""
         batch = self._cast(batch)
-        return evaluate(self._model, self._with_inputs_cast(fun), self.layout(), state, batch, ema=ema, rng=rng,
+        return evaluate(self.model, self._with_inputs_cast(fun), self.layout(), state, batch, ema=ema, rng=rng,
                         reads=self._reads_of(fun, batch, rng))
 
     def _reads_of(self, fun: Loss, batch: Batch, rng: PRNGKey | None) -> Mapping[str, ParamAccess]:
         """How `fun(model, batch)` reads each parameter: another than the step's loss may read past the hooks."""
         layout = self.layout()
-        if fun is self._loss:
+        if fun is self.loss:
             return layout.reads
         shapes, stored = layout.stored_shapes, layout.state
         as_read = map_named(lambda name, shape, leaf: jax.ShapeDtypeStruct(
             shape.shape, self.options.precision.read_dtype(name, leaf.dtype)),
             merge(shapes.params, shapes.frozen), merge(stored.params, stored.frozen))
-        return other_reads(self._model, with_key(self._with_inputs_cast(fun), None), as_read, stored.variables,
+        return other_reads(self.model, with_key(self._with_inputs_cast(fun), None), as_read, stored.variables,
                            *jax.eval_shape(lambda: (rng, batch)))
 
     @property
-    def _replicated(self) -> NamedSharding:
+    def replicated(self) -> NamedSharding:
+        """The sharding of what every device has whole."""
         return NamedSharding(self.mesh, P())
 
     @property
-    def _stochastic(self) -> bool:
+    def stochastic(self) -> bool:
+        """Whether parameters are rounded at random."""
         return self.options.precision.rounding == "stochastic"
 
-    def _key(self, state: ZeroState) -> PRNGKey:
+    def key(self, state: ZeroState) -> PRNGKey:
         """The key of the step that `state` is before."""
         return jax.random.fold_in(state.rng, state.step)
 
@@ -326,8 +267,9 @@ class StepFunctions(StateInArrays):
         precision = self.options.precision
         return cast_floating(batch, precision.compute) if precision.cast_batch is True else batch
 
-    def _batch_shardings(self, batch: Batch) -> Any:
-        return self.batch_sharding if self.batches.is_even(batch) else self.batches.shardings(batch)
+    def batch_shardings(self, batch: Batch) -> Any:
+        """The shardings of `batch`: one for all leaves, or a tree."""
+        return self.axes.batch_sharding if self.batches.is_even(batch) else self.batches.shardings(batch)
 
 
 def evaluate(model: ModelFunctions, fun: Loss, layout: Layout, state: ZeroState, batch: Batch, *, ema: bool,

@@ -26,6 +26,7 @@ from zero_jax.sharding.tiling import Tiling, tiling_of
 from zero_jax.stages import stage_of
 from zero_jax.step.call_checks import check_loss
 from zero_jax.step.disk.step import DiskTrainStep
+from zero_jax.step.functions import StepFunctions
 from zero_jax.step.guard import Guard
 from zero_jax.step.losses import next_token_loss
 from zero_jax.step.options import StepOptions, View
@@ -177,11 +178,12 @@ def make_zero_train_step(
     loss = next_token_loss if loss is None else loss
     check_loss(loss)
     with computing_on(axes.mesh), sharding_errors_explained():
-        functions = to_model_functions(model, rng_streams, precision)
+        model_functions = to_model_functions(model, rng_streams, precision)
     kind = ZeroTrainStep if options.offload is None or options.offload.disk is None else DiskTrainStep
     optimizer = takes_value(optimizer)
     if precision.rounding == "stochastic":
         optimizer = with_wide_numbers(optimizer)
     if axes.platform == "cpu":
         optimizer = with_safe_scatters(optimizer)
-    return kind(functions, traced_once(optimizer), loss, axes, options, own_values(base))
+    functions = StepFunctions(model_functions, traced_once(optimizer), loss, axes, options)
+    return kind(functions, own_values(base))

@@ -1,37 +1,70 @@
 """The compiled ZeRO step: gather at use, backward with reduce-scatter, sharded update, re-gather."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.contract.verify import Contract, Report, contract_of
+from zero_jax.distributed.agreement import check_same, devices_on_host, spans_processes
 from zero_jax.distributed.initialize import on_host, zeros_of
-from zero_jax.errors import UsageError
-from zero_jax.frontends.model_functions import ModelFunctions
+from zero_jax.errors import UsageError, few
+from zero_jax.frontends.given_values import named_values
+from zero_jax.frontends.lora import Lora
+from zero_jax.frontends.model_functions import is_nnx, stored_values
+from zero_jax.jaxpr.equations import trace
 from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes
-from zero_jax.sharding.batch import split_steps
-from zero_jax.sharding.batch_layout import hashable
+from zero_jax.sharding.batch import Accumulation, split_steps
+from zero_jax.sharding.batch_layout import BatchLayout, hashable
+from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import expanded, resident
+from zero_jax.sharding.memory.in_groups import in_groups
+from zero_jax.sharding.memory.kinds import check_capacity
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.state import ZeroState, state_key, typed_key
-from zero_jax.step.call_checks import check_is_state, check_loss, check_state, check_values, is_traced, state_explained
+from zero_jax.stages import Stage
+from zero_jax.state import FROM_PARAMS, ZeroState, state_key, typed_key
+from zero_jax.step.any_step import AnyStep
+from zero_jax.step.call_checks import (
+    check_is_state,
+    check_loss,
+    check_state,
+    check_values,
+    is_traced,
+    loss_errors_explained,
+    state_explained,
+)
+from zero_jax.step.compiled import CompiledStep
+from zero_jax.step.functions import StepFunctions
 from zero_jax.step.guard import BadStepMonitor
-from zero_jax.step.inspection import InspectableStep
 from zero_jax.step.loop_checks import check_params, check_update
 from zero_jax.step.losses import takes_key
 from zero_jax.step.options import StepOptions
+from zero_jax.step.overlap import with_overlap
+from zero_jax.step.programs import Programs
 from zero_jax.step.replicas import Replicas, compare, copies_digests, replicas_of
-from zero_jax.step.start import as_train_state, check_train_state, with_optimizer_state
+from zero_jax.step.start import (
+    as_train_state,
+    check_train_state,
+    names_without_streams,
+    with_optimizer_state,
+    with_values,
+)
 from zero_jax.tree import merge
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Pytree, Scalar, Variables
 
+LOG = logging.getLogger("zero_jax")
 
-class ZeroTrainStep(InspectableStep):
+
+class ZeroTrainStep(AnyStep):
     """A train step: `init`, then `state, metrics = step(state, batch)` for as long as the user likes.
 
     A batch is a pytree of arrays (numpy or jax) whose leading dim is the global batch, sharded over the mesh's
@@ -40,23 +73,101 @@ class ZeroTrainStep(InspectableStep):
     and no error of the guard is raised (`check(state)` does so afterwards).
 
     Attributes:
-        axes: the mesh and the roles of its axes.
-        options: what `make_zero_train_step` was asked for.
-        batch_sharding: the sharding of a leaf of the batch.
+        functions: what it compiles: the step, gradients, evaluation, as functions that JAX traces.
+        programs: what it has compiled.
     """
 
-    def __init__(self, model: ModelFunctions, optimizer: optax.GradientTransformationExtraArgs, loss: Loss,
-                 axes: MeshAxes, options: StepOptions, given_params: Mapping[str, Any] | None = None):
-        """As `StepFunctions`."""
-        super().__init__(model, optimizer, loss, axes, options, given_params)
+    def __init__(self, functions: StepFunctions, given_params: Mapping[str, Any] | None = None):
+        """given_params: the values to start from, by name; None: those that the model makes."""
+        self.functions, self.programs, self._given_params = functions, Programs(functions), given_params
         self._monitor = BadStepMonitor()
         self._jitted: Any = None
-        self._programs: dict[Any, Any] = {}
+        self._warned = False
 
     def __repr__(self) -> str:
-        known = "" if self._layout is None else (
-            f", num_params={self._layout.num_params:,}, state_bytes_per_device={self._layout.device_bytes:,}")
+        layout = self.functions.known_layout
+        known = "" if layout is None else (
+            f", num_params={layout.num_params:,}, state_bytes_per_device={layout.device_bytes:,}")
         return f"ZeroTrainStep(stage={self.stage.number}, mesh={self.axes.sizes}{known})"
+
+    @property
+    def axes(self) -> MeshAxes:
+        """The mesh and the roles of its axes."""
+        return self.functions.axes
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self.axes.mesh
+
+    @property
+    def options(self) -> StepOptions:
+        """What `make_zero_train_step` was asked for."""
+        return self.functions.options
+
+    @property
+    def stage(self) -> Stage:
+        """The row of the stage table."""
+        return self.options.stage
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """The microbatches of a step."""
+        return self.options.accumulation
+
+    @property
+    def batches(self) -> BatchLayout:
+        """How a batch is split over the mesh."""
+        return self.functions.batches
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """The sharding of a leaf of the batch."""
+        return self.axes.batch_sharding
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """As the step calls it."""
+        return self.functions.optimizer
+
+    @property
+    def loss(self) -> Loss:
+        """As the step calls it."""
+        return self.functions.loss
+
+    @property
+    def lora(self) -> Lora | None:
+        """The model with its adapters, which are known once there is a layout; None where it has none."""
+        return self.functions.model if isinstance(self.functions.model, Lora) else None
+
+    def layout(self, batch: Batch = None) -> Layout:
+        """How every leaf of the state is stored, whatever the size of `batch`; it may be left out once known."""
+        return self.functions.layout(batch)
+
+    def batch_target(self, *, steps: bool) -> Callable[[str, Any], NamedSharding]:
+        """Where a leaf of a batch belongs; steps: of several batches, (steps, global batch, ...)."""
+        return functools.partial(self.batches.target, steps=steps)
+
+    def of_slices(self, **options: Any) -> Self:
+        """This step as each slice along the axis `replica` takes it by itself, to be mapped over the slices.
+
+        options: other ones than its own.
+
+        `jax.vmap` with that axis as `spmd_axis_name` maps a call over states and batches with a leading dim.
+        """
+        return type(self)(self.functions.of_slices(**options), self._given_params)
+
+    def without_overlap(self) -> Self:
+        """The same step without `overlap` and `prefetch`, to compare.
+
+        A step of its own: what is lowered with compiler options keeps them, whatever it is compiled with.
+        """
+        other = self.functions.changed(overlap=False, prefetch=False)
+        if layout := self.functions.known_layout:
+            other.known_layout = with_overlap(layout, other.options)
+        return type(self)(other, self._given_params)
+
+    # The state.
 
     def init(self, rng: PRNGKey, batch: Batch, *, params: Pytree | None = None) -> ZeroState:
         """The initial state, each leaf initialised in its shards; `batch` may be abstract.
@@ -70,10 +181,15 @@ class ZeroTrainStep(InspectableStep):
         self._check_capacity(batch)
         self._check_same(rng, batch)
         given = self._given_params if params is None else self._named(params, batch)
-        make = self._run_init(batch, params=given is None)
+        check_values(batch, self.loss, self.batches)
+        make, like, shardings = self._initializer(batch, without=() if given is None else FROM_PARAMS)
+        if self.options.host_offload is None:
+            run = jax.jit(make, in_shardings=shardings, out_shardings=_shardings_of(like))
+        else:  # made by several programs, one group after another
+            run = in_groups(make, like, in_shardings=shardings)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
             batch = jax.tree.map(zeros_of, self.abstract_batch(batch))
-        state = make(rng, self._model.given, batch)
+        state = run(rng, self.functions.model.given, batch)
         if given is None:
             return state
         like = self.layout().state
@@ -126,8 +242,8 @@ class ZeroTrainStep(InspectableStep):
         check_is_state(state)
         if is_traced(state, batch):
             self.batches.check(batch, self.accumulation.microbatches)
-            return self._constrained_step(state, batch)
-        check_values(batch, self._loss, self.batches)
+            return self.functions.constrained_step(state, batch)
+        check_values(batch, self.loss, self.batches)
         return self._run(self._jitted or self._jit(batch), state, batch)
 
     def multi(self, state: ZeroState, batches: Batch) -> tuple[ZeroState, Metrics]:
@@ -137,15 +253,15 @@ class ZeroTrainStep(InspectableStep):
         compiles once more. The guard works in every step; BadStepError is raised as by single steps.
         """
         check_is_state(state)
-        check_values(batches, self._loss, self.batches, steps=True)
+        check_values(batches, self.loss, self.batches, steps=True)
         first = split_steps(batches)
         self.batches.check(first, self.accumulation.microbatches)
         layout = self.layout(first)
         shardings = jax.tree.map(lambda each: NamedSharding(self.mesh, P(None, *each.spec)),
                                  self.batches.shardings(first))
-        return self._run(self._jit_once(
-            ("multi", hashable(shardings)), self._steps, (layout.shardings, shardings),
-            (layout.shardings, self._replicated), donate_argnums=0), state, batches)
+        return self._run(self.programs.get(
+            ("multi", hashable(shardings)), self.functions.steps, (layout.shardings, shardings),
+            (layout.shardings, self.functions.replicated), donate_argnums=0), state, batches)
 
     def gradients(self, state: ZeroState, batch: Batch, *, params: Params | None = None, loss: Loss | None = None
                   ) -> tuple[Gradients, Metrics, Variables]:
@@ -158,23 +274,23 @@ class ZeroTrainStep(InspectableStep):
         the step's, such as the generator's; the same function each time, or it compiles anew.
         """
         check_is_state(state)
-        fun = self._loss if loss is None else loss
+        fun = self.loss if loss is None else loss
         check_loss(fun)
         params, layout = on_auto_axes(params, self.mesh), self.layout(batch)
         self.batches.check(batch, self.accumulation.microbatches)
         check_params(params, layout)
 
         def run(state: ZeroState, batch: Batch, params: Params | None) -> Any:
-            return self._gradients(expanded(layout, state), batch, params, fun)
+            return self.functions.gradients(expanded(layout, state), batch, params, fun)
 
         if is_traced(state, batch):
             return run(state, batch, params)
         check_values(batch, fun, self.batches)
-        of_batch = self._batch_shardings(batch)
-        compiled = self._jit_once(
+        of_batch = self.functions.batch_shardings(batch)
+        compiled = self.programs.get(
             ("gradients", fun, params is None, hashable(of_batch)), run,
             (resident(layout, layout.shardings), of_batch, None),
-            (layout.gradients, self._replicated, layout.shardings.variables))
+            (layout.gradients, self.functions.replicated, layout.shardings.variables))
         with state_explained(state, layout):
             return compiled(state, batch, params)
 
@@ -189,11 +305,11 @@ class ZeroTrainStep(InspectableStep):
         check_update(gradients, loss, variables, self.layout(), self.options.guard)
         shardings = self.layout().shardings
         if is_traced(state, gradients):
-            return self._apply(state, gradients, loss, variables)
-        return self._run(self._jit_once(
-            ("apply", loss is None, variables is None), self._apply,
+            return self.functions.apply_gradients(state, gradients, loss, variables)
+        return self._run(self.programs.get(
+            ("apply", loss is None, variables is None), self.functions.apply_gradients,
             (shardings, self.layout().gradients, None, None if variables is None else shardings.variables),
-            (shardings, self._replicated), donate_argnums=0), state, gradients, loss, variables)
+            (shardings, self.functions.replicated), donate_argnums=0), state, gradients, loss, variables)
 
     def check(self, state: ZeroState | None = None) -> None:
         """Waits for all steps so far, and raises BadStepError if the guard stopped: call it after the last step.
@@ -204,7 +320,7 @@ class ZeroTrainStep(InspectableStep):
         if state is not None:
             check_is_state(state)
         if state is not None and state.guard is not None:
-            self._monitor.record({"stopped": self._guard.stopped(state.guard)})
+            self._monitor.record({"stopped": self.functions.guard.stopped(state.guard)})
             self._monitor.raise_if_stopped(waiting=0)
 
     def check_replicas(self, state: ZeroState) -> Replicas:
@@ -221,8 +337,8 @@ class ZeroTrainStep(InspectableStep):
         replicas = replicas_of(layout)
         if not replicas.leaves:
             raise UsageError(f"check_replicas: no two devices of the mesh {self.axes.sizes} store the same.")
-        digests = self._jit_once(("replicas",), lambda state: copies_digests(state, layout), (layout.shardings,),
-                                 self._replicated)
+        digests = self.programs.get(("replicas",), lambda state: copies_digests(state, layout), (layout.shardings,),
+                                 self.functions.replicated)
         compare(on_host(digests(state)), layout)
         return replicas
 
@@ -260,16 +376,16 @@ class ZeroTrainStep(InspectableStep):
         compiled: dict[Any, Any] = {}
 
         def run(state: ZeroState, batch: Batch, rng: PRNGKey | None) -> Any:
-            return self._evaluate(fun or self._loss, expanded(self.layout(), state), batch, rng, ema=ema)
+            return self.functions.evaluate(fun or self.loss, expanded(self.layout(), state), batch, rng, ema=ema)
 
         def call(state: ZeroState, batch: Batch, rng: PRNGKey | None = None) -> Any:
             check_is_state(state)
-            if rng is None and takes_key(fun or self._loss):
+            if rng is None and takes_key(fun or self.loss):
                 raise UsageError("This function takes rng: give the evaluator a key, evaluate(state, batch, key).")
             whole = self.batches.is_ragged(batch)
-            check_values(batch, fun or self._loss, self.batches, whole=whole)
+            check_values(batch, fun or self.loss, self.batches, whole=whole)
             read, shardings = self._readable(state, ema=ema)
-            of_batch = self._replicated if whole else self._batch_shardings(batch)
+            of_batch = self.functions.replicated if whole else self.functions.batch_shardings(batch)
             if (kind := (whole, jax.tree.structure(batch), hashable(of_batch))) not in compiled:
                 layout = self.layout(self.batches.rounded_up(batch) if whole else batch)
                 compiled[kind] = jax.jit(run, in_shardings=(shardings or layout.shardings, of_batch, None))
@@ -277,6 +393,119 @@ class ZeroTrainStep(InspectableStep):
                 return compiled[kind](read, batch, None if rng is None else typed_key(rng))
 
         return in_any_context(call, at=self)
+
+    # Before it runs: lowered, compiled, and checked against its contract, on live devices or target topologies.
+
+    def abstract_batch(self, batch: Batch) -> Any:
+        """`batch` as `jax.ShapeDtypeStruct`s with shardings."""
+        return self.batches.abstract(batch)
+
+    def abstract_state(self, batch: Batch) -> ZeroState:
+        """The state as `jax.ShapeDtypeStruct`s with shardings, for restoring and for compiling."""
+        return self.layout(batch).state
+
+    def lower(self, batch: Batch) -> jax.stages.Lowered:
+        """The step lowered for `batch` (arrays or `jax.ShapeDtypeStruct`s); its mesh may be of a target topology."""
+        with loss_errors_explained(self.loss, batch):
+            return self.programs.with_memory_kinds(
+                self._jit(batch).lower(self.abstract_state(batch), self.abstract_batch(batch)))
+
+    def lower_init(self, batch: Batch) -> jax.stages.Lowered:
+        """`init` lowered for `batch`, to see what it needs."""
+        make, like, shardings = self._initializer(batch)
+        lowered = jax.jit(make, in_shardings=shardings, out_shardings=_shardings_of(like)).lower(
+            *jax.eval_shape(lambda: (jax.random.key(0), self.functions.model.given)), self.abstract_batch(batch))
+        return self.programs.with_memory_kinds(lowered, of_arguments=False)
+
+    def compile(self, batch: Batch) -> jax.stages.Compiled:
+        """`lower`, compiled for the mesh's devices, live or of a target topology; calls of the step do not use it."""
+        return self.programs.compile(lambda: self.lower(batch))
+
+    def compiled_step(self, batch: Batch) -> CompiledStep:
+        """`compile`, as data: text, memory, layout and contract, for `verify`, the plan and the memory report."""
+        compiled = self.compile(batch)
+        return CompiledStep(compiled.as_text() or "", compiled.memory_analysis(), self.layout(batch),
+                            self.contract(batch))
+
+    def contract(self, batch: Batch) -> Contract:
+        """What a step may send: kinds of collectives, mesh axes, bytes per device."""
+        activation_bytes, layout = 0.0, self.layout(batch)
+        if self.axes.tensor_enabled or self.axes.context_enabled:
+            size = self.batches.size(batch) // self.accumulation.microbatches
+            traced = self.trace_forward(self.batches.resized(batch, size))
+            activation_bytes = self.options.activations(self.axes, size).communication_bytes(traced.jaxpr)
+        return contract_of(layout, self.accumulation, self.functions.optimizer, activation_bytes,
+                           host_activations=self.options.partition_activations == "cpu",
+                           partitioned=not self.options.is_local(self.axes))
+
+    def trace_forward(self, batch: Batch) -> Any:
+        """The jaxpr of the loss in evaluation, of the whole state."""
+        key = jax.eval_shape(lambda: jax.random.key(0))  # Linen modules draw in evaluation, too, unless told not to
+        state = expanded(self.layout(batch), self.abstract_state(batch))
+        return trace(self.evaluator(), state, self.abstract_batch(batch), key)
+
+    def verify(self, batch: Batch) -> Report:
+        """Compiles the step and checks it against its contract: what is sent for what, beside what was promised.
+
+        Raises ContractError (a ValueError) if it sends more, or does not do what its stage is for (leaves stay whole,
+        gradients are summed whole or in fewer bits than declared, gathers stand in loops over time, nothing is sent for
+        a parameter, the whole model is in memory), if scatters or gathers leave other rows on devices than the layout
+        says, or a GPU would copy other rows of host memory than the program says: with the operation, its bytes, its
+        source line and what to do. Where XLA's partitioner splits the gradient (`view="global"`), what it sends beyond
+        the promise raises nothing: `Report.excess` tells it. It compiles the step alone; `multi`, `gradients`,
+        `apply_gradients` and evaluators are programs of their own, of the same functions, and unchecked.
+        """
+        return self.compiled_step(batch).verify()
+
+    # How it is done.
+
+    def _initializer(self, batch: Batch, *, without: Sequence[str] = ()) -> tuple[Any, ZeroState, Any]:
+        """(The function that makes the state, its result as `ShapeDtypeStruct`s, the shardings of its arguments).
+
+        without: fields of the state that are left out, and not drawn.
+        """
+        functions, left_out = self.functions, dict.fromkeys(without)
+
+        def make(rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
+            return dataclasses.replace(functions.initial_state(rng, given, batch), **left_out)
+
+        like = dataclasses.replace(self.layout(batch).state, **left_out)
+        return make, like, (None, None, functions.batch_shardings(batch))
+
+    def _named(self, given: Any, batch: Batch = None) -> dict[str, Any]:
+        """The values that a user gives, by the names that the state has for them."""
+        return named_values(given, self.layout(batch).state.variables)
+
+    def _with_values(self, state: ZeroState, given: Mapping[str, Any]) -> ZeroState:
+        """`state` from values of the model's parameters by name; what the model adds to them is new."""
+        return with_values(state, stored_values(self.functions.model, given, state.rng), layout=self.layout(),
+                           optimizer=self.functions.optimizer)
+
+    def _readable(self, state: ZeroState, *, ema: bool) -> tuple[ZeroState, Any]:
+        """`state` with what an evaluator reads in arrays, and its shardings; None: those of the layout."""
+        return state, None
+
+    def _warn_of_variables(self, state: ZeroState) -> None:
+        """Says once what an NNX module would lack that is updated with the parameters alone; Linen raises an error."""
+        if not self._warned and is_nnx(self.functions.model) and (others := names_without_streams(state.variables)):
+            self._warned = True
+            LOG.warning("step.params(state) has the parameters alone, and state.variables has %s: nnx.update(module, "
+                        "step.params(state), state.variables) takes all.", few(others))
+
+    def _check_same(self, rng: PRNGKey, batch: Batch) -> None:
+        """Raises ValueError where processes would start from different keys or states; all of several call it."""
+        if not spans_processes(self.mesh) or isinstance(rng, Tracer) or not rng.is_fully_addressable:
+            return
+        check_same("The key of init", np.asarray(jax.random.key_data(rng)).tobytes(),
+                   "give all processes the same, as jax.random.key(0)")
+        check_same("The layout of the state", self.layout(batch).describe(),
+                   "give all processes the same model, stage and options")
+
+    def _check_capacity(self, batch: Batch) -> None:
+        """Raises ValueError for a batch that does not fit the mesh, and where this host cannot hold what it should."""
+        self.batches.check(batch)
+        if self.options.host_offload is not None:
+            check_capacity(self.layout(batch), devices_on_host(self.mesh))
 
     def _run(self, compiled: Any, state: ZeroState, *args: Any) -> tuple[ZeroState, Metrics]:
         """`compiled(state, *args)`, watched by the guard; args: a batch, or gradients and what belongs to them."""
@@ -288,13 +517,18 @@ class ZeroTrainStep(InspectableStep):
             if compiled is not self._jitted or (again := self._jit(args[0])) is compiled:
                 raise
             state, metrics = again(state, *args)  # a batch that is sharded otherwise than those before
-        if self._guard.active:
+        if self.functions.guard.active:
             self._monitor.record(metrics)
         return state, metrics
 
     def _jit(self, batch: Batch) -> Any:
         self.batches.check(batch, self.accumulation.microbatches)
-        layout, of_batch = self.layout(batch), self._batch_shardings(batch)
-        self._jitted = self._jit_once(("step", hashable(of_batch)), self._step, (layout.shardings, of_batch),
-                                      (layout.shardings, self._replicated), donate_argnums=0)
+        layout, of_batch = self.layout(batch), self.functions.batch_shardings(batch)
+        self._jitted = self.programs.get(
+            ("step", hashable(of_batch)), self.functions.step, (layout.shardings, of_batch),
+            (layout.shardings, self.functions.replicated), donate_argnums=0)
         return self._jitted
+
+
+def _shardings_of(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)

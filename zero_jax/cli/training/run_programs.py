@@ -11,6 +11,7 @@ from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.loop import plain_metrics
 from zero_jax.cli.training.run_head import memory_bytes
 from zero_jax.contract.report import Report
+from zero_jax.diloco.functions import DiLoCoFunctions
 from zero_jax.diloco.step import DiLoCoStep
 from zero_jax.planning.plan import Plan, examine
 from zero_jax.step.compiled import CompiledStep
@@ -22,7 +23,7 @@ from zero_jax.xla.targets import Target
 
 def slices_of(config: TrainConfig, step: ZeroTrainStep) -> DiLoCoStep | None:
     """`step` as slices take it by themselves; None where the run is synchronous."""
-    return DiLoCoStep(step, config.outer_options()) if config.diloco_every else None
+    return DiLoCoStep(DiLoCoFunctions(step, config.outer_options())) if config.diloco_every else None
 
 
 class SlicePrograms:
@@ -144,7 +145,7 @@ class OneProgram:
         read: the metrics of a step as numbers.
     """
 
-    module, read = "jit__step", staticmethod(plain_metrics)
+    module, read = "jit_step", staticmethod(plain_metrics)
 
     def __init__(self, step: ZeroTrainStep, batch: Batch):
         """Compiles; a step whose states are in files runs by itself, for its program does not read them."""

@@ -1,10 +1,12 @@
-"""What `Checkpoints` ask of a step of any kind: its state in arrays, whose layout is that of the step."""
+"""What steps of all kinds have in common: a layout, methods for any mesh context, and a state for `Checkpoints`."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
 
+from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.sharding.layout import Layout
 from zero_jax.state import ZeroState
 from zero_jax.typing import Batch
@@ -26,8 +28,15 @@ class LeavesToRead(Protocol):
         ...
 
 
-class StateInArrays:
-    """A step with no file of its own. `DiskTrainStep` is the other kind."""
+class AnyStep:
+    """A train step with its state in arrays; `DiskTrainStep` has a part of it in files."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Every public method of a step may be called under any `jax.set_mesh`."""
+        super().__init_subclass__(**options)
+        for name, method in list(vars(cls).items()):
+            if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
+                setattr(cls, name, in_any_context(method))
 
     def layout(self, batch: Batch = None) -> Layout:
         """How every leaf of the state is stored; `batch` may be left out once that is known."""
