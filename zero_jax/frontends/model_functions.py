@@ -1,4 +1,4 @@
-"""A Linen or NNX model as pure functions: below this module there is one path for both."""
+"""A Linen or NNX model, or a function of parameters, as pure functions: below this module all go one way."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -9,6 +9,7 @@ from flax import nnx
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.frontends.composition import Composition
+from zero_jax.frontends.functional import Functional
 from zero_jax.frontends.linen import Linen
 from zero_jax.frontends.lora import Lora, LoraModel
 from zero_jax.frontends.nnx import Nnx
@@ -60,6 +61,8 @@ def to_model_functions(model: Any, streams: Sequence[str], precision: Precision 
     It may have adapters (`lora`). precision: in which dtype it reads its parameters. Raises ValueError for anything
     else.
     """
+    if isinstance(model, Functional):
+        return model
     if isinstance(model, LoraModel):
         return Lora(to_model_functions(model.model, streams), model, precision or Precision())
     if not isinstance(model, (nn.Module, nnx.Module)) and isinstance(getattr(model, "module", None), nn.Module):

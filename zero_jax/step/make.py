@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from zero_jax import combinations
 from zero_jax.arguments import patterns, texts
 from zero_jax.errors import UsageError
+from zero_jax.frontends.functional import Functional
 from zero_jax.frontends.given_values import own_values
 from zero_jax.frontends.lora import LoraModel
 from zero_jax.frontends.model_functions import to_model_functions
@@ -37,9 +38,10 @@ from zero_jax.typing import Loss, Pattern
 
 
 def make_zero_train_step(
-    model: Any,
-    stage: int,
+    model: Any = None,
+    stage: int = 3,
     *,
+    params: Any = None,
     optimizer: optax.GradientTransformation | None = None,
     loss: Loss | None = None,
     mesh: Mesh | None = None,
@@ -75,6 +77,10 @@ def make_zero_train_step(
         and a Flax model object with `module` and `params` (Hugging Face's), start from the values that they have. Any
         of these with adapters, as `zero_jax.lora` returns it.
       stage: 0 (data parallel), 1 (optimizer states sharded), 2 (and gradients), 3 (and parameters).
+      params: in place of a model, the parameters of `loss(params, batch)`: any pytree of arrays (lists, dataclasses,
+        the arrays of an Equinox module), of `jax.ShapeDtypeStruct`s (then `init` needs values), or a function of a key
+        that makes one. Each is gathered where the loss uses it, in the body of a `lax.scan` over stacked layers too.
+        The state has them as nested dicts by their names; `step.params(state)` returns the pytree.
       optimizer: any optax transform. Default: `optax.adamw(3e-4)`.
       loss: `loss(model, batch) -> scalar`, `(scalar, {name: metric})` or `(scalar, {name: metric}, weight)`, over the
         global batch; `weight`, the number of valid tokens say, is what the scalar is a mean over; a metric is an array
@@ -153,6 +159,10 @@ def make_zero_train_step(
 
     Raises ValueError for anything that is not as described, with what to do about it.
     """
+    if (model is None) == (params is None) or params is not None and loss is None:
+        raise UsageError("make_zero_train_step: give a Flax model; or params, a pytree of arrays, and loss, a function "
+                         "of such a pytree and a batch, as in make_zero_train_step(params=params, loss=loss, stage=3).")
+    model = model if params is None else Functional(params)
     rng_streams = texts("rng_streams", rng_streams, "(\"dropout\",)")
     zero_stage = stage_of(stage)
     axes = MeshAxes.of(default_mesh() if mesh is None else mesh, axis, axis_roles)
@@ -186,4 +196,4 @@ def make_zero_train_step(
     if axes.platform == "cpu":
         optimizer = with_safe_scatters(optimizer)
     functions = StepFunctions(model_functions, traced_once(optimizer), loss, axes, options)
-    return kind(functions, own_values(base))
+    return kind(functions, model.values if isinstance(model, Functional) else own_values(base))

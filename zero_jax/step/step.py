@@ -18,6 +18,7 @@ from zero_jax.contract.verify import Contract, Report, contract_of
 from zero_jax.distributed.agreement import check_same, devices_on_host, spans_processes
 from zero_jax.distributed.initialize import on_host, zeros_of
 from zero_jax.errors import UsageError, few
+from zero_jax.frontends.functional import Functional
 from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.lora import Lora
 from zero_jax.frontends.model_functions import is_nnx, stored_values
@@ -181,6 +182,9 @@ class ZeroTrainStep(AnyStep):
         self._check_capacity(batch)
         self._check_same(rng, batch)
         given = self._given_params if params is None else self._named(params, batch)
+        if given is None and isinstance(self.functions.model, Functional) and self.functions.model.is_abstract:
+            raise UsageError("init: this step was made of shapes alone: give values, as init(rng, batch, "
+                             "params=params).")
         check_values(batch, self.loss, self.batches)
         make, like, shardings = self._initializer(batch, without=() if given is None else FROM_PARAMS)
         if self.options.host_offload is None:
@@ -358,7 +362,7 @@ class ZeroTrainStep(AnyStep):
         self._warn_of_variables(state)
         with state_explained(state, self.layout()):
             state = self.layout().load(state)
-        return merge(state.params, state.frozen)
+        return self._as_given(merge(state.params, state.frozen))
 
     def evaluator(self, fun: Loss | None = None, *, ema: bool = False) -> Callable[..., Any]:
         """`fun(model, batch)` (default: the loss) compiled as a function of (state, batch, rng=None).
@@ -474,7 +478,14 @@ class ZeroTrainStep(AnyStep):
 
     def _named(self, given: Any, batch: Batch = None) -> dict[str, Any]:
         """The values that a user gives, by the names that the state has for them."""
+        if isinstance(self.functions.model, Functional):
+            return self.functions.model.named(given)
         return named_values(given, self.layout(batch).state.variables)
+
+    def _as_given(self, params: Params) -> Any:
+        """All parameters, a dict tree, as the user has them."""
+        model = self.functions.model
+        return model.as_given(params) if isinstance(model, Functional) else params
 
     def _with_values(self, state: ZeroState, given: Mapping[str, Any]) -> ZeroState:
         """`state` from values of the model's parameters by name; what the model adds to them is new."""
