@@ -1,12 +1,9 @@
 """The README: its Python runs, its output is what it says, its commands and files exist, its table is the code's."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
-from support.pages import ROOT, blocks, commands, is_printed, links, missing, only
+from support.pages import ROOT, blocks, commands, is_printed, links, missing, only, run
 
 from zero_jax.stages import STAGES
 
@@ -14,18 +11,8 @@ TEXT = (ROOT / "README.md").read_text()
 MAX_LINES = 250
 
 
-def run(source: str) -> str:
-    """What `source` prints in a process of its own, as a stranger would start it; warnings are errors."""
-    env = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "import sys; exec(compile(sys.stdin.read(), 'README.md', 'exec'))"],
-        input=source, text=True, capture_output=True, env=env, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_blocks_run_and_print_what_is_shown():
-    printed, shown = run(only("python", TEXT)), blocks("text", TEXT)
+    printed, shown = run(only("python", TEXT), "README.md"), blocks("text", TEXT)
     assert shown
     for block in shown:
         assert is_printed(block, printed), printed
@@ -39,7 +26,7 @@ def test_other_output_is_found():
 
 def test_a_block_that_fails_is_found():
     with pytest.raises(AssertionError, match='README.md", line 3'):
-        run(only("python", "text\n```python\nraise RuntimeError\n```\n"))
+        run(only("python", "text\n```python\nraise RuntimeError\n```\n"), "README.md")
     assert only("python", "```console\n$ make test\n```\n```python\na = 1\n```\n").split() == ["a", "=", "1"]
 
 

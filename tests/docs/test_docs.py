@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.pages import NOT_RUN, ROOT, blocks, commands, is_printed, links, missing, only
+from support.pages import NOT_RUN, ROOT, before_devices, blocks, commands, is_printed, links, missing, only, run
 
 from zero_jax.xla import devices
 
@@ -20,6 +20,8 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 RUN = [page for page in PAGES if only("python", page.read_text()).strip()]
 LONG = ("fine_tuning.md",)
 """Pages whose Python compiles several steps."""
+PASTED = [page for page in RUN if page.parent.name == "start"]
+"""Pages that a stranger pastes into a fresh Python."""
 
 
 def title(page: Path) -> str:
@@ -40,9 +42,20 @@ def test_blocks_run_and_print_what_is_shown(page):
     text = page.read_text()
     if "h100:8" in only("python", text) and (extra := devices.missing_compiler("h100:8")):
         pytest.skip(f"needs {extra}")
-    printed = printed_by(text, title(page))
+    source = only("python", text)
+    printed = run(source, title(page)) if page in PASTED else printed_by(text, title(page))
     for shown in blocks("text", text) if page.name != "architecture.md" else []:
         assert is_printed(shown, printed), printed
+
+
+def test_devices_are_simulated_before_jax_starts():
+    """Tests have eight devices already: a page that calls `simulate_devices` too late fails only where it is pasted."""
+    late = {title(page): before for page in RUN if (before := before_devices(only("python", page.read_text())))}
+    assert late == {}
+    assert before_devices("import jax\nx = jax.numpy.ones(3)\nimport zero_jax\nzero_jax.simulate_devices(8)\n") == [
+        "x = jax.numpy.ones(3)"]
+    with pytest.raises(AssertionError, match="JAX has already started"):
+        run("import jax, zero_jax\nx = jax.numpy.ones(3)\nzero_jax.simulate_devices(8)\n", "page")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=title)

@@ -1,6 +1,10 @@
 """Markdown pages as tests: their fenced blocks, what a block prints, and the commands and files that they name."""
 
+import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +27,24 @@ def only(kind: str, text: str) -> str:
 def blocks(kind: str, text: str) -> list[str]:
     """The fenced blocks of `kind` in `text`, in order, without their fences."""
     return [block.strip("\n") for block in re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+
+
+def run(source: str, name: str) -> str:
+    """What `source` prints in a process of its own, as a stranger would start it; warnings are errors."""
+    env = {key: value for key, value in os.environ.items() if key not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"import sys; exec(compile(sys.stdin.read(), {name!r}, 'exec'))"],
+        input=source, text=True, capture_output=True, env=env, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def before_devices(source: str) -> list[str]:
+    """The statements other than imports and docstrings that stand before the call of `simulate_devices`, if any."""
+    body = ast.parse(source).body
+    calls = [index for index, node in enumerate(body) if "simulate_devices(" in ast.unparse(node)]
+    return [ast.unparse(node) for node in body[:calls[0] if calls else 0]
+            if not isinstance(node, (ast.Import, ast.ImportFrom))]
 
 
 def is_printed(shown: str, printed: str) -> bool:
