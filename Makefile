@@ -4,6 +4,7 @@
 #   make test-slow  the others
 #   make test-gpu   what one GPU is enough for, on the GPU of this host (with jax[cuda13] in .venv)
 #   make docs       the site, into build/docs; warnings are errors
+#   make dist       sdist and wheel, into build/dist; the wheel is installed elsewhere and trains there
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,7 +16,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; pages = os.sysconf("SC_PHYS_PAGES") 
 BIN := $(VENV)/bin
 PYTEST = MALLOC_ARENA_MAX=2 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations 10 --durations-min 1
 
-.PHONY: train test test-slow test-gpu lint docs clean
+.PHONY: train test test-slow test-gpu lint docs dist clean
 
 train: $(VENV)/installed-train
 	$(BIN)/python -m zero_jax train $(ARGS)
@@ -35,6 +36,11 @@ lint: $(VENV)/installed-test
 
 docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -b html docs build/docs
+
+dist: $(VENV)/installed-test
+	rm -rf build/dist
+	$(BIN)/python -m hatchling build -d build/dist
+	$(BIN)/python scripts/reliability/installed_wheel.py build/dist
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.reliability.installed_wheel import PROGRAM
+
 ROOT = Path(__file__).parents[2]
 OWN_MODEL = "PRESETS = {'small': None}\nbuild = print\n"
 
@@ -87,3 +89,11 @@ def test_the_command_line_of_the_wheel_runs_beside_their_models(installed, proje
                           ("models.gpt2:smal", "models.gpt2 has no preset 'smal'. Did you mean 'small'")):
         done = python("-m", "zero_jax", "train", "--model", name, cwd=project, path=installed)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_the_wheel_trains_where_no_source_is(installed, project):
+    done = python("-c", PROGRAM, str(installed), cwd=project, path=installed)
+    assert done.returncode == 0 and "loss" in done.stdout, done.stderr
+    # Negative control: with the checkout on the path it is not the wheel that trains.
+    done = python("-c", PROGRAM, str(installed), cwd=project, path=ROOT)
+    assert done.returncode == 1 and "is not what was installed" in done.stderr, done.stderr
