@@ -138,11 +138,22 @@ def test_pictures_are_small_and_have_a_script():
         assert f"docs/images/{path.name}" in scripts, path
 
 
-def test_citation_names_the_paper_and_the_version():
-    text = (ROOT / "CITATION.cff").read_text()
-    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert text.startswith("cff-version: 1.2.0\n") and "arXiv:1910.02054" in text
-    assert version and f"version: {version[1]}\n" in text
+def versions() -> set[str]:
+    """The version that each file says: the one of pyproject.toml, which the package has, and those that repeat it."""
+    found = [re.search(pattern, (ROOT / name).read_text(), re.MULTILINE) for name, pattern in (
+        ("pyproject.toml", r'^version = "(.*)"$'), ("CITATION.cff", r"^version: (.*)$"),
+        ("CHANGELOG.md", r"^## (.*)$"))]
+    return {match[1] if match else "none" for match in found}
+
+
+def test_all_files_have_one_version(monkeypatch, tmp_path):
+    assert len(versions()) == 1 and "none" not in versions()
+    assert "arXiv:1910.02054" in (ROOT / "CITATION.cff").read_text()
+    for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "CITATION.cff").write_text("version: 0.0.1\n")
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    assert len(versions()) == 2
 
 
 @pytest.mark.slow
