@@ -12,7 +12,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.pages import NOT_RUN, ROOT, before_devices, blocks, commands, is_printed, links, missing, only, run
+from support.pages import (
+    NOT_RUN,
+    ROOT,
+    before_devices,
+    blocks,
+    commands,
+    is_printed,
+    links,
+    lost_anchors,
+    missing,
+    only,
+    run,
+)
 
 from zero_jax.xla import devices
 
@@ -58,7 +70,7 @@ def test_devices_are_simulated_before_jax_starts():
         run("import jax, zero_jax\nx = jax.numpy.ones(3)\nzero_jax.simulate_devices(8)\n", "page")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=title)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(NOT_RUN, page.read_text())], ids=title)
 def test_blocks_that_are_not_run_are_python(page):
     for block in blocks(NOT_RUN, page.read_text()):
         compile(block, title(page), "exec")
@@ -77,6 +89,16 @@ def test_commands_files_and_links_exist(page):
     text = page.read_text()
     assert missing(text) == []
     assert [target for target in links(text) if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=title)
+def test_links_lead_to_headings_that_exist(page):
+    assert lost_anchors(page, page.read_text()) == []
+
+
+def test_a_link_to_no_heading_is_found():
+    text = "# A `title`, of sorts\n\n[here](#a-title-of-sorts) [not](#a-title) [nor](docs/results.md#on-two-gpus)\n"
+    assert lost_anchors(ROOT / "README.md", text) == ["#a-title", "docs/results.md#on-two-gpus"]
 
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")

@@ -86,3 +86,24 @@ def missing(text: str) -> list[str]:
 def links(text: str) -> list[str]:
     """Targets of the Markdown links and images of `text` that are files, without anchors."""
     return [target for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in target]
+
+
+def anchors(text: str) -> set[str]:
+    """What `#...` may name in a page: its headings as Markdown renderers write them, and Sphinx's names of objects."""
+    found = set()
+    for heading in re.findall(r"^#{1,4} (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL),
+                              re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        found.add(re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-"))
+    return found
+
+
+def lost_anchors(page: Path, text: str) -> list[str]:
+    """The links of `text`, as it would stand at `page`, to headings that their page does not have."""
+    lost = []
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", text):
+        other = page.parent / target if target else page
+        if "://" not in target and other.suffix == ".md" and other.exists():
+            if anchor not in anchors(other.read_text() if target else text):
+                lost.append(f"{target}#{anchor}")
+    return lost
