@@ -28,7 +28,7 @@ print(f"zero_jax {zero_jax.__version__}: loss {first['loss']:.4f}, then {second[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Installs a wheel and trains with it.")
     parser.add_argument("folder", type=Path)
     wheels = sorted(parser.parse_args().folder.resolve().glob("*.whl"))
     if len(wheels) != 1:

@@ -91,7 +91,7 @@ def test_commands_files_and_links_exist(page):
     assert [target for target in links(text) if not (page.parent / target).exists()] == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=title)
+@pytest.mark.parametrize("page", [*PAGES, *sorted(ROOT.glob("[A-Z]*.md"))], ids=title)
 def test_links_lead_to_headings_that_exist(page):
     assert lost_anchors(page, page.read_text()) == []
 

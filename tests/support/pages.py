@@ -89,7 +89,7 @@ def links(text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """What `#...` may name in a page: its headings as Markdown renderers write them, and Sphinx's names of objects."""
+    """What `#...` may name in a page: its headings, as Markdown renderers write them."""
     found = set()
     for heading in re.findall(r"^#{1,4} (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL),
                               re.MULTILINE):
