@@ -27,7 +27,7 @@ from zero_jax.step.disk.step import DiskTrainStep
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"offload": "disk-parameters", "offload_disk": "/tmp/x"}, "unknown: give one of .*disk"),
+    ({"offload": "disk-parameters", "offload_disk": "/tmp/x"}, "unknown. Did you mean .*disk"),
     ({"offload": "disk", "offload_disk": __file__}, "is no folder"),
     ({"offload": "auto", "offload_gib": 2.0, "offload_disk": __file__}, "is no folder"),
     ({"offload": "auto", "offload_gib": -1.0}, "give the GiB"),

@@ -5,20 +5,13 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import get_args
 
 from zero_jax.arguments import check_path
 from zero_jax.checkpoint.object_store import check_scheme, check_target, is_remote, numbers_in
 from zero_jax.cli.environment import check_folder, check_no_checkpoints, checkpoint_folder, simulates
-from zero_jax.cli.model_lookup import ModelChoice, find_model, is_folder, nearest, with_remat
-from zero_jax.cli.options.choices import (
-    Gather,
-    Optimizer,
-    PrecisionName,
-    Reduce,
-    RematName,
-    check_offload,
-)
+from zero_jax.cli.model_lookup import ModelChoice, find_model, is_folder, with_remat
+from zero_jax.cli.options.choices import MAX_COUNT as MAX_COUNT
+from zero_jax.cli.options.choices import settle
 from zero_jax.cli.options.combinations import check_combinations
 from zero_jax.cli.options.data import DataOptions, check_eval_data, is_tokens
 from zero_jax.cli.options.diloco import DiLoCoOptions
@@ -42,8 +35,6 @@ from zero_jax.xla.targets import target_of
 
 SIMULATED_DEVICES, MAX_SIMULATED_DEVICES = 8, 1024
 """CPU devices to simulate where there is no accelerator, and how many there may be."""
-MAX_COUNT = 2**31 - 1
-"""Steps and sizes are int32 on the devices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,32 +44,11 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
     """Train a model of text or images at a ZeRO stage. --config run.toml: options from a file; flags win."""
 
     def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3):
-            raise UsageError(f"stage={self.stage!r} is not a ZeRO stage: give 0, 1, 2 or 3.")
-        for name, kind in (("precision", PrecisionName), ("optimizer", Optimizer), ("reduce", Reduce),
-                           ("gather", Gather), ("remat", RematName)):
-            if (value := getattr(self, name)) not in get_args(kind):
-                raise UsageError(f"{name}={value!r} is unknown{nearest(value, [*get_args(kind)])}")
-        check_offload(self.offload)
+        check_path("out", self.out)
+        settle(self)
         check_fraction(self)
         check_placement(self)
         self.check_quantized()
-        for name in ("accumulate", "devices", "replica", "tensor", "context",
-                     "batch_size", "seq_len", "steps", "max_to_keep",
-                     "local_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name}={value}: give at least 1.")
-            if value is not None and value > MAX_COUNT:
-                raise UsageError(f"{name}={value}: give at most {MAX_COUNT}.")
-        for name, low, high in (("weight_decay", 0, 10), ("grad_clip_norm", 1e-9, math.inf), ("seed", 0, 2**32 - 1),
-                                ("max_bad_steps", 0, MAX_COUNT),
-                                ("save_every", 0, math.inf), ("check_replicas", 0, math.inf),
-                                ("heartbeat", 1, 86400), ("hang_after", 0.01, 86400),
-                                ("ema", 0, 1 - 1e-9)):
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise UsageError(f"{name}={value} is not within {low} to {high}.")
         self.check_lora()
         self.check_tiling()
         check_combinations(self)
@@ -87,14 +57,12 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
         self.check_objective_options()
         self.check_evaluation()
         self.check_reports()
-        check_path("out", self.out)
         self.check_data_options()
         if re.match(r"[a-z][a-z0-9]{1,9}:/", str(self.out)):
             raise UsageError(f"out={self.out}: give a local folder, and --save-to for checkpoints in an object store.")
         if self.save_to is not None:
             check_path("save_to", self.save_to)
             check_scheme(self.save_to)
-        object.__setattr__(self, "out", Path(self.out))
         if self.tokenizer is None and is_folder(self.model) and not self.reads_images and not any(
                 map(is_tokens, self.data)) and any((Path(self.model) / name).is_file() for name in TOKENIZERS):
             object.__setattr__(self, "tokenizer", Path(self.model))  # ids of another would mean other texts to it

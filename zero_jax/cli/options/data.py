@@ -4,9 +4,9 @@ import dataclasses
 import glob
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from zero_jax.cli.model_lookup import nearest
+from zero_jax.cli.options.choices import Within
 from zero_jax.cli.options.objective import WITH_RESPONSES
 from zero_jax.data import extras
 from zero_jax.data.images import DIGITS, is_images
@@ -46,29 +46,19 @@ class DataOptions:
     """Rows of documents. concatenate: one after another, cut anywhere; pack: several in a row, with no attention from
     one to another; pad: each has a row."""
 
-    max_bytes: int | None = None
+    max_bytes: Annotated[int | None, Within(1)] = None
     """Read no more text than this, in bytes, of each name in data where there are data_weights. None: all. Not for
     tokens."""
 
-    prefetch: int = 2
+    prefetch: Annotated[int, Within(0, 1024)] = 2
     """Batches that a thread reads and puts on the devices ahead of the step. 0: none."""
 
     def check_data_options(self) -> None:
-        """Raises ValueError for values that are wrong whatever the files hold; makes a tuple of one name."""
-        object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
+        """Raises ValueError for values that are wrong whatever the files hold."""
         if not self.data or "" in self.data:
             raise UsageError('data is empty: name files, or "python".')
-        if self.max_bytes is not None and self.max_bytes < 1:
-            raise UsageError(f"max_bytes={self.max_bytes}: give at least 1.")
-        if not 0 <= self.prefetch <= 1024:
-            raise UsageError(f"prefetch={self.prefetch} is not within 0 to 1024.")
-        if self.documents not in get_args(Rows):
-            raise UsageError(f"documents={self.documents!r} is unknown{nearest(self.documents, [*get_args(Rows)])}")
         if self.data_weights is not None:
-            object.__setattr__(self, "data_weights", tuple(self.data_weights))
             check_weights(self.data_weights, len(self.data))
-        if self.tokenizer is not None:
-            object.__setattr__(self, "tokenizer", Path(self.tokenizer))
 
     def check_data(self) -> None:
         """Raises ValueError for data that are not there, or empty, or whose start shows that they are no text."""

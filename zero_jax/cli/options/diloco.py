@@ -43,8 +43,6 @@ class DiLoCoOptions:
         """Raises UsageError for what cannot take effect."""
         if self.diloco_every is None:
             return
-        if self.diloco_dtype not in DTYPES:
-            raise UsageError(f"diloco_dtype={self.diloco_dtype!r} is unknown: give {' or '.join(DTYPES)}.")
         try:
             self.outer_options()
         except UsageError as error:  # it names the arguments of make_diloco_step

@@ -1,11 +1,11 @@
 """The options of LoRA, which `train`, `inspect` and `plan` share. No JAX."""
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from zero_jax.arguments import patterns
-from zero_jax.cli.model_lookup import ModelChoice, nearest
-from zero_jax.errors import UsageError
+from zero_jax.cli.model_lookup import ModelChoice
+from zero_jax.cli.options.choices import Within, settle
 
 LoraBase = Literal["model", "int8", "nf4"]
 
@@ -14,17 +14,17 @@ LoraBase = Literal["model", "int8", "nf4"]
 class LoraOptions:
     """Which low-rank adapters are trained beside a frozen model; none by default."""
 
-    lora_rank: int | None = None
+    lora_rank: Annotated[int | None, Within(1, 1 << 20)] = None
     """Train low-rank adapters of this rank (LoRA), and not the model, which is stored without gradients and optimizer
     states. None: train the model."""
 
     lora_targets: tuple[str, ...] = ()
     """Patterns of the names of the kernels to adapt, as attn/[qv] or mlp. Empty: all that matrix products alone use."""
 
-    lora_alpha: float | None = None
+    lora_alpha: Annotated[float | None, Within(1e-6, 1e6)] = None
     """An adapter is multiplied by this over its rank. None: the rank."""
 
-    lora_dropout: float = 0.0
+    lora_dropout: Annotated[float, Within(0, 0.99)] = 0.0
     """Fraction of an adapter's inputs that is set to zero in training."""
 
     lora_base: LoraBase = "model"
@@ -37,14 +37,7 @@ class LoraOptions:
         """Raises UsageError for values out of range, and for options that cannot take effect."""
         for name in ("lora_targets", "lora_trainable"):
             object.__setattr__(self, name, patterns(name, getattr(self, name), "attn/[qv]"))
-        if self.lora_base not in get_args(LoraBase):
-            raise UsageError(f"lora_base={self.lora_base!r} is unknown{nearest(self.lora_base, [*get_args(LoraBase)])}")
-        if self.lora_rank is None:
-            return
-        for name, low, high in (("lora_rank", 1, 1 << 20), ("lora_alpha", 1e-6, 1e6), ("lora_dropout", 0, 0.99)):
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise UsageError(f"{name}={value} is not within {low} to {high}.")
+        settle(self, LoraOptions)
 
     def adapted(self, model: Any) -> Any:
         """`model` with the adapters of these options; the model itself where there are none."""

@@ -1,9 +1,9 @@
 """The options of what a model is trained to predict. Nothing here imports JAX."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from zero_jax.cli.model_lookup import nearest
+from zero_jax.cli.options.choices import FRACTION, Within
 from zero_jax.data.objectives import MASKED, NOISE, SPAN
 from zero_jax.errors import UsageError
 
@@ -26,45 +26,30 @@ class ObjectiveOptions:
     classify: the class of an image; instruct: responses to prompts, of .jsonl or .parquet; preferences: which of two
     responses is better (DPO). None: what the model is made for."""
 
-    mask_fraction: float = MASKED
+    mask_fraction: Annotated[float, FRACTION] = MASKED
     """masked: the fraction of the tokens that is predicted. Of these 80 % are masked, 10 % another token, 10 % stay."""
 
-    noise_fraction: float = NOISE
+    noise_fraction: Annotated[float, FRACTION] = NOISE
     """span: the fraction of the tokens that is cut out."""
 
-    span_length: float = SPAN
+    span_length: Annotated[float, Within(1, 1000)] = SPAN
     """span: tokens that are cut out in one place, on average."""
 
-    image_shift: int = 0
+    image_shift: Annotated[int, Within(0, 1000)] = 0
     """classify: the most pixels by which a training image is moved, up or down and to a side, at random each time."""
 
     image_flip: bool = False
     """classify: half of the training images are mirrored, others each time."""
 
-    image_warp: float = 0.0
+    image_warp: Annotated[float, Within(0, 0.5)] = 0.0
     """classify: training images are turned, scaled, sheared and moved at random, others each time: in coordinates from
     -1 to 1 by an affine map whose six numbers are within so much of those of no change. 0.15 is little."""
 
-    dpo_beta: float = 0.1
+    dpo_beta: Annotated[float, Within(1e-4, 100)] = 0.1
     """preferences: how strongly the model is held to the one that the run starts from."""
 
     def check_objective_options(self) -> None:
-        """Raises ValueError for values out of range, and for options of another objective than that given."""
-        if self.objective not in (None, *get_args(ObjectiveName)):
-            raise UsageError(f"objective={self.objective!r} is unknown"
-                             f"{nearest(self.objective, [*get_args(ObjectiveName)])}")
-        for name in ("mask_fraction", "noise_fraction"):
-            value = getattr(self, name)
-            if not 0 < value < 1:
-                raise UsageError(f"{name}={value}: give a fraction of the tokens between 0 and 1, as 0.15.")
-        if not 1 <= self.span_length <= 1000:
-            raise UsageError(f"span_length={self.span_length} is not within 1 to 1000.")
-        if not 0 <= self.image_shift <= 1000:
-            raise UsageError(f"image_shift={self.image_shift} is not within 0 to 1000.")
-        if not 0 <= self.image_warp <= 0.5:
-            raise UsageError(f"image_warp={self.image_warp} is not within 0 to 0.5.")
-        if not 1e-4 <= self.dpo_beta <= 100:
-            raise UsageError(f"dpo_beta={self.dpo_beta} is not within 0.0001 to 100.")
+        """Raises ValueError for options of another objective than that given."""
         if self.objective is not None:
             self.check_used(self.objective)
 

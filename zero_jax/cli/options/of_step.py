@@ -2,11 +2,11 @@
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from zero_jax.arguments import patterns
-from zero_jax.cli.model_lookup import ModelChoice, nearest
-from zero_jax.cli.options.choices import Gather, Reduce
+from zero_jax.cli.model_lookup import ModelChoice
+from zero_jax.cli.options.choices import Count, Gather, Reduce, settle
 from zero_jax.cli.options.combinations import check_kernel
 from zero_jax.errors import UsageError
 
@@ -29,16 +29,10 @@ class CommunicationOptions:
 
     def check_quantized(self) -> None:
         """Raises UsageError for unknown formats, and too many."""
-        object.__setattr__(self, "quantize_gradients", tuple(self.quantize_gradients))
-        gradients = self.quantize_gradients
-        for name, value, known in (
-                ("quantize_weights", self.quantize_weights, get_args(WeightFormat)),
-                *(("quantize_gradients", each, get_args(GradientFormat)) for each in gradients)):
-            if value not in known:
-                raise UsageError(f"{name}={value!r} is unknown: give {', '.join(known)}.")
-        if len(gradients) > 2:
-            raise UsageError(f"quantize_gradients={' '.join(gradients)}: give one format, or two: inside a node and "
-                             "across nodes.")
+        settle(self, CommunicationOptions)
+        if len(self.quantize_gradients) > 2:
+            raise UsageError(f"quantize_gradients={' '.join(self.quantize_gradients)}: give one format, or two: inside "
+                             "a node and across nodes.")
 
     @property
     def communication(self) -> "Communication | None":
@@ -65,7 +59,7 @@ class TilingOptions:
 
     def check_tiling(self) -> None:
         """Raises UsageError for what is neither."""
-        object.__setattr__(self, "tiling", tuple(self.tiling))
+        settle(self, TilingOptions)
         self.tiles  # noqa: B018 (raises)
 
     @property
@@ -94,7 +88,7 @@ class TilingOptions:
 class MicrobatchOptions:
     """Into how many parts a batch is cut, and how often each device sends for them."""
 
-    accumulate: int = 1
+    accumulate: Count = 1
     """Microbatches of a step, one after another: only one's activations are in memory at a time."""
 
     reduce: Reduce = "every"
@@ -109,13 +103,13 @@ class MicrobatchOptions:
 class ParallelOptions:
     """Over which groups of devices a model, its sequences and its activations are split."""
 
-    replica: int = 1
+    replica: Count = 1
     """Hybrid sharding: the number of device groups, each of which stores a complete set of shards."""
 
-    tensor: int = 1
+    tensor: Count = 1
     """Devices over which the model's tensor_rules split it (tensor parallelism); they share their sequences."""
 
-    context: int = 1
+    context: Count = 1
     """Devices over which each sequence is split."""
 
     sequence_parallel: bool = False
@@ -140,9 +134,7 @@ class AttentionOptions:
 
         platform: of the devices: "cuda", "tpu" or "cpu"; None: not known before JAX starts.
         """
-        if self.attention not in get_args(AttentionName):
-            raise UsageError(f"attention={self.attention!r} is unknown"
-                             f"{nearest(self.attention, [*get_args(AttentionName)])}")
+        settle(self, AttentionOptions)
         if self.attention == "auto":
             return
         if not hasattr(choice.config, "attention"):

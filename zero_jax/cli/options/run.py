@@ -2,10 +2,19 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from zero_jax.cli.model_lookup import nearest
-from zero_jax.cli.options.choices import Offloaded, OnOffAuto, Optimizer, PrecisionName, RematName
+from zero_jax.cli.options.choices import (
+    FRACTION,
+    MAX_COUNT,
+    Count,
+    Offloaded,
+    OnOffAuto,
+    Optimizer,
+    PrecisionName,
+    RematName,
+    Within,
+)
 from zero_jax.errors import UsageError
 
 
@@ -21,14 +30,14 @@ class RunOptions:
     and build(config). Or a folder with a config.json of Hugging Face's, of a family that models/ covers: its weights
     are those of --init-from."""
 
-    devices: int | None = None
+    devices: Count | None = None
     """How many to use, over all processes. None: all accelerators, or 8 simulated CPU devices where there are none."""
 
     distributed: bool = False
     """This is one of several processes, and JAX finds the others: under Slurm, Open MPI, Kubernetes, or on a TPU pod.
     `launch`, or ZERO_JAX_COORDINATOR, _NUM_PROCESSES and _PROCESS_ID in the environment, need no option."""
 
-    heartbeat: int = 100
+    heartbeat: Annotated[int, Within(1, 86400)] = 100
     """Seconds without a heartbeat of another process after which it counts as failed, and this one ends."""
 
     offload: Offloaded = "no"
@@ -71,35 +80,35 @@ class RunOptions:
     optimizer: Optimizer = "adamw"
     """AdamW's state is 8 bytes per parameter, that of the others less."""
 
-    batch_size: int = 16
+    batch_size: Count = 16
     """Sequences per step, over all devices and microbatches, which it must divide over."""
 
-    ema: float | None = None
+    ema: Annotated[float | None, Within(0, 1 - 1e-9)] = None
     """Decay of a moving average of the parameters, which validation then uses. None: no average."""
 
-    max_bad_steps: int = 0
+    max_bad_steps: Annotated[int, Within(0, MAX_COUNT)] = 0
     """Consecutive steps that may be skipped because their loss or gradient is not finite; one more ends the run."""
 
-    seq_len: int = 128
+    seq_len: Count = 128
     """Tokens per sequence, at most the model's max_length."""
 
-    steps: int = 700
+    steps: Count = 700
     """Optimizer steps."""
 
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Within(0, 10)] = 0.1
     """Decoupled, per unit of learning rate."""
 
-    grad_clip_norm: float = 1.0
+    grad_clip_norm: Annotated[float, Within(1e-9)] = 1.0
     """Largest global norm of the gradient. inf: no clipping."""
 
-    seed: int = 0
+    seed: Annotated[int, Within(0, 2**32 - 1)] = 0
     """Of initialisation, batch order and generated text."""
 
-    check_replicas: int = 0
+    check_replicas: Annotated[int, Within(0)] = 0
     """Steps between comparisons of what several devices have copies of, which finds devices that compute wrongly; also
     before each save. For stages 0 to 2, or with replica. 0: never."""
 
-    hang_after: float | None = None
+    hang_after: Annotated[float | None, Within(0.01, 86400)] = None
     """Seconds after which an unfinished step makes each process print the stacks of its threads. None: never."""
 
     hang_exit: bool = False
@@ -109,10 +118,10 @@ class RunOptions:
     """Start from the parameters in a safetensors file (or an index of such files, or a folder with one), by our names
     or Hugging Face's, or from the latest checkpoint in the folder of a run. None: random initialisation."""
 
-    save_every: int = 200
+    save_every: Annotated[int, Within(0)] = 200
     """Steps between checkpoints; the last step is saved, too. 0: nothing is saved."""
 
-    max_to_keep: int = 2
+    max_to_keep: Count = 2
     """The number of newest checkpoints to keep."""
 
     resume: bool = False
@@ -129,7 +138,7 @@ class RunOptions:
     """Folder on a disk of each host, or in its memory, for copies of the state between checkpoints: a restart on the
     same devices, with --resume, continues from the last copy. None: none are made."""
 
-    local_every: int | None = None
+    local_every: Count | None = None
     """Steps between two such copies."""
 
 
@@ -147,27 +156,20 @@ class ScheduleOptions:
     """Of the learning rate after its warmup: cosine or linear, down to final_rate; wsd: constant, then linear in the
     last steps; or constant."""
 
-    learning_rate: float = 3e-3
+    learning_rate: Annotated[float, Within(0, 10)] = 3e-3
     """Peak of the schedule."""
 
-    warmup: float = 0.1
+    warmup: Annotated[float, Within(0, 1)] = 0.1
     """Fraction of the steps that warm up linearly, since early gradients are large."""
 
-    decay: float | None = None
+    decay: Annotated[float | None, Within(0, 1)] = None
     """With wsd: fraction of the steps that decay, at the end. None: 0.2."""
 
-    final_rate: float | None = None
+    final_rate: Annotated[float | None, Within(0, 1)] = None
     """Learning rate at the end, as a fraction of its peak. None: 0.1, or 1 where the schedule is constant."""
 
     def check_schedule(self) -> None:
-        """Raises ValueError for values out of range, and for those that this schedule does not use."""
-        names = list(get_args(ScheduleName))
-        if self.schedule not in names:
-            raise UsageError(f"schedule={self.schedule!r} is unknown{nearest(self.schedule, names)}")
-        for name, value, high in (("learning_rate", self.learning_rate, 10), ("warmup", self.warmup, 1),
-                                  ("decay", self.decay, 1), ("final_rate", self.final_rate, 1)):
-            if value is not None and not 0 <= value <= high:
-                raise UsageError(f"{name}={value} is not within 0 to {high}.")
+        """Raises ValueError for parts that are more than the whole."""
         if self.schedule == "wsd" and self.warmup + self._decay > 1:
             raise UsageError(f"warmup={self.warmup} and decay={self._decay} are more than all steps: give fractions "
                              "whose sum is at most 1.")
@@ -194,28 +196,19 @@ class EvaluationOptions:
     eval_data: tuple[str, ...] = ()
     """A separate evaluation set, as data. None: a part of data is held out."""
 
-    eval_fraction: float = EVAL_FRACTION
+    eval_fraction: Annotated[float, FRACTION] = EVAL_FRACTION
     """The part of data that is held out, where there is no eval_data: its end, or that of each of several sources."""
 
-    eval_every: int = 100
+    eval_every: Count = 100
     """Steps between evaluations (loss, perplexity, accuracy), each on the same batches."""
 
-    eval_batches: int = 16
+    eval_batches: Count = 16
     """Batches of an evaluation, at most."""
 
-    samples: int = 2
+    samples: Annotated[int, Within(0, 64)] = 2
     """Continuations of held-out text to print at the end."""
 
     def check_evaluation(self) -> None:
-        """Raises ValueError for values out of range."""
-        for name in ("eval_every", "eval_batches"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)}: give at least 1.")
-        if not 0 < self.eval_fraction < 1:
-            raise UsageError(f"eval_fraction={self.eval_fraction}: give a fraction between 0 and 1, as 0.05.")
-        if not 0 <= self.samples <= 64:
-            raise UsageError(f"samples={self.samples} is not within 0 to 64.")
-        object.__setattr__(self, "eval_data",
-                           (self.eval_data,) if isinstance(self.eval_data, str) else tuple(self.eval_data))
+        """Raises ValueError for a name that is empty."""
         if "" in self.eval_data:
             raise UsageError('eval_data is empty: name files, or "python".')
