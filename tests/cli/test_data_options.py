@@ -16,8 +16,8 @@ from models import gpt2
 from zero_jax.cli.objectives.choose import objective_of
 from zero_jax.cli.tokenize_command import TokenizeConfig, tokenize_command
 from zero_jax.cli.train_config import TrainConfig
-from zero_jax.data.tokenized import open_tokenized
-from zero_jax.data.tokenizer_training import train_bpe
+from zero_jax.data.documents import open_tokenized
+from zero_jax.data.tokenizer import train_bpe
 
 pytest.importorskip("grain"), pytest.importorskip("tokenizers")
 

@@ -27,7 +27,7 @@ from zero_jax.cli.weights.export_command import export_command
 from zero_jax.cli.weights.file_configs import ExportConfig
 from zero_jax.cli.weights.generate_command import generate_command
 from zero_jax.cli.weights.generate_config import GenerateConfig
-from zero_jax.data.chat_template import Conversation, SimpleTemplate, load_template
+from zero_jax.data.conversations import Conversation, SimpleTemplate, load_template
 
 ROOT = Path(__file__).parents[2]
 RUN = TrainConfig(model="gpt2:tiny", stage=2, precision="bf16", ema=0.5, batch_size=8, seq_len=16,

@@ -20,7 +20,7 @@ from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.resume import fixed
 from zero_jax.cli.weights.generate import sample_with_cache
 from zero_jax.cli.weights.generate_command import check_prompt
-from zero_jax.data.chat_template import load_template
+from zero_jax.data.conversations import load_template
 from zero_jax.data.response_rows import response_text
 from zero_jax.data.tokenizer import ByteTokenizer, load_tokenizer
 from zero_jax.errors import UsageError

@@ -287,8 +287,8 @@ def test_the_command_line_says_it():
 
 def _specials_alone(folder):
     """A folder of tokens, as `tokenize` writes it, in which all tokens are ends of documents."""
-    from zero_jax.data.tokenized import write_tokenized
-    from zero_jax.data.tokenizer_training import train_bpe
+    from zero_jax.data.documents import write_tokenized
+    from zero_jax.data.tokenizer import train_bpe
 
     tokenizer = train_bpe(["text"], vocab_size=270)
     write_tokenized(folder, ["x"] * 400, tokenizer)

@@ -5,9 +5,17 @@ import json
 import numpy as np
 import pytest
 
-from zero_jax.data.documents import Documents, documents_at, encode_documents, tokenize
+from zero_jax.data.documents import (
+    MANIFEST,
+    Documents,
+    documents_at,
+    encode_documents,
+    is_tokenized,
+    open_tokenized,
+    tokenize,
+    write_tokenized,
+)
 from zero_jax.data.packing import DocumentRows, Windows, plan_rows
-from zero_jax.data.tokenized import MANIFEST, is_tokenized, open_tokenized, write_tokenized
 from zero_jax.data.tokenizer import ByteTokenizer, Specials
 
 RANDOM = np.random.default_rng(0)

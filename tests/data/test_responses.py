@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from zero_jax.data.chat_template import ChatTemplate, SimpleTemplate, load_template
-from zero_jax.data.conversations import instruction, preference, read_rows
+from zero_jax.data.conversations import ChatTemplate, SimpleTemplate, instruction, load_template, preference, read_rows
 from zero_jax.data.response_rows import PairRows, ResponseRows, encode, fitting, fitting_pairs, split_examples
 from zero_jax.data.tokenizer import ByteTokenizer, SpecialByteTokenizer
 from zero_jax.errors import UsageError

@@ -7,8 +7,13 @@ import numpy as np
 import pytest
 
 from zero_jax.data import extras
-from zero_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
-from zero_jax.data.tokenizer_training import train_bpe
+from zero_jax.data.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -158,7 +163,7 @@ def test_missing_files_and_packages(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_transformers_reads_the_folder(tmp_path, trained):
     transformers = pytest.importorskip("transformers")
-    from zero_jax.data.tokenized import write_tokenized
+    from zero_jax.data.documents import write_tokenized
 
     write_tokenized(tmp_path / "data", TEXTS, trained)
     for text in TEXTS[:3]:

@@ -10,7 +10,7 @@ import pytest
 
 from zero_jax.checkpoint.integrity import read_manifest
 from zero_jax.checkpoint.manifest import parse
-from zero_jax.data.token_file import open_tokens
+from zero_jax.data.corpus import open_tokens
 from zero_jax.errors import MAX_MESSAGE, UsageError
 from zero_jax.interop.safetensors_file import find_tensors
 from zero_jax.xla.targets import target_of

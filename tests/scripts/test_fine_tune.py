@@ -7,8 +7,7 @@ from pathlib import Path
 
 import fine_tune
 
-from zero_jax.data.chat_template import SimpleTemplate
-from zero_jax.data.conversations import instruction
+from zero_jax.data.conversations import SimpleTemplate, instruction
 
 SOURCE = '''
 def add(a: int, *, b=1):

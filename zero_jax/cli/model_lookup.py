@@ -21,9 +21,8 @@ from types import ModuleType
 from typing import Any
 
 from zero_jax.errors import UsageError, cut
-from zero_jax.interop.model_config import check_config, model_of
+from zero_jax.interop.model_config import OURS, check_config, folder_of_ours, import_ours, model_of
 from zero_jax.interop.naming import Names
-from zero_jax.interop.own_models import OURS, folder_of_ours, import_ours
 from zero_jax.interop.safetensors_file import Tensor
 
 

@@ -13,10 +13,9 @@ from zero_jax.cli.text_data import counts_text
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.samples import continued
 from zero_jax.data import extras
-from zero_jax.data.chat_template import Template, load_template
-from zero_jax.data.conversations import read_rows
+from zero_jax.data.conversations import Template, load_template, read_rows
+from zero_jax.data.documents import Tokenized
 from zero_jax.data.response_rows import Example, response_text, split_examples
-from zero_jax.data.tokenized import Tokenized
 from zero_jax.data.tokenizer import Tokenizer
 from zero_jax.errors import UsageError, few
 from zero_jax.step.step import ZeroTrainStep

@@ -11,11 +11,10 @@ from zero_jax.cli.objectives.objective import RunData
 from zero_jax.cli.options.data import is_tokens
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.data import corpus
-from zero_jax.data.documents import Documents, cut_text, documents_at, tokenize
+from zero_jax.data.corpus import open_tokens
+from zero_jax.data.documents import Documents, Tokenized, cut_text, documents_at, is_tokenized, open_tokenized, tokenize
 from zero_jax.data.example_batches import ExampleBatches
 from zero_jax.data.text_sources import read_documents, unseen
-from zero_jax.data.token_file import open_tokens
-from zero_jax.data.tokenized import Tokenized, is_tokenized, open_tokenized
 from zero_jax.data.tokenizer import ByteTokenizer, SpecialByteTokenizer, Tokenizer
 from zero_jax.errors import UsageError
 

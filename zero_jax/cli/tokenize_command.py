@@ -6,11 +6,9 @@ from pathlib import Path
 from zero_jax.cli.environment import check_folder
 from zero_jax.cli.options.data import check_has_fields
 from zero_jax.data import extras
-from zero_jax.data.documents import cut_text
+from zero_jax.data.documents import check_new, cut_text, write_tokenized
 from zero_jax.data.text_sources import check_file, files_of, read_documents
-from zero_jax.data.tokenized import check_new, write_tokenized
-from zero_jax.data.tokenizer import load_tokenizer
-from zero_jax.data.tokenizer_training import train_bpe
+from zero_jax.data.tokenizer import load_tokenizer, train_bpe
 from zero_jax.errors import UsageError
 
 VOCAB_SIZE = 8192

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from zero_jax.data.chat_template import Conversation, Piece, Template
+from zero_jax.data.conversations import Conversation, Piece, Template
+from zero_jax.data.corpus import sample
 from zero_jax.data.documents import Documents
 from zero_jax.data.packing import DocumentRows
-from zero_jax.data.token_file import sample
 from zero_jax.data.tokenizer import Tokenizer
 from zero_jax.errors import UsageError
 

@@ -1,10 +1,15 @@
-"""The config.json of a checkpoint of transformers: whether it is of a model, and which model it is of. No JAX.
+"""The config.json of a checkpoint of transformers: whether it is of a model, and which of our models it is of. No JAX.
 
-What its fields mean is a table of our models, `models/layers/huggingface.py`.
+What its fields mean is a table of our models, `models/layers/huggingface.py`. These are `zero_jax.models`, and a wheel
+contains them there. A checkout has them at its top, as `models/`, from where they are loaded under that same name:
+`models` in `sys.modules` stays the user's.
 """
 
+import importlib
+import importlib.util
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -13,8 +18,38 @@ from typing import Any
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.files import read_regular
-from zero_jax.interop.own_models import import_ours
 from zero_jax.interop.safetensors_file import file_metadata
+
+OURS = "zero_jax.models"
+"""The package of our models, wherever it is loaded from."""
+
+
+def folder_of_ours() -> Path | None:
+    """Where our models are: in the installed package, or at the top of the checkout; None where somebody removed them.
+
+    That the top is our checkout, and not a project that has a copy of zero_jax, is read from its pyproject.toml.
+    """
+    package = Path(__file__).resolve().parents[1]
+    if (package / "models").is_dir():
+        return package / "models"
+    project = package.parent / "pyproject.toml"
+    if (package.parent / "models").is_dir() and project.is_file() and 'name = "zero-jax"' in project.read_text():
+        return package.parent / "models"
+    return None
+
+
+def import_ours(short: str) -> ModuleType:
+    """Our module of that short name, as `zero_jax.models.<short>`, which its relative imports need."""
+    if OURS not in sys.modules:
+        if (folder := folder_of_ours()) is None:
+            raise UsageError("The folder models/ of zero_jax is not there: install it again.")
+        spec = importlib.util.spec_from_file_location(
+            OURS, folder / "__init__.py", submodule_search_locations=[str(folder)])
+        assert spec is not None and spec.loader is not None
+        sys.modules[OURS] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[OURS])
+    return importlib.import_module(f"{OURS}.{short}")
+
 
 CONFIG, IN_FILE = "config.json", "zero_jax_config"
 """The file beside weights; the field of a safetensors file's metadata that holds the same text."""

@@ -12,10 +12,9 @@ from zero_jax.cli.text_data import document_data, special_tokenizer
 from zero_jax.cli.training.evaluation import token_sums
 from zero_jax.cli.training.samples import held_out_rows, marked_text
 from zero_jax.data import extras
-from zero_jax.data.documents import Documents
+from zero_jax.data.documents import Documents, Tokenized
 from zero_jax.data.objectives import Key, masked_language
 from zero_jax.data.packing import DocumentRows, Windows
-from zero_jax.data.tokenized import Tokenized
 from zero_jax.data.tokenizer import Tokenizer
 from zero_jax.distributed.initialize import on_host, put_global
 from zero_jax.errors import UsageError

@@ -41,7 +41,8 @@ class Within:
         if self.low <= value <= self.high:
             return
         if self.high == MAX_COUNT:
-            raise UsageError(f"{name}={value}: give at " + (f"least {self.low}." if value < self.low else f"most {MAX_COUNT}."))
+            raise UsageError(f"{name}={value}: give at "
+                             f"{f'least {self.low}' if value < self.low else f'most {MAX_COUNT}'}.")
         if self == FRACTION:
             raise UsageError(f"{name}={value}: give a fraction between 0 and 1, as 0.15.")
         raise UsageError(f"{name}={value} is not within {self.low} to {self.high}.")

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 from zero_jax.cli.options.choices import Within
 from zero_jax.cli.options.objective import WITH_RESPONSES
 from zero_jax.data import extras
+from zero_jax.data.documents import Tokenized, is_tokenized, open_tokenized
 from zero_jax.data.images import DIGITS, is_images
 from zero_jax.data.mixture import check_weights
 from zero_jax.data.text_sources import check_file, check_not_compressed, files_of, format_of, has_documents
-from zero_jax.data.tokenized import Tokenized, is_tokenized, open_tokenized
 from zero_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from zero_jax.errors import UsageError, few
 

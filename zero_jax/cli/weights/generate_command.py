@@ -15,7 +15,7 @@ from zero_jax.cli.step_from_config import abstract_batch, step_of
 from zero_jax.cli.weights.export_command import saved_run, saved_state
 from zero_jax.cli.weights.generate import sample_with_cache
 from zero_jax.cli.weights.generate_config import GenerateConfig
-from zero_jax.data.chat_template import Conversation, Template, load_template
+from zero_jax.data.conversations import Conversation, Template, load_template
 from zero_jax.data.response_rows import prompt_ids, response_text
 from zero_jax.data.tokenizer import ByteTokenizer, Tokenizer
 from zero_jax.distributed.initialize import on_host, put_global

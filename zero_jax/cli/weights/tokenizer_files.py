@@ -8,8 +8,8 @@ from typing import Any
 
 from zero_jax.cli.options.data import is_token_file
 from zero_jax.cli.options.objective import WITH_RESPONSES
-from zero_jax.data.chat_template import Conversation, SimpleTemplate, Template, load_template
-from zero_jax.data.tokenized import for_transformers, is_tokenized
+from zero_jax.data.conversations import Conversation, SimpleTemplate, Template, load_template
+from zero_jax.data.documents import for_transformers, is_tokenized
 from zero_jax.data.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 from zero_jax.errors import UsageError
 from zero_jax.files import read_regular
