@@ -24,9 +24,8 @@ from zero_jax.cli.step_from_config import step_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.resume import fixed
 from zero_jax.cli.weights.export_command import export_command
-from zero_jax.cli.weights.file_configs import ExportConfig
+from zero_jax.cli.weights.file_configs import ExportConfig, GenerateConfig
 from zero_jax.cli.weights.generate_command import generate_command
-from zero_jax.cli.weights.generate_config import GenerateConfig
 from zero_jax.data.conversations import Conversation, SimpleTemplate, load_template
 
 ROOT = Path(__file__).parents[2]

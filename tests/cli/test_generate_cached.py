@@ -13,9 +13,9 @@ from support.oracle import slow
 import zero_jax
 from models import gpt2, llama
 from zero_jax.checkpoint.checkpoint import Checkpoints
+from zero_jax.cli.environment import shown_text
 from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.step_from_config import step_of
-from zero_jax.cli.terminal_text import shown_text
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.resume import fixed
 from zero_jax.cli.weights.generate import sample_with_cache

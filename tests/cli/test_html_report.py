@@ -15,7 +15,7 @@ from zero_jax.cli.reports.measures import TEXT
 from zero_jax.cli.reports.report import summary_table
 from zero_jax.cli.reports.report_figures import MAX_POINTS, curves, thinned
 from zero_jax.cli.train_config import TrainConfig
-from zero_jax.cli.training.run_folder import folder_text
+from zero_jax.cli.training.run_head import folder_text
 
 NAME = "h100 stage 3"
 EVALUATION = {"validation_loss": 2.625, "validation_perplexity": 13.805, "validation_accuracy": 0.3125}

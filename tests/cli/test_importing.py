@@ -17,8 +17,8 @@ from models import gpt2
 from zero_jax import Names, export_params, import_params, make_zero_train_step
 from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.cli.weights.export_command import import_command
 from zero_jax.cli.weights.file_configs import ImportConfig
-from zero_jax.cli.weights.import_command import import_command
 from zero_jax.interop.params_io import export_tree
 from zero_jax.interop.safetensors_file import find_tensors
 

@@ -16,9 +16,9 @@ from support.oracle import by_name
 import models
 import zero_jax
 from models import llama
+from zero_jax.cli.environment import shown_text
 from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.step_from_config import step_of
-from zero_jax.cli.terminal_text import shown_text
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.train import train
 from zero_jax.cli.weights.export_command import export_command

@@ -12,8 +12,7 @@ from support.command_line import ROOT, message, run
 from support.tensorboard_files import scalars
 
 from zero_jax.cli.train_config import TrainConfig
-from zero_jax.cli.training.metric_writers import metric_writers
-from zero_jax.cli.training.metrics_log import MetricsLog
+from zero_jax.cli.training.metrics_log import MetricsLog, metric_writers
 
 WANDB = """
 import json, pathlib

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from zero_jax.cli.model_lookup import find_model
-from zero_jax.cli.objectives.causal import Causal
+from zero_jax.cli.objectives.text import Causal
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.loop import Loop
 from zero_jax.cli.training.metrics_log import MetricsLog

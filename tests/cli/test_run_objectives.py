@@ -22,7 +22,7 @@ from zero_jax.cli.model_lookup import ModelChoice, find_model
 from zero_jax.cli.objectives.choose import DEFAULTS, kind_of, objective_of
 from zero_jax.cli.objectives.objective import with_perplexity
 from zero_jax.cli.train_config import TrainConfig
-from zero_jax.cli.training.samples import marked_text
+from zero_jax.cli.training.evaluation import marked_text
 from zero_jax.cli.training.train import train
 from zero_jax.data.images import augmented, warped
 from zero_jax.data.tokenizer import SpecialByteTokenizer

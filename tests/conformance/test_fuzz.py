@@ -23,8 +23,7 @@ from zero_jax.checkpoint.manifest import Leaf, Manifest, parse
 from zero_jax.cli import main
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.train_config import TrainConfig
-from zero_jax.cli.weights.file_configs import ExportConfig
-from zero_jax.cli.weights.generate_config import GenerateConfig
+from zero_jax.cli.weights.file_configs import ExportConfig, GenerateConfig
 from zero_jax.data.batches import Batches
 from zero_jax.data.corpus import load
 from zero_jax.diloco.options import OuterOptions

@@ -24,9 +24,8 @@ from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.step_from_config import step_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.resume import fixed
-from zero_jax.cli.weights.export_command import export_command
+from zero_jax.cli.weights.export_command import export_command, model_programs, weights_of
 from zero_jax.cli.weights.file_configs import ExportConfig
-from zero_jax.cli.weights.serving_programs import model_programs, weights_of
 from zero_jax.frontends.model_functions import to_model_functions
 from zero_jax.interop import program_loader
 

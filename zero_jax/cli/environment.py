@@ -1,4 +1,4 @@
-"""The environment of a run: folders, earlier checkpoints, accelerators. Nothing here imports JAX."""
+"""The environment of a run: folders, earlier checkpoints, accelerators, the terminal. Nothing here imports JAX."""
 
 import glob
 import os
@@ -42,3 +42,12 @@ def checkpoints_of(name: str) -> str:
     """Where the checkpoints of `name` are, a folder of them or of a run that has some; else `name` as it is."""
     folder = None if is_remote(name) else checkpoint_folder(Path(name))
     return name if folder is None else str(folder)
+
+
+def shown_text(text: str) -> str:
+    r"""`text` without control characters, which a terminal would interpret and an untrained model generates.
+
+    >>> shown_text("a\tb\n") == "a\tb\n", len(shown_text("\x1b[2J"))
+    (True, 4)
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

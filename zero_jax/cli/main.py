@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zero_jax.cli.config_file import expand_config
+from zero_jax.cli.environment import shown_text
 from zero_jax.cli.model_lookup import told, users_line
 from zero_jax.cli.planning.plan_config import PlanConfig
-from zero_jax.cli.terminal_text import shown_text
 from zero_jax.cli.tokenize_command import TokenizeConfig, tokenize_command
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
-from zero_jax.cli.weights.file_configs import ExportConfig, ImportConfig
-from zero_jax.cli.weights.generate_config import GenerateConfig
+from zero_jax.cli.weights.file_configs import ExportConfig, GenerateConfig, ImportConfig
 from zero_jax.distributed.launch import PREEMPTED, LaunchConfig, end_with_launcher, launch
 from zero_jax.errors import ReplicaError, UnwrittenCheckpointError, UsageError
 from zero_jax.versions import installed_version
@@ -226,7 +225,7 @@ def _run(config: Config) -> int:
         for name, value in _PLAN_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     if isinstance(config, ImportConfig):
-        from zero_jax.cli.weights.import_command import import_command
+        from zero_jax.cli.weights.export_command import import_command
 
         print(*import_command(config), sep="\n")
         return 0

@@ -16,7 +16,6 @@ from zero_jax.cli.options.combinations import check_combinations
 from zero_jax.cli.options.data import DataOptions, check_eval_data, is_tokens
 from zero_jax.cli.options.diloco import DiLoCoOptions
 from zero_jax.cli.options.lora import LoraOptions
-from zero_jax.cli.options.objective import ObjectiveOptions
 from zero_jax.cli.options.of_step import (
     AttentionOptions,
     CommunicationOptions,
@@ -25,8 +24,7 @@ from zero_jax.cli.options.of_step import (
     TilingOptions,
 )
 from zero_jax.cli.options.offload import check_fraction, check_no_states, check_placement
-from zero_jax.cli.options.report import ReportOptions
-from zero_jax.cli.options.run import EvaluationOptions, RunOptions, ScheduleOptions
+from zero_jax.cli.options.run import EvaluationOptions, ObjectiveOptions, ReportOptions, RunOptions, ScheduleOptions
 from zero_jax.data.tokenizer import TOKENIZERS
 from zero_jax.distributed.launch import COORDINATOR
 from zero_jax.errors import UsageError

@@ -5,13 +5,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from zero_jax.cli.model_lookup import ModelChoice
-from zero_jax.cli.objectives.causal import Causal
 from zero_jax.cli.objectives.classify import Classify
-from zero_jax.cli.objectives.instruct import Instruct
-from zero_jax.cli.objectives.masked import Masked
+from zero_jax.cli.objectives.denoising import Masked, Span
 from zero_jax.cli.objectives.objective import Objective
-from zero_jax.cli.objectives.preferences import Preferences
-from zero_jax.cli.objectives.span import Span
+from zero_jax.cli.objectives.responses import Instruct, Preferences
+from zero_jax.cli.objectives.text import Causal
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.errors import UsageError
 

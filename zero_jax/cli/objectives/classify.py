@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.cli.objectives.objective import Objective, RunData
+from zero_jax.cli.objectives.objective import Objective, RunData, batches_of
+from zero_jax.cli.objectives.text import counts_text
 from zero_jax.cli.reports.measures import Measure, Measures
-from zero_jax.cli.text_data import counts_text
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.evaluation import label_sums
-from zero_jax.data.example_batches import ExampleBatches
 from zero_jax.data.images import DIGITS, LabeledImages, augmented, digits, load_images
 from zero_jax.data.objectives import Key
 from zero_jax.distributed.initialize import on_host, put_global
@@ -104,11 +103,8 @@ class Classify(Objective):
         change = f"classify {config.image_shift} {config.image_flip} {self._channels}"
         change += f" {config.image_warp}" * bool(config.image_warp)  # without it the name is that of older checkpoints
 
-        def batches(sharding: Any) -> tuple[ExampleBatches, ExampleBatches]:
-            shape = {"batch_size": config.batch_size, "sharding": sharding}
-            return (ExampleBatches([train], seed=config.seed, make=self._changed, name=change, **shape),
-                    ExampleBatches([held_out], make=self._with_channels, complete=True, **shape))
-
+        batches = batches_of(config, [train], [held_out], name=change, make=self._changed,
+                             eval_make=self._with_channels)
         return RunData(batches, counts_text(len(train), len(held_out), "images"), held_out)
 
     def samples(self, step: ZeroTrainStep, state: Any, data: RunData) -> tuple[str, ...]:

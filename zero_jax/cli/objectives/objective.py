@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.reports.measures import TEXT, Measures
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.cli.training.evaluation import token_sums
+from zero_jax.data.example_batches import ExampleBatches
 from zero_jax.data.positions import NumberedBatches
 from zero_jax.errors import UsageError
 from zero_jax.step.step import ZeroTrainStep
@@ -62,16 +64,24 @@ class Objective(abc.ABC):
     def load_data(self) -> RunData:
         """Reads the data; raises ValueError for what is wrong with them, or too little."""
 
-    @abc.abstractmethod
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch, all examples of a step, abstract."""
+        """The arrays of a batch, all examples of a step, abstract: rows of tokens unless the objective says otherwise.
 
-    @abc.abstractmethod
+        Of documents in rows also what separates them.
+        """
+        return token_shapes(self.config.batch_size, self.config.seq_len, self.config.batch_arrays)
+
     def sums(self, model: Any, batch: Any) -> dict[str, jax.Array]:
         """Of a batch: sums of `loss` and of what is measured, and the `weight` that they are to be divided by: float32.
 
-        For `ZeroTrainStep.evaluator`.
+        For `ZeroTrainStep.evaluator`. Of text: `loss` and `accuracy` (the likeliest token is the target).
         """
+        return token_sums(model, batch)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Of the model, where it says."""
+        return getattr(self.choice.config, "vocab_size", None)
 
     @property
     def loss(self) -> Loss | None:
@@ -111,6 +121,21 @@ class Objective(abc.ABC):
     def samples(self, step: ZeroTrainStep, state: Any, data: RunData) -> tuple[str, ...]:
         """What the trained model makes of held-out examples, as text; `config.samples` of them at most."""
         return ()
+
+
+def batches_of(config: TrainConfig, train: Sequence[Any], held_out: Sequence[Any], *, name: str = "", make: Any = None,
+               eval_make: Any = None, vocab_size: int | None = None, weights: Any = None, eval_weights: Any = None
+               ) -> Callable[[Any], tuple[NumberedBatches, NumberedBatches]]:
+    """A function of a batch's sharding to the batches of sources to train on, and of those held out (each once).
+
+    The other arguments are those of `ExampleBatches`; eval_make: None: as `make`.
+    """
+    def batches(sharding: Any) -> tuple[NumberedBatches, NumberedBatches]:
+        shape: Any = {"batch_size": config.batch_size, "sharding": sharding, "vocab_size": vocab_size, "name": name}
+        return (ExampleBatches(train, seed=config.seed, make=make, weights=weights, **shape),
+                ExampleBatches(held_out, make=eval_make or make, weights=eval_weights, complete=True, **shape))
+
+    return batches
 
 
 def with_perplexity(means: Mapping[str, float]) -> dict[str, float]:

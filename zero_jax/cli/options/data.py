@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from zero_jax.cli.options.choices import Within
-from zero_jax.cli.options.objective import WITH_RESPONSES
+from zero_jax.cli.options.run import WITH_RESPONSES
 from zero_jax.data import extras
 from zero_jax.data.documents import Tokenized, is_tokenized, open_tokenized
 from zero_jax.data.images import DIGITS, is_images

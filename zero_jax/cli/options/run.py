@@ -1,6 +1,8 @@
-"""The options of what is trained, for how long, by which schedule, and how it is evaluated. No JAX."""
+"""The options of what is trained, for how long, by which schedule, how it is evaluated and reported. No JAX."""
 
 import dataclasses
+import importlib.util
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +17,9 @@ from zero_jax.cli.options.choices import (
     RematName,
     Within,
 )
+from zero_jax.data.objectives import MASKED, NOISE, SPAN
 from zero_jax.errors import UsageError
+from zero_jax.xla.targets import target_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,3 +216,110 @@ class EvaluationOptions:
         """Raises ValueError for a name that is empty."""
         if "" in self.eval_data:
             raise UsageError('eval_data is empty: name files, or "python".')
+
+
+ObjectiveName = Literal["causal", "masked", "span", "classify", "instruct", "preferences"]
+
+USED_BY = {"mask_fraction": "masked", "noise_fraction": "span", "span_length": "span", "image_shift": "classify",
+           "image_flip": "classify", "image_warp": "classify", "dpo_beta": "preferences"}
+"""Which objective an option belongs to."""
+
+WITH_RESPONSES = ("instruct", "preferences")
+"""The objectives whose data are JSON lines or Parquet with responses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveOptions:
+    """What the model is trained to predict."""
+
+    objective: ObjectiveName | None = None
+    """causal: the next token; masked: tokens that are hidden from the model (BERT); span: spans that are cut out (T5);
+    classify: the class of an image; instruct: responses to prompts, of .jsonl or .parquet; preferences: which of two
+    responses is better (DPO). None: what the model is made for."""
+
+    mask_fraction: Annotated[float, FRACTION] = MASKED
+    """masked: the fraction of the tokens that is predicted. Of these 80 % are masked, 10 % another token, 10 % stay."""
+
+    noise_fraction: Annotated[float, FRACTION] = NOISE
+    """span: the fraction of the tokens that is cut out."""
+
+    span_length: Annotated[float, Within(1, 1000)] = SPAN
+    """span: tokens that are cut out in one place, on average."""
+
+    image_shift: Annotated[int, Within(0, 1000)] = 0
+    """classify: the most pixels by which a training image is moved, up or down and to a side, at random each time."""
+
+    image_flip: bool = False
+    """classify: half of the training images are mirrored, others each time."""
+
+    image_warp: Annotated[float, Within(0, 0.5)] = 0.0
+    """classify: training images are turned, scaled, sheared and moved at random, others each time: in coordinates from
+    -1 to 1 by an affine map whose six numbers are within so much of those of no change. 0.15 is little."""
+
+    dpo_beta: Annotated[float, Within(1e-4, 100)] = 0.1
+    """preferences: how strongly the model is held to the one that the run starts from."""
+
+    def check_objective_options(self) -> None:
+        """Raises ValueError for options of another objective than that given."""
+        if self.objective is not None:
+            self.check_used(self.objective)
+
+    def check_used(self, objective: str) -> None:
+        """Raises ValueError for an option that `objective` does not use."""
+        defaults = {field.name: field.default for field in dataclasses.fields(ObjectiveOptions)}
+        for name, owner in USED_BY.items():
+            if owner != objective and getattr(self, name) != defaults[name]:
+                raise UsageError(f"{name}={getattr(self, name)}: it is of objective={owner}, and this run has "
+                                 f"objective={objective}: leave it out.")
+
+
+WriterName = Literal["tensorboard", "wandb"]
+
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+"""What a writer imports; the extra of zero-jax that brings it has the writer's name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportOptions:
+    """What is reported beside train.jsonl."""
+
+    log_to: tuple[WriterName, ...] = ()
+    """Also write metrics for TensorBoard (tensorboard/ in out) or Weights & Biases; needs the extra of that name."""
+
+    html: bool = True
+    """Write report.html at the end: curves, memory, communication, options, versions."""
+
+    profile: str | None = None
+    """steps=10:15: trace steps 10 to 15 with JAX's profiler, into profile/ in out, and say where their time goes."""
+
+    dry_run: bool = False
+    """Compile the step and report memory, communication and time; train nothing and write nothing. Whether the data
+    are enough is not seen: they are not read."""
+
+    target: str | None = None
+    """With dry_run: a target topology to compile for, such as h100:8, as for plan. None: the devices that are here."""
+
+    def check_reports(self) -> None:
+        """Raises ValueError for an unknown target, a profile of no steps, and what takes no effect."""
+        if self.target is not None:
+            target_of(self.target)
+        if self.profile is not None and self.profile_steps[1] < self.profile_steps[0]:
+            raise UsageError(f"profile={self.profile} has no step: give the first and the last, as in steps=10:15.")
+
+    @property
+    def profile_steps(self) -> tuple[int, int]:
+        """The first and the last step to trace; (0, 0) for none."""
+        if self.profile is None:
+            return 0, 0
+        if not (match := re.fullmatch(r"steps=([1-9]\d{0,8}):([1-9]\d{0,8})", self.profile)):
+            raise UsageError(f"profile={self.profile!r}: write steps=FIRST:LAST, as in steps=10:15.")
+        return int(match[1]), int(match[2])
+
+    def check_packages(self) -> None:
+        """Raises ValueError where the package of a writer is not installed; nothing is imported."""
+        for name in self.log_to:
+            package = PACKAGES[name]
+            spec = importlib.util.find_spec(package)
+            if spec is None or spec.origin is None:  # a folder `wandb`, as its runs leave, is no package
+                raise UsageError(f"log_to={name}: the package {package} is not installed: pip install "
+                                 f"'zero-jax[{name}]', or leave it out (train.jsonl has all metrics).")

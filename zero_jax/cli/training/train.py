@@ -33,15 +33,12 @@ from zero_jax.cli.start import check_start, first_state
 from zero_jax.cli.step_from_config import devices_of, step_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.loop import Loop
-from zero_jax.cli.training.metric_writers import metric_writers
-from zero_jax.cli.training.metrics_log import MetricsLog, make_folder
+from zero_jax.cli.training.metrics_log import MetricsLog, make_folder, metric_writers
 from zero_jax.cli.training.profile import Profile, profile_writer
 from zero_jax.cli.training.progress import ProgressReporter
-from zero_jax.cli.training.resume import fixed, resumed
-from zero_jax.cli.training.run_folder import write_readme
-from zero_jax.cli.training.run_head import evaluation_line, head_lines
+from zero_jax.cli.training.resume import StatesOnDisk, fixed, resumed
+from zero_jax.cli.training.run_head import evaluation_line, head_lines, write_readme
 from zero_jax.cli.training.run_programs import programs_of, slices_of
-from zero_jax.cli.training.states_on_disk import StatesOnDisk
 from zero_jax.data.prefetch import Prefetched
 from zero_jax.distributed.agreement import all_or_none, is_first, on_any
 from zero_jax.distributed.initialize import initialize, local

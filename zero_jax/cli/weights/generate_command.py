@@ -10,11 +10,11 @@ import numpy as np
 from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.cli.environment import simulates
 from zero_jax.cli.model_lookup import find_model
-from zero_jax.cli.options.objective import WITH_RESPONSES
+from zero_jax.cli.options.run import WITH_RESPONSES
 from zero_jax.cli.step_from_config import abstract_batch, step_of
 from zero_jax.cli.weights.export_command import saved_run, saved_state
+from zero_jax.cli.weights.file_configs import GenerateConfig
 from zero_jax.cli.weights.generate import sample_with_cache
-from zero_jax.cli.weights.generate_config import GenerateConfig
 from zero_jax.data.conversations import Conversation, Template, load_template
 from zero_jax.data.response_rows import prompt_ids, response_text
 from zero_jax.data.tokenizer import ByteTokenizer, Tokenizer

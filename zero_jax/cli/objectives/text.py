@@ -1,4 +1,4 @@
-"""The text of a run as its options name it: read, tokenized, divided into a part to train on and one held out."""
+"""The text of a run as its options name it, divided into a part to train on and one held out; and its next token."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,16 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from zero_jax.cli.objectives.objective import RunData
+from zero_jax.cli.objectives.objective import Objective, RunData, batches_of, check_text
 from zero_jax.cli.options.data import is_tokens
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.cli.training.evaluation import continuations
 from zero_jax.data import corpus
+from zero_jax.data.batches import Batches
 from zero_jax.data.corpus import open_tokens
 from zero_jax.data.documents import Documents, Tokenized, cut_text, documents_at, is_tokenized, open_tokenized, tokenize
-from zero_jax.data.example_batches import ExampleBatches
+from zero_jax.data.objectives import Key, causal
+from zero_jax.data.packing import DocumentRows, Windows
 from zero_jax.data.text_sources import read_documents, unseen
 from zero_jax.data.tokenizer import ByteTokenizer, SpecialByteTokenizer, Tokenizer
 from zero_jax.errors import UsageError
+from zero_jax.step.step import ZeroTrainStep
 
 
 def document_data(
@@ -49,13 +53,8 @@ def document_data(
         train, held_out = [part for part, _ in parts], [part for _, part in parts]
         eval_weights = config.data_weights
     sets = [[rows(part, complete) for part in parts] for parts, complete in ((train, False), (held_out, True))]
-
-    def batches(sharding: Any) -> tuple[ExampleBatches, ExampleBatches]:
-        shape = {"batch_size": config.batch_size, "sharding": sharding, "vocab_size": vocab_size, "make": make,
-                 "name": name}
-        return (ExampleBatches(sets[0], seed=config.seed, weights=config.data_weights, **shape),
-                ExampleBatches(sets[1], weights=eval_weights, complete=True, **shape))
-
+    batches = batches_of(config, *sets, name=name, make=make, vocab_size=vocab_size, weights=config.data_weights,
+                         eval_weights=eval_weights)
     used = sum(each.used_fraction * each.num_examples for each in sets[0]) / max(1, sum(
         each.num_examples for each in sets[0]))
     train_tokens, eval_tokens = (sum(len(part.tokens) for part in parts) for parts in (train, held_out))
@@ -145,3 +144,64 @@ def _decoder(tokenizer: Tokenizer | Tokenized) -> Callable[[np.ndarray], str]:
         return tokenizer.load_tokenizer().decode
     except UsageError:
         return ids_text
+
+
+class Causal(Objective):
+    """Each token from those before it, of text one after another, packed or padded documents."""
+
+    name, model_kind = "causal", "next token"
+
+    def check(self) -> None:
+        """As `Objective`."""
+        check_text(self, None if self.config.reads_images else self.config.data_vocab_size())
+
+    def describe(self) -> str:
+        """As `Objective`."""
+        return "the next token"
+
+    def load_data(self) -> RunData:
+        """Of one array of tokens, or of documents. A bigram model is the baseline where the vocabulary is small."""
+        return self._documents() if self.config.reads_documents else self._plain()
+
+    def samples(self, step: ZeroTrainStep, state: Any, data: RunData) -> tuple[str, ...]:
+        """Continuations of held-out text."""
+        return continuations(self.config, self.choice, step, state, data.held_out, data.text)
+
+    def _plain(self) -> RunData:
+        config, vocab_size = self.config, self.vocab_size
+        tokens = corpus.load(config.data, max_bytes=config.max_bytes, vocab_size=vocab_size)
+        train, held_out = token_parts(tokens, config, vocab_size)
+        shape: dict[str, Any] = {"batch_size": config.batch_size, "length": config.seq_len, "vocab_size": vocab_size}
+
+        def batches(sharding: Any) -> tuple[Batches, Batches]:
+            shape["sharding"] = sharding
+            return Batches(train, seed=config.seed, **shape), Batches(held_out, complete=True, **shape)
+
+        return RunData(batches, counts_text(len(train), len(held_out)), held_out,
+                       ids_text if config.token_file else corpus.decode,
+                       _bigram(vocab_size if config.token_file else corpus.BYTE_VOCAB_SIZE, train, held_out))
+
+    def _documents(self) -> RunData:
+        config = self.config
+        tokenizer = config.run_tokenizer()
+        pad = tokenizer.specials.pad or 0
+
+        def rows(documents: Documents, complete: bool) -> Any:
+            if config.documents == "concatenate":
+                return Windows(documents, config.seq_len, causal=True, complete=complete)
+            return DocumentRows(documents, config.seq_len, pack=config.documents == "pack", causal=True, pad=pad)
+
+        def make(row: dict[str, np.ndarray], _: Key) -> dict[str, np.ndarray]:
+            """With weights; where each document has a row, no segments: a target never attends to padding."""
+            row = causal(row)
+            return {name: array for name, array in row.items()
+                    if config.documents != "pad" or name not in ("segment_ids", "positions")}
+
+        return document_data(config, tokenizer, rows=rows, make=make, name=f"causal, {config.documents}",
+                             vocab_size=self.vocab_size, baseline=lambda *parts: _bigram(tokenizer.vocab_size, *parts))
+
+
+def _bigram(vocab_size: int | None, *parts: np.ndarray) -> dict[str, float]:
+    if vocab_size is None or vocab_size > 4096:
+        return {}  # its table of counts has the square of that
+    return {"bigram model": corpus.bigram_loss(*parts, vocab_size=vocab_size)}
