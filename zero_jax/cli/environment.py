@@ -24,14 +24,6 @@ def simulates() -> bool:
     return not any(glob.glob(pattern) for pattern in files)
 
 
-def check_no_checkpoints(folder: Path | str) -> None:
-    """Raises UsageError if `folder` has checkpoints: a new run must not mix its own with them."""
-    if steps := numbers_in(folder):
-        raise UsageError(
-            f"{folder} has checkpoints of an earlier run, up to step {max(steps)}: --resume continues from there; for "
-            "a new run give another out, or remove that folder.")
-
-
 def checkpoint_folder(path: Path) -> Path | None:
     """The folder of checkpoints that `path` is, or that the run in the folder `path` has; None where there is none."""
     path = path.expanduser()

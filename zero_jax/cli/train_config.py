@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zero_jax.arguments import check_path
 from zero_jax.checkpoint.object_store import check_scheme, check_target, is_remote, numbers_in
-from zero_jax.cli.environment import check_folder, check_no_checkpoints, checkpoint_folder, simulates
+from zero_jax.cli.environment import check_folder, checkpoint_folder, simulates
 from zero_jax.cli.model_lookup import ModelChoice, find_model, is_folder, with_remat
 from zero_jax.cli.options.choices import MAX_COUNT as MAX_COUNT
 from zero_jax.cli.options.choices import settle
@@ -124,6 +124,12 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
             return self.out / "checkpoints"
         return self.save_to if is_remote(self.save_to) else Path(self.save_to)
 
+    def next_command(self, options: str = "") -> str:
+        """The command that goes on with this run, with further options: that of make where make has started this."""
+        file = self.out / "config.toml"
+        args = (f"--config {file} " if file.is_file() else "") + f"--resume{options}"
+        return f'make train ARGS="{args}"' if "MAKELEVEL" in os.environ else f"python -m zero_jax train {args}"
+
     def _check_files(self) -> None:
         self.check_data()
         check_eval_data(self, self.eval_data)
@@ -137,7 +143,12 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
         if self.save_every:
             check_target(self.checkpoints)
         if not self.resume:
-            check_no_checkpoints(self.checkpoints)
+            if numbers := numbers_in(self.checkpoints):  # a new run must not mix its own with them
+                more = f" --steps {2 * max(numbers)}" if max(numbers) >= self.steps else ""
+                raise UsageError(
+                    f"{self.checkpoints} has checkpoints of an earlier run, up to step {max(numbers)}: --resume "
+                    f"continues from there, as in {self.next_command(more)}; for a new run give another out, or remove "
+                    "that folder.")
         elif isinstance(self.checkpoints, str):
             numbers_in(self.checkpoints)  # which says what is wrong with it before JAX is imported
 

@@ -129,7 +129,8 @@ class RunOptions:
     """The number of newest checkpoints to keep."""
 
     resume: bool = False
-    """Continue from the last intact checkpoint in out, if there is one, with the losses of an uninterrupted run."""
+    """Continue from the last intact checkpoint in out, if there is one, with the losses of an uninterrupted run; or
+    with more steps, another schedule, learning rate, clipping, weight decay, batch size or data, which is said."""
 
     out: Path = Path("runs/train")
     """Folder for train.jsonl and loss.png, which a later run in the same folder overwrites, and for checkpoints, which

@@ -15,30 +15,36 @@ from zero_jax.checkpoint.manifest import Manifest
 from zero_jax.checkpoint.outer_params import slices_in
 from zero_jax.cli.options.diloco import DiLoCoOptions
 from zero_jax.cli.options.lora import LoraOptions
+from zero_jax.cli.options.run import ScheduleOptions
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.data.positions import NumberedBatches
 from zero_jax.diloco.step import DiLoCoStep
 from zero_jax.disk.commits import Commit
 from zero_jax.distributed.agreement import from_first
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
+from zero_jax.optim.presets import make_schedule
 from zero_jax.state import ZeroState
 from zero_jax.step.disk.states import newest_commit
 from zero_jax.step.disk.step import DiskTrainStep
 
-LORA, DILOCO = (tuple(field.name for field in dataclasses.fields(options)) for options in (LoraOptions, DiLoCoOptions))
+LORA, DILOCO, _SCHEDULE = (tuple(field.name for field in dataclasses.fields(options))
+                           for options in (LoraOptions, DiLoCoOptions, ScheduleOptions))
+
+DATA = ("data", "data_weights", "eval_data", "eval_fraction", "text_field", "documents", "max_bytes", "seq_len")
+"""Options after whose change the data are read from their beginning."""
+
+CHANGEABLE = (*DATA, "batch_size", "steps", "schedule", "learning_rate", "warmup", "decay", "final_rate",
+              "weight_decay", "grad_clip_norm")
+"""Options that determine the losses of a run, and may change when it goes on: the change is said."""
 
 FIXED = ("model", "objective", "mask_fraction", "noise_fraction", "span_length", "image_shift", "image_flip",
-         "image_warp", "dpo_beta",
-         "data", "data_weights", "eval_data", "eval_fraction", "tokenizer", "text_field",
-         "documents", "max_bytes", "precision", "optimizer", "quantize_weights", "quantize_gradients", "batch_size",
-         "ema", "seq_len",
-         "steps", "schedule", "learning_rate", "warmup", "decay", "final_rate",
-         "weight_decay", "grad_clip_norm", "seed", "init_from", *LORA, *DILOCO)
-"""The options that determine the losses of a run. Stage, mesh, devices, and what is printed and saved may change."""
+         "image_warp", "dpo_beta", "tokenizer", "precision", "optimizer", "quantize_weights", "quantize_gradients",
+         "ema", "seed", "init_from", *LORA, *DILOCO)
+"""Options that make a run what it is. Stage, mesh, devices, and what is printed and saved are in neither."""
 
 
 def fixed(config: TrainConfig) -> dict[str, Any]:
-    """The options of a run that must not change when it is resumed, as plain JSON."""
+    """The options that determine the losses of a run, as plain JSON: what its checkpoints say of it."""
     def plain(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             return str(value)
@@ -46,18 +52,64 @@ def fixed(config: TrainConfig) -> dict[str, Any]:
             return str(value)
         return list(value) if isinstance(value, tuple) else value
 
-    return {name: plain(getattr(config, name)) for name in FIXED}
+    return {name: plain(getattr(config, name)) for name in (*FIXED, *CHANGEABLE)}
+
+
+def _saved_options(saved: Any) -> dict[str, Any]:
+    """The options of a saved run: one that the saving version did not have is its default, which it did."""
+    return fixed(TrainConfig()) | (saved if isinstance(saved, dict) else {})
 
 
 def differences(saved: Any, config: TrainConfig) -> list[str]:
-    """Each option of FIXED that differs between a saved run and `config`, with both values, as text.
-
-    An option that the saving version did not have counts as its default, which is what was done then.
-    """
-    asked = fixed(config)
-    was = fixed(TrainConfig()) | (saved if isinstance(saved, dict) else {})
+    """Each option of FIXED that differs between a saved run and `config`, with both values, as text."""
+    asked, was = fixed(config), _saved_options(saved)
     return [f"{name}={was.get(name)!r} saved but {name}={asked[name]!r} given"
             for name in FIXED if was.get(name) != asked[name]]
+
+
+def check_same_run(place: Any, saved: Any, number: int, config: TrainConfig, *, other: str) -> None:
+    """Raises an error where `config` cannot go on from what a run left in `place` after step `number`.
+
+    other: the option that names another place.
+    """
+    if wrong := differences(saved, config):
+        raise CheckpointError(f"{place} belongs to another run: {'; '.join(wrong)}. Give the options of that run, or "
+                              f"another {other} for a new one.")
+    if number > config.steps:
+        raise UsageError(f"steps={config.steps}: the run in {place} has taken {number} steps already: give more, as "
+                         f"steps={2 * number}, or leave it as it is.")
+
+
+def go_on(config: TrainConfig, batches: NumberedBatches, saved: Any, data: Any, number: int) -> list[str]:
+    """Moves `batches` to where a run goes on after step `number`; returns what to say: what changed, and what is next.
+
+    saved: its options. data: the position of its batches. Where no option changed it is that position, checked. With
+    another batch size it is the same example of the same data, or one that was seen, at most a batch before; other data
+    are read from their beginning. The optimizer counts on, so that a schedule goes on where it was.
+    """
+    was, asked = _saved_options(saved), fixed(config)
+    changed = [name for name in CHANGEABLE if was.get(name) != asked[name]]
+    lines, how = [], ""
+    if not {*DATA}.isdisjoint(changed):
+        batches.seek(0)
+        how = " The data are read from their beginning."
+    elif "batch_size" in changed and batches.state()["fingerprint"] == data["fingerprint"]:
+        batches.seek(data["position"] * was["batch_size"] // config.batch_size)
+    else:
+        batches.restore(data)
+    if changed:
+        lines.append(f"Changed after step {number}: " + "; ".join(
+            f"{name} {was.get(name)!r} -> {asked[name]!r}" for name in changed) + f".{how}")
+    if not {"steps", *_SCHEDULE}.isdisjoint(changed) and number < config.steps:
+        before = ScheduleOptions(**{name: was[name] for name in _SCHEDULE})
+        rates: list[Any] = [make_schedule(options.schedule, **options.schedule_arguments(steps))(number)
+                            for options, steps in ((before, was["steps"]), (config, config.steps))]
+        lines.append(f"The schedule goes on at step {number + 1}, whose learning rate is {float(rates[1]):.3g}; by the "
+                     f"earlier options it would be {float(rates[0]):.3g}.")
+    if number == config.steps:
+        lines.append(f"All {number} steps of this run are taken. More of them: "
+                     f"{config.next_command(f' --steps {2 * number}')}.")
+    return lines
 
 
 def resumed(config: TrainConfig, checkpoints: Checkpoints, copies: LocalCopies | None, step: Any,
@@ -68,13 +120,14 @@ def resumed(config: TrainConfig, checkpoints: Checkpoints, copies: LocalCopies |
     or a `DiLoCoStep`, which goes on from a checkpoint of another number of slices, too. accepted: called with what is
     known of a checkpoint before its state is read.
 
-    Raises ValueError where the checkpoint belongs to another run, with each option that differs and both values.
+    Raises ValueError where the checkpoint belongs to another run, with each option that differs and both values. What
+    may change, and did, is said.
     """
     if copies is not None:
         if restored := copies.restore(step, batches[0], heads=checkpoints.heads()):
-            batches.restore(restored.data)
             console.print(f"Resumed after step {restored.step} of {config.steps} from the copies in "
-                          f"{config.local_checkpoints}.", soft_wrap=True)
+                          f"{config.local_checkpoints}.", *go_on(config, batches, restored.config, restored.data,
+                                                                 restored.step), sep="\n", soft_wrap=True)
             return restored
     # Of those that lost the file which says that they are complete there are heads, and no steps: not nothing.
     head = checkpoints.heads()[-1]
@@ -84,10 +137,7 @@ def resumed(config: TrainConfig, checkpoints: Checkpoints, copies: LocalCopies |
         console.print(f"{config.checkpoints} has no checkpoint yet: the run starts from the beginning.", soft_wrap=True)
         return None
     def check(manifest: Manifest) -> None:
-        if wrong := differences(manifest.config, config):
-            raise CheckpointError(
-                f"{config.checkpoints} belongs to another run: {'; '.join(wrong)}. Give the options of that run, or "
-                "another out for a new one.")
+        check_same_run(config.checkpoints, manifest.config, manifest.step, config, other="out")
         accepted(manifest)
 
     saved_by: Any = _step_of_slices(step, checkpoints)
@@ -97,11 +147,9 @@ def resumed(config: TrainConfig, checkpoints: Checkpoints, copies: LocalCopies |
     if saved_by is not None:
         restored = dataclasses.replace(restored, state=step.resized(restored.state, saved_by))
         console.print(_resized_text(saved_by, step, restored.step), soft_wrap=True)
-    batches.restore(restored.data)
-    for message in restored.damaged:
-        console.print(message, soft_wrap=True)
-    console.print(f"Resumed after step {restored.step} of {config.steps}, which was saved at stage "
-                  f"{restored.run['stage']} on {restored.run['devices']} devices.", soft_wrap=True)
+    lines = go_on(config, batches, restored.config, restored.data, restored.step)
+    console.print(*restored.damaged, f"Resumed after step {restored.step} of {config.steps}, which was saved at stage "
+                  f"{restored.run['stage']} on {restored.run['devices']} devices.", *lines, sep="\n", soft_wrap=True)
     return restored
 
 
@@ -158,9 +206,9 @@ class StatesOnDisk:
             console.print(f"{error} The run goes on from the checkpoint after step {latest}.", soft_wrap=True)
             return None
         note = self._step.note
-        self._batches.restore(note["data"])
+        lines = go_on(self._config, self._batches, note["config"], note["data"], note["number"])
         console.print(f"Resumed after step {note['number']} of {self._config.steps} from the files in {folder}.",
-                      soft_wrap=True)
+                      *lines, sep="\n", soft_wrap=True)
         return Restored(state, note["number"], note["data"], note["config"], {}, ())
 
     def _stored(self, number: int, latest: int | None) -> ZeroState:
@@ -188,9 +236,7 @@ class StatesOnDisk:
         if not is_ours:
             raise CheckpointError(f"{folder} has a state after {number} steps that zero-jax train did not write: "
                                   f"name another folder as offload_disk; {self._otherwise(latest)}.")
-        if wrong := differences(note["config"], self._config):
-            raise CheckpointError(f"{folder} belongs to another run: {'; '.join(wrong)}. Give the options of that "
-                                  "run, or another offload_disk for a new one.")
+        check_same_run(folder, note["config"], number, self._config, other="offload_disk")
         if head not in [tuple(head) if head else None for head in note["heads"]]:
             raise CheckpointError(
                 f"{folder} has the state after step {number} of a run that did not go on from the last checkpoint in "

@@ -1,2 +1,4 @@
-"""The commands that take weights in and out: `import`, `export` and `generate`, each a config (`file_configs`) and a command.
+"""The commands that take weights in and out: `import`, `export` and `generate`.
+
+Their configs are in `file_configs`, without JAX.
 """
