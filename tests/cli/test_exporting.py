@@ -78,7 +78,7 @@ def test_generate_reads_parameters_alone_but_for_the_average(saved, monkeypatch)
         return read(path, arrays)
 
     monkeypatch.setattr(checkpoint, "read_arrays", noted)
-    texts = [generate_command(GenerateConfig(str(saved[0]), ("a",), tokens=2, temperature=0, at=3, ema=ema))
+    texts = [generate_command(GenerateConfig(str(saved[0]), prompt=("a",), tokens=2, temperature=0, at=3, ema=ema))
              for ema in (False, True)]
     assert kinds[0] == {"params"} and {"params", "ema", "opt_state"} <= kinds[1]
     assert texts[0] == texts[1]  # before the first step the average is the parameters

@@ -18,8 +18,9 @@ from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.step_from_config import step_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.resume import fixed
-from zero_jax.cli.weights.generate import sample_with_cache
-from zero_jax.cli.weights.generate_command import check_prompt
+from zero_jax.cli.weights.file_configs import ChatConfig, GenerateConfig
+from zero_jax.cli.weights.generate import likeliest, sample_with_cache
+from zero_jax.cli.weights.generate_command import chat_command, check_prompt
 from zero_jax.data.conversations import load_template
 from zero_jax.data.response_rows import response_text
 from zero_jax.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -106,6 +107,50 @@ def test_the_id_that_is_wrong_is_told(ids, wrong):
         check_prompt("a prompt", ids, 1, sizes)
 
 
+@pytest.mark.parametrize(("top_k", "top_p", "kept"), [
+    (None, None, [0, 1, 2, 3, 4]), (2, None, [1, 3]), (9, None, [0, 1, 2, 3, 4]), (1, 0.5, [3]),
+    (None, 0.5, [3]), (None, 0.51, [1, 3]), (None, 0.76, [1, 2, 3]), (3, 0.9, [1, 2, 3]), (None, 1e-6, [3])])
+def test_the_likeliest_tokens_are_kept(top_k, top_p, kept):
+    logits = jnp.log(jnp.array([[0.04, 0.25, 0.2, 0.5, 0.01], [0.5, 0.25, 0.2, 0.04, 0.01]]))
+    found = np.asarray(likeliest(logits, top_k, top_p))
+    assert np.flatnonzero(np.isfinite(found[0])).tolist() == kept
+    assert np.array_equal(found[0][kept], np.asarray(logits)[0][kept])  # and these are as they were
+    assert np.isfinite(found[1]).sum() == len(kept) and np.isfinite(found[1][0])  # each row by itself
+
+
+def test_prompts_of_a_file(tmp_path):
+    (tmp_path / "lines.txt").write_text("one\n\ntwo words\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a\\nb"}\n{"prompt": "c"}\n')
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a"}\n{"text": "c"}\n')
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    (tmp_path / "empty.txt").write_text("\n")
+
+    def config(name, **options):
+        return GenerateConfig(str(tmp_path), prompt_file=tmp_path / name, **options)
+
+    assert config("lines.txt", prompt=("zero",)).prompts == ("zero", "one", "two words")
+    assert config("rows.jsonl").prompts == ("a\nb", "c")
+    for name, message in {"other.jsonl": "a text in each field prompt", "latin.txt": "cannot be read as text",
+                          "empty.txt": "give one prompt a line", "none.txt": "cannot be read as text"}.items():
+        with pytest.raises(UsageError, match=message):
+            config(name).check()
+    with pytest.raises(UsageError, match="latin.txt exists, and is not replaced"):
+        config("lines.txt", out=tmp_path / "latin.txt").check()
+
+
+def chat(config: ChatConfig, *lines: str) -> list[str]:
+    """What is said to `lines`, which are typed one after another."""
+    said, typed = list[str](), iter(lines)
+
+    def read(_: str) -> str:
+        for line in typed:
+            return line
+        raise EOFError
+
+    chat_command(config, read, said.append)
+    return said
+
+
 @pytest.mark.slow
 def test_the_command_continues_prompts_with_the_parameters_of_a_checkpoint(tmp_path, monkeypatch):
     # There are 8 already.
@@ -132,6 +177,20 @@ def test_the_command_continues_prompts_with_the_parameters_of_a_checkpoint(tmp_p
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == " ".join(map(str, expected)), done.stderr
     done = generate("1", "hello")
     assert done.stdout == f"--- hello\n{shown_text(ByteTokenizer().decode(expected))}\n", done.stderr
+    third = shown_text(ByteTokenizer().decode(expected[2:3]))
+    assert generate("1", "hello", "--stop", "never", third).stdout.endswith(
+        f"\n{shown_text(ByteTokenizer().decode(expected)).partition(third)[0]}\n")
+    (tmp_path / "prompts.txt").write_text("hello\nhello\nolleh\n")
+    done = generate("1", "hello", "--top-k", "1", "--temperature", "9", "--prompt-file", str(tmp_path / "prompts.txt"),
+                    "--out", str(tmp_path / "texts.jsonl"))
+    rows = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert done.stdout == f"4 texts in {tmp_path}/texts.jsonl\n" and [row["prompt"] for row in rows][2:] == [
+        "hello", "olleh"]
+    assert [row["text"] == ByteTokenizer().decode(expected) for row in rows] == [True, True, True, False]
+    with pytest.raises(UsageError, match="was not trained on messages"):
+        chat_command(ChatConfig(str(tmp_path), at=1))
+    said = chat(ChatConfig(str(tmp_path), at=1, template="chat", tokens=2, temperature=0), "a", "a", "/new", "a")
+    assert said[0] == said[2] != said[1]  # which has the first in mind
     for at, prompt, options, message in (
             ("3", "hello", (), "the run's tokenizer was t.json: give it with tokenizer"),
             ("2", "hello", (), "its tokenizer is not known"),
@@ -198,7 +257,10 @@ def test_a_chat_tuned_run_is_asked_in_its_template(tmp_path, tokenizer, monkeypa
                                 "--temperature", "0", "--tokens", "16", *options)
         return done.stdout.partition("\n")[2].strip() if done.returncode == 0 else done.stderr
 
-    assert asked(*folder) == "eight"
+    assert asked(*folder) == asked() == "eight"  # the run names its tokenizer
+    said = chat(ChatConfig(str(tmp_path / "run"), tokens=8, temperature=0),
+                "4 + 4?", "", "2 + 2?", "/new", "7 + 7?", "x" * 70)
+    assert said[0] == said[2] == "eight" and len(said) == 4 and "more than max_length=64" in said[3]
     assert asked(*folder, "--template", "none") != "eight"  # negative control
     (tokenizer / "tokenizer_config.json").write_text("{}")
     assert "became text by another template than <|role|>, then the text" in asked(*folder)

@@ -19,7 +19,7 @@ from zero_jax.cli.model_lookup import told, users_line
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.tokenize_command import TokenizeConfig, tokenize_command
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
-from zero_jax.cli.weights.file_configs import ExportConfig, GenerateConfig, ImportConfig
+from zero_jax.cli.weights.file_configs import ChatConfig, ExportConfig, GenerateConfig, ImportConfig
 from zero_jax.distributed.launch import PREEMPTED, LaunchConfig, end_with_launcher, launch
 from zero_jax.errors import ReplicaError, UnwrittenCheckpointError, UsageError
 from zero_jax.versions import installed_version
@@ -29,7 +29,7 @@ INTERRUPTED, HUNG_UP = 130, 129
 OUTPUT_CLOSED = 141
 """Exit status where the reader of the output ended: 128 + SIGPIPE, as shells have it."""
 PATHS = ("--out", "--data", "--tokenizer", "--init-from", "--checkpoint", "--weights", "--png", "--offload-disk",
-         "--local-checkpoints")
+         "--local-checkpoints", "--prompt-file")
 """The options that are paths."""
 DOES_NOT_FIT = 3
 """Exit status of a plan that does not fit, which is an answer and not an error."""
@@ -41,7 +41,8 @@ _PLAN_ENVIRONMENT = {
 }
 
 
-Config = TrainConfig | PlanConfig | ExportConfig | GenerateConfig | ImportConfig | TokenizeConfig | LaunchConfig
+Config = (TrainConfig | PlanConfig | ExportConfig | GenerateConfig | ChatConfig | ImportConfig | TokenizeConfig
+          | LaunchConfig)
 """Of any command."""
 
 
@@ -207,7 +208,10 @@ def _parse(args: Sequence[str]) -> Config:
     except ImportError as error:
         raise UsageError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
     commands = {"train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
-                "generate": GenerateConfig, "import": ImportConfig, "tokenize": TokenizeConfig, "launch": LaunchConfig}
+                "generate": GenerateConfig, "chat": ChatConfig, "import": ImportConfig, "tokenize": TokenizeConfig,
+                "launch": LaunchConfig}
+    if args[:1] in (["chat"], ["generate"]) and args[1:] and not args[1].startswith("-"):  # chat RUN
+        args = [args[0], "--checkpoint", *args[1:]]
     args = expand_config(args, {name: commands[name] for name in ("train", "inspect")})
     for option in PATHS:  # an empty text is the current folder to pathlib
         if f"{option}=" in args or any(pair == (option, "") for pair in itertools.pairwise(args)):
@@ -236,8 +240,16 @@ def _run(config: Config) -> int:
     if isinstance(config, GenerateConfig):
         from zero_jax.cli.weights.generate_command import generate_command
 
-        for prompt, text in zip(config.prompt, generate_command(config), strict=True):
+        texts = generate_command(config)
+        for prompt, text in zip(config.prompts, texts, strict=True) if config.out is None else ():
             print(f"--- {shown_text(prompt)}\n{shown_text(text)}")
+        if config.out is not None:
+            print(f"{len(texts)} texts in {config.out}")
+        return 0
+    if isinstance(config, ChatConfig):
+        from zero_jax.cli.weights.generate_command import chat_command
+
+        chat_command(config)
         return 0
     if isinstance(config, ExportConfig):
         from zero_jax.cli.weights.export_command import export_command

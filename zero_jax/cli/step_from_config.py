@@ -73,10 +73,10 @@ def with_attention(choice: ModelChoice, mesh: Mesh, kernel: AttentionName) -> Mo
 
 
 def abstract_batch(choice: ModelChoice, rows: int, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch that the loss of a model takes, with texts of `length` tokens where it takes text."""
+    """A batch that the loss of a model takes, with texts of `length` tokens where it takes text; None: any."""
     if choice.batch_shapes is not None:
         return choice.batch_shapes(choice.config, rows, length)
-    return {name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name in ("inputs", "targets")}
+    return {name: jax.ShapeDtypeStruct((rows, length or 8), jnp.int32) for name in ("inputs", "targets")}
 
 
 def attention_text(choice: ModelChoice, *, batch: int, length: int | None, precision: str) -> str:

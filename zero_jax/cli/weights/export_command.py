@@ -196,10 +196,7 @@ def import_command(config: ImportConfig) -> list[Path]:
         jax.config.update("jax_platforms", "cpu")  # one device is enough: it only says which parameters there are
     step = make_zero_train_step(choice.build(choice.config), 0, loss=choice.loss,
                                 mesh=make_mesh(devices=jax.devices()[:1]))
-    if choice.batch_shapes is not None:
-        batch = choice.batch_shapes(choice.config, 1, None)
-    else:
-        batch = {name: jax.ShapeDtypeStruct((1, 8), jnp.int32) for name in ("inputs", "targets")}
+    batch = abstract_batch(choice, 1, None)
     return convert_tensors(config.weights, config.out, dict(model_leaves(step.layout(batch).state)),
                            names=names, dtype=DTYPES[config.dtype],
                            max_file_bytes=config.max_file_bytes)

@@ -1,15 +1,19 @@
 """The configurations of `export`, `import` and `generate`. Nothing here imports JAX: bad input is refused at once."""
 
 import dataclasses
+import functools
 import importlib.util
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
 from zero_jax.cli.environment import check_folder, checkpoints_of
 from zero_jax.cli.model_lookup import ModelChoice, find_model
+from zero_jax.cli.options.choices import Within, settle
+from zero_jax.data.text_sources import format_of, json_rows
 from zero_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zero_jax.errors import UsageError
+from zero_jax.files import read_regular
 from zero_jax.interop.safetensors_file import check_target, find_tensors
 
 
@@ -88,10 +92,7 @@ class ExportConfig:
 
     def check(self) -> None:
         """Raises ValueError for what is wrong and can be known before JAX is imported."""
-        if is_remote(self.checkpoint):
-            numbers_in(self.checkpoint)
-        elif not Path(self.checkpoint).expanduser().is_dir():
-            raise UsageError(f"checkpoint={self.checkpoint}: no such folder.")
+        check_checkpoint(self.checkpoint)
         if self.may_be_adapter:
             check_folder("out", self.out)
         else:
@@ -199,36 +200,43 @@ class ImportConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateConfig:
-    """Continue prompts with the model of a checkpoint, whose module has a decoder(config), as gpt2 and llama have."""
+class SamplingConfig:
+    """Which model generates, and how its tokens are drawn."""
 
     checkpoint: str
     """Folder of the run, or of its checkpoints, as runs/train or gs://bucket/folder."""
 
-    prompt: tuple[str, ...]
-    """Texts to continue; of a run on files of tokens without a tokenizer, ids with spaces between them."""
-
     template: Literal["auto", "chat", "none"] = "auto"
     """How a prompt is read. chat: as a user's message, in the run's chat template; none: as a text; auto: chat for a
-    run that was trained on messages. What a run of responses generates ends where a response does."""
+    run that was trained on messages."""
 
-    tokens: int = 100
-    """Tokens to generate; with the prompt at most the model's max_length."""
+    tokens: Annotated[int, Within(1, 1 << 20)] = 100
+    """Tokens to generate, at most; with the prompt at most the model's max_length. What comes after the end of text, or
+    after what ends a response in the template, is left out."""
 
-    temperature: float = 0.7
+    temperature: Annotated[float, Within(0, 100)] = 0.7
     """Divides the logits; 0 takes the most likely token each time."""
 
-    seed: int = 0
+    top_k: Annotated[int | None, Within(1, 1 << 20)] = None
+    """Draw from so many of the likeliest tokens alone. None: from all."""
+
+    top_p: Annotated[float | None, Within(1e-6, 1)] = None
+    """Draw from the likeliest tokens alone whose probabilities come to at least this. None: from all."""
+
+    stop: tuple[str, ...] = ()
+    """Texts that end what is generated; they are left out."""
+
+    seed: Annotated[int, Within(0, 2**32 - 1)] = 0
     """Of the draws."""
 
-    at: int | None = None
+    at: Annotated[int | None, Within(0, 1 << 62)] = None
     """The checkpoint's number. None: the latest."""
 
     ema: bool = False
     """Of the moving average in place of the parameters."""
 
     tokenizer: Path | None = None
-    """The run's tokenizer, as for train. None: bytes, or ids, as the run read its data."""
+    """The run's tokenizer, as for train. None: where the run names it; bytes, or ids, for a run that names none."""
 
     model: str | None = None
     """MODULE:PRESET of the run. None: as the checkpoint says, if that is one of ours: importing a module runs it, and a
@@ -237,22 +245,66 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         check_scheme(self.checkpoint)
         object.__setattr__(self, "checkpoint", checkpoints_of(self.checkpoint))
-        if self.tokenizer is not None:
-            object.__setattr__(self, "tokenizer", Path(self.tokenizer))
-        if self.template not in ("auto", "chat", "none"):
-            raise UsageError(f"template={self.template!r}: give auto, chat or none.")
-        if not self.prompt or "" in self.prompt:
-            raise UsageError("prompt is empty: give a text to continue.")
-        for name, low, high in (("tokens", 1, 1 << 20), ("temperature", 0, 100), ("seed", 0, 2**32 - 1),
-                                ("at", 0, 1 << 62)):
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise UsageError(f"{name}={value} is not within {low} to {high}.")
+        settle(self)
+        if "" in self.stop:
+            raise UsageError("stop has an empty text, which begins everywhere: leave it out.")
 
     def check(self) -> Tokenizer | None:
         """The tokenizer, if one is given; raises ValueError for what is wrong and known before JAX is imported."""
-        if is_remote(self.checkpoint):
-            numbers_in(self.checkpoint)
-        elif not Path(self.checkpoint).expanduser().is_dir():
-            raise UsageError(f"checkpoint={self.checkpoint}: no such folder.")
+        check_checkpoint(self.checkpoint)
         return None if self.tokenizer is None else load_tokenizer(self.tokenizer)
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig(SamplingConfig):
+    """Continue prompts with the model of a checkpoint, whose module has a decoder(config), as gpt2 and llama have."""
+
+    prompt: tuple[str, ...] = ()
+    """Texts to continue; of a run on files of tokens without a tokenizer, ids with spaces between them."""
+
+    prompt_file: Path | None = None
+    """Further prompts: the lines of a text, or the field `prompt` of each line of a .jsonl file."""
+
+    out: Path | None = None
+    """Write a line of JSON for each prompt, {"prompt": ..., "text": ...}, into this new file, and print none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.prompt and self.prompt_file is None or "" in self.prompt:
+            raise UsageError("prompt is empty: give a text to continue, or a prompt_file.")
+
+    def check(self) -> Tokenizer | None:
+        """As `SamplingConfig`, and a file to write that is new."""
+        if self.out is not None:
+            check_folder("out", self.out.absolute().parent)
+            if self.out.exists():
+                raise UsageError(f"out={self.out} exists, and is not replaced: remove it, or name another file.")
+        _ = self.prompts
+        return super().check()
+
+    @functools.cached_property
+    def prompts(self) -> tuple[str, ...]:
+        """All of them. Raises UsageError for a file that has none, or cannot be read."""
+        if (path := self.prompt_file) is None:
+            return self.prompt
+        try:
+            lines = list(filter(None, read_regular(path, 1 << 28).decode().splitlines()))
+            rows = [row.get("prompt") for _, row in json_rows(path)] if format_of(path) == "jsonl" else lines
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"prompt_file={path} cannot be read as text ({error}): give lines in UTF-8.") from error
+        if not rows or not all(isinstance(row, str) and row for row in rows):
+            raise UsageError(f"prompt_file={path}: give one prompt a line, or in .jsonl a text in each field prompt.")
+        return (*self.prompt, *map(str, rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatConfig(SamplingConfig):
+    """Talk with the model of a run that was trained on messages: zero-jax chat RUN. /new forgets what was said."""
+
+
+def check_checkpoint(name: str) -> None:
+    """Raises UsageError for a folder that is not there; one in an object store is looked into."""
+    if is_remote(name):
+        numbers_in(name)
+    elif not Path(name).expanduser().is_dir():
+        raise UsageError(f"checkpoint={name}: no such folder.")

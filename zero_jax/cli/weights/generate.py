@@ -17,7 +17,24 @@ def next_logits(model: Any, batch: Any) -> jax.Array:
     return jnp.take_along_axis(logits, batch["last"][:, None, None], axis=1)[:, 0].astype(jnp.float32)
 
 
-def sample_with_cache(decoder: Any, *, num_tokens: int, temperature: float) -> Callable[..., jax.Array]:
+def likeliest(logits: jax.Array, top_k: int | None, top_p: float | None) -> jax.Array:
+    """`logits`, (..., vocab), with -inf in the place of all but the likeliest tokens: `top_k`, and of these `top_p`.
+
+    top_p: the fewest whose probabilities come to at least that. None: all. Tokens as likely as the last one stay.
+    """
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits = jnp.where(logits < jax.lax.top_k(logits, top_k)[0][..., -1:], -jnp.inf, logits)
+    if top_p is not None:
+        ordered = jnp.sort(logits, axis=-1)[..., ::-1]
+        chances = jax.nn.softmax(ordered, axis=-1)
+        before = jnp.cumsum(chances, axis=-1) - chances
+        least = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return logits
+
+
+def sample_with_cache(decoder: Any, *, num_tokens: int, temperature: float, top_k: int | None = None,
+                      top_p: float | None = None) -> Callable[..., jax.Array]:
     """A function of (model, batch, rng) to `num_tokens` more tokens for each row of `batch["inputs"]`: int32.
 
     For `ZeroTrainStep.evaluator`: one program reads the prompt at once, and then one token after another, so that a
@@ -28,6 +45,8 @@ def sample_with_cache(decoder: Any, *, num_tokens: int, temperature: float) -> C
         object with such an `apply`, which gets the module as `params`.
       num_tokens: at least 1.
       temperature: divides the logits; near 0 the most likely token is chosen.
+      top_k: draw from so many of the likeliest alone, by `likeliest`, after the temperature.
+      top_p: and of these from the fewest whose probabilities come to this.
     """
     def sample(model: Any, batch: Any, rng: jax.Array) -> jax.Array:
         params, prompts = model.variables["params"] if hasattr(model, "variables") else model, batch["inputs"]
@@ -37,7 +56,7 @@ def sample_with_cache(decoder: Any, *, num_tokens: int, temperature: float) -> C
         def one(cache: Any, tokens: jax.Array, key: jax.Array) -> tuple[Any, jax.Array]:
             logits, new = decoder.apply({"params": params, "cache": cache}, tokens, mutable=["cache"])
             wide = logits[:, -1].astype(jnp.float32) / max(temperature, 1e-6)
-            return new["cache"], jax.random.categorical(key, wide).astype(jnp.int32)
+            return new["cache"], jax.random.categorical(key, likeliest(wide, top_k, top_p)).astype(jnp.int32)
 
         def following(carry: Any, key: jax.Array) -> Any:
             cache, token = one(carry[0], carry[1][:, None], key)

@@ -1,26 +1,32 @@
-"""The command `generate`: prompts continued with the parameters of a checkpoint, with a cache of keys and values."""
+"""The commands `generate` and `chat`: prompts continued with the parameters of a checkpoint, by a cache."""
 
 import dataclasses
 import functools
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from zero_jax.checkpoint.checkpoint import Checkpoints
-from zero_jax.cli.environment import simulates
+from zero_jax.cli.environment import shown_text, simulates
 from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.options.run import WITH_RESPONSES
 from zero_jax.cli.step_from_config import abstract_batch, step_of
 from zero_jax.cli.weights.export_command import saved_run, saved_state
-from zero_jax.cli.weights.file_configs import GenerateConfig
+from zero_jax.cli.weights.file_configs import ChatConfig, GenerateConfig, SamplingConfig
 from zero_jax.cli.weights.generate import sample_with_cache
-from zero_jax.data.conversations import Conversation, Template, load_template
+from zero_jax.data.conversations import Conversation, Messages, Template, load_template
+from zero_jax.data.documents import is_tokenized
 from zero_jax.data.response_rows import prompt_ids, response_text
-from zero_jax.data.tokenizer import ByteTokenizer, Tokenizer
+from zero_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from zero_jax.distributed.initialize import on_host, put_global
 from zero_jax.errors import UsageError
 from zero_jax.sharding.mesh import simulate_devices
+from zero_jax.step.step import ZeroTrainStep
 
 
 class _Ids:
@@ -37,80 +43,157 @@ class _Ids:
         return " ".join(map(str, ids))
 
 
-def generate_command(config: GenerateConfig) -> list[str]:
-    """What follows each prompt, as text; the parameters are sharded over all devices (of a CPU: one).
+class Generator:
+    """The model of a checkpoint, which continues prompts; its parameters are read when the first one is.
 
     Raises ValueError for a checkpoint that is missing, damaged or was not saved by `train`, for a model without a
-    decoder, for prompts that its vocabulary lacks or that are too long with what is to follow.
+    decoder, and for prompts that its vocabulary lacks or that are too long with what is to follow.
     """
-    given = config.check()
-    checkpoints = Checkpoints(config.checkpoint, read_only=True)
-    manifest = checkpoints.manifest(config.at)
-    run = saved_run(config.checkpoint, config.model, manifest.config)
-    choice = find_model(run.model)
-    if choice.decoder is None:
-        raise UsageError(f"model={run.model}: its module has no decoder(config), which generates with a cache: export "
-                         "the checkpoint to a folder, and generate with transformers.")
-    if config.ema and run.ema is None:
-        raise UsageError("ema: the run kept no average: leave it out.")
-    tokenizer, template = given or _tokenizer_of(manifest.config), _template_of(config, manifest.config)
-    texts = config.prompt if template is None else [template.prompt(Conversation(
-        [{"role": "user", "content": text}]), f"prompt={text!r}") for text in config.prompt]
-    prompts, text_of = tokenizer.encode(texts), tokenizer.decode
-    if not isinstance(tokenizer, _Ids) and (
-            template is not None or manifest.config.get("objective") in WITH_RESPONSES):
-        prompts = [prompt_ids(text, tokenizer) for text in texts]
-        text_of = functools.partial(response_text, template=template, tokenizer=tokenizer)
-    for text, ids in zip(config.prompt, prompts, strict=True):
-        check_prompt(text, ids, config.tokens, choice.config)
-    if simulates():
-        simulate_devices(1)
-    devices = jax.devices()
-    if not config.ema and run.lora_rank is None:  # only parameters are read: an optimizer with little state
-        run = dataclasses.replace(run, ema=None, optimizer="sgd-momentum")
-    step = step_of(run, choice, devices)
-    batch = abstract_batch(choice, len(devices), run.seq_len)
-    state = saved_state(checkpoints, step, batch, manifest)
-    length = max(map(len, prompts)) + config.tokens
-    sample = step.evaluator(sample_with_cache(
-        choice.decoder_for(length), num_tokens=config.tokens, temperature=config.temperature), ema=config.ema)
-    found = []
-    for number, ids in enumerate(prompts):
-        rows = put_global({"inputs": np.tile(np.array(ids, np.int32), (len(devices), 1))}, step.batch_sharding)
+
+    def __init__(self, config: SamplingConfig):
+        given = config.check()
+        self._config, self._checkpoints = config, Checkpoints(config.checkpoint, read_only=True)
+        self._manifest = self._checkpoints.manifest(config.at)
+        saved = self._manifest.config
+        self._run = saved_run(config.checkpoint, config.model, saved)
+        self._choice = find_model(self._run.model)
+        if self._choice.decoder is None:
+            raise UsageError(f"model={self._run.model}: its module has no decoder(config), which generates with a "
+                             "cache: export the checkpoint to a folder, and generate with transformers.")
+        if config.ema and self._run.ema is None:
+            raise UsageError("ema: the run kept no average: leave it out.")
+        source = config.tokenizer or _source_of(saved)
+        self._tokenizer = given or _tokenizer_of(saved, source)
+        self.template = _template_of(config, saved, source)
+        self._in_parts = self.template is not None or saved.get("objective") in WITH_RESPONSES
+
+    def ids(self, prompt: str | Messages) -> Sequence[int]:
+        """The ids of a prompt, a text or messages; a text is a user's message where there is a template."""
+        what = f"prompt={prompt if isinstance(prompt, str) else prompt[-1]['content']!r}"
+        if self.template is not None:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            prompt = self.template.prompt(Conversation(messages), what)
+        assert isinstance(prompt, str)
+        tokenizer = self._tokenizer
+        ids = prompt_ids(prompt, tokenizer) if self._in_parts and not isinstance(tokenizer, _Ids) else (
+            tokenizer.encode([prompt])[0])
+        check_prompt(what, ids, self._config.tokens, self._choice.config)
+        return ids
+
+    def answer(self, ids: Sequence[int], number: int, length: int | None = None) -> str:
+        """What follows `ids`, up to its end. number: of the draws. length: of the cache; None: what this takes."""
+        config, (step, state, devices) = self._config, self._loaded
+        sample = self._sampler(length or len(ids) + config.tokens)
+        rows = put_global({"inputs": np.tile(np.array(ids, np.int32), (devices, 1))}, step.batch_sharding)
         key = jax.random.fold_in(jax.random.key(config.seed), number)
-        found.append(text_of(on_host(sample(state, rows, key))[0].tolist()))
+        found = on_host(sample(state, rows, key))[0].tolist()
+        text = self._tokenizer.decode(found) if isinstance(self._tokenizer, _Ids) else response_text(
+            found, self.template, self._tokenizer)
+        return text[:min((text.find(stop) for stop in config.stop if stop in text), default=len(text))]
+
+    @functools.cached_property
+    def _loaded(self) -> tuple[ZeroTrainStep, Any, int]:
+        """The step and the state, sharded over all devices (of a CPU: one), and their number."""
+        if simulates():
+            simulate_devices(1)
+        devices, run = jax.devices(), self._run
+        if not self._config.ema and run.lora_rank is None:  # only parameters are read: an optimizer with little state
+            run = dataclasses.replace(run, ema=None, optimizer="sgd-momentum")
+        step = step_of(run, self._choice, devices)
+        batch = abstract_batch(self._choice, len(devices), run.seq_len)
+        return step, saved_state(self._checkpoints, step, batch, self._manifest), len(devices)
+
+    @functools.cache  # noqa: B019 (there is one of these in a process)
+    def _sampler(self, length: int) -> Any:
+        config = self._config
+        return self._loaded[0].evaluator(sample_with_cache(
+            self._choice.decoder_for(length), num_tokens=config.tokens, temperature=config.temperature,
+            top_k=config.top_k, top_p=config.top_p), ema=config.ema)
+
+
+def generate_command(config: GenerateConfig) -> list[str]:
+    """What follows each prompt, as text; written to `config.out` where that is given."""
+    generator = Generator(config)
+    prompts = [generator.ids(text) for text in config.prompts]
+    length = max(map(len, prompts)) + config.tokens
+    found = [generator.answer(ids, number, length) for number, ids in enumerate(prompts)]
+    if config.out is not None:
+        rows = ({"prompt": prompt, "text": text} for prompt, text in zip(config.prompts, found, strict=True))
+        config.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return found
 
 
-def _template_of(config: GenerateConfig, saved: Any) -> Template | None:
+def chat_command(config: ChatConfig, read: Callable[[str], str] = input, write: Callable[[str], Any] = print) -> None:
+    """Answers what `read` returns, message after message, until it raises EOFError; `/new` forgets what was said.
+
+    The oldest messages are forgotten where all of them are longer than the model takes.
+    """
+    generator, messages = Generator(config), []
+    if generator.template is None:
+        raise UsageError(f"{config.checkpoint}: the run was not trained on messages: zero-jax generate continues "
+                         "texts, or give template=chat.")
+    for number in itertools.count():
+        try:
+            text = read("> ")
+        except EOFError:
+            return
+        if text.strip() in ("", "/new"):
+            messages = [] if text.strip() else messages
+            continue
+        messages = [*messages, {"role": "user", "content": text}]
+        while True:
+            try:
+                ids = generator.ids(messages)
+                break
+            except UsageError as error:
+                messages = messages[2:]
+                if not messages:
+                    write(str(error))
+                    break
+        if messages:
+            said = generator.answer(ids, number)
+            write(shown_text(said))
+            messages = [*messages, {"role": "assistant", "content": said}]
+
+
+def _source_of(saved: Any) -> Path | None:
+    """Where a run had its tokenizer: the file or folder that it names, or its folder of tokens; None for neither."""
+    data = saved.get("data") or []
+    name = saved.get("tokenizer") or next((name for name in data if is_tokenized(name)), None)
+    return None if name is None else Path(name).expanduser()
+
+
+def _template_of(config: SamplingConfig, saved: Any, source: Path | None) -> Template | None:
     """What makes a text of each prompt; None where it is one. Raises ValueError where it is not the run's."""
     chat = saved.get("chat")
     if config.template == "none" or config.template == "auto" and chat is None:
         return None
-    template = load_template(config.tokenizer)
+    template = load_template(source)
     if chat not in (None, template.fingerprint):
         raise UsageError(f"the run's messages became text by another template than {template.name}: give the folder of "
                          "the run's tokenizer as tokenizer, or template=none for prompts that are texts.")
     return template
 
 
-def _tokenizer_of(saved: Any) -> Tokenizer | _Ids:
-    """Bytes or ids, as the run's options say. Raises ValueError for a run with a tokenizer of its own."""
-    if (name := saved.get("tokenizer")) is not None:
-        raise UsageError(f"the run's tokenizer was {name}: give it with tokenizer.")
+def _tokenizer_of(saved: Any, source: Path | None) -> Tokenizer | _Ids:
+    """The run's own, bytes or ids. Raises ValueError for one that is not where the run had it."""
+    if source is not None:
+        if not source.exists():
+            raise UsageError(f"the run's tokenizer was {source}: give it with tokenizer.")
+        return load_tokenizer(source)
     data = saved.get("data") or ["python"]
     return _Ids() if any(str(each).endswith((".bin", ".npy")) for each in data) else ByteTokenizer()
 
 
-def check_prompt(text: str, ids: Any, tokens: int, sizes: Any) -> None:
+def check_prompt(what: str, ids: Any, tokens: int, sizes: Any) -> None:
     """Raises ValueError for a prompt that a model of `sizes`, its config, cannot take with `tokens` more."""
     longest, known = getattr(sizes, "max_length", None), getattr(sizes, "vocab_size", None)
     if not len(ids):
-        raise UsageError(f"prompt={text!r} has no token: give a text to continue.")
+        raise UsageError(f"{what} has no token: give a text to continue.")
     wrong = [each for each in ids if known is not None and not 0 <= each < known]
     if wrong:
-        raise UsageError(f"prompt={text!r} has the id {wrong[0]}, and the model's vocab_size is {known}: give the "
+        raise UsageError(f"{what} has the id {wrong[0]}, and the model's vocab_size is {known}: give the "
                          "tokenizer of the run.")
     if longest is not None and len(ids) + tokens > longest:
-        raise UsageError(f"prompt={text!r} has {len(ids)} tokens, and with tokens={tokens} that is more than "
+        raise UsageError(f"{what} has {len(ids)} tokens, and with tokens={tokens} that is more than "
                          f"max_length={longest} of the model: give fewer.")
