@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,7 +69,8 @@ def read_options(path: str | Path, config: type) -> dict[str, Any]:
         if name in options:
             raise UsageError(f"config={path}: {name} stands there twice, once with dashes.")
         if not fits(value, hints[name]):
-            raise UsageError(f"config={path}: {name} = {shown(value)} is not {words(hints[name])}.")
+            kind = re.sub(r"<class '(\w+)'>|\w+\.(?=\w)", r"\1", str(hints[name]))
+            raise UsageError(f"config={path}: {name} = {shown(value)} is not of type {kind}.")
         options[name] = value
     return options
 
@@ -100,22 +102,6 @@ def fits(value: Any, hint: Any) -> bool:
     if isinstance(value, bool) or hint is bool:
         return isinstance(value, bool) and hint is bool
     return isinstance(value, {float: (int, float), Path: str}.get(hint, hint))
-
-
-def words(hint: Any) -> str:
-    """A field's type for a message.
-
-    >>> words(int | None), words(Literal[0, 1]), words(tuple[str, ...])
-    ('a whole number', 'one of 0, 1', 'a list, each text')
-    """
-    kind = get_origin(hint)
-    if kind is Literal:
-        return "one of " + ", ".join(map(str, get_args(hint)))
-    if kind in (Union, types.UnionType):
-        return " or ".join(words(each) for each in get_args(hint) if each is not types.NoneType)
-    if kind is tuple:
-        return f"a list, each {words(get_args(hint)[0])}"
-    return {bool: "true or false", int: "a whole number", float: "a number"}.get(hint, "text")
 
 
 def config_text(config: Any, *, only_changed: bool = False) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zero_jax.cli.config_file import expand_config
 from zero_jax.cli.environment import shown_text
-from zero_jax.cli.model_lookup import told, users_line
+from zero_jax.cli.model_lookup import raised_text, users_line
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.tokenize_command import TokenizeConfig, tokenize_command
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
@@ -135,7 +135,7 @@ def _status(args: Sequence[str]) -> int:
         return _failed(UsageError(f"{name} is longer than names of files and folders can be: give a shorter one."), 2)
     except Exception as error:
         if where := users_line(error):
-            return _failed(UsageError(told(error, where)), 2)
+            return _failed(UsageError(raised_text(error, where)), 2)
         raise
 
 

@@ -121,7 +121,7 @@ def find_model(name: str) -> ModelChoice:
     if (short := short_name(module_name)) is not None:
         module_name, module = short, import_ours(short)
     elif _is_there(module_name, name):
-        with errors_told(name):
+        with errors_as_usage(name):
             module = importlib.import_module(module_name)
     else:
         raise UsageError(f"model={name!r}: there is no module {module_name!r}" + nearest(
@@ -148,12 +148,12 @@ def _choice(name: str, module: ModuleType, config: Any, users: str | None = None
         "build", "huggingface", "tensor_rules", "loss", "batch_shapes", "huggingface_config",
         "decoder")]
     if users is not None:
-        functions = [None if function is None else _told(function, users) for function in functions]
+        functions = [None if function is None else _with_usage_errors(function, users) for function in functions]
     return ModelChoice(name, config, *functions)  # pyright: ignore[reportArgumentType]
 
 
 @contextlib.contextmanager
-def errors_told(model: str) -> Iterator[None]:
+def errors_as_usage(model: str) -> Iterator[None]:
     """Around code of the user's module: what it raises, and that it exits, becomes a UsageError with its line."""
     try:
         yield
@@ -164,7 +164,7 @@ def errors_told(model: str) -> Iterator[None]:
         where = users_line(error) or (_shown(frames[-1]) if frames else "its module")
         if isinstance(error, SyntaxError) and error.filename is not None:
             where = f"{error.filename}, line {error.lineno}: {(error.text or '').strip()}"
-        raise UsageError(f"model={model!r}: {told(error, where)}") from error
+        raise UsageError(f"model={model!r}: {raised_text(error, where)}") from error
 
 
 def users_line(error: BaseException) -> str | None:
@@ -173,7 +173,7 @@ def users_line(error: BaseException) -> str | None:
     return _shown(own[-1]) if own else None
 
 
-def told(error: BaseException, where: str) -> str:
+def raised_text(error: BaseException, where: str) -> str:
     """What a module of the user raises, in a line."""
     what = "ends the process" if isinstance(error, SystemExit) else "raises"
     return (f"the module {what} in {where}: {type(error).__name__}: {error}. ZERO_JAX_TRACEBACK=1 in the environment "
@@ -184,10 +184,10 @@ def _shown(frame: traceback.FrameSummary) -> str:
     return f"{frame.filename}, line {frame.lineno}: {frame.line}"
 
 
-def _told(function: Callable[..., Any], model: str) -> Callable[..., Any]:
+def _with_usage_errors(function: Callable[..., Any], model: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        with errors_told(model):
+        with errors_as_usage(model):
             return function(*args)
 
     return call
@@ -216,7 +216,7 @@ def short_name(module: str) -> str | None:
 
 def _is_there(module: str, model: str) -> bool:
     """`_exists`, which imports the packages that a module is in."""
-    with errors_told(model):
+    with errors_as_usage(model):
         return _exists(module)
 
 
