@@ -40,13 +40,13 @@ WIDTH = 4096
 
 def engine(folder, gib, *, direct=True):
     """Seconds of a step's reads and writes, of `gib` each, when both generations were written before."""
-    from zero_jax.disk import aligned_file
+    from zero_jax.disk import record_file
     from zero_jax.disk.generations import Generations
-    from zero_jax.disk.records import RecordLayout
+    from zero_jax.disk.record_file import RecordLayout
     from zero_jax.disk.streaming import Streaming
 
     if not direct:
-        aligned_file.DIRECT = 0
+        record_file.DIRECT = 0
     layout = RecordLayout()
     for number in range(int(gib * 2**30) // RECORD):
         layout.add([(f"leaf{number}", 0, (0,), (RECORD,), "uint8")])

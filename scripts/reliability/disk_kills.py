@@ -34,9 +34,8 @@ from pathlib import Path
 
 import numpy as np
 
-from zero_jax.disk.aligned_file import aligned_buffer
 from zero_jax.disk.generations import Generations
-from zero_jax.disk.records import RecordLayout
+from zero_jax.disk.record_file import RecordLayout, aligned_buffer
 from zero_jax.disk.streaming import Streaming
 from zero_jax.distributed.launch import COORDINATOR, LAUNCHER, LOCAL_DEVICES, NUM_PROCESSES, PROCESS_ID, _free_port
 from zero_jax.errors import CheckpointError, DamagedCheckpointError

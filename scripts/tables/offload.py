@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import zero_jax
 from models import gpt2
 from zero_jax.contract.host import bytes_of
-from zero_jax.optim.streamed_update import STREAM_SCOPE
+from zero_jax.optim.host_update import STREAM_SCOPE
 from zero_jax.sharding.partition import parts_of
 from zero_jax.xla.devices import target_devices
 from zero_jax.xla.liveness import Buffers

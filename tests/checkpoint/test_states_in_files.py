@@ -24,7 +24,7 @@ import zero_jax
 from zero_jax.checkpoint import by_leaf
 from zero_jax.checkpoint.array_writer import ArrayWriter, chunk_shape
 from zero_jax.errors import CheckpointError, DamagedCheckpointError
-from zero_jax.step.disk.leaf import shard_bytes
+from zero_jax.step.disk.records import shard_bytes
 from zero_jax.step.disk.states import DiskStates
 from zero_jax.tree import named_leaves
 

@@ -13,7 +13,7 @@ import pytest
 from support.transfers import CHIP
 
 import zero_jax
-from zero_jax.disk.aligned_file import AlignedFile
+from zero_jax.disk.record_file import AlignedFile
 from zero_jax.planning import disk_rate, placement
 from zero_jax.planning.disk_rate import DiskRate, agreed_disk, measured_disk, used_disk_rate
 from zero_jax.planning.placement import choose_for

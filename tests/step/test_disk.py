@@ -17,7 +17,7 @@ import pytest
 from step.test_offload import BATCH, Stacked, Unstacked, plain
 
 import zero_jax
-from zero_jax.optim import disk_update
+from zero_jax.optim import file_update
 from zero_jax.sharding.memory.disk_leaves import OnDisk, disk_traffic
 from zero_jax.sharding.shard_reader import UnreadLeaf
 from zero_jax.step.disk.init import InitialOptimizerState
@@ -110,15 +110,15 @@ def test_states_in_files_have_the_bits_of_memory_and_go_on_from_the_files_alone(
 
 
 def test_a_lost_block_is_found(tmp_path, monkeypatch):
-    """The control: an update that leaves out the last block of each group has other bits."""
-    pieces = disk_update.Pieces.run
+    """The control: an update that leaves out the first block of each group has other bits."""
+    computed = file_update.BlockPrograms.run
 
-    def all_but_one(self, group, index, rest, stored, buffers, values):
-        new, whole, blocks = pieces(self, group, index, rest, [[jnp.copy(leaf) for leaf in each] for each in stored],
+    def all_but_one(self, group, index, stored, buffers, values):
+        new, whole, blocks = computed(self, group, index, [[jnp.copy(leaf) for leaf in each] for each in stored],
                                     buffers, values)
         return (new, whole, blocks) if index else (stored, whole, blocks)
 
-    monkeypatch.setattr(disk_update.Pieces, "run", all_but_one)
+    monkeypatch.setattr(file_update.BlockPrograms, "run", all_but_one)
     memory, step = made(3, None), made(3, tmp_path / "run")
     wanted, _ = run(memory, memory.init(jax.random.key(0), BATCH), 1)
     state, _ = run(step, step.init(jax.random.key(0), BATCH), 1)

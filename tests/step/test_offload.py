@@ -264,7 +264,7 @@ def test_a_tpu_streams_matrices_of_whole_tiles_in_blocks(monkeypatch):
     blocks = compiled()
     blocks.verify()
     assert written(blocks) == {"256,256"} and blocks.host_use.temporary_bytes == 0
-    monkeypatch.setattr("zero_jax.optim.stream_blocks._has_whole_tiles", lambda shape: False)  # control: moved whole
+    monkeypatch.setattr("zero_jax.optim.blocks._has_whole_tiles", lambda shape: False)  # control: moved whole
     assert not written(compiled())
 
 

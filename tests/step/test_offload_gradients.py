@@ -7,7 +7,7 @@ import pytest
 from support.targets import mesh_of
 
 import zero_jax
-from zero_jax.optim.streamed_update import STREAM_SCOPE
+from zero_jax.optim.host_update import STREAM_SCOPE
 from zero_jax.step import gradients
 from zero_jax.step.functions import StepFunctions
 

@@ -17,7 +17,7 @@ from support.targets import mesh_of
 import zero_jax
 from zero_jax.cli.planning.plan_report import transfers_text
 from zero_jax.contract.host import HostBudget, HostUse, host_violations
-from zero_jax.optim import stream_loop
+from zero_jax.optim import host_update
 from zero_jax.planning.transfers import transfers_of
 from zero_jax.sharding.memory.host_arrays import fetch, put_on_host
 from zero_jax.step import accumulate, gradients
@@ -116,7 +116,7 @@ def test_gradients_on_the_host_have_the_numbers_of_those_on_the_device(exact, of
 @pytest.mark.slow
 def test_a_sum_of_one_device_is_found(monkeypatch):
     right = trained(STATES)
-    monkeypatch.setattr(stream_loop.UnitRun, "over_devices", lambda self, sums: list(sums))
+    monkeypatch.setattr(host_update.UnitRun, "over_devices", lambda self, sums: list(sums))
     with pytest.raises(AssertionError):
         assert_same(right, trained(GRADIENTS))
 

@@ -13,7 +13,7 @@ from support.workloads import token_batches
 
 import zero_jax
 from models import gpt2
-from zero_jax.optim import stream_loop
+from zero_jax.optim import host_update
 from zero_jax.step import programs
 from zero_jax.xla import devices
 from zero_jax.xla.host_copies import ANNOTATOR, WrongRows, copy_options
@@ -80,7 +80,7 @@ def test_steps_copy_by_engines_where_all_rows_are_right(target, name):
 @pytest.mark.skipif(not RIGHT, reason="jax without copy engines")
 def test_a_program_of_other_rows_does_without_them(monkeypatch):
     """XLA writes blocks of several rows of an array that the loop does not read to others, if their index allows it."""
-    monkeypatch.setattr(stream_loop, "_from_data", lambda start, value: start)
+    monkeypatch.setattr(host_update, "_from_data", lambda start, value: start)
     step = step_on("h100:1", **ROWS["parameters"])
     batch = token_batches(1, 8, 64, 509)[0]
     with pytest.warns(RuntimeWarning, match="copy other rows of host memory"):

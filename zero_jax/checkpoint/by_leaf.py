@@ -16,7 +16,7 @@ from zero_jax.checkpoint.logical_state import LogicalState, on_bits
 from zero_jax.checkpoint.manifest import Leaf, NewManifest
 from zero_jax.distributed.agreement import all_or_none
 from zero_jax.sharding.checksum import digest_texts, digests
-from zero_jax.step.disk.leaf import chunks
+from zero_jax.step.disk.records import chunks
 
 
 class LeavesToSave:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from zero_jax.optim.streamed_update import STREAM_SCOPE
+from zero_jax.optim.host_update import STREAM_SCOPE
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.tpu_tiles import padded
 from zero_jax.transforms.host_gradients import GRADIENT_SCOPE

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from zero_jax.arguments import shown
-from zero_jax.disk.aligned_file import AlignedFile, unwritten
 from zero_jax.disk.commits import RECORDS, Commit, process_folder, read_commits, sealed_commit
 from zero_jax.disk.durable_files import make_folder, replace_json
-from zero_jax.disk.records import Record, RecordLayout
+from zero_jax.disk.record_file import AlignedFile, Record, RecordLayout, unwritten
 from zero_jax.disk.run_lock import RunLock
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError, few
 from zero_jax.files import retried

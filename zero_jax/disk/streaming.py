@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from zero_jax.disk.aligned_file import aligned_buffer
-from zero_jax.disk.records import Record, RecordLayout
+from zero_jax.disk.record_file import Record, RecordLayout, aligned_buffer
 
 T = TypeVar("T")
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from zero_jax.disk.aligned_file import AlignedFile
 from zero_jax.disk.generations import existing_folder
-from zero_jax.disk.records import Record, RecordLayout
+from zero_jax.disk.record_file import AlignedFile, Record, RecordLayout
 from zero_jax.disk.streaming import Streaming
 from zero_jax.distributed.agreement import all_or_none, gather
 from zero_jax.errors import CheckpointError, UsageError

@@ -10,7 +10,7 @@ import optax
 from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 
-from zero_jax.optim.streamed_update import Streams, stream
+from zero_jax.optim.host_update import Streams, stream
 from zero_jax.sharding.compute_params import cast_compute_params, gather_compute_params, gather_stored_params
 from zero_jax.sharding.gather import compute_spec
 from zero_jax.sharding.layout import Layout

@@ -14,18 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from zero_jax.disk.commits import Commit, check_processes, process_folder, read_commits
 from zero_jax.disk.generations import Generations
-from zero_jax.disk.records import Record
+from zero_jax.disk.record_file import Record
 from zero_jax.disk.streaming import Streaming
 from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, gather
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
 from zero_jax.sharding.layout import Layout
-from zero_jax.step.disk.leaf import resharded
-from zero_jax.step.disk.plan import UpdatePlan
-from zero_jax.step.disk.state_records import StateRecords
+from zero_jax.state import ZeroState
+from zero_jax.step.disk.records import StateRecords, resharded
+from zero_jax.step.disk.update import Before, UpdatePlan
+from zero_jax.step.update import Updated
 from zero_jax.tree import named_leaves
 
 LOG = logging.getLogger("zero_jax")
@@ -40,7 +43,7 @@ class DiskStates:
         """plan: of the update, whose blocks the records follow."""
         self.layout, self.plan = layout, plan
         self.records = StateRecords(layout, plan)
-        self.leaves, self.pieces = self.records.leaves, self.records.pieces
+        self.leaves, self.blocks = self.records.leaves, self.records.blocks
         self.generations = Generations(folder, self.records.layout, process=jax.process_index(),
                                        num_processes=jax.process_count())
         self.streaming = Streaming(self.generations)
@@ -142,9 +145,9 @@ class DiskStates:
             self.streaming.write(record, fill)
 
         with self.streaming.abandoned_by_errors():
-            for _, pieces in itertools.groupby(self.pieces, lambda piece: piece.number):
-                for piece in pieces:
-                    for record in piece.writes:
+            for _, blocks in itertools.groupby(self.blocks, lambda block: block.group):
+                for block in blocks:
+                    for record in block.writes:
                         write(record)
                 self.streaming.finish()
                 shards.clear()
@@ -177,9 +180,55 @@ class DiskStates:
         likes = dict(named_leaves(self.layout.shardings))
         return {name: resharded(self.leaves[name].array(shards.pop(name)), likes[name]) for name in sorted(wanted)}
 
+    def update(self, plan: UpdatePlan, state: ZeroState, before: Before) -> dict[int, Any]:
+        """The results of the update that stay in memory, by number; the blocks of the next generation are written.
+
+        A block is read while the one before is computed, and the last one written.
+
+        What the update replaces of `state` is deleted.
+        """
+        layout, jaxpr = plan.layout, plan.closed.jaxpr
+        values = dict(zip(plan.values, before.values, strict=True))
+        fields = named_leaves(Updated(state.params, state.opt_state, state.ema,
+                                      state.weights if layout.stage.shards_params else None))
+        numbers = {name: number for number, name in enumerate(plan.names)}
+        numbered = {number for unit in plan.units for number in plan.programs.buffers_of(unit)}
+        for name, leaf in fields:
+            number = numbers[name]
+            sharding = NamedSharding(layout.mesh, plan.specs[number])
+            if number in numbered and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+                leaf, whole = resharded(leaf, sharding), leaf
+                jax.block_until_ready(leaf)
+                whole.delete()
+            values[jaxpr.invars[number]] = leaf
+        buffers = {number: values.get(jaxpr.invars[number]) if number < len(plan.names) else _zeros(plan, number)
+                   for number in sorted(numbered)}
+        for number in numbered:
+            if number < len(plan.names):
+                del values[jaxpr.invars[number]]  # donated with each block
+        with self.streaming.abandoned_by_errors(), self._read_blocks() as ahead:
+            for block, stored in zip(self.blocks, ahead, strict=True):
+                # Of this trace of the update, whose variables `values` has: `self.plan` is another.
+                group = plan.groups[block.group]
+                order = [plan.programs.buffers_of(unit) for unit in group.units]
+                read = [[stored[plan.names[number]] for number in unit.stored] for unit in group.units]
+                new, whole, blocks = plan.programs.run(
+                    group, block.index, read, [[buffers[number] for number in each] for each in order], values)
+                del stored, read
+                for each, filled in zip(order, whole, strict=True):
+                    buffers.update(zip(each, filled, strict=True))
+                replaced = [plan.programs.replaced_of(unit) for unit in group.units]
+                written = {plan.names[number]: value for numbers, filled in ((replaced, new), (order, blocks))
+                           for of_unit, each in zip(numbers, filled, strict=True)
+                           for number, value in zip(of_unit, each, strict=True) if number < len(plan.names)}
+                for record in block.writes:
+                    self.streaming.write(record, self._filler(written))
+                del new, whole, blocks, written
+        return {**before.results, **buffers}
+
     @contextlib.contextmanager
-    def read_pieces(self) -> Iterator[Iterator[dict[str, Any]]]:
-        """In it, for each piece the blocks that it reads as arrays, by leaf, read ahead."""
+    def _read_blocks(self) -> Iterator[Iterator[dict[str, Any]]]:
+        """In it, for each block of the update what it reads as arrays, by leaf, read ahead."""
         def use(record: Record, buffer: memoryview) -> dict[str, Any]:
             parts: dict[str, list[Any]] = {}
             for part in record.parts:
@@ -188,10 +237,10 @@ class DiskStates:
                                                   self.leaves[leaf].block_shape(each[0].sizes))
                     for leaf, each in parts.items()}
 
-        with self.streaming.read([piece.reads for piece in self.pieces if piece.reads is not None], use) as ahead:
-            yield ({} if piece.reads is None else next(ahead) for piece in self.pieces)
+        with self.streaming.read([block.reads for block in self.blocks if block.reads is not None], use) as ahead:
+            yield ({} if block.reads is None else next(ahead) for block in self.blocks)
 
-    def filler(self, values: dict[str, Any]) -> Callable[[Record, memoryview], None]:
+    def _filler(self, values: dict[str, Any]) -> Callable[[Record, memoryview], None]:
         """What copies those of the blocks `values`, by leaf, that a record has into its buffer; waits for them."""
         def fill(record: Record, buffer: memoryview) -> None:
             shards = {leaf: self.leaves[leaf].shards(values[leaf]) for leaf in dict.fromkeys(
@@ -202,7 +251,7 @@ class DiskStates:
         return fill
 
     def finish(self, state: Any, step: int, note: Any) -> Commit:
-        """Writes what is not in pieces, and commits the next generation."""
+        """Writes what is in no block, and commits the next generation."""
         values = dict(named_leaves(state))
         return self._finish(values.__getitem__, step, note)
 
@@ -221,6 +270,11 @@ class DiskStates:
         """Gives the folder back; what is committed stays there."""
         self.is_open = False
         self.streaming.close()
+
+
+def _zeros(plan: UpdatePlan, number: int) -> jax.Array:
+    out: Any = plan.closed.jaxpr.outvars[number].aval
+    return jnp.zeros(out.shape, out.dtype, device=NamedSharding(plan.layout.mesh, plan.specs[number]))
 
 
 def _session() -> int:

@@ -1,4 +1,4 @@
-"""An update whose arrays are in files, traced and split: what is computed before, and what in pieces."""
+"""An update whose arrays are in files: what is computed before the files are read, and what of each block."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,10 +9,9 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.jaxpr.equations import ClosedJaxpr, bind_in_scope, needed_eqns, run_eqns, trace_flat, value_of
-from zero_jax.jaxpr.passes import without_calls
-from zero_jax.optim.disk_update import Group, Pieces, group_tasks
-from zero_jax.optim.update_tasks import split_tasks
+from zero_jax.jaxpr.equations import bind_in_scope, needed_eqns, run_eqns, value_of
+from zero_jax.optim.file_update import BlockPrograms, group_units
+from zero_jax.optim.split import traced_update
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import OnDisk
 from zero_jax.step.update import Updated
@@ -21,7 +20,7 @@ from zero_jax.tree import named_leaves
 
 @dataclasses.dataclass(frozen=True)
 class Before:
-    """What is computed before the pieces: values of `UpdatePlan.values`, and results of the update by number."""
+    """What is computed before the blocks: values of `UpdatePlan.values`, and results of the update by number."""
 
     values: list[Any]
     results: dict[int, Any]
@@ -43,35 +42,32 @@ class UpdatePlan:
         self.names, self.carried = [name for name, _ in named_leaves(old)], jax.tree.leaves(old)
         self.on_disk = [name in layout.disk for name in self.names]
         leaves, treedef = jax.tree.flatten((old, given))
-        abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
-                    for leaf in leaves]
-        closed, self.out_treedef = trace_flat(update, abstract, treedef)
-        self.closed: ClosedJaxpr = without_calls(closed)
+        self.closed, self.out_treedef = traced_update(update, leaves, treedef)
         results = len(self.closed.jaxpr.outvars) - len(self.names)
         copies = [sharding.spec for sharding in jax.tree.leaves(layout.gradients)] if results else []
         self.specs: list[P] = [leaf.spec for leaf in jax.tree.leaves(specs)] + copies
-        self.tasks = split_tasks(self.closed, self.specs, self.on_disk, self.names)
-        self.groups: list[Group] = group_tasks(self.tasks, self.carried, layout.mesh, buffer_bytes)
-        self.pieces = Pieces(self.closed, self.specs, self.on_disk, layout.mesh)
+        self.groups = group_units(self.closed, self.specs, self.on_disk, self.names, self.carried, layout.mesh,
+                                  buffer_bytes)
+        self.units = [unit for group in self.groups for unit in group.units]
+        self.programs = BlockPrograms(self.closed, self.specs, self.on_disk, layout.mesh)
         self._find_values()
 
     @property
     def copied(self) -> list[int]:
-        """Numbers of the arrays in memory that pieces replace, and of which files have a copy."""
-        return [number for task in self.tasks for number in task.writes
-                if number < len(self.names) and not self.on_disk[number]
-                and not self.names[number].startswith("weights/")]
+        """Numbers of the arrays in memory that units replace, and of which files have a copy."""
+        return [number for unit in self.units for number in self.programs.buffers_of(unit)
+                if number < len(self.names) and not self.names[number].startswith("weights/")]
 
     def _find_values(self) -> None:
-        """`values`: variables that pieces read, and that are computed before; `results`: numbers of such results."""
+        """`values`: variables that units read, and that are computed before; `results`: numbers of such results."""
         jaxpr, known = self.closed.jaxpr, set(self.closed.jaxpr.invars[:len(self.names)])
         used: dict[Any, P | None] = {}
-        for task in self.tasks:
-            used.update(dict.fromkeys(task.scalars))
-            used.update(dict.fromkeys(task.arrays, task.spec))
+        for unit in self.units:
+            used.update(dict.fromkeys(unit.scalars))
+            used.update(dict.fromkeys(unit.arrays, unit.spec if unit.in_blocks else None))
         self.values = {var: spec for var, spec in used.items() if var not in known}
-        by_tasks = {number for task in self.tasks for number in task.writes}
-        self.results = [number for number in range(len(jaxpr.outvars)) if number not in by_tasks]
+        by_units = {number for unit in self.units for _, number in unit.writes}
+        self.results = [number for number in range(len(jaxpr.outvars)) if number not in by_units]
 
     def before(self, old: Updated, given: Any) -> Before:
         """Computes what no file is needed for; `old` with abstract arrays for what is in files. Traceable."""

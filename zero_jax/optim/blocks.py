@@ -30,7 +30,7 @@ class Blocks:
     splits: int = 1
 
     @property
-    def rounds(self) -> int:
+    def count(self) -> int:
         """The number of equal blocks."""
         return self.shape[0] // self.rows * self.splits
 
@@ -53,24 +53,30 @@ class Blocks:
         left = self.shape[0] % self.rows
         return Blocks((left, *self.shape[1:]), left) if left else None
 
+    def places(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(start, sizes) of each block in order, of the rest last."""
+        rest = self.rest
+        last = [] if rest is None else [((self.count * self.rows, *[0] * (len(self.shape) - 1)), rest.shape)]
+        return [(self.start(index), self.sizes) for index in range(self.count)] + last
+
     @property
     def is_whole(self) -> bool:
         """Whether there is one block, the array."""
-        return self.rounds == 1 and self.rest is None
+        return self.count == 1 and self.rest is None
 
 
 def cut_in_loops(shapes: Mapping[_Key, tuple[int, ...]], sizes: Mapping[_Key, int], buffer_bytes: int, *,
                  tiled: bool = False) -> list[dict[_Key, Blocks]]:
     """Groups of leaves, each of which is streamed in one loop, and how it cuts each of its leaves.
 
-    A round of a loop moves a block of each of its leaves, so that one is read while another is computed and a third is
+    An iteration of a loop moves a block of each of its leaves: one is read while another is computed and a third is
     written. Leaves of at most a quarter of the buffer are moved whole (`Blocks.is_whole`), in groups that fill half of
     it.
 
     Args:
       shapes: of a device's shard.
       sizes: bytes that are read for each leaf.
-      buffer_bytes: that a round may read.
+      buffer_bytes: that an iteration may read.
       tiled: of a TPU, which stores the last two dims in tiles, in an order that it chooses so as to pad them least, and
         cannot write a part of a tile to host memory ("Lane slice updating is not supported", libtpu of jax 0.10.2):
         matrices of whole tiles, which need no padding in either order, are cut between tiles, other matrices are moved

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.optim import stream_loop
-from zero_jax.optim.stream_blocks import Blocks, cut_in_loops
-from zero_jax.optim.streamed_update import Streams, stream
+from zero_jax.optim import host_update
+from zero_jax.optim.blocks import Blocks, cut_in_loops
+from zero_jax.optim.host_update import Streams, stream
 from zero_jax.xla.platform import Platform
 
 SPEC = P(None, "data")
@@ -22,7 +22,7 @@ SPEC = P(None, "data")
 def visited(blocks):
     """How often each element of the array is in a block."""
     seen = np.zeros(blocks.shape, int)
-    for index in range(blocks.rounds):
+    for index in range(blocks.count):
         at = blocks.start(index)
         seen[tuple(slice(first, first + size) for first, size in zip(at, blocks.sizes, strict=True))] += 1
     if blocks.rest:
@@ -54,7 +54,7 @@ def test_leaves_of_as_many_layers_share_a_loop_and_small_ones_are_moved_together
     sizes = {name: 8 * math.prod(shape) for name, shape in shapes.items()}
     groups = [set(group) for group in cut_in_loops(shapes, sizes, 2**15)]
     assert groups == [{"qkv", "up"}, {"table"}, {"norm", "bias"}]
-    assert {blocks.rounds for blocks in cut_in_loops(shapes, sizes, 2**15)[0].values()} == {12}
+    assert {blocks.count for blocks in cut_in_loops(shapes, sizes, 2**15)[0].values()} == {12}
 
 
 def mesh():
@@ -133,7 +133,7 @@ def test_a_block_at_the_wrong_place_is_found(monkeypatch):
     assert any(bits_differ(right, wrong))
 
 
-in_halves = stream_loop._in_halves
+in_halves = host_update._in_halves
 ADAM = optax.adamw(1e-2)
 STACKS = {"up": (6, 16, 24), "down": (6, 24, 16), "table": (6, 64)}
 
@@ -151,12 +151,12 @@ def test_what_is_read_while_other_blocks_are_written_has_the_same_bits(monkeypat
         return run(each, ADAM, offloaded=True, buffer_bytes=2**11, shapes=STACKS, **changes)[0]
 
     halves = []
-    monkeypatch.setattr(stream_loop, "_in_halves", lambda *args: halves.append(in_halves(*args)) or halves[-1])
+    monkeypatch.setattr(host_update, "_in_halves", lambda *args: halves.append(in_halves(*args)) or halves[-1])
     both = of()
     assert halves == [([0], [1, 2])]
     assert not any(bits_differ(both, of(platform="none")))
-    read = stream_loop._Half.read
-    monkeypatch.setattr(stream_loop._Half, "read", lambda self, index, carry: read(
+    read = host_update._Half.read
+    monkeypatch.setattr(host_update._Half, "read", lambda self, index, carry: read(
         self, jnp.maximum(index - 1, 0), carry))
     assert any(bits_differ(both, of()))
 
