@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zero_jax.planning.plan import plan
     from zero_jax.precision import LossScale, Precision
     from zero_jax.sharding.layout import Layout
-    from zero_jax.sharding.memory.kinds import Offload
+    from zero_jax.sharding.memory.offload import Offload
     from zero_jax.sharding.mesh import make_mesh, simulate_devices
     from zero_jax.sharding.quantized.policy import Communication
     from zero_jax.sharding.tensor_rules import TensorRule
@@ -102,7 +102,7 @@ _MODULES = {
     "LossScale": "precision",
     "Metric": "step.metrics",
     "Names": "interop.naming",
-    "Offload": "sharding.memory.kinds",
+    "Offload": "sharding.memory.offload",
     "OffloadChoice": "planning.offload_choice",
     "Precision": "precision",
     "Remat": "transforms.remat",

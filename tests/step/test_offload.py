@@ -14,8 +14,8 @@ from support.targets import mesh_of
 
 import zero_jax
 from zero_jax.contract.host import HostBudget, HostUse, host_use, host_violations
-from zero_jax.sharding.memory import kinds as memory_kinds
-from zero_jax.sharding.memory.with_offload import share_of, with_offload
+from zero_jax.sharding.memory import offload as memory_offload
+from zero_jax.sharding.memory.offload import share_of, with_offload
 from zero_jax.tree import named_leaves
 from zero_jax.xla import host_memory
 from zero_jax.xla.parser import parse
@@ -341,10 +341,10 @@ def test_what_cannot_be_offloaded_is_refused(monkeypatch):
             step.init(jax.random.key(0), BATCH)
     step = zero_jax.make_zero_train_step(Stacked(), 3, offload="optimizer")
     step.layout(BATCH)
-    monkeypatch.setattr(memory_kinds, "host_share", lambda devices: 2**16)
+    monkeypatch.setattr(memory_offload, "host_share", lambda devices: 2**16)
     with pytest.raises(zero_jax.UsageError, match="the host has 65,536: give more hosts"):
         step.init(jax.random.key(0), BATCH)
-    monkeypatch.setattr(memory_kinds, "HOST", "no_such_memory")
+    monkeypatch.setattr(memory_offload, "HOST", "no_such_memory")
     with pytest.raises(zero_jax.UsageError, match="has no memory 'no_such_memory'"):
         zero_jax.make_zero_train_step(Stacked(), 3, offload="optimizer")
 

@@ -16,7 +16,7 @@ from support.targets import mesh_of
 import zero_jax
 from models import gpt2
 from zero_jax.contract.host import HostBudget, HostUse, host_violations
-from zero_jax.sharding.memory import in_groups
+from zero_jax.sharding.memory import host_arrays
 from zero_jax.step import gradients, options
 from zero_jax.tree import leaf_bytes, named_leaves
 from zero_jax.xla import platform
@@ -111,10 +111,10 @@ def test_parameters_on_the_host_have_the_numbers_of_none(exact, setup):
 def test_a_state_is_made_and_taken_in_by_groups(monkeypatch):
     step = zero_jax.make_zero_train_step(Stacked(), 3, precision="bf16", ema=0.9, offload="parameters")
     whole = step.init(jax.random.key(0), BATCH)
-    monkeypatch.setattr(in_groups, "GROUP_BYTES", 2**13)  # less than a kernel
+    monkeypatch.setattr(host_arrays, "GROUP_BYTES", 2**13)  # less than a kernel
     sizes = [leaf_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
              for leaf in jax.tree.leaves(step.layout().state)]
-    groups = in_groups._groups(sizes)
+    groups = host_arrays._groups(sizes)
     assert len(groups) > 4 and sorted(i for group in groups for i in group) == [*range(len(sizes))]
     assert all(len(group) == 1 or sum(sizes[i] for i in group) <= 2**13 for group in groups)
     parts = step.init(jax.random.key(0), BATCH)

@@ -15,7 +15,7 @@ from zero_jax.errors import UsageError
 from zero_jax.planning.memory import Transformer
 from zero_jax.planning.offload_choice import DISK, OffloadArgument, OffloadChoice
 from zero_jax.planning.placement import choose_for
-from zero_jax.sharding.memory.kinds import Offload
+from zero_jax.sharding.memory.offload import Offload
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.xla.targets import Target
 

@@ -26,7 +26,7 @@ from zero_jax.planning.offload_choice import (
 )
 from zero_jax.planning.plan import Plan, examine, local_devices
 from zero_jax.sharding.memory.disk_leaves import disk_traffic
-from zero_jax.sharding.memory.kinds import Offload, host_share
+from zero_jax.sharding.memory.offload import Offload, host_share
 from zero_jax.sharding.mesh import default_mesh, make_mesh
 from zero_jax.step.make import make_zero_train_step
 from zero_jax.step.step import ZeroTrainStep

@@ -41,7 +41,7 @@ class Layout:
         kept_bytes: on each device, of the gathered parameters that backward takes from forward; 0: it gathers again.
         gather_note: how often parameters are gathered and why, where `gather=` was given.
         quantized: which parameters are sent as codes; None: none.
-        host: names of the leaves of `state` that are stored in host memory (`memory.with_offload`).
+        host: names of the leaves of `state` that are stored in host memory (`memory.offload.with_offload`).
         host_gradients: for each parameter whose gradient backward stacks in host memory, layer by layer, the bytes of
             that on each device.
         microbatches: over how many a step sums gradients.

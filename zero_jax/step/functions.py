@@ -23,7 +23,7 @@ from zero_jax.sharding.batch_layout import BatchLayout
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.host_arrays import fetch, is_on_host
-from zero_jax.sharding.memory.kinds import as_placed, params_as_placed
+from zero_jax.sharding.memory.offload import as_placed, params_as_placed
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.step_weights import gather_step_weights, microbatch_layout

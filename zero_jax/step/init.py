@@ -10,9 +10,8 @@ from jax.lax import with_sharding_constraint as constrain
 
 from zero_jax.sharding.compute_params import gather_compute_params
 from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory.host_arrays import fetch
-from zero_jax.sharding.memory.in_groups import in_groups
-from zero_jax.sharding.memory.kinds import as_placed
+from zero_jax.sharding.memory.host_arrays import fetch, in_groups
+from zero_jax.sharding.memory.offload import as_placed
 from zero_jax.sharding.stored_shape import StoredShape
 from zero_jax.sharding.stored_update import init_stored
 from zero_jax.state import ZeroState

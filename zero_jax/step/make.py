@@ -18,7 +18,7 @@ from zero_jax.precision import Precision, precision_of
 from zero_jax.sharding.auto_axes import computing_on, sharding_errors_explained
 from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.batch_layout import BatchRule
-from zero_jax.sharding.memory.kinds import Offload, offload_of
+from zero_jax.sharding.memory.offload import Offload, offload_of
 from zero_jax.sharding.mesh import default_mesh
 from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
 from zero_jax.sharding.quantized.policy import Communication, communication_of

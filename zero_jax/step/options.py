@@ -11,7 +11,7 @@ from zero_jax.precision import Precision
 from zero_jax.sharding.batch import Accumulation
 from zero_jax.sharding.batch_layout import BatchLayout, BatchRule
 from zero_jax.sharding.make_layout import LayoutPolicy
-from zero_jax.sharding.memory.kinds import Offload, check_host_memory
+from zero_jax.sharding.memory.offload import Offload, check_host_memory
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.quantized.policy import Communication
 from zero_jax.sharding.tensor_rules import TensorRule

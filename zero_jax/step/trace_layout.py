@@ -18,7 +18,7 @@ from zero_jax.precision import average_dtype
 from zero_jax.sharding.batch import abstract_batch
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.make_layout import make_layout
-from zero_jax.sharding.memory.with_offload import with_offload
+from zero_jax.sharding.memory.offload import with_offload
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.step_weights import with_step_weights

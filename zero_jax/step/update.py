@@ -15,7 +15,7 @@ from zero_jax.sharding.compute_params import cast_compute_params, gather_compute
 from zero_jax.sharding.gather import compute_spec
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.host_arrays import is_on_host
-from zero_jax.sharding.memory.kinds import Offload, as_placed
+from zero_jax.sharding.memory.offload import Offload, as_placed
 from zero_jax.sharding.stored_update import update_stored
 from zero_jax.state import ZeroState
 from zero_jax.step.accumulate import weight_divisor

@@ -40,7 +40,7 @@ def offload_argument(name: str, folder: Path | None, fraction: float = 1.0) -> A
         return None
     if name != "disk" and fraction == 1:
         return name
-    from zero_jax.sharding.memory.kinds import Offload
+    from zero_jax.sharding.memory.offload import Offload
 
     if name == "optimizer":
         return Offload(fraction=fraction)
