@@ -22,7 +22,7 @@ from support.two_processes import GPT2_BATCH, two_processes
 
 import zero_jax
 from zero_jax.checkpoint import by_leaf
-from zero_jax.checkpoint.array_writer import ArrayWriter, chunk_shape
+from zero_jax.checkpoint.orbax_files import ArrayWriter, chunk_shape
 from zero_jax.errors import CheckpointError, DamagedCheckpointError
 from zero_jax.step.disk.records import shard_bytes
 from zero_jax.step.disk.states import DiskStates
@@ -170,7 +170,7 @@ def test_a_damaged_leaf_is_named_and_the_checkpoint_before_it_taken(tmp_path):
                   if name.startswith("params/")}
         state, _ = run(step, state, 1)
         checkpoints.save(step, state, wait=True)
-        largest = max((tmp_path / "saved/2/state").glob("ocdbt.process_0pieces/d/*"), key=os.path.getsize)
+        largest = max((tmp_path / "saved/2/state").glob("ocdbt.process_0leaves/d/*"), key=os.path.getsize)
         raw = bytearray(largest.read_bytes())
         raw[len(raw) // 2] ^= 1
         largest.write_bytes(raw)
@@ -229,7 +229,7 @@ PROGRAM = """
     zero_jax.simulate_devices(8)
     from checkpoint.test_states_in_files import in_files, run
     from zero_jax.checkpoint import orbax_store
-    from zero_jax.checkpoint.array_writer import ArrayWriter
+    from zero_jax.checkpoint.orbax_files import ArrayWriter
 
     step = in_files({folder!r} + "/states", precision="bf16", remat="full")
     state, _ = run(step, steps=1)
@@ -294,7 +294,7 @@ for at, (source, target) in enumerate(((step, plain), (plain, other))):
 wanted = losses(step, state)
 print("LOSSES", json.dumps([wanted, losses(other, found)]), flush=True)
 damaged = zero_jax.Checkpoints(f"{folder}/saved-0")
-path = damaged._folder.at(1) / "state" / "ocdbt.process_1pieces" / "d"
+path = damaged._folder.at(1) / "state" / "ocdbt.process_1leaves" / "d"
 if number == 0:
     largest = max(path.iterdir(), key=lambda each: each.stat().length)
     raw = bytearray(largest.read_bytes())
@@ -318,8 +318,8 @@ def test_each_of_two_processes_saves_and_restores_its_shards(tmp_path):
     assert all(wanted == restored == found[0][0] for wanted, restored in found) and len(set(found[0][0])) == 2
     damaged = [line for each in lines for line in each if line.startswith("DAMAGED")]
     assert len(damaged) == 2 and any("is damaged" in line and "blocks" in line for line in damaged), damaged
-    assert {each.name for each in (tmp_path / "saved-0/1/state").glob("*pieces")} == {
-        "ocdbt.process_0pieces", "ocdbt.process_1pieces"}
+    assert {each.name for each in (tmp_path / "saved-0/1/state").glob("*leaves")} == {
+        "ocdbt.process_0leaves", "ocdbt.process_1leaves"}
 
 
 def test_large_parts_are_divided_into_chunks():

@@ -15,8 +15,7 @@ from support.scripts import script
 
 from zero_jax import CheckpointError, DamagedCheckpointError
 from zero_jax.checkpoint.manifest import parse
-from zero_jax.disk.commits import Commit, read_commits, sealed_commit
-from zero_jax.disk.generations import Generations
+from zero_jax.disk.generations import Commit, Generations, read_commits, sealed_commit
 from zero_jax.disk.streaming import Streaming
 from zero_jax.files import checksum
 

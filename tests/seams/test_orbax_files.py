@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from support.seams import mend
 
 import zero_jax
-from zero_jax.checkpoint import array_writer, integrity, orbax_pieces, orbax_store
+from zero_jax.checkpoint import integrity, orbax_files, orbax_store
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_a_missing_or_broken_file_is_found(saved, tmp_path):
 
 def chunk_shape(folder, name):
     """What of an array is read at once."""
-    spec = {"driver": "zarr3", "kvstore": array_writer._kvstore(str(folder), name)}
+    spec = {"driver": "zarr3", "kvstore": orbax_files._kvstore(str(folder), name)}
     store = tensorstore.open(spec, open=True).result()
     return tuple(store.chunk_layout.read_chunk.shape)
 
@@ -75,7 +75,7 @@ class _Rows:
         assert sorted(each.name for each in folder.iterdir()) == []
         sharding = NamedSharding(zero_jax.make_mesh(8), P("data"))
         like = jax.ShapeDtypeStruct(self.array.shape[1:], self.array.dtype, sharding=sharding)
-        writer = array_writer.ArrayWriter(folder, dict.fromkeys(self.names, like))
+        writer = orbax_files.ArrayWriter(folder, dict.fromkeys(self.names, like))
         for name, row in zip(self.names, self.array, strict=True):
             writer.write({name: jax.device_put(row, sharding)})
         writer.finish()
@@ -86,7 +86,7 @@ def test_what_is_written_one_by_one_is_merged_and_listed_and_the_manifest_is_wri
     """Orbax merges every `ocdbt.process_*`, lists arrays in `_METADATA`, and writes JSON behind."""
     _, _, array = saved
     rows, path = jnp.arange(2 * 64.0).reshape(2, 64), epath.Path(tmp_path) / "7"
-    with mend("checkpoint/orbax_pieces.py"):
+    with mend("checkpoint/orbax_files.py"):
         orbax_store.write(path, {"params/w": array}, {"format": 1}, None, _Rows(rows)).result()
         assert json.loads(orbax_store.manifest_path(path).read_text()) == {"format": 2, "order": None}
         kinds = json.loads((path / "_CHECKPOINT_METADATA").read_text())["item_handlers"]
@@ -106,7 +106,7 @@ def test_what_is_written_one_by_one_is_merged_and_listed_and_the_manifest_is_wri
 def test_an_array_that_is_not_listed_is_not_there(saved, tmp_path, monkeypatch):
     """The control: what is merged and not listed, Orbax does not read."""
     _, _, array = saved
-    monkeypatch.setattr(orbax_pieces, "_with_names", lambda index, names: index)
+    monkeypatch.setattr(orbax_files, "_with_names", lambda index, names: index)
     path, rows = epath.Path(tmp_path) / "7", jnp.arange(2 * 64.0).reshape(2, 64)
     orbax_store.write(path, {"params/w": array}, {"format": 1}, None, _Rows(rows)).result()
     like = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype, sharding=array.sharding.update(spec=P(None)))

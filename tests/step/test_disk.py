@@ -20,7 +20,7 @@ import zero_jax
 from zero_jax.optim import file_update
 from zero_jax.sharding.memory.disk_leaves import OnDisk, disk_traffic
 from zero_jax.sharding.shard_reader import UnreadLeaf
-from zero_jax.step.disk.init import InitialOptimizerState
+from zero_jax.step.disk.update import InitialOptimizerState
 from zero_jax.tree import named_leaves
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))

@@ -2,6 +2,6 @@
 
 Reading order: `checkpoint` (the public class), `logical_state` (a state by name and logical shape),
 `manifest`, `integrity` and `checksum` (detecting damage), `history` and `retention` (which is the latest, which stay),
-`orbax_store`, `by_leaf` (states in files, through `array_writer`), `object_store` (gs://),
+`orbax_store`, `by_leaf` (states in files, through `orbax_files`), `object_store` (gs://),
 `local_copies` (on a disk of each host).
 """

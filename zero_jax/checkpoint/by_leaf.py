@@ -10,10 +10,10 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.checkpoint.array_writer import ArrayWriter
 from zero_jax.checkpoint.integrity import read_arrays, verify
 from zero_jax.checkpoint.logical_state import LogicalState, on_bits
 from zero_jax.checkpoint.manifest import Leaf, NewManifest
+from zero_jax.checkpoint.orbax_files import ArrayWriter
 from zero_jax.distributed.agreement import all_or_none
 from zero_jax.sharding.checksum import digest_texts, digests
 from zero_jax.step.disk.records import chunks

@@ -17,7 +17,7 @@ from etils import epath
 from zero_jax.checkpoint import orbax_store as storage
 from zero_jax.checkpoint.manifest import Leaf, Manifest, parse
 from zero_jax.checkpoint.object_store import contents
-from zero_jax.checkpoint.orbax_noise import quiet
+from zero_jax.checkpoint.orbax_files import quiet
 from zero_jax.checkpoint.orbax_store import ARRAYS
 from zero_jax.distributed.agreement import all_or_none, is_first, on_any
 from zero_jax.errors import DamagedCheckpointError

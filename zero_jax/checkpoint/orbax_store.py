@@ -21,8 +21,7 @@ from orbax.checkpoint.experimental import v1 as ocp
 from zero_jax.checkpoint.history import EARLIEST, PLACE, Place, parse_place
 from zero_jax.checkpoint.manifest import FORMAT
 from zero_jax.checkpoint.object_store import check_scheme, contents, is_remote, listed
-from zero_jax.checkpoint.orbax_noise import log_no_raised, quiet
-from zero_jax.checkpoint.orbax_pieces import INDEX, ArraysAndPieces, Pieces, WithPieces
+from zero_jax.checkpoint.orbax_files import INDEX, ArraysAndLeaves, Leaves, WithLeaves, log_no_raised, quiet
 from zero_jax.disk.durable_files import new_file, rename, sync_tree
 from zero_jax.errors import CheckpointError, UsageError
 
@@ -110,21 +109,21 @@ def remove(path: epath.Path) -> None:
 
 
 def write(path: epath.Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any], place: Any,
-          pieces: Pieces | None = None) -> Any:
+          leaves: Leaves | None = None) -> Any:
     """Starts to save; `.result()` of the return value waits for the end. The arrays may be donated meanwhile.
 
     place: the contents of the checkpoint's file `PLACE`, which the manifest gets, too. A checkpoint that is at `path`
-    is replaced. pieces: of arrays that are not in memory, which are written when this returns; the manifest is then
+    is replaced. leaves: of arrays that are not in memory, which are written when this returns; the manifest is then
     what writing them returns.
     """
     body = manifest | {"order": place}
-    saved: Any = dict(arrays) if pieces is None else WithPieces(
-        arrays, pieces.names, lambda folder: body.update(pieces.write(folder)))
+    saved: Any = dict(arrays) if leaves is None else WithLeaves(
+        arrays, leaves.names, lambda folder: body.update(leaves.write(folder)))
     log_no_raised()
     staged = path if is_remote(path) else _temporary(path)
     if is_remote(path) and jax.process_index() == 0:
         (_temporary(path) / "saving").write_text(json.dumps(place))
-    with _context(pieces=pieces is not None), quiet():
+    with _context(leaves=leaves is not None), quiet():
         response = ocp.save_checkpointables_async(staged, {ARRAYS: saved, MANIFEST: body})
     if jax.process_index() != 0:
         return response
@@ -160,7 +159,7 @@ class _Save:
 
 def _publish(staged: epath.Path, path: epath.Path, place: Any, manifest: dict[str, Any]) -> None:
     """Makes the folder `staged` the checkpoint at `path`, when all of its files are on the disk."""
-    # Orbax gets the manifest before the pieces are written, and writes it afterwards.
+    # Orbax gets the manifest before the leaves are written, and writes it afterwards.
     if _json(manifest_path(staged)) != json.loads(json.dumps(manifest)):
         raise CheckpointError(f"{path} is not saved: Orbax wrote its manifest before its arrays. Install a version of "
                               "orbax-checkpoint that pyproject.toml allows.")
@@ -247,14 +246,14 @@ def sizes(path: epath.Path) -> dict[str, int]:
     return dict(sorted(bytes_by_file.items()))
 
 
-def _context(*, pieces: bool = False) -> ocp.Context:
+def _context(*, leaves: bool = False) -> ocp.Context:
     context = ocp.Context()
     # What cannot be written then raises at once, not after a timeout of threads that wait for a folder.
     context.asynchronous.create_directories_asynchronously = False
     context.pytree.loading.partial_load = True  # `check_fit` has compared the trees
-    registry = ocp.handlers.local_registry(include_global_registry=not pieces)  # which has a handler of arrays
+    registry = ocp.handlers.local_registry(include_global_registry=not leaves)  # which has a handler of arrays
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=MANIFEST)
-    if pieces:
-        registry.add(ArraysAndPieces, checkpointable_name=ARRAYS)
+    if leaves:
+        registry.add(ArraysAndLeaves, checkpointable_name=ARRAYS)
     context.checkpointables.registry = registry
     return context

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 
 from zero_jax.arguments import check_path
 from zero_jax.checkpoint.object_store import check_target
-from zero_jax.checkpoint.orbax_noise import log_no_raised, quiet
+from zero_jax.checkpoint.orbax_files import log_no_raised, quiet
 from zero_jax.distributed.agreement import all_or_none, check_same_numbers, is_first
 from zero_jax.errors import UnwrittenCheckpointError, UsageError
 from zero_jax.sharding.auto_axes import in_any_context

@@ -9,7 +9,7 @@ import jax
 from zero_jax.cli.objectives.objective import Objective
 from zero_jax.cli.step_from_config import step_of
 from zero_jax.cli.train_config import TrainConfig
-from zero_jax.disk.commits import records_in
+from zero_jax.disk.generations import records_in
 from zero_jax.distributed.agreement import all_or_none, on_any
 from zero_jax.errors import UsageError
 from zero_jax.planning.memory import Transformer

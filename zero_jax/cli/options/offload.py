@@ -4,8 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from zero_jax.disk.commits import records_in
-from zero_jax.disk.generations import check_folder
+from zero_jax.disk.generations import check_folder, records_in
 from zero_jax.errors import UsageError
 
 

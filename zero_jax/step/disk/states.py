@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zero_jax.disk.commits import Commit, check_processes, process_folder, read_commits
-from zero_jax.disk.generations import Generations
+from zero_jax.disk.generations import Commit, Generations, check_processes, process_folder, read_commits
 from zero_jax.disk.record_file import Record
 from zero_jax.disk.streaming import Streaming
 from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, gather

@@ -32,10 +32,9 @@ from zero_jax.step.call_checks import (
     is_traced,
     loss_errors_explained,
 )
-from zero_jax.step.disk.init import InitialOptimizerState
 from zero_jax.step.disk.records import chunks, resharded
 from zero_jax.step.disk.states import DiskStates
-from zero_jax.step.disk.update import UpdatePlan
+from zero_jax.step.disk.update import InitialOptimizerState, UpdatePlan
 from zero_jax.step.gradients import ForwardOutput
 from zero_jax.step.in_arrays import LeavesToRead
 from zero_jax.step.loop_checks import check_update

@@ -1,21 +1,33 @@
-"""An update whose arrays are in files: what is computed before the files are read, and what of each block."""
+"""What is computed in parts, as it is whole in no memory: the first state in files, and an update of it."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import optax
 from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.jaxpr.equations import bind_in_scope, needed_eqns, run_eqns, value_of
+from zero_jax.jaxpr.equations import (
+    JaxprEqn,
+    bind_in_scope,
+    needed_eqns,
+    run_eqns,
+    structure_of,
+    value_of,
+    variables,
+)
 from zero_jax.optim.file_update import BlockPrograms, group_units
 from zero_jax.optim.split import traced_update
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import OnDisk
+from zero_jax.sharding.stored_update import init_stored
+from zero_jax.step.init import average_of, strong
 from zero_jax.step.update import Updated
 from zero_jax.tree import named_leaves
+from zero_jax.typing import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,3 +100,46 @@ class UpdatePlan:
                   for number, (like, disk) in enumerate(zip(self.carried, self.on_disk, strict=True))]
         leaves += [results.get(number) for number in range(len(self.names), len(self.specs))]
         return jax.tree.unflatten(self.out_treedef, leaves)
+
+
+class InitialOptimizerState:
+    """`make(names)`: those leaves of `opt_state/` and `ema/`, as they are stored, by name, before the first step.
+
+    They are made some at a time: the whole of them is in no memory.
+    """
+
+    def __init__(self, layout: Layout, optimizer: optax.GradientTransformationExtraArgs,
+                 param: Callable[[str], jax.Array]):
+        """param: a parameter by its name, as it is stored."""
+        def derive(params: Params) -> Any:
+            return {"opt_state": strong(init_stored(layout, optimizer, params)), "ema": average_of(params, layout)}
+
+        leaves, treedef = jax.tree.flatten((layout.state.params,))
+        self._params, self._param = [name for name, _ in named_leaves(layout.state.params)], param
+        self._closed, out_treedef = traced_update(derive, leaves, treedef)
+        self._outs = dict(named_leaves(jax.tree.unflatten(out_treedef, self._closed.jaxpr.outvars)))
+        self._stored = dict(named_leaves({"opt_state": layout.state.opt_state, "ema": layout.state.ema}))
+        self._compiled: dict[Hashable, Any] = {}
+        self.names = list(self._outs)
+
+    def __call__(self, names: Sequence[str]) -> dict[str, Any]:
+        """The leaves `names`, computed together of the parameters that they read; alike ones share a program."""
+        jaxpr, outs = self._closed.jaxpr, [self._outs[name] for name in names]
+        eqns = needed_eqns(self._closed, outs)
+        read = {*variables(outs), *(var for eqn in eqns for var in variables(eqn.invars))}
+        values = {var: value for var, value in zip(jaxpr.constvars, self._closed.consts, strict=True) if var in read}
+        values |= {var: self._param(name) for var, name in zip(jaxpr.invars, self._params, strict=True) if var in read}
+        shardings = [self._stored[name].sharding for name in names]
+        key = structure_of(eqns, list(values), outs), tuple(shardings)
+        if key not in self._compiled:
+            self._compiled[key] = _jitted(eqns, list(values), outs, shardings)
+        return dict(zip(names, self._compiled[key](list(values.values())), strict=True))
+
+
+def _jitted(eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outs: Sequence[Any], shardings: Sequence[Any]) -> Any:
+    def run(values: list[Any]) -> list[Any]:
+        env: dict[Any, Any] = dict(zip(inputs, values, strict=True))
+        run_eqns(eqns, env, bind_in_scope)
+        return [value_of(out, env) for out in outs]
+
+    return jax.jit(run, out_shardings=list(shardings))
