@@ -38,7 +38,7 @@ def export_orbax(path: Path | str, params: Any, *, dtype: Any = None) -> Path:
     all_or_none(lambda: folder.rmdir() if is_first() and folder.exists() else None)  # Orbax makes it
     if dtype is not None:
         params = jax.jit(lambda tree: cast_floating(tree, dtype))(params)
-    # In the background a folder that cannot be made is told after 5 minutes of waiting for it.
+    # In the background a folder that cannot be made is reported after 5 minutes of waiting for it.
     log_no_raised()
     options = ocp.AsyncOptions(create_directories_asynchronously=False)
     try:

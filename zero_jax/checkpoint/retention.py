@@ -56,7 +56,7 @@ class Folder:
         where = str(self.path).rstrip("/")
         self._in_process = _FOLDERS.setdefault(where if is_remote(where) else os.path.realpath(where), _InProcess())
         self.threads = self._in_process.threads
-        self._keep_last, self._keep_every, self._told = keep_last, keep_every, False
+        self._keep_last, self._keep_every, self._has_warned = keep_last, keep_every, False
 
     def at(self, number: int) -> Any:
         """The path of a checkpoint."""
@@ -71,8 +71,8 @@ class Folder:
         check_target(self.path)
         check_same_numbers(f"{self.path}: Orbax saves nothing")
         if self._lock is None:
-            told, self._told = self._told, True
-            return "" if told or not is_first() else (
+            has_warned, self._has_warned = self._has_warned, True
+            return "" if has_warned or not is_first() else (
                 f"{self.path} is in an object store, which has no lock: see to it that one run at a time saves there.")
         return all_or_none(lambda: self._lock.acquire() if self._lock is not None and is_first() else "")
 

@@ -173,7 +173,7 @@ def _machine() -> str:
 
 
 def _started(pid: Any) -> str | None:
-    """When a process of this machine started, so that another with its id is told from it; None where it is gone."""
+    """When a process of this machine started, so that another with its id is distinguished; None where it is gone."""
     try:
         fields = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]

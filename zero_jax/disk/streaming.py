@@ -1,4 +1,4 @@
-"""Records read ahead of those that use them, and written behind them, by threads with a bounded number of buffers.
+"""Records read ahead of those that use them, and written after them, by threads with a bounded number of buffers.
 
 Direct reads and writes, checksums and copies release Python's lock, so that threads are enough: two of each reach what
 `fio` does with the same pattern (`scripts/bench/disk.py`).
@@ -23,7 +23,7 @@ AHEAD = 2
 
 
 class RecordFiles(Protocol):
-    """Where records lie: `Generations`, or the file that measures a disk (`planning.disk_rate`)."""
+    """Where records are: `Generations`, or the file that measures a disk (`planning.disk_rate`)."""
 
     layout: RecordLayout
 

@@ -51,7 +51,7 @@ def disk_traffic(layout: Layout, local_devices: int) -> DiskTraffic:
         field, _, param = name.partition("/")
         if field in ("disk", "weights"):
             continue
-        # The parameters lie in the files as the update shards them.
+        # The parameters are in the files as the update shards them.
         sharding = grads[param] if field == "params" else leaf.sharding
         shape = sharding.shard_shape(leaf.shape)
         shards = min(local_devices, math.prod(leaf.shape) // math.prod(shape))
