@@ -28,8 +28,8 @@ from zero_jax.sharding.batch import Accumulation, split_steps
 from zero_jax.sharding.batch_layout import BatchLayout, hashable
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import expanded, resident
-from zero_jax.sharding.memory.in_groups import in_groups
-from zero_jax.sharding.memory.kinds import check_capacity
+from zero_jax.sharding.memory.host_arrays import in_groups
+from zero_jax.sharding.memory.offload import check_capacity
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.stages import Stage
 from zero_jax.state import FROM_PARAMS, ZeroState, state_key, typed_key

@@ -19,7 +19,7 @@ from zero_jax.cli.options.run import ScheduleOptions
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.data.positions import NumberedBatches
 from zero_jax.diloco.step import DiLoCoStep
-from zero_jax.disk.commits import Commit
+from zero_jax.disk.generations import Commit
 from zero_jax.distributed.agreement import from_first
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
 from zero_jax.optim.presets import make_schedule

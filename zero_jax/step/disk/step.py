@@ -24,6 +24,7 @@ from zero_jax.sharding.compute_params import gather_compute_params, gather_copy
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.disk_leaves import expanded, in_arrays, resident
 from zero_jax.state import ZeroState, state_key
+from zero_jax.step.any_step import LeavesToRead
 from zero_jax.step.call_checks import (
     check_is_state,
     check_same_batch,
@@ -36,7 +37,6 @@ from zero_jax.step.disk.records import chunks, resharded
 from zero_jax.step.disk.states import DiskStates
 from zero_jax.step.disk.update import InitialOptimizerState, UpdatePlan
 from zero_jax.step.gradients import ForwardOutput
-from zero_jax.step.in_arrays import LeavesToRead
 from zero_jax.step.loop_checks import check_update
 from zero_jax.step.replicas import Replicas
 from zero_jax.step.start import with_values
@@ -62,6 +62,12 @@ class DiskTrainStep(ZeroTrainStep):
     _states: DiskStates | None = None
     _note: Any = None
 
+    def __init__(self, *args: Any):
+        """As `ZeroTrainStep`."""
+        super().__init__(*args)
+        self._update_programs: dict[Any, Any] = {}
+        self._stochastic = self.functions.stochastic
+
     @property
     def note(self) -> Any:
         """What each commit from now on says beside the state: plain JSON, as the position in the data.
@@ -84,7 +90,7 @@ class DiskTrainStep(ZeroTrainStep):
         check_is_state(state)
         if is_traced(state, batch):
             raise UsageError(_ONE_PROGRAM.format("call it outside of jit and scan"))
-        check_values(batch, self._loss, self.batches)
+        check_values(batch, self.loss, self.batches)
         return self._update_files(self._jit(batch), state, batch)
 
     def multi(self, state: ZeroState, batches: Batch) -> tuple[ZeroState, Metrics]:
@@ -104,14 +110,14 @@ class DiskTrainStep(ZeroTrainStep):
             raise UsageError(_ONE_PROGRAM.format("call apply_gradients outside of jit and scan"))
         check_update(gradients, loss, variables, layout := self.layout(), self.options.guard)
         key = ("apply", loss is None, variables is None)
-        if key not in self._programs:
+        if key not in self._update_programs:
             plans: list[UpdatePlan] = []
             shardings = resident(layout, layout.shardings)
-            self._programs[key] = jax.jit(
+            self._update_programs[key] = jax.jit(
                 functools.partial(self._before_apply, plans), in_shardings=(
                     shardings, layout.gradients, None, None if variables is None else shardings.variables),
-                compiler_options=self._compiler_options or None), plans
-        return self._update_files(self._programs[key], state, gradients, loss, variables)
+                compiler_options=self.programs.compiler_options or None), plans
+        return self._update_files(self._update_programs[key], state, gradients, loss, variables)
 
     def from_train_state(self, rng: PRNGKey, batch: Batch, train_state: Any) -> ZeroState:
         """Refused: start from `params`, or restore a checkpoint of a step without files."""
@@ -140,13 +146,14 @@ class DiskTrainStep(ZeroTrainStep):
         nothing = {field.name: None for field in dataclasses.fields(ZeroState) if field.name not in fields}
 
         def make(rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
-            return dataclasses.replace(self._init(rng, given, batch), **nothing)
+            return dataclasses.replace(self.functions.initial_state(rng, given, batch), **nothing)
 
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), batch_like) if any(
             isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)) else batch
         shardings = dataclasses.replace(layout.shardings, **nothing)
-        state = jax.jit(make, in_shardings=(None, None, self._batch_shardings(batch)), out_shardings=shardings)(
-            rng, self._model.given, zeros)
+        of_batch = self.functions.batch_shardings(batch)
+        state = jax.jit(make, in_shardings=(None, None, of_batch), out_shardings=shardings)(
+            rng, self.functions.model.given, zeros)
         if given is None:
             return self._begin(states, state)
         like = layout.state
@@ -163,13 +170,13 @@ class DiskTrainStep(ZeroTrainStep):
             del optimizer, layout
             return self._begin(self._opened(DiskStates.create), dataclasses.replace(state, params=params, **fields))
 
-        return with_values(state, stored_values(self._model, given, state.rng), layout=self.layout(),
-                           optimizer=self._optimizer, derive=derive)
+        return with_values(state, stored_values(self.functions.model, given, state.rng), layout=self.layout(),
+                           optimizer=self.functions.optimizer, derive=derive)
 
     def _begin(self, states: DiskStates, state: ZeroState) -> ZeroState:
         """The state whose parameters, all in memory, are those of `state`: the rest follows, and is written."""
         layout = self.layout()
-        make = InitialOptimizerState(layout, self._optimizer, dict(named_leaves(state.params)).__getitem__)
+        make = InitialOptimizerState(layout, self.functions.optimizer, dict(named_leaves(state.params)).__getitem__)
         small = make([name for name in make.names if name not in layout.disk])
         others = {**dict(named_leaves(dataclasses.replace(state, opt_state=None, ema=None, weights=None, disk=None))),
                   **small, **self._weights(state.params)}
@@ -277,7 +284,7 @@ class DiskTrainStep(ZeroTrainStep):
 
     def _plan(self, layout: Layout, given: Any) -> UpdatePlan:
         assert self.options.offload is not None
-        update = update_function(layout, self._optimizer, stochastic=self._stochastic, ema=self.options.ema,
+        update = update_function(layout, self.functions.optimizer, stochastic=self._stochastic, ema=self.options.ema,
                                  streamed=True)
         return UpdatePlan(update, layout, given, self.options.offload.block_bytes(layout.axes.built_for))
 
@@ -329,7 +336,7 @@ class DiskTrainStep(ZeroTrainStep):
             return split_named(tree, lambda name, _: name in there)[0]
 
         shards, likes = some(layout.gradients), some(layout.state.weights)
-        copy = self._jit_once(("copy", frozenset(there)), lambda params: gather_copy(
+        copy = self.programs.get(("copy", frozenset(there)), lambda params: gather_copy(
             jax.tree.map(constrain, params, shards), shards, likes, some(layout.stored_shapes.params), layout),
             (some(layout.shardings.params),), some(layout.shardings.weights))
         return {f"weights/{name}": leaf for name, leaf in named_leaves(copy(some(params)))}
@@ -340,7 +347,7 @@ class DiskTrainStep(ZeroTrainStep):
         return map_named(lambda name, _: leaves[name], resident(layout, layout.state))
 
     def _token(self, token: tuple[int, int]) -> jax.Array:
-        return jax.device_put(np.array(token, np.uint32), self._replicated)
+        return jax.device_put(np.array(token, np.uint32), self.functions.replicated)
 
     # Forward and backward, and what no file is needed for.
 
@@ -351,27 +358,27 @@ class DiskTrainStep(ZeroTrainStep):
             plans: list[UpdatePlan] = []
             self._jitted = jax.jit(
                 functools.partial(self._before_update, plans), in_shardings=(
-                    resident(layout, layout.shardings), self._batch_shardings(batch)),
-                compiler_options=self._compiler_options or None), plans
+                    resident(layout, layout.shardings), self.functions.batch_shardings(batch)),
+                compiler_options=self.programs.compiler_options or None), plans
         return self._jitted
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """The program of forward and backward, lowered; the update's programs are made block by block."""
-        with loss_errors_explained(self._loss, batch):
+        with loss_errors_explained(self.loss, batch):
             return self._jit(batch)[0].lower(self.abstract_state(batch), self.abstract_batch(batch))
 
     def _before_update(self, plans: list[UpdatePlan], state: ZeroState, batch: Batch) -> Any:
         """What `_before` returns; traceable."""
         layout = self.layout(batch)
         check_state(state, layout)
-        check_same_batch(batch, self._first_batch)
-        state, key = expanded(layout, state), self._key(state)
+        check_same_batch(batch, self.functions.first_batch)
+        state, key = expanded(layout, state), self.functions.key(state)
         weights = state.params if state.weights is None else state.weights
-        output, grads = self._forward_backward(state, weights, key, batch, self._loss)
+        output, grads = self.functions.forward_backward(state, weights, key, batch, self.loss)
         # The blocks of the update make them wider: in float32 they would be stored so until then.
-        grads, scale = self._as_reduced(state, grads)
+        grads, scale = self.functions.as_reduced(state, grads)
         result = self._before(plans, state, output, grads, key, scale)
-        self._first_batch = self._first_batch or self.abstract_batch(batch)
+        self.functions.first_batch = self.functions.first_batch or self.abstract_batch(batch)
         return result
 
     def _before_apply(self, plans: list[UpdatePlan], state: ZeroState, grads: Gradients, loss: Scalar | None,
@@ -381,7 +388,7 @@ class DiskTrainStep(ZeroTrainStep):
         grads = jax.tree.map(lambda grad, param: grad.astype(
             jnp.promote_types(param.dtype, jnp.float32) if self._stochastic else param.dtype), grads, state.params)
         return self._before(plans, state, output, jax.tree.map(constrain, grads, self.layout().gradients),
-                            self._key(state))
+                            self.functions.key(state))
 
     def _before(self, plans: list[UpdatePlan], state: ZeroState, output: ForwardOutput, grads: Gradients, key: PRNGKey,
                 scale: Scalar | None = None) -> Any:
@@ -389,7 +396,8 @@ class DiskTrainStep(ZeroTrainStep):
         if output.written:
             raise UsageError(f"The model overwrites its parameters {', '.join(output.written)} in its forward pass, "
                              "whose master copy is in files: keep them in memory, without Offload(disk=...).")
-        judged = judge(state, output, unscaled(grads, state.params, scale, stochastic=self._stochastic), self._guard)
+        grads_now = unscaled(grads, state.params, scale, stochastic=self._stochastic)
+        judged = judge(state, output, grads_now, self.functions.guard)
         given = given_values(output, grads, key if self._stochastic else None, None, scale)
         plan = self._plan(self.layout(), jax.eval_shape(lambda: given))
         plans[:] = [plan]
@@ -410,7 +418,7 @@ class DiskTrainStep(ZeroTrainStep):
         (plan,) = plans
         if [group.places for group in states.plan.groups] != [group.places for group in plan.groups]:
             raise UsageError("This update reads other blocks than the files have: give loss= to apply_gradients.")
-        if self._guard.active:
+        if self.functions.guard.active:
             self._monitor.record(metrics)
         if judged.is_good is not None and not bool(np.asarray(judged.is_good)):
             return dataclasses.replace(state, step=judged.step, variables=judged.variables, guard=judged.guard), metrics
@@ -426,7 +434,7 @@ class DiskTrainStep(ZeroTrainStep):
         layout = self.layout()
         new, cast = plan.tree(results)
         if cast is not None:
-            gather = self._jit_once("weights", lambda cast, old: gather_compute_params(cast, layout, old), (
+            gather = self.programs.get("weights", lambda cast, old: gather_compute_params(cast, layout, old), (
                 layout.gradients, layout.shardings.weights), layout.shardings.weights, donate_argnums=1)
             weights = gather(cast, state.weights)
         else:
