@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import typing
 from pathlib import Path
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -139,7 +141,8 @@ def fuzz_command_line(args, monkeypatch):
         monkeypatch.setattr(f"zero_jax.cli.{name}", stop)
     monkeypatch.setattr(main, "end_with_launcher", lambda: None)
     err = io.StringIO()
-    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+    with (contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()),
+          mock.patch.dict(os.environ)):
         try:
             status = main.main(args)
         except SystemExit as end:  # as tyro ends

@@ -1,14 +1,19 @@
 """FLOPs of a step, as the model is written and as it is compiled, and what they come to in a time."""
 
+import types
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.oracle import slow
 from support.programs import PROGRAMS, program
+from support.targets import simulated
 
 import zero_jax
 from models import gpt2
 from zero_jax.jaxpr.equations import inner_jaxprs
+from zero_jax.jaxpr.primitives import CUDNN_ATTENTION
 from zero_jax.planning.flops import StepFlops, frozen_flops, model_flops, step_flops, traced_flops
 from zero_jax.xla import devices
 from zero_jax.xla.live_chip import chip_of_kind
@@ -83,3 +88,36 @@ def test_a_device_is_known_by_what_its_driver_calls_it(text):
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 PCIe", "NVIDIA H100", ""])
 def test_another_device_has_no_peak(kind):
     assert chip_of_kind(kind) is None
+
+
+def attention_flops(kernel, platform, causal=True, q_shape=(8, 256, 4, 64)):
+    """The model's FLOPs of one attention of `zero_jax.attention` on the devices of `platform`."""
+    with simulated(platform):
+        array = jax.ShapeDtypeStruct(q_shape, jnp.bfloat16)
+        compute = zero_jax.attention(zero_jax.make_mesh(), kernel=kernel)
+        return traced_flops(jax.make_jaxpr(lambda q, k, v: compute(q, k, v, causal=causal))(array, array, array))
+
+
+@pytest.mark.parametrize(("kernel", "platform"), [("xla", None), ("splash", "v5p:2x2x2")])
+def test_causal_attention_counts_half_whatever_its_kernel(kernel, platform):
+    """Control: all of it without a mask, and where nobody says that it is causal."""
+    whole = 2 * 2 * 8 * 4 * 256 * 256 * 64  # two products
+    whole //= 8 if kernel == "splash" else 1  # traced inside of a shard_map over 8 devices
+    assert attention_flops(kernel, platform) == whole / 2 and attention_flops(kernel, platform, causal=False) == whole
+    array = jax.ShapeDtypeStruct((8, 256, 4, 64), jnp.bfloat16)
+    unknown = jax.make_jaxpr(lambda q: jax.nn.dot_product_attention(q, q, q, is_causal=True))(array)
+    assert traced_flops(unknown) == 2 * 2 * 8 * 4 * 256 * 256 * 64
+
+
+@pytest.mark.parametrize("mask", ["CAUSAL", "NO_MASK"])
+def test_cudnns_causal_attention_counts_half(mask):
+    def attention(q, k, v):
+        return q
+
+    array = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    eqn = types.SimpleNamespace(
+        primitive=types.SimpleNamespace(name=CUDNN_ATTENTION), params={"mask_type": f"MaskType.{mask}"},
+        invars=jax.make_jaxpr(attention)(array, array, array).jaxpr.invars, outvars=[],
+        source_info=types.SimpleNamespace(name_stack=""))
+    whole = 2 * 2 * 2 * 4 * 256 * 256 * 64
+    assert traced_flops(types.SimpleNamespace(eqns=[eqn])) == (whole / 2 if mask == "CAUSAL" else whole)

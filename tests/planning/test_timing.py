@@ -13,6 +13,7 @@ import pytest
 from support.programs import DEEP, program
 from support.targets import mesh_of
 
+from zero_jax.cli.planning.plan_report import recomputed_text
 from zero_jax.planning import timing
 from zero_jax.planning.timing import Rates
 from zero_jax.xla import devices as xla_devices
@@ -124,6 +125,16 @@ def test_published_rows():
         assert all((published.band(each) != target_of(f"{chip}:8").chip.rates.band) == missed
                    for chip, each in by_chip.items())
     assert all(row["used"] in ("yes", "no") and row["source"] for row in published.rows())
+
+
+def test_what_xla_recomputes():
+    """By its names, loops included; nothing where it recomputes nothing, and never more than all."""
+    again = dataclasses.replace(compute(2), name="fusion.3.remat2")
+    timed = run(compute(1), Loop(3, True, (again, compute(1))), model_flops=2.5 * CHIP.peak_flops["bf16"] * 16)
+    assert timed.recomputed == pytest.approx(6 / 10) and timed.useful == pytest.approx(2.5 / 10)
+    assert timed.mfu == pytest.approx(0.25) and timed.hfu == pytest.approx(1)
+    assert run(compute(1)).recomputed == 0 == run(memory(1)).recomputed
+    assert "XLA recomputes 60% of" in recomputed_text(timed.recomputed)
 
 
 def measured_step():

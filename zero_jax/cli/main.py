@@ -23,6 +23,7 @@ from zero_jax.cli.weights.file_configs import ChatConfig, ExportConfig, Generate
 from zero_jax.distributed.launch import PREEMPTED, LaunchConfig, end_with_launcher, launch
 from zero_jax.errors import ReplicaError, UnwrittenCheckpointError, UsageError
 from zero_jax.versions import installed_version
+from zero_jax.xla.process_memory import set_fraction
 
 INTERRUPTED, HUNG_UP = 130, 129
 """Exit status after Ctrl-C and SIGHUP, as shells have it."""
@@ -225,6 +226,8 @@ def _parse(args: Sequence[str]) -> Config:
 def _run(config: Config) -> int:
     assert not isinstance(config, LaunchConfig)
     end_with_launcher()
+    if isinstance(config, PlanConfig | TrainConfig):  # before JAX is imported
+        set_fraction()
     if isinstance(config, PlanConfig) or isinstance(config, TrainConfig) and config.target:  # before JAX is imported
         for name, value in _PLAN_ENVIRONMENT.items():
             os.environ.setdefault(name, value)

@@ -165,6 +165,11 @@ def head_dims(attention: JaxprEqn) -> dict[int, int] | None:
     return {4: 2 - getattr(layout, "value", layout), 3: 1} if shape_of(attention.invars[3]).size == 0 else {}
 
 
+def is_causal_kernel(attention: JaxprEqn) -> bool:
+    """Whether a kernel of cuDNN's has a causal mask."""
+    return "CAUSAL" in str(attention.params.get("mask_type"))
+
+
 def policy_dtypes(avals: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
     """The dtype of the result of what a checkpoint policy is called with, if its parameters say it, else its operands'.
 

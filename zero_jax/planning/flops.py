@@ -7,7 +7,16 @@ from typing import Any
 
 import jax
 
-from zero_jax.jaxpr.equations import ClosedJaxpr, Jaxpr, JaxprEqn, inner_jaxprs, is_literal, primitive_of, shape_of
+from zero_jax.jaxpr.equations import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    inner_jaxprs,
+    is_literal,
+    primitive_of,
+    scope_of,
+    shape_of,
+)
 from zero_jax.jaxpr.primitives import (
     COND,
     CONV,
@@ -17,24 +26,31 @@ from zero_jax.jaxpr.primitives import (
     call_jaxpr,
     conv_dims,
     dot_dims,
+    is_causal_kernel,
     num_rounds,
     own_use,
 )
 from zero_jax.transforms.tiled_products import TILED_PRODUCT
 from zero_jax.xla.events import Event, opaque_calls, totals
+from zero_jax.xla.kernels import CAUSAL_SCOPE
 
 
-def traced_flops(jaxpr: Jaxpr | ClosedJaxpr) -> float:
+def traced_flops(jaxpr: Jaxpr | ClosedJaxpr, *, in_causal: bool = False) -> float:
     """FLOPs of the products in `jaxpr` (closed or not), 2 for each multiplication and addition.
 
     A scan counts as often as it runs, a Pallas kernel as often as its grid says, a conditional as its costliest branch,
-    a while loop once since its trips are unknown. What a mask hides from attention is counted, as in PaLM's definition
-    of model FLOPs (arXiv 2204.02311, appendix B). Elementwise operations are not counted.
+    a while loop once since its trips are unknown. Causal attention counts half where it is known as such (cuDNN's
+    kernel, and `zero_jax.attention` with any), as compiled kernels do that skip what the mask hides; PaLM's definition
+    of model FLOPs (arXiv 2204.02311, appendix B) has all of it. Elementwise operations are not counted.
+
+    in_causal: `jaxpr` is of a causal attention whose FLOPs the caller halves.
     """
-    return sum(_flops(eqn) for eqn in jaxpr.eqns)
+    return sum(_flops(eqn, in_causal) for eqn in jaxpr.eqns)
 
 
-def _flops(eqn: JaxprEqn) -> float:
+def _flops(eqn: JaxprEqn, in_causal: bool = False) -> float:
+    if not in_causal and CAUSAL_SCOPE in scope_of(eqn):
+        return _flops(eqn, in_causal=True) / 2
     primitive = primitive_of(eqn)
     out = math.prod(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0
     if primitive == DOT:
@@ -47,10 +63,11 @@ def _flops(eqn: JaxprEqn) -> float:
         return 2.0 * out * math.prod(kernel[dim] for dim in conv_dims(eqn).kernel[1:])
     if primitive == CUDNN_ATTENTION:  # (batch, seq, heads, head dim) queries and keys, whose heads may be fewer
         batch, queries, heads, head_dim = shape_of(eqn.invars[0]).shape
-        return 4.0 * batch * heads * queries * shape_of(eqn.invars[1]).shape[1] * head_dim
+        whole = 4.0 * batch * heads * queries * shape_of(eqn.invars[1]).shape[1] * head_dim
+        return whole / 2 if not in_causal and is_causal_kernel(eqn) else whole
     if primitive == CUSTOM_VJP:  # the forward rule is among its parameters, too
-        return traced_flops(call_jaxpr(eqn))
-    inside = [traced_flops(inner) for inner in inner_jaxprs(eqn)]
+        return traced_flops(call_jaxpr(eqn), in_causal=in_causal)
+    inside = [traced_flops(inner, in_causal=in_causal) for inner in inner_jaxprs(eqn)]
     return max(inside, default=0.0) if primitive == COND else sum(inside) * num_rounds(eqn)
 
 
@@ -121,7 +138,7 @@ class StepFlops:
         return self.model / seconds / self.num_devices / 1e12
 
     def mfu(self, seconds: float) -> float | None:
-        """Model FLOPs utilisation: model / (seconds x devices x peak); arXiv 2204.02311, appendix B."""
+        """Model FLOPs utilisation: model / (seconds x devices x peak), with half of causal attention."""
         return None if self.peak is None else self.model / (seconds * self.num_devices * self.peak)
 
     def hfu(self, seconds: float) -> float | None:

@@ -30,10 +30,8 @@ from zero_jax.stages import STAGES
 from zero_jax.step.make import make_zero_train_step
 from zero_jax.tree import named_leaves
 from zero_jax.xla import devices as xla_devices
+from zero_jax.xla.process_memory import process_bytes
 from zero_jax.xla.targets import Target, target_of
-
-RESERVED = {"cuda": 2**30}
-"""Bytes of a device that no program gets, by platform: the CUDA context and NCCL's buffers. libtpu's limit has them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +44,8 @@ class Plan:
         batch_size: examples of the global batch.
         mesh: sizes of the mesh's axes.
         layout: how each leaf of the state is stored.
-        memory_bytes: what a program may use; None if unknown (live CPU devices).
+        memory_bytes: what a program may use, of a GPU the fraction that a process of JAX gets; None if unknown (live
+            CPU devices).
         needed_bytes: what this one needs: state, batch and temporaries.
         host_bytes: what it needs of host memory.
         host_memory_bytes: what its host has for each device; None if unknown.
@@ -188,7 +187,7 @@ def examine(step: Any, batch: Any, target: Target | None = None, transformer: Tr
     leaf = next((leaf for name, leaf in named_leaves(batch) if step.batches.is_example(name, leaf)), None)
     known, host_known, disk_known = memory_bytes, host_memory_bytes, disk_memory_bytes
     if target is not None:
-        known = known or target.chip.memory_bytes - RESERVED.get(target.chip.platform, 0)
+        known = known or process_bytes(target.chip)
         host_known = host_known or target.chip.host_memory_bytes
         disk_known = disk_known or target.chip.disk_bytes or None
     traffic = disk_traffic(layout, local_devices(step.mesh, target)) if layout.disk else None

@@ -37,10 +37,11 @@ class Timing:
         spent: the step by what bounds it: compute, memory (work bound by HBM), launches (where the chip's rates
             have them), and links (waiting for them).
         tokens_per_second: of all devices.
-        mfu: model FLOPs utilisation: the model's FLOPs over the peak's.
+        mfu: model FLOPs utilisation: the model's FLOPs over the peak's; of causal attention what the mask leaves.
         hfu: hardware FLOPs utilisation: those of the program, with recomputation, over the peak's.
-        palm_mfu: MFU with PaLM's formula for the model's FLOPs; None where the model is not known as a transformer, or
-            parts of it are frozen, whose gradients that formula counts.
+        palm_mfu: MFU with PaLM's formula for the model's FLOPs, with all of attention; None where the model is not
+            known as a transformer, or parts of it are frozen, whose gradients that formula counts.
+        recomputed: the share of the program's FLOPs that XLA runs again to save memory, unasked.
         uncounted: custom calls whose FLOPs are in none of these, as "target (op_name)".
     """
 
@@ -53,12 +54,18 @@ class Timing:
     mfu: float
     hfu: float
     palm_mfu: float | None = None
+    recomputed: float = 0.0
     uncounted: tuple[str, ...] = ()
 
     @property
     def exposed_seconds(self) -> dict[str, float]:
         """Time spent waiting for collectives, by link."""
         return {link: self.spent[link] for link in self.communication_seconds}
+
+    @property
+    def useful(self) -> float:
+        """The model's FLOPs over those of the program; below 1 by what is recomputed, repeated or masked."""
+        return self.mfu / self.hfu if self.hfu else 0.0
 
     @property
     def bound(self) -> str:
@@ -84,6 +91,7 @@ def predict(
         rates: default: those of the target's chip.
     """
     events, peak = tuple(events), target.chip.peak_flops["bf16"]
+    program, again = (sum(totals(events, recomputed=each).flops.values()) for each in (False, True))
     device = _Device(target, coords, rates or target.chip.rates)
     device.run(events)
     clock, seconds = device.clock, device.clock["now"]
@@ -93,7 +101,8 @@ def predict(
     return Timing(
         seconds=seconds, compute_seconds=clock["flops"], hbm_seconds=clock["bytes"], communication_seconds=links,
         spent=dict.fromkeys(("compute", "memory", *links), 0.0) | spent, tokens_per_second=tokens * each,
-        mfu=model_flops * each / len(coords) / peak, hfu=sum(totals(events).flops.values()) * each / peak,
+        mfu=model_flops * each / len(coords) / peak, hfu=program * each / peak,
+        recomputed=again / program if program else 0.0,
         palm_mfu=None if palm_flops is None else palm_flops * each / len(coords) / peak, uncounted=tuple(uncounted))
 
 

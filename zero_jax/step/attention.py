@@ -105,9 +105,10 @@ class Attention:
             return _cudnn(q, k, v, *(segment_ids or ()), causal=causal, scale=scale)
         # In float16 JAX's own attention requests a matrix product that only NVIDIA GPUs have.
         wide = jnp.float32 if q.dtype == jnp.float16 else q.dtype
-        return jax.nn.dot_product_attention(
-            *(each.astype(wide) for each in (q, k, v)), bias=bias, mask=_mask(*(segment_ids or ())), is_causal=causal,
-            scale=scale, implementation="xla").astype(q.dtype)
+        with jax.named_scope(CAUSAL_SCOPE if causal else "attention"):
+            return jax.nn.dot_product_attention(
+                *(each.astype(wide) for each in (q, k, v)), bias=bias, mask=_mask(*(segment_ids or ())),
+                is_causal=causal, scale=scale, implementation="xla").astype(q.dtype)
 
     def kernel_for(self, q: Any, k: Any, *, bias: Any = None) -> tuple[Kernel, str]:
         """The kernel that computes a call with such arrays, and why not the one of these devices; "" if it does."""

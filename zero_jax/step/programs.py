@@ -15,7 +15,7 @@ from zero_jax.sharding.memory.host_arrays import HOST
 from zero_jax.step.functions import StepFunctions
 from zero_jax.step.overlap import overlaps_by_default, step_overlap_options, with_overlap
 from zero_jax.tree import named_leaves
-from zero_jax.xla.devices import compiled_for
+from zero_jax.xla.devices import compiled_for, memory_options
 from zero_jax.xla.host_copies import WrongRows, check_rows
 from zero_jax.xla.host_memory import lists_memories, set_memory_kinds
 
@@ -37,8 +37,9 @@ class Programs:
     @functools.cached_property
     def compiler_options(self) -> dict[str, Any]:
         """XLA's options for the programs of the step, whose layout is known."""
-        options = self.functions.options
-        return options.compiler_options(self.functions.axes) | step_overlap_options(options, self.functions.layout())
+        options, layout, axes = self.functions.options, self.functions.layout(), self.functions.axes
+        return (options.compiler_options(axes) | step_overlap_options(options, layout)
+                | memory_options(axes.mesh.devices.flat[0], layout.device_bytes))
 
     def get(self, key: Any, function: Any, in_shardings: Any, out_shardings: Any, *,
             more_options: Callable[[], dict[str, Any]] = dict, **arguments: Any) -> "Program":

@@ -20,6 +20,9 @@ from jax.experimental import topologies
 from zero_jax.errors import UsageError
 from zero_jax.xla.assembler import is_described_gpu, no_machine_code
 from zero_jax.xla.chip import Chip, Gpu
+from zero_jax.xla.live_chip import chip_of_kind
+from zero_jax.xla.platform import is_gpu
+from zero_jax.xla.process_memory import limit_percent
 from zero_jax.xla.targets import Target, known_targets, target_of
 
 __all__ = ["compiler_options", "coords", "target_devices", "known_targets", "missing_compiler"]
@@ -143,6 +146,16 @@ def combine_options(device: jax.Device, combine_bytes: int | None) -> dict[str, 
         raise UsageError(f"combine_bytes={combine_bytes}: XLA has no option on {device.platform!r} for the size up to "
                          "which it combines collectives: leave it out.")
     return dict.fromkeys(names[device.platform], combine_bytes)
+
+
+def memory_options(device: jax.Device, state_bytes: int) -> dict[str, Any]:
+    """XLA's option that gives it the memory that the process has of a GPU: see `process_memory`.
+
+    state_bytes: of the program's arguments, on each device.
+    """
+    chip = chip_of_kind(device.device_kind) if is_gpu(device) else None
+    percent = limit_percent(chip, state_bytes) if chip else None
+    return {} if percent is None else {"xla_gpu_memory_limit_slop_factor": percent}
 
 
 _COMBINES_GPU = tuple(

@@ -88,16 +88,19 @@ def collectives(events: Iterable[Event]) -> Iterator[Collective]:
             yield from collectives(event.body)
 
 
-def totals(events: Iterable[Event]) -> Totals:
-    """All the work of `events`; that of a loop times its trips."""
+def totals(events: Iterable[Event], *, recomputed: bool = False) -> Totals:
+    """All the work of `events`; that of a loop times its trips.
+
+    recomputed: only what XLA itself runs again to save memory, whose instructions it names `.remat`.
+    """
     flops: Counter[str] = Counter()
     hbm_bytes = 0.0
     for event in events:
-        if isinstance(event, Work):
+        if isinstance(event, Work) and (not recomputed or ".remat" in event.name):
             flops.update(event.flops)
             hbm_bytes += event.hbm_bytes
         elif isinstance(event, Loop):
-            inside = totals(event.body)
+            inside = totals(event.body, recomputed=recomputed)
             flops.update({dtype: event.trips * amount for dtype, amount in inside.flops.items()})
             hbm_bytes += event.trips * inside.hbm_bytes
     return Totals(dict(flops), hbm_bytes)

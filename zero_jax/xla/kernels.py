@@ -15,7 +15,7 @@ from zero_jax.xla.parser import Instruction
 from zero_jax.xla.shapes import Shape, integers, shape_bytes
 
 CAUSAL_SCOPE = "zero_causal"
-"""The `jax.named_scope` of Pallas kernels that skip the blocks that a causal mask hides."""
+"""The `jax.named_scope` of causal attention; of its Pallas kernels those that skip the blocks that the mask hides."""
 _CUDNN_ROLES = {"Forward": "io", "BiasActivationForward": "io", "BackwardInput": "oi", "BackwardFilter": "if"}
 _PALLAS_PRODUCTS = (  # products of (queries x keys) by (head dim), of the kernels that JAX ships
     (r"flash_mha_bwd_dq|splash_m[hq]a_dq", 3),  # scores again, gradient of the probabilities, of the queries

@@ -24,6 +24,7 @@ from zero_jax.planning.search import SearchResult
 from zero_jax.planning.timing import OverlapEffect
 from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.memory.host_leaves import update_bytes_of
+from zero_jax.xla.process_memory import FRACTION, fraction_text, memory_fraction
 
 
 def plan_tables(plan: Plan) -> RenderableType:
@@ -43,9 +44,22 @@ def plan_tables(plan: Plan) -> RenderableType:
         parts.append("Collectives run beside compute by options of XLA, which `step.layout(batch).describe()` names.")
     if plan.overlap is not None:
         parts.append(_overlap_table(plan.overlap))
+    if plan.timing is not None and plan.timing.recomputed > RECOMPUTED:
+        parts.append(recomputed_text(plan.timing.recomputed))
     if plan.advice:
         parts.append("What would help:\n" + "\n".join(f"  - {line}" for line in plan.advice))
     return Group(*parts)
+
+
+RECOMPUTED = 0.01
+"""The share of a program's FLOPs from which what XLA recomputes is warned of."""
+
+
+def recomputed_text(share: float) -> str:
+    """The warning that XLA recomputes this share of a program's FLOPs, and how to mend it."""
+    return (f"WARNING: XLA recomputes {share:.0%} of the program's FLOPs to stay within {memory_fraction():.0%} of the "
+            "memory: recompute what costs least (--remat full), give a smaller batch, or, where there is room, a "
+            f"larger {FRACTION}.")
 
 
 def verdict(plan: Plan) -> str:
@@ -63,6 +77,8 @@ def verdict(plan: Plan) -> str:
         head += (f"Does not fit: {size_text(plan.needed_bytes)} needed of {size_text(plan.memory_bytes)} on each "
                  f"device, {size_text(-plan.free_bytes)} too much; {size_text(state)} of it is state, the rest the "
                  "batch and temporaries.")
+    if plan.target is not None and plan.target.chip.gpu is not None:
+        head += f"\n{fraction_text()}"
     if plan.layout.host or plan.transfers is not None and plan.transfers.checkpoints:
         stored = f": {offloaded_text(plan.layout)}" if plan.layout.host else ""
         head += (f"\nHost memory: {size_text(plan.host_bytes)} for each device"
@@ -182,7 +198,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "memory": plan.memory and [dataclasses.asdict(row) for row in plan.memory.rows],
         "links": [{"link": link, "axes": axes, "bytes": sent} for (link, axes), sent in plan.links.items()],
         "timing": plan.timing and dataclasses.asdict(plan.timing) | {
-            "bound": plan.timing.bound,
+            "bound": plan.timing.bound, "useful": plan.timing.useful,
             "band": [each * plan.timing.seconds for each in plan.target.chip.rates.band] if plan.target else []},
         **dict(zip(("optimizer_bytes", "adamw_bytes"), optimizer_bytes(plan.layout), strict=True)),
         "gather": plan.layout.gather_note, "overlap": plan.overlap and dataclasses.asdict(plan.overlap),
@@ -244,9 +260,13 @@ def _timing_table(plan: Plan) -> Table:
     table.add_row("as far off as nine in ten published steps of this chip", f"{band[0] * timing.seconds:.3g} to "
                   f"{band[1] * timing.seconds:.3g}" if band else "not compared")
     table.add_row("tokens per second", f"{timing.tokens_per_second:,.0f}")
-    table.add_row("MFU, and HFU with recomputation", f"{timing.mfu:.1%}", f"{timing.hfu:.1%}")
+    table.add_row("MFU, and HFU with recomputation; causal attention counts half", f"{timing.mfu:.1%}",
+                  "not known" if timing.uncounted else f"{timing.hfu:.1%}")
     if timing.palm_mfu is not None:
-        table.add_row("MFU by PaLM's formula, 6 N + 12 L h s a token", f"{timing.palm_mfu:.1%}")
+        table.add_row("MFU by PaLM's formula, 6 N + 12 L h s a token, with all of attention", f"{timing.palm_mfu:.1%}")
+    if timing.hfu and not timing.uncounted:
+        table.add_row("useful: the model's FLOPs over the program's", f"{timing.useful:.1%}")
+        table.add_row("recomputed by XLA to save memory, of the program's FLOPs", f"{timing.recomputed:.1%}")
     for call in timing.uncounted:
         table.add_row(f"NOT COUNTED, so that the step is slower than this: {call}")
     return table

@@ -9,6 +9,8 @@ from zero_jax.errors import UsageError
 from zero_jax.planning.flops import StepFlops
 from zero_jax.stages import STAGES
 from zero_jax.step.compiled import CompiledStep
+from zero_jax.xla.platform import GPU
+from zero_jax.xla.process_memory import fraction_text
 
 
 def head_lines(objective: Objective, compiled: CompiledStep, flops: StepFlops, device_kind: str, platform: str
@@ -39,6 +41,7 @@ def head_lines(objective: Objective, compiled: CompiledStep, flops: StepFlops, d
         f"FLOPs of a step: {flops.model / 1e9:,.1f} G of the model, {program}; {peak}.",
         f"Memory of a device by the compiled step: {size_text(memory_bytes(compiled))}, of it "
         f"{size_text(layout.device_bytes)} state.",
+        *([fraction_text()] if platform in GPU else []),
         f"Communication: {size_text(report.communication_bytes)} sent by each device per step; the stage's budget is "
         f"{size_text(report.contract.communication_bytes)}{notes}.",
     ]
