@@ -1,6 +1,7 @@
 """The devices, the attention kernel and the train step that a configuration names."""
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from zero_jax.errors import UsageError
 from zero_jax.optim.presets import OPTIMIZERS, make_schedule
 from zero_jax.sharding.mesh import make_mesh, simulate_devices
 from zero_jax.step.attention import Attention, attention
+from zero_jax.step.chunked_loss import chunked_next_token_loss
 from zero_jax.step.guard import Guard
 from zero_jax.step.make import make_zero_train_step
 from zero_jax.step.step import ZeroTrainStep
@@ -58,11 +60,27 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device],
     mesh = make_mesh(replica=config.replica, tensor=config.tensor, context=config.context, devices=devices)
     choice = with_attention(choice, mesh, config.attention)
     return make_zero_train_step(
-        config.adapted(choice.build(choice.config)), config.stage, loss=loss or choice.loss, optimizer=optimizer,
+        config.adapted(choice.build(choice.config)), config.stage,
+        loss=loss_of(config, choice, mesh, loss or choice.loss), optimizer=optimizer,
         mesh=mesh,
         precision=config.precision, accumulate=config.accumulate, reduce=config.reduce, gather=config.gather,
         ema=config.ema, guard=None if config.diloco_every else Guard(skip=config.max_bad_steps),
         **residual_options(config, choice))
+
+
+def loss_of(config: TrainConfig | PlanConfig, choice: ModelChoice, mesh: Mesh, loss: Loss | None) -> Loss | None:
+    """The loss of a step on `mesh`; None: of the next token, from whole logits.
+
+    Raises UsageError for chunks of another loss, and of a model without the factors of its logits.
+    """
+    if config.loss_chunks == 1:
+        return loss
+    model: Any = choice.build(choice.config)  # of NNX a function that makes it
+    takes = inspect.signature(type(model).__call__).parameters if hasattr(model, "init") else {"logits"}
+    if loss is not None or "logits" not in takes:
+        reason = "has no argument logits=False, which gives their factors" if loss is None else "has a loss of its own"
+        raise UsageError(f"loss_chunks={config.loss_chunks}: {choice.name} {reason}: leave it out.")
+    return chunked_next_token_loss(mesh, config.loss_chunks)
 
 
 def with_attention(choice: ModelChoice, mesh: Mesh, kernel: AttentionName) -> ModelChoice:

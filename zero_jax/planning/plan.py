@@ -42,6 +42,7 @@ class Plan:
         target: the target topology; None for live devices.
         stage: ZeRO's.
         batch_size: examples of the global batch.
+        length: tokens of each; None where they are no texts.
         mesh: sizes of the mesh's axes.
         layout: how each leaf of the state is stored.
         memory_bytes: what a program may use, of a GPU the fraction that a process of JAX gets; None if unknown (live
@@ -81,6 +82,7 @@ class Plan:
     transfers: Transfers | None = None
     disk_bytes: int = 0
     disk_memory_bytes: int | None = None
+    length: int | None = None
 
     @property
     def num_devices(self) -> int:
@@ -190,12 +192,14 @@ def examine(step: Any, batch: Any, target: Target | None = None, transformer: Tr
         known = known or process_bytes(target.chip)
         host_known = host_known or target.chip.host_memory_bytes
         disk_known = disk_known or target.chip.disk_bytes or None
+    is_text = leaf is not None and leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
     traffic = disk_traffic(layout, local_devices(step.mesh, target)) if layout.disk else None
 
     def make_plan(needed: int, host: int = 0, refused: str = "", **compiled_fields: Any) -> Plan:
         return Plan(target=target, stage=step.stage.number, batch_size=size, mesh=dict(step.mesh.shape),
-                    layout=layout, memory_bytes=known, needed_bytes=needed, host_bytes=host,
-                    host_memory_bytes=host_known, refused=refused, compile_seconds=time.perf_counter() - began,
+                    layout=layout, length=leaf.shape[1] if leaf is not None and is_text else None,
+                    memory_bytes=known, needed_bytes=needed, host_bytes=host, host_memory_bytes=host_known,
+                    refused=refused, compile_seconds=time.perf_counter() - began,
                     disk_bytes=traffic.stored if traffic else 0, disk_memory_bytes=disk_known,
                     **({"memory": None, "communication": None, "links": {}, "timing": None} | compiled_fields))
 
@@ -218,7 +222,6 @@ def examine(step: Any, batch: Any, target: Target | None = None, transformer: Tr
     timing, effect, transfers, links = None, None, None, collections.defaultdict[Any, float](float)
     if target is not None:
         coords = [xla_devices.coords(device) for device in step.mesh.devices.flat]
-        is_text = leaf is not None and leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
         tokens = leaf.size if leaf is not None and is_text else size
         flops = model_flops(step, batch)
         timing_of = functools.partial(

@@ -98,6 +98,10 @@ class MicrobatchOptions:
     """At stage 3: gather parameters at each use, in forward alone, which keeps them for backward, or once a step into a
     copy that all microbatches read; auto: once a step where that takes at most half of a device's memory."""
 
+    loss_chunks: Count = 1
+    """The loss of the next token in so many parts, so that logits (tokens x vocabulary) never exist whole; they are
+    computed once more for the backward pass."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ParallelOptions:

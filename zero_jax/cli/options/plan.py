@@ -6,6 +6,9 @@ from typing import Literal
 
 from zero_jax.cli.options.choices import Offloaded, OnOffAuto, Optimizer, PrecisionName, RematName
 
+MAX_DEFAULT_LENGTH = 8192
+"""Tokens of a sequence where none are given: some models take far more, which few train with."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
@@ -26,7 +29,7 @@ class PlanOptions:
     """Sequences on each device, or each group of tensor x context devices that share them, over all microbatches."""
 
     seq_len: int | None = None
-    """Tokens per sequence. None: the model's max_length."""
+    """Tokens per sequence. None: the model's max_length, at most 8,192, as the report says."""
 
     precision: PrecisionName = "bf16"
     """Of computation and communication; master weights are fp32, except with bf16-stochastic."""
@@ -67,6 +70,9 @@ class PlanOptions:
 
     search: Literal["no", "fit", "layers"] = "no"
     """fit: the smallest stage, largest batch and least remat that fit; layers: the deepest model."""
+
+    remedies: bool = True
+    """Where the step does not fit: compile what may help, and print what does, for up to two minutes."""
 
     json: bool = False
     """Print JSON instead of tables."""

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
+from jax.sharding import Mesh
 from rich.console import Console
 
 from zero_jax.cli.chosen_offload import with_chosen_offload
@@ -12,12 +13,14 @@ from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.objectives.choose import objective_of
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.planning.plan_report import draw_stages, finite, plan_json, plan_tables, search_table, verdict
+from zero_jax.cli.planning.remedies import Remedy, remedies, remedy_lines, train_command
 from zero_jax.cli.reports.report import make_console, state_table
 from zero_jax.cli.start import check_start
 from zero_jax.cli.step_from_config import (
     abstract_batch,
     attention_text,
     devices_of,
+    loss_of,
     residual_options,
     step_of,
     with_attention,
@@ -44,21 +47,9 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
     Raises ValueError for an invalid target, mesh, model or batch.
     """
     console = console or make_console()
-    target, choice = config.check()
+    setup = _Setup.of(config)
+    choice, target, options = setup.choice, setup.target, setup.options
     progress = Console(stderr=True, highlight=False)
-    length = config.seq_len or getattr(choice.config, "max_length", None)
-    optimizer = OPTIMIZERS[config.optimizer](learning_rate=1e-3, weight_decay=0.1)
-    options: dict[str, Any] = {"precision": config.precision, "mesh": config.mesh or -1, "optimizer": optimizer,
-               "accumulate": config.accumulate, "reduce": config.reduce, "gather": config.gather,
-               "tensor": config.tensor, "context": config.context, "replica": config.replica,
-               "loss": choice.loss, **residual_options(config, choice)}
-
-    mesh = make_mesh(options["mesh"], tensor=config.tensor, context=config.context, replica=config.replica,
-                     devices=target_devices(target))
-    choice = with_attention(choice, mesh, config.attention)
-
-    def batch(per_device: int) -> Any:
-        return abstract_batch(choice, per_device * config.groups, length)
 
     def report_trial(name: str, trial: Plan) -> None:
         progress.print(f"{name}: {verdict(trial).splitlines()[0]} ({trial.compile_seconds:.0f} s)", soft_wrap=True)
@@ -66,29 +57,23 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
     result: SearchResult | None = None
     if config.search == "layers":
         result = deepest(lambda layers: _model(choice, config, num_layers=layers), config.stage, target,
-                         batch(config.batch_per_device), on_plan=report_trial, **options)
+                         setup.batch(), on_plan=report_trial, **options)
     elif config.search == "fit":
-        result = search(_models(choice, config), target, batch, on_plan=report_trial, **options)
+        result = search(_models(choice, config), target, setup.batch, on_plan=report_trial, **options)
     chosen = result.plan if result else None
     placement: OffloadChoice | None = None
+    helps: list[Remedy] = []
     if result is None:
-        transformer = _transformer(choice.config, config, config.batch_per_device, length)
         with progress.status(f"Compiling {config.model} for {config.target} ..."):
-            shapes = batch(config.batch_per_device)
-
-            def make(offload: OffloadArgument) -> ZeroTrainStep:
-                return make_zero_train_step(_model(choice, config), config.stage, **dict[str, Any](
-                    _without_axes(options), mesh=mesh, offload=offload))
-
-            def plan_of(offload: OffloadArgument) -> Plan:
-                return examine(make(offload), shapes, target, transformer)
-
             if config.offload == "auto":
-                placement = compare(plan_of, lambda: files_on(target, make, shapes))
-            chosen = placement.plan if placement else plan_of(options["offload"])
+                placement = compare(setup.plan_of, lambda: files_on(target, setup.step, setup.batch()))
+            chosen = placement.plan if placement else setup.plan_of(options["offload"])
+        if not chosen.fits and config.remedies:
+            helps = remedies(config, chosen, choice.config, lambda other: _Setup.of(other).plan(), report_trial)
     if config.json:
         print(json.dumps(finite({
             "model": config.model, "plan": chosen and plan_json(chosen),
+            "remedies": [{"changes": dict(each.changes), "plan": plan_json(each.plan)} for each in helps],
             "placement": placement and {"offload": placement.name, "reason": placement.reason},
             "search": result and {"model": result.model, "size": result.size, "tried": [
                 {"stage": each.stage, "batch_size": each.batch_size, "needed_bytes": each.needed_bytes,
@@ -99,12 +84,62 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
         if placement:
             console.print(str(placement), soft_wrap=True)
         if chosen:
-            console.print(plan_tables(chosen))
-            console.print(attention_text(choice, batch=chosen.batch_size // config.accumulate, length=length,
+            console.print(plan_tables(chosen, advice=not config.remedies))
+            console.print(attention_text(choice, batch=chosen.batch_size // config.accumulate, length=setup.length,
                                          precision=config.precision))
+        if chosen and result is None and (chosen.fits or config.remedies):
+            lines = [f"To train it: {train_command(config, chosen)}"] if chosen.fits else remedy_lines(
+                config, chosen, helps)
+            console.print(*lines, sep="\n", soft_wrap=True)
     if config.png is not None:
-        _draw(config, choice, target, batch(config.batch_per_device), options, None if result else chosen)
+        _draw(config, choice, target, setup.batch(), options, None if result else chosen)
     return chosen is not None and chosen.fits
+
+
+@dataclasses.dataclass(frozen=True)
+class _Setup:
+    """What `plan` compiles: options are those of `zero_jax.plan`, length the tokens of a sequence."""
+
+    config: PlanConfig
+    target: Target
+    choice: ModelChoice
+    length: int | None
+    mesh: Mesh
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: PlanConfig) -> "_Setup":
+        """Of a configuration; raises ValueError for what is wrong with it."""
+        target, choice = config.check()
+        length = config.length(choice)
+        mesh = make_mesh(config.mesh or -1, tensor=config.tensor, context=config.context, replica=config.replica,
+                         devices=target_devices(target))
+        choice = with_attention(choice, mesh, config.attention)
+        optimizer = OPTIMIZERS[config.optimizer](learning_rate=1e-3, weight_decay=0.1)
+        return cls(config, target, choice, length, mesh, {
+            "precision": config.precision, "mesh": config.mesh or -1, "optimizer": optimizer,
+            "accumulate": config.accumulate, "reduce": config.reduce, "gather": config.gather,
+            "tensor": config.tensor, "context": config.context, "replica": config.replica,
+            "loss": loss_of(config, choice, mesh, choice.loss), **residual_options(config, choice)})
+
+    def batch(self, per_device: int | None = None) -> Any:
+        """The global batch, abstract."""
+        return abstract_batch(self.choice, (per_device or self.config.batch_per_device) * self.config.groups,
+                              self.length)
+
+    def step(self, offload: OffloadArgument) -> ZeroTrainStep:
+        """The step with another placement."""
+        return make_zero_train_step(_model(self.choice, self.config), self.config.stage, **dict[str, Any](
+            _without_axes(self.options), mesh=self.mesh, offload=offload))
+
+    def plan_of(self, offload: OffloadArgument) -> Plan:
+        """The plan of that step."""
+        transformer = _transformer(self.choice.config, self.config, self.config.batch_per_device, self.length)
+        return examine(self.step(offload), self.batch(), self.target, transformer)
+
+    def plan(self) -> Plan:
+        """The plan of the step as it is configured."""
+        return self.plan_of(self.options["offload"])
 
 
 def inspect_command(config: TrainConfig, *, console: Console | None = None) -> bool:

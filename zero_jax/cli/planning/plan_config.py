@@ -17,7 +17,7 @@ from zero_jax.cli.options.of_step import (
     TilingOptions,
 )
 from zero_jax.cli.options.offload import check_fraction
-from zero_jax.cli.options.plan import PlanOptions
+from zero_jax.cli.options.plan import MAX_DEFAULT_LENGTH, PlanOptions
 from zero_jax.cli.train_config import MAX_COUNT
 from zero_jax.errors import UsageError
 from zero_jax.xla.targets import Target, target_of
@@ -33,7 +33,8 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
         if self.remat not in get_args(RematName):
             raise UsageError(f"remat={self.remat!r} is unknown{nearest(str(self.remat), [*get_args(RematName)])}")
         for name, value in (("batch_per_device", self.batch_per_device), ("seq_len", self.seq_len),
-                            ("accumulate", self.accumulate), ("tensor", self.tensor), ("context", self.context),
+                            ("accumulate", self.accumulate), ("loss_chunks", self.loss_chunks),
+                            ("tensor", self.tensor), ("context", self.context),
                             ("replica", self.replica), ("vocab_size", self.vocab_size),
                             *(("mesh", size) for size in self.mesh)):
             if value is not None and value < 1:
@@ -76,6 +77,11 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
         choice.tensor_rules(self.tensor)
         self.check_adapters(choice)
         return target, choice
+
+    def length(self, choice: ModelChoice) -> int | None:
+        """Tokens of a sequence: as given, else the model's longest up to `MAX_DEFAULT_LENGTH`; None: no texts."""
+        longest = getattr(choice.config, "max_length", None)
+        return self.seq_len or (longest and min(longest, MAX_DEFAULT_LENGTH))
 
     @property
     def groups(self) -> int:

@@ -27,8 +27,11 @@ from zero_jax.sharding.memory.host_leaves import update_bytes_of
 from zero_jax.xla.process_memory import FRACTION, fraction_text, memory_fraction
 
 
-def plan_tables(plan: Plan) -> RenderableType:
-    """The complete report: whether it fits, memory by purpose, communication by purpose and link, predicted time."""
+def plan_tables(plan: Plan, *, advice: bool = True) -> RenderableType:
+    """The complete report: whether it fits, memory by purpose, communication by purpose and link, predicted time.
+
+    advice: also `Plan.advice`, which is not compiled.
+    """
     parts: list[RenderableType] = [verdict(plan), replicated_text(plan.layout), optimizer_text(plan.layout)]
     if plan.layout.gather_note:
         parts.append(f"Parameters are gathered {plan.layout.gather_note}")
@@ -46,7 +49,7 @@ def plan_tables(plan: Plan) -> RenderableType:
         parts.append(_overlap_table(plan.overlap))
     if plan.timing is not None and plan.timing.recomputed > RECOMPUTED:
         parts.append(recomputed_text(plan.timing.recomputed))
-    if plan.advice:
+    if advice and plan.advice:
         parts.append("What would help:\n" + "\n".join(f"  - {line}" for line in plan.advice))
     return Group(*parts)
 
@@ -66,7 +69,8 @@ def verdict(plan: Plan) -> str:
     """Whether the step fits, in a sentence or two."""
     where = f"{plan.target.text}" if plan.target else "live devices"
     head = (f"Stage {plan.stage} on {where}: {plan.num_devices} devices, mesh "
-            f"{' x '.join(f'{name} {size}' for name, size in plan.mesh.items())}, global batch {plan.batch_size}. ")
+            f"{' x '.join(f'{name} {size}' for name, size in plan.mesh.items())}, global batch {plan.batch_size}"
+            f"{f' of {plan.length:,} tokens' if plan.length else ''}. ")
     if plan.memory_bytes is None:
         head += f"Needs {size_text(plan.needed_bytes)} on each device."
     elif plan.fits:
@@ -190,6 +194,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return {
         "target": plan.target and plan.target.text, "note": plan.target.chip.note if plan.target else "",
         "stage": plan.stage, "devices": plan.num_devices, "mesh": dict(plan.mesh), "batch_size": plan.batch_size,
+        "length": plan.length,
         "fits": plan.fits, "memory_bytes": plan.memory_bytes, "needed_bytes": plan.needed_bytes,
         "free_bytes": plan.free_bytes, "state_bytes": plan.layout.device_bytes, "host_bytes": plan.host_bytes,
         "disk_bytes": plan.disk_bytes, "transfers": plan.transfers and dataclasses.asdict(plan.transfers),

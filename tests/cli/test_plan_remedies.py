@@ -1,0 +1,128 @@
+"""What `plan` says where a step does not fit: what was tried and suffices, in order, and the command of `train`."""
+
+import dataclasses
+import types
+
+import pytest
+import tyro
+from support.command_line import run
+from support.targets import target_devices
+
+from zero_jax.cli.planning.plan_config import PlanConfig
+from zero_jax.cli.planning.remedies import (
+    candidates,
+    devices_needed,
+    flags,
+    remedies,
+    remedy_lines,
+    shorter,
+    train_command,
+)
+from zero_jax.cli.train_config import TrainConfig
+from zero_jax.errors import UsageError
+from zero_jax.planning.plan import Plan
+
+SIZES = types.SimpleNamespace(vocab_size=1024, remat=False)
+
+
+def planned(needed, *, state=10, memory=100, batch=8, length=1024, rate=0.0, stage=3):
+    """A plan whose memory is given."""
+    return types.SimpleNamespace(
+        needed_bytes=needed, memory_bytes=memory, layout=types.SimpleNamespace(device_bytes=state), num_devices=8,
+        length=length, batch_size=batch, fits=needed <= memory, lacking_bytes=max(0, needed - memory), stage=stage,
+        timing=types.SimpleNamespace(tokens_per_second=rate))
+
+
+def tried(config, first, needs):
+    """`remedies` where the plan of each trial is what `needs` has for its flags; 999 where that has nothing."""
+    seen = []
+
+    def plan_of(other):
+        changes = {field.name: getattr(other, field.name) for field in dataclasses.fields(other)
+                   if getattr(other, field.name) != getattr(config, field.name)}
+        seen.append(flags(changes))
+        needed = needs.get(flags(changes), 999)
+        if isinstance(needed, Exception):
+            raise needed
+        needed, rate, batch = needed if isinstance(needed, tuple) else (needed, 1.0, first.batch_size)
+        return planned(needed, rate=rate, batch=batch, length=other.seq_len or first.length)
+
+    found = remedies(config, first, SIZES, plan_of)
+    return [flags(each.changes) for each in found], seen
+
+
+CONFIG = PlanConfig(model="gpt2:124m", target="h100:8")
+
+
+def test_what_suffices_is_named_by_its_flag_and_in_order():
+    """Same work first, then by tokens/s. Controls: what does not suffice, or does not go together, is left out."""
+    found, seen = tried(CONFIG, planned(180), {
+        "--loss-chunks 16": (90, 5.0, 8), "--remat full": (80, 7.0, 8), "--remat dots": 120,
+        "--context 2": (60, 9.0, 4), "--context 4": UsageError("no"), "--seq-len 512": (70, 8.0, 8)})
+    assert found == ["--remat full", "--loss-chunks 16", "--context 2", "--seq-len 512"]
+    assert "--remat dots" in seen and "--context 4" in seen
+    assert not any("offload" in name for name in seen), "10 bytes of state are less than the 80 that lack"
+
+
+def test_together_where_none_suffices_alone():
+    found, seen = tried(CONFIG, planned(105), {
+        "--remat full --loss-chunks 16": 99, "--remat dots --loss-chunks 16": 101})
+    assert found == ["--loss-chunks 16 --remat full"] and "--offload parameters" in seen
+    assert tried(CONFIG, planned(105), {})[0] == []
+
+
+def test_a_state_that_is_too_large_is_not_met_by_less_activations():
+    names = [flags(each) for each in candidates(CONFIG, planned(120, state=120), SIZES)]
+    assert names == ["--optimizer adamw-bf16-momentum", "--offload optimizer", "--offload parameters"]
+    lower = dataclasses.replace(CONFIG, stage=1, batch_per_device=4)
+    names = [flags(each) for each in candidates(lower, planned(120, state=30, stage=1), SIZES)]
+    assert names[0] == "--stage 3" and "--accumulate 4" in names and "--offload parameters" not in names
+
+
+def test_estimates_by_hand():
+    """90 of 190 bytes are temporaries that halve with the length; 8 devices of 10 bytes of state, 40 of room."""
+    assert shorter(planned(190)) == 512 and shorter(planned(190, length=128)) == 0
+    assert devices_needed(planned(120, state=60)) == 12  # 8 x 60 / (100 - 60)
+    assert devices_needed(planned(190)) is None and devices_needed(planned(120, state=60, stage=0)) is None
+    lines = remedy_lines(CONFIG, planned(120, state=60), [])
+    assert lines == ["Nothing that was tried fits h100:8.",
+                     "  - more devices, at least 12 by the size of the state (not compiled)"]
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"stage": 2, "precision": "bf16-stochastic", "accumulate": 2, "batch_per_device": 2},
+    {"loss_chunks": 8, "remat": "full", "offload": "parameters", "context": 2, "sequence_parallel": False},
+    {"quantize_weights": "int8", "quantize_gradients": ("int4",), "replica": 2}, {"tiling": ("mlp/up/kernel=16",)}])
+def test_the_printed_command_is_one_of_train(changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    program, command, *args = train_command(config, planned(90, batch=16)).split(" ")
+    assert (program, command) == ("zero-jax", "train")
+    trained = tyro.cli(TrainConfig, args=args)
+    assert trained.batch_size == 16 and trained.seq_len == 1024
+    shared = {field.name for field in dataclasses.fields(TrainConfig)} & {
+        field.name for field in dataclasses.fields(PlanConfig)} - {"target", "seq_len"}
+    assert {name: getattr(trained, name) for name in shared} == {name: getattr(config, name) for name in shared}
+
+
+def test_the_default_length_is_said(monkeypatch):
+    """LLaMA 3.1 takes 131,072 tokens; a plan takes 8,192 by itself, and what is asked for where it is."""
+    llama = PlanConfig(model="llama:3.1-8b")
+    choice = llama.check()[1]
+    assert llama.length(choice) == 8192 and choice.config.max_length == 131072
+    assert dataclasses.replace(llama, seq_len=131072).length(choice) == 131072
+    assert CONFIG.length(CONFIG.check()[1]) == 1024
+    assert "length" in {field.name for field in dataclasses.fields(Plan)}
+
+
+def test_a_plan_as_printed():
+    """Controls: a model with a loss of its own has no chunks; and without remedies nothing is tried."""
+    target_devices("h100:8")
+    small = ("plan", "--target", "h100:8", "--model", "gpt2:tiny", "--seq-len", "64")
+    done = run(*small, "--loss-chunks", "4")
+    assert done.returncode == 0 and "global batch 8 of 64 tokens" in done.stdout
+    assert ("To train it: zero-jax train --model gpt2:tiny --precision bf16 --loss-chunks 4 --batch-size 8 --seq-len 64"
+            in done.stdout), done.stdout
+    done = run("plan", "--target", "h100:8", "--model", "bert:tiny", "--loss-chunks", "4")
+    assert done.returncode == 2 and "bert:tiny has a loss of its own: leave it out" in done.stderr
+    done = run("plan", "--target", "h100:8", "--model", "gpt2:100b", "--stage", "0", "--no-remedies")
+    assert done.returncode == 3 and "What would help:" in done.stdout and "To train it" not in done.stdout
