@@ -8,10 +8,10 @@ import tyro
 from support.command_line import run
 from support.targets import target_devices
 
+from zero_jax.cli.model_lookup import find_model, published_name
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.planning.remedies import (
     candidates,
-    devices_needed,
     flags,
     remedies,
     remedy_lines,
@@ -21,16 +21,19 @@ from zero_jax.cli.planning.remedies import (
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.errors import UsageError
 from zero_jax.planning.plan import Plan
+from zero_jax.xla.chip import chip_files
 
 SIZES = types.SimpleNamespace(vocab_size=1024, remat=False)
 
 
 def planned(needed, *, state=10, memory=100, batch=8, length=1024, rate=0.0, stage=3):
     """A plan whose memory is given."""
-    return types.SimpleNamespace(
+    fake = types.SimpleNamespace(
         needed_bytes=needed, memory_bytes=memory, layout=types.SimpleNamespace(device_bytes=state), num_devices=8,
         length=length, batch_size=batch, fits=needed <= memory, lacking_bytes=max(0, needed - memory), stage=stage,
         timing=types.SimpleNamespace(tokens_per_second=rate))
+    fake.devices_needed = Plan.devices_needed.fget(fake)
+    return fake
 
 
 def tried(config, first, needs):
@@ -82,8 +85,8 @@ def test_a_state_that_is_too_large_is_not_met_by_less_activations():
 def test_estimates_by_hand():
     """90 of 190 bytes are temporaries that halve with the length; 8 devices of 10 bytes of state, 40 of room."""
     assert shorter(planned(190)) == 512 and shorter(planned(190, length=128)) == 0
-    assert devices_needed(planned(120, state=60)) == 12  # 8 x 60 / (100 - 60)
-    assert devices_needed(planned(190)) is None and devices_needed(planned(120, state=60, stage=0)) is None
+    assert planned(120, state=60).devices_needed == 12  # 8 x 60 / (100 - 60)
+    assert planned(190).devices_needed is None and planned(120, state=60, stage=0).devices_needed is None
     lines = remedy_lines(CONFIG, planned(120, state=60), [])
     assert lines == ["Nothing that was tried fits h100:8.",
                      "  - more devices, at least 12 by the size of the state (not compiled)"]
@@ -126,3 +129,25 @@ def test_a_plan_as_printed():
     assert done.returncode == 2 and "bert:tiny has a loss of its own: leave it out" in done.stderr
     done = run("plan", "--target", "h100:8", "--model", "gpt2:100b", "--stage", "0", "--no-remedies")
     assert done.returncode == 3 and "What would help:" in done.stdout and "To train it" not in done.stdout
+
+
+@pytest.mark.parametrize(("name", "preset"), [
+    ("llama3-8b", "llama:3-8b"), ("Llama-3.1-8B", "llama:3.1-8b"), ("meta-llama/Llama-3.1-8B", "llama:3.1-8b"),
+    ("meta-llama/Meta-Llama-3-70B-Instruct", "llama:3-70b"), ("Qwen/Qwen3-0.6B", "llama:qwen3-0.6b"),
+    ("gpt2-xl", "gpt2:1.5b"), ("gpt2-1.5b", "gpt2:1.5b"), ("google-bert/bert-base-uncased", "bert:base"),
+    ("gpt2-15b", None), ("llama:3-8b", None), ("gpt2", None), ("mistralai/Mistral-7B", None)])
+def test_models_as_their_publishers_write_them(name, preset):
+    """Controls: another number, MODULE:PRESET, the name of a module, and a model that there is none of."""
+    assert published_name(name) == preset
+    if preset is not None:
+        assert find_model(name).name == preset
+
+
+def test_what_there_is_is_listed():
+    models, targets = run("models"), run("targets")
+    assert models.returncode == targets.returncode == 0
+    assert any(line.startswith("llama: ") and "3.1-8b" in line for line in models.stdout.splitlines())
+    lines = targets.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == list(chip_files())
+    assert "h100: NVIDIA H100 80GB HBM3, 79.1 GiB; h100:GPUS or h100:HOSTSxGPUS_PER_HOST, as h100:8, h100:16x8" in lines
+    assert run("models", "x").returncode == 2

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zero_jax.cli.config_file import expand_config
 from zero_jax.cli.environment import shown_text
-from zero_jax.cli.model_lookup import raised_text, users_line
+from zero_jax.cli.model_lookup import models_text, raised_text, users_line
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.tokenize_command import TokenizeConfig, tokenize_command
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
@@ -24,6 +24,7 @@ from zero_jax.distributed.launch import PREEMPTED, LaunchConfig, end_with_launch
 from zero_jax.errors import ReplicaError, UnwrittenCheckpointError, UsageError
 from zero_jax.versions import installed_version
 from zero_jax.xla.process_memory import set_fraction
+from zero_jax.xla.targets import targets_text
 
 INTERRUPTED, HUNG_UP = 130, 129
 """Exit status after Ctrl-C and SIGHUP, as shells have it."""
@@ -118,6 +119,12 @@ def _status(args: Sequence[str]) -> int:
         _check_utf8(args)
         if args == ["--version"]:
             print(version_text())
+            return 0
+        if args == ["models"]:
+            print(models_text())
+            return 0
+        if args == ["targets"]:
+            print(targets_text())
             return 0
         if args[:1] == ["launch"]:
             return _launch(args)
@@ -220,7 +227,8 @@ def _parse(args: Sequence[str]) -> Config:
     program = "zero-jax" if Path(sys.argv[0]).name.startswith("zero-jax") else "python -m zero_jax"
     return tyro.extras.subcommand_cli_from_dict(
         commands, prog=program, args=args,
-        description="ZeRO for JAX: any Flax model at any stage; matches single-device training. --version: versions.")
+        description="ZeRO for JAX: any Flax model at any stage; matches single-device training. models, "
+                    "targets: what --model and --target take. --version: versions.")
 
 
 def _run(config: Config) -> int:

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import os
 import pkgutil
+import re
 import sys
 import sysconfig
 import traceback
@@ -113,6 +114,7 @@ def find_model(name: str) -> ModelChoice:
         return _choice(name, module, config)
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
+    name = published_name(name) or name
     module_name, _, preset = name.partition(":")
     if not all(part.isidentifier() for part in module_name.split(".")):
         raise UsageError(f"model={name!r} names no module: write MODULE:PRESET, as gpt2:124m, or a folder that has a "
@@ -134,6 +136,36 @@ def find_model(name: str) -> ModelChoice:
         wrong = f"{module_name} has no preset {preset!r}" if preset else f"name a preset, as in {module_name}:PRESET"
         raise UsageError(f"model={name!r}: {wrong}" + nearest(preset, list(presets)))
     return _choice(f"{module_name}:{preset}", module, presets[preset], None if short is not None else name)
+
+
+_SIZES = {"gpt2medium": "gpt2:355m", "gpt2large": "gpt2:774m", "gpt2xl": "gpt2:1.5b"}
+"""Published names that say no number of parameters."""
+
+
+def published_name(name: str) -> str | None:
+    """MODULE:PRESET of ours for a model as its publishers and others write it; None for a name that is none.
+
+    llama3-8b, Llama-3.1-8B, meta-llama/Llama-3.2-1B-Instruct, Qwen/Qwen3-0.6B, gpt2-xl, google-bert/bert-base-uncased.
+    """
+    if ":" in name or name.isidentifier():
+        return None
+    key = _letters(re.sub(r"-(instruct|hf|uncased)$", "", name.rpartition("/")[2].lower())).removeprefix("meta")
+    modules = [each for each in our_models() if not each.endswith("_nnx") and (
+        key.startswith(each) or each == "llama" and key.startswith("qwen"))]
+    known = {_letters(text): f"{module}:{preset}" for module in modules
+             for preset in getattr(import_ours(module), "PRESETS", {}) for text in (module + preset, preset)}
+    return _SIZES.get(key) or known.get(key)
+
+
+def _letters(name: str) -> str:
+    """`name` without what separates its parts; dots stay, so that 1.5b is not 15b."""
+    return re.sub(r"[-_ ]", "", name)
+
+
+def models_text() -> str:
+    """Our models and their presets, a line for each module."""
+    return "\n".join(f"{name}: {', '.join(presets)}" for name in our_models()
+                     if (presets := getattr(import_ours(name), "PRESETS", None)))
 
 
 def is_folder(name: str) -> bool:

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -109,8 +110,15 @@ class Plan:
             (self.disk_bytes, self.disk_memory_bytes)) if limit is not None)
 
     @property
+    def devices_needed(self) -> int | None:
+        """The least devices over which the state leaves room for these temporaries; None where none would do."""
+        state = self.layout.device_bytes
+        room = (self.memory_bytes or 0) - (self.needed_bytes - state)
+        return math.ceil(self.num_devices * state / room) if self.stage and room > 0 else None
+
+    @property
     def advice(self) -> tuple[str, ...]:
-        """What to change if it does not fit, with what each change gives; nothing if it fits."""
+        """What to change if it does not fit, with what each change gives, but for placements that give too little."""
         if self.fits:
             return ()
         state, params = self.layout.device_bytes, self.layout.num_params / self.layout.tensor_size
@@ -134,12 +142,15 @@ class Plan:
             advice.append("overlap=False, prefetch=False: collectives wait for compute, and hold less memory")
         if self.stage == 3 and not self.layout.host_params:
             sizes = [row.device_bytes for row in self.layout.placements() if row.memory == "device"]
-            advice.append(f"offload=\"parameters\": {sum(sizes) / 1e9:,.1f} GB of state in host memory")
+            if sum(sizes) >= self.lacking_bytes:
+                advice.append(f"offload=\"parameters\": {sum(sizes) / 1e9:,.1f} GB of state in host memory")
         if not self.layout.host:
             sizes = [row.device_bytes for row in self.layout.placements() if row.name.startswith("opt_state/")]
-            advice.append(f"offload=\"optimizer\": {sum(sizes) / 1e9:,.1f} GB of optimizer states in host memory")
-        if self.stage:
-            advice.append(f"more devices: {state / 1e9:,.1f} GB of state over {shards} shards")
+            if sum(sizes) >= self.lacking_bytes:
+                advice.append(f"offload=\"optimizer\": {sum(sizes) / 1e9:,.1f} GB of optimizer states in host memory")
+        if self.devices_needed:
+            advice.append(f"more devices, at least {self.devices_needed:,}: {state / 1e9:,.1f} GB of state over "
+                          f"{shards} shards")
         return tuple(advice)
 
 

@@ -132,6 +132,13 @@ def known_targets() -> tuple[str, ...]:
     return tuple(example for name in chip_files() for example in built_in(name).examples)
 
 
+def targets_text() -> str:
+    """The chips that there are files of, with their memory and how their targets are written, a line for each."""
+    chips = {name: built_in(name) for name in chip_files()}
+    return "\n".join(f"{name}: {chip.name}, {chip.memory_bytes / 2**30:.1f} GiB; {' or '.join(chip.forms(name))}, as "
+                     f"{', '.join(chip.examples)}" for name, chip in chips.items())
+
+
 def _check_slice(text: str, tpu: Tpu, dims: tuple[int, ...]) -> None:
     if math.prod(dims) > tpu.max_chips:
         raise UsageError(f"target {text!r}: a slice has at most {tpu.max_chips} chips")

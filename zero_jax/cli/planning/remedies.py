@@ -101,12 +101,6 @@ def shorter(plan: Plan) -> int:
     return 2 ** math.floor(math.log2(fitting)) if fitting >= 128 else 0
 
 
-def devices_needed(plan: Plan) -> int | None:
-    """The least devices over which the state leaves room for the temporaries of `plan`; None where none would do."""
-    state, room = plan.layout.device_bytes, (plan.memory_bytes or 0) - (plan.needed_bytes - plan.layout.device_bytes)
-    return math.ceil(plan.num_devices * state / room) if plan.stage and room > 0 else None
-
-
 def flags(changes: Mapping[str, Any]) -> str:
     """`changes` as they are typed."""
     return " ".join(f"--{'no-' * (value is False)}{name.replace('_', '-')}" + (
@@ -128,7 +122,7 @@ def remedy_lines(config: PlanConfig, plan: Plan, found: list[Remedy]) -> list[st
     lines = ["What would help, compiled; what leaves batch, length and optimizer first, then the fastest:"
              if found else f"Nothing that was tried fits {config.target}."]
     lines += [f"  - {remedy}" for remedy in found]
-    if (devices := devices_needed(plan)) and devices > plan.num_devices:
+    if (devices := plan.devices_needed) and devices > plan.num_devices:
         lines.append(f"  - more devices, at least {devices:,} by the size of the state (not compiled)")
     if found:
         best = dataclasses.replace(config, **found[0].changes)
