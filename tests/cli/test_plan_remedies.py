@@ -1,6 +1,7 @@
 """What `plan` says where a step does not fit: what was tried and suffices, in order, and the command of `train`."""
 
 import dataclasses
+import json
 import types
 
 import pytest
@@ -151,3 +152,19 @@ def test_what_there_is_is_listed():
     assert [line.partition(":")[0] for line in lines] == list(chip_files())
     assert "h100: NVIDIA H100 80GB HBM3, 79.1 GiB; h100:GPUS or h100:HOSTSxGPUS_PER_HOST, as h100:8, h100:16x8" in lines
     assert run("models", "x").returncode == 2
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(("--lora-rank", "2"), marks=pytest.mark.slow)])
+def test_a_run_with_a_chunked_loss_has_the_same_losses(tmp_path, more):
+    """Control: another learning rate has others."""
+    def losses(name, *options):
+        done = run("train", "--model", "gpt2:tiny", "--batch-size", "8", "--seq-len", "16", "--steps", "3",
+                   "--samples", "0", "--save-every", "0", "--max-bytes", "20000", "--no-html", *options, *more,
+                   "--out", str(tmp_path / name))
+        assert done.returncode == 0, done.stderr
+        rows = map(json.loads, (tmp_path / name / "train.jsonl").read_text().splitlines())
+        return [row["loss"] for row in rows if "loss" in row and "step" in row]
+
+    whole, chunked = losses("whole"), losses("chunked", "--loss-chunks", "4")
+    assert len(whole) == 3 and chunked == pytest.approx(whole, rel=1e-5)
+    assert losses("other", "--learning-rate", "0.03")[-1] != pytest.approx(whole[-1], rel=1e-5)
