@@ -21,9 +21,10 @@ LAYERS: dict[str, int] = {
     "views": 4, "frontends": 4, "contract": 4,
     "step": 5,
     "planning": 6, "checkpoint": 6, "interop": 6, "diloco": 6,
-    "__init__": 7,
-    "cli": 8,
-    "__main__": 9,
+    "auditing": 7,
+    "__init__": 8,
+    "cli": 9,
+    "__main__": 10,
 }
 """By the first name after `zero_jax`, a package or a module at the top: it imports from lower layers and from itself.
 

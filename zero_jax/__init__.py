@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_jax.auditing.audit import Audit, audit
     from zero_jax.checkpoint.checkpoint import Checkpoints, Restored
     from zero_jax.contract.verify import ContractError
     from zero_jax.diloco.step import DiLoCoStep, make_diloco_step
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attention",
+    "Audit",
     "BadStepError",
     "CheckpointError",
     "Checkpoints",
@@ -62,6 +64,7 @@ __all__ = [
     "ZeroState",
     "ZeroTrainStep",
     "attention",
+    "audit",
     "choose_offload",
     "chunked_next_token_loss",
     "dpo_loss",
@@ -89,6 +92,7 @@ __all__ = [
 # Names are imported when first asked for, so that the command line refuses bad input before JAX starts (PEP 562).
 _MODULES = {
     "Attention": "step.attention",
+    "Audit": "auditing.audit",
     "BadStepError": "step.guard",
     "CheckpointError": "errors",
     "Checkpoints": "checkpoint.checkpoint",
@@ -113,6 +117,7 @@ _MODULES = {
     "ZeroState": "state",
     "ZeroTrainStep": "step.step",
     "attention": "step.attention",
+    "audit": "auditing.audit",
     "choose_offload": "planning.placement",
     "chunked_next_token_loss": "step.chunked_loss",
     "dpo_loss": "step.losses",

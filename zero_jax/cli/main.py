@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from zero_jax.cli.audit_command import AuditConfig, audit_command
 from zero_jax.cli.config_file import expand_config
 from zero_jax.cli.environment import shown_text
 from zero_jax.cli.model_lookup import models_text, raised_text, users_line
@@ -44,7 +45,7 @@ _PLAN_ENVIRONMENT = {
 
 
 Config = (TrainConfig | PlanConfig | ExportConfig | GenerateConfig | ChatConfig | ImportConfig | TokenizeConfig
-          | LaunchConfig)
+          | LaunchConfig | AuditConfig)
 """Of any command."""
 
 
@@ -217,9 +218,10 @@ def _parse(args: Sequence[str]) -> Config:
         raise UsageError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
     commands = {"train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
                 "generate": GenerateConfig, "chat": ChatConfig, "import": ImportConfig, "tokenize": TokenizeConfig,
-                "launch": LaunchConfig}
-    if args[:1] in (["chat"], ["generate"]) and args[1:] and not args[1].startswith("-"):  # chat RUN
-        args = [args[0], "--checkpoint", *args[1:]]
+                "launch": LaunchConfig, "audit": AuditConfig}
+    by_place = {"chat": "--checkpoint", "generate": "--checkpoint", "audit": "--step"}  # chat RUN, audit FILE.py:NAME
+    if "".join(args[:1]) in by_place and args[1:] and not args[1].startswith("-"):
+        args = [args[0], by_place[args[0]], *args[1:]]
     args = expand_config(args, {name: commands[name] for name in ("train", "inspect")})
     for option in PATHS:  # an empty text is the current folder to pathlib
         if f"{option}=" in args or any(pair == (option, "") for pair in itertools.pairwise(args)):
@@ -236,7 +238,8 @@ def _run(config: Config) -> int:
     end_with_launcher()
     if isinstance(config, PlanConfig | TrainConfig):  # before JAX is imported
         set_fraction()
-    if isinstance(config, PlanConfig) or isinstance(config, TrainConfig) and config.target:  # before JAX is imported
+    if isinstance(config, PlanConfig) or isinstance(config, TrainConfig | AuditConfig) and config.target:
+        # Before JAX is imported.
         for name, value in _PLAN_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     if isinstance(config, ImportConfig):
@@ -244,6 +247,8 @@ def _run(config: Config) -> int:
 
         print(*import_command(config), sep="\n")
         return 0
+    if isinstance(config, AuditConfig):
+        return audit_command(config)
     config.check()
     if isinstance(config, TokenizeConfig):
         print(*tokenize_command(config), sep="\n")
