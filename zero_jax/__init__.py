@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zero_jax.errors import CheckpointError, DamagedCheckpointError, ReplicaError, UsageError
     from zero_jax.frontends.lora import lora
     from zero_jax.frontends.model_functions import remat
+    from zero_jax.interop.deepspeed import DeepSpeedOptions, from_deepspeed
     from zero_jax.interop.lora_files import export_lora, export_merged, import_lora, merge_lora
     from zero_jax.interop.naming import Names
     from zero_jax.interop.params_io import export_params, import_params, init_from_file
@@ -46,6 +47,7 @@ __all__ = [
     "Communication",
     "ContractError",
     "DamagedCheckpointError",
+    "DeepSpeedOptions",
     "DiLoCoStep",
     "DiskTrainStep",
     "Guard",
@@ -72,6 +74,7 @@ __all__ = [
     "export_merged",
     "export_params",
     "export_programs",
+    "from_deepspeed",
     "import_lora",
     "import_params",
     "init_from_file",
@@ -99,6 +102,7 @@ _MODULES = {
     "Communication": "sharding.quantized.policy",
     "ContractError": "contract.verify",
     "DamagedCheckpointError": "errors",
+    "DeepSpeedOptions": "interop.deepspeed",
     "DiLoCoStep": "diloco.step",
     "DiskTrainStep": "step.disk.step",
     "Guard": "step.guard",
@@ -125,6 +129,7 @@ _MODULES = {
     "export_merged": "interop.lora_files",
     "export_params": "interop.params_io",
     "export_programs": "interop.programs",
+    "from_deepspeed": "interop.deepspeed",
     "import_lora": "interop.lora_files",
     "import_params": "interop.params_io",
     "init_from_file": "interop.params_io",
