@@ -244,9 +244,10 @@ def _compiled(jitted: Any, shapes: Sequence[Any], lowered: Any, options: dict[st
 
 
 def _devices_of(shardings: Sequence[Any]) -> list[Any]:
-    meshes = [each.mesh for each in shardings if isinstance(each, NamedSharding)]
+    meshes = [each.mesh for each in shardings if isinstance(each, NamedSharding) and isinstance(each.mesh, Mesh)]
     if meshes:
-        return list(max(meshes, key=lambda mesh: mesh.size).devices.flat)
+        largest = max(meshes, key=lambda mesh: mesh.size)
+        return list(np.ravel(largest.devices))
     sets = [each.device_set for each in shardings if each is not None]
     return sorted(max(sets, key=len, default=set(jax.devices()[:1])), key=lambda device: device.id)
 
@@ -263,17 +264,18 @@ def _for_target(jitted: Any, shapes: Sequence[Any], leaves: Sequence[Leaf], targ
         raise UsageError(f"target={target.text!r} has {len(devices)} devices, and the arguments have {have}: give them "
                          f"shardings over {len(devices)} devices, simulated ones too: simulate_devices({len(devices)})")
     mesh = next(leaf.sharding.mesh for leaf in leaves if isinstance(leaf.sharding, NamedSharding))
-    ordered = _ordered(devices, mesh, target)
+    ordered = _ordered(devices, mesh.axis_sizes, target)
+
+    def like(other: Any) -> Mesh:
+        return Mesh(ordered.reshape(other.axis_sizes), other.axis_names)
 
     def placed(leaf: Leaf) -> Any:
         sharding = leaf.sharding
         if isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(Mesh(ordered.reshape(sharding.mesh.devices.shape), sharding.mesh.axis_names),
-                                     sharding.spec, memory_kind=sharding.memory_kind if sharding.memory_kind in (
-                                         "pinned_host", "device") else None)
+            kind = sharding.memory_kind if sharding.memory_kind in ("pinned_host", "device") else None
+            sharding = NamedSharding(like(sharding.mesh), sharding.spec, memory_kind=kind)
         else:
-            sharding = NamedSharding(Mesh(ordered.reshape(mesh.devices.shape), mesh.axis_names),
-                                     jax.sharding.PartitionSpec())
+            sharding = NamedSharding(like(mesh), jax.sharding.PartitionSpec())
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     treedef = jax.tree.structure(tuple(shapes))
@@ -294,13 +296,13 @@ def _for_target(jitted: Any, shapes: Sequence[Any], leaves: Sequence[Leaf], targ
                          "for that platform.") from error
 
 
-def _ordered(devices: Sequence[Any], mesh: Mesh, target: Target) -> np.ndarray:
-    """The devices of a target in the order of `mesh`: as XLA numbers GPUs, by their links on a TPU."""
+def _ordered(devices: Sequence[Any], sizes: Sequence[int], target: Target) -> np.ndarray:
+    """The devices of a target in the order of a mesh of `sizes`: as XLA numbers GPUs, by their links on a TPU."""
     if target.chip.tpu is None:
         return np.array(devices)
     from jax.experimental import mesh_utils
 
-    return mesh_utils.create_device_mesh(mesh.devices.shape, devices=list(devices), allow_split_physical_axes=True)
+    return mesh_utils.create_device_mesh(tuple(sizes), devices=list(devices), allow_split_physical_axes=True)
 
 
 def _kept(text: str, leaves: Sequence[Leaf]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from zero_jax.cli.audit_command import AuditConfig, audit_command
 from zero_jax.cli.config_file import expand_config
+from zero_jax.cli.diff_command import DiffConfig, diff_command
 from zero_jax.cli.environment import shown_text
 from zero_jax.cli.model_lookup import models_text, raised_text, users_line
 from zero_jax.cli.planning.plan_config import PlanConfig
@@ -45,7 +46,7 @@ _PLAN_ENVIRONMENT = {
 
 
 Config = (TrainConfig | PlanConfig | ExportConfig | GenerateConfig | ChatConfig | ImportConfig | TokenizeConfig
-          | LaunchConfig | AuditConfig)
+          | LaunchConfig | AuditConfig | DiffConfig)
 """Of any command."""
 
 
@@ -218,10 +219,12 @@ def _parse(args: Sequence[str]) -> Config:
         raise UsageError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
     commands = {"train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
                 "generate": GenerateConfig, "chat": ChatConfig, "import": ImportConfig, "tokenize": TokenizeConfig,
-                "launch": LaunchConfig, "audit": AuditConfig}
+                "launch": LaunchConfig, "audit": AuditConfig, "diff": DiffConfig}
     by_place = {"chat": "--checkpoint", "generate": "--checkpoint", "audit": "--step"}  # chat RUN, audit FILE.py:NAME
     if "".join(args[:1]) in by_place and args[1:] and not args[1].startswith("-"):
         args = [args[0], by_place[args[0]], *args[1:]]
+    if args[:1] == ["diff"] and len(args) > 2 and not any(each.startswith("-") for each in args[1:3]):
+        args = ["diff", "--old", args[1], "--new", *args[2:]]
     args = expand_config(args, {name: commands[name] for name in ("train", "inspect")})
     for option in PATHS:  # an empty text is the current folder to pathlib
         if f"{option}=" in args or any(pair == (option, "") for pair in itertools.pairwise(args)):
@@ -247,6 +250,8 @@ def _run(config: Config) -> int:
 
         print(*import_command(config), sep="\n")
         return 0
+    if isinstance(config, DiffConfig):
+        return diff_command(config)
     if isinstance(config, AuditConfig):
         return audit_command(config)
     config.check()
