@@ -180,3 +180,24 @@ def test_unread_arguments_are_no_trouble():
 
     report = zero_jax.audit(jax.jit(step), tree, shape(mesh, (16, 64), P("data")), shape(mesh, (2,), WHOLE, jnp.uint32))
     assert "params['a']" in next(each for each in report.findings if each.code == "not_donated").place
+
+
+def test_explicit_axes_and_a_mesh_that_is_set():
+    target_devices("h100:8")
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def step(params, batch):
+        def loss(params):
+            return ((batch @ jax.sharding.reshard(params["w"], P(None, None))) ** 2).mean()
+
+        grads = jax.grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * jax.sharding.reshard(g, P("data", None)), params, grads)
+
+    params, batch = {"w": shape(mesh, (4096, 4096), P("data", None))}, shape(mesh, (65536, 4096), P("data", None))
+    with jax.set_mesh(mesh):
+        report = zero_jax.audit(jax.jit(step, donate_argnums=0), params, batch, target="h100:8")
+        sick = zero_jax.audit(jax.jit(step), params, batch, target="h100:8")
+    assert report.sent_by_purpose()["gather"] == 4 * 4096**2 * 7 / 8
+    # Its one gather has no compute before it, so that it blocks.
+    assert [each.code for each in report.findings] == ["blocking"]
+    assert "not_donated" in [each.code for each in sick.findings]

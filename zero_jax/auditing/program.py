@@ -1,5 +1,6 @@
 """Any jitted step, compiled for live devices or a target topology, and what the audit reads of it."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -286,7 +287,10 @@ def _for_target(jitted: Any, shapes: Sequence[Any], leaves: Sequence[Leaf], targ
             return exported.call(*jax.tree.unflatten(treedef, flat))
 
         donated = tuple(number for number, leaf in enumerate(leaves) if leaf.donated)
-        lowered = jax.jit(step, donate_argnums=donated).lower(*map(placed, leaves))
+        # The mesh of `jax.set_mesh`, where there is one, is of the devices that the step was written for.
+        is_set = not jax.sharding.get_abstract_mesh().empty
+        with jax.set_mesh(like(mesh)) if is_set else contextlib.nullcontext():
+            lowered = jax.jit(step, donate_argnums=donated).lower(*map(placed, leaves))
         return compiled_for(lowered, devices[0], options), list(ordered.flat)
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
         if isinstance(error, UsageError):
