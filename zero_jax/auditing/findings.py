@@ -315,7 +315,8 @@ def wide_gathers(program: Program) -> Iterator[Finding]:
     XLA:CPU of jaxlib 0.12 sends bf16 as fp32, and is left out.
     """
     flops = totals(program.schedule).flops
-    if program.platform == "cpu" or stage(program) < 3 or flops.get("bf16", 0) + flops.get("f16", 0) <= 0.5 * sum(flops.values()):
+    narrow = flops.get("bf16", 0) + flops.get("f16", 0) > 0.5 * sum(flops.values())
+    if program.platform == "cpu" or stage(program) < 3 or not narrow:
         return
     wide = [each for each in _serving(program, ["all-gather"]) if "f32" in each.dtypes]
     if sent(wide) > 0.1 * sent(_serving(program, ["all-gather"])):
