@@ -13,7 +13,7 @@ import optax
 
 from zero_jax.errors import UsageError, few, named
 from zero_jax.precision import LossScale, Precision
-from zero_jax.sharding.memory.kinds import Offload
+from zero_jax.sharding.memory.offload import Offload
 from zero_jax.sharding.quantized.policy import Communication
 
 AUTO = "auto"
