@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from zero_jax.errors import CheckpointError, DamagedCheckpointError, ReplicaError, UsageError
     from zero_jax.frontends.lora import lora
     from zero_jax.frontends.model_functions import remat
+    from zero_jax.gather.quantized.policy import Communication
     from zero_jax.interop.deepspeed import DeepSpeedOptions, from_deepspeed
     from zero_jax.interop.lora_files import export_lora, export_merged, import_lora, merge_lora
     from zero_jax.interop.naming import Names
     from zero_jax.interop.params_io import export_params, import_params, init_from_file
     from zero_jax.interop.programs import export_programs
+    from zero_jax.layout.layout import Layout
+    from zero_jax.offload.offload import Offload
     from zero_jax.optim.whole_matrices import whole_matrices
     from zero_jax.planning.offload_choice import OffloadChoice
     from zero_jax.planning.placement import choose_offload
     from zero_jax.planning.plan import plan
     from zero_jax.precision import LossScale, Precision
-    from zero_jax.sharding.layout import Layout
-    from zero_jax.sharding.memory.offload import Offload
     from zero_jax.sharding.mesh import make_mesh, simulate_devices
-    from zero_jax.sharding.quantized.policy import Communication
     from zero_jax.sharding.tensor_rules import TensorRule
     from zero_jax.state import ZeroState
     from zero_jax.step.attention import Attention, attention
@@ -99,18 +99,18 @@ _MODULES = {
     "BadStepError": "step.guard",
     "CheckpointError": "errors",
     "Checkpoints": "checkpoint.checkpoint",
-    "Communication": "sharding.quantized.policy",
+    "Communication": "gather.quantized.policy",
     "ContractError": "contract.verify",
     "DamagedCheckpointError": "errors",
     "DeepSpeedOptions": "interop.deepspeed",
     "DiLoCoStep": "diloco.step",
     "DiskTrainStep": "step.disk.step",
     "Guard": "step.guard",
-    "Layout": "sharding.layout",
+    "Layout": "layout.layout",
     "LossScale": "precision",
     "Metric": "step.metrics",
     "Names": "interop.naming",
-    "Offload": "sharding.memory.offload",
+    "Offload": "offload.offload",
     "OffloadChoice": "planning.offload_choice",
     "Precision": "precision",
     "Remat": "transforms.remat",

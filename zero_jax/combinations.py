@@ -171,7 +171,7 @@ STEP = (
     Row((given("prefetch"), among("stage", 0, 1, 2)), "no layer gathers its parameters, which are whole", _STAGE_3),
     Row((given("prefetch"), among("gather", "step"), left("hpz_axes")),
         "no layer gathers its parameters, which are whole"),
-    Row((given("prefetch"), among("overlap", False)), "its gathers would block, in whichever round they are"),
+    Row((given("prefetch"), among("overlap", False)), "its gathers would block, in whichever iteration they are"),
     Row((among("reduce", "once"), left("accumulate")), "the gradient of one batch is reduced once already",
         "leave {reduce} out, or give {accumulate=4}, say"),
     Row((among("reduce", "once"), given("context")),

@@ -37,7 +37,7 @@ from plain_step import plain_step
 
 import zero_jax
 from models import gpt2, gpt2_nnx
-from zero_jax.sharding.layout import choose_spec
+from zero_jax.layout.layout import choose_spec
 
 BASE = "plain jit data parallelism"
 TORCH = {"fsdp2": "torch FSDP2, gloo", "deepspeed": "DeepSpeed stage 3, gloo"}

@@ -4,7 +4,7 @@
     python scripts/tables/host_activations.py --targets v5e:2x4
 
 `remat="full"` at stage 3 in bf16. `checkpoints` is the input of each block by formula; `ahead` is what backward's loop
-reads of them for its next round.
+reads of them for its next iteration.
 """
 
 import argparse

@@ -5,10 +5,11 @@
     python scripts/tables/offload.py --model 1t --target h100:8x8 --offload parameters --remat full --docs
 
 `--docs` puts the table into docs/guide/offload.md, in the place of the one that the same arguments made.
-`params up` is what comes up of parameters in a step, `ahead` what of it loops read a round ahead. `ideal` is what the
-offloaded leaves take unpadded and divided by the devices that shard them; `update` are the temporaries, alive at one
-time, of what the streamed update reads, computes and writes. With `--accumulate` each device has `--batch-per-device`
-sequences in each microbatch, and `sums down` and `sums up` are what backward writes and reads of the gradients' sums.
+`params up` is what comes up of parameters in a step, `ahead` what of it loops read an iteration ahead. `ideal` is what
+the offloaded leaves take unpadded and divided by the devices that shard them; `update` are the temporaries, alive at
+one time, of what the streamed update reads, computes and writes. With `--accumulate` each device has
+`--batch-per-device` sequences in each microbatch, and `sums down` and `sums up` are what backward writes and reads of
+the gradients' sums.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 import zero_jax
 from models import gpt2
 from zero_jax.contract.host import bytes_of
-from zero_jax.optim.host_update import STREAM_SCOPE
+from zero_jax.offload.host_update import STREAM_SCOPE
 from zero_jax.sharding.partition import parts_of
 from zero_jax.xla.devices import target_devices
 from zero_jax.xla.liveness import Buffers
@@ -50,7 +51,7 @@ def update_bytes(module):
 
 
 def param_reads(compiled):
-    """What comes up of parameters in a step, and what of it a round ahead, as two cells."""
+    """What comes up of parameters in a step, and what of it an iteration ahead, as two cells."""
     budget = compiled.contract.host
     if budget is None or not budget.param_bytes:
         return ["", ""]

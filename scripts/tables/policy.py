@@ -97,7 +97,7 @@ def formula(config, remat, mesh, batch):
     gradients = 4 * layout.num_params / layout.num_shards
     moments = backward_peak_bytes(
         state=layout.device_bytes, gradients=gradients, stacked=saved.stacked, other=saved.other, largest=saved.largest,
-        block=everything.stacked / everything.rounds, of_block=everything.of_block, every=every, weights=weights,
+        block=everything.stacked / everything.iterations, of_block=everything.of_block, every=every, weights=weights,
         waiting=waiting)
     moment = max(moments, key=lambda name: moments[name])
     return moment, moments[moment], gradients, saved.stacked

@@ -20,8 +20,8 @@ from zero_jax.jaxpr.equations import (
     trace,
     variables,
 )
-from zero_jax.jaxpr.primitives import JIT, SCAN, SHARD_MAP, call_jaxpr, num_rounds
-from zero_jax.sharding.layout import Layout
+from zero_jax.jaxpr.primitives import JIT, SCAN, SHARD_MAP, call_jaxpr, num_iterations
+from zero_jax.layout.layout import Layout
 from zero_jax.transforms.gather_again import is_backward_barrier
 from zero_jax.tree import leaf_bytes, named_leaves
 
@@ -42,7 +42,7 @@ class SavedActivations:
     other: float
     largest: float
     of_block: float
-    rounds: int
+    iterations: int
 
     @property
     def total(self) -> float:
@@ -65,7 +65,7 @@ def saved_activations(step: Any, batch: Any) -> SavedActivations:
     axes = step.batch_sharding.spec[0]
     num_shards = math.prod(step.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
     traced = trace(jax.jit(step), step.abstract_state(batch), step.abstract_batch(batch)).jaxpr
-    barrier, rounds_of, in_parts = _barrier(traced, traced.invars[-len(jax.tree.leaves(batch)):])
+    barrier, iterations_of, in_parts = _barrier(traced, traced.invars[-len(jax.tree.leaves(batch)):])
     if barrier is None:
         raise ValueError("saved_activations: nothing is gathered again in the backward pass, so that it has no single "
                          "start: the mesh has one device, or no parameter is sharded.")
@@ -74,12 +74,12 @@ def saved_activations(step: Any, batch: Any) -> SavedActivations:
     for var in dict.fromkeys(variables(barrier.invars)):
         divided = size in var.aval.shape and not in_parts
         saved = leaf_bytes(var.aval.shape, var.aval.dtype) / (num_shards if divided else 1)
-        if rounds := rounds_of.get(var, 0):
-            stacked, loops[rounds] = stacked + saved, loops.get(rounds, 0) + saved
-            of_block = max(of_block, saved / rounds)
-        elif var in rounds_of:
+        if iterations := iterations_of.get(var, 0):
+            stacked, loops[iterations] = stacked + saved, loops.get(iterations, 0) + saved
+            of_block = max(of_block, saved / iterations)
+        elif var in iterations_of:
             other, largest = other + saved, max(largest, saved)
-    return SavedActivations(stacked, other, largest, of_block, max(loops, key=lambda rounds: loops[rounds], default=0))
+    return SavedActivations(stacked, other, largest, of_block, max(loops, key=lambda each: loops[each], default=0))
 
 
 def _barrier(jaxpr: Jaxpr, inputs: Iterable[Any]) -> tuple[JaxprEqn | None, dict[Any, int], bool]:
@@ -87,14 +87,14 @@ def _barrier(jaxpr: Jaxpr, inputs: Iterable[Any]) -> tuple[JaxprEqn | None, dict
 
     And whether that is the program of one device.
     """
-    rounds_of = _computed(jaxpr, inputs)
+    iterations_of = _computed(jaxpr, inputs)
     for eqn in jaxpr.eqns:
         if is_backward_barrier(eqn):
-            return eqn, rounds_of, False
+            return eqn, iterations_of, False
         if primitive_of(eqn) in (JIT, SHARD_MAP):
             inner = call_jaxpr(eqn).jaxpr
             found, within, in_parts = _barrier(inner, [own for own, atom in zip(inner.invars, eqn.invars, strict=True)
-                                             if not is_literal(atom) and atom in rounds_of])
+                                             if not is_literal(atom) and atom in iterations_of])
             if found is not None:
                 return found, within, in_parts or primitive_of(eqn) == SHARD_MAP
     return None, {}, False
@@ -102,24 +102,24 @@ def _barrier(jaxpr: Jaxpr, inputs: Iterable[Any]) -> tuple[JaxprEqn | None, dict
 
 def _computed(jaxpr: Jaxpr, inputs: Iterable[Any]) -> dict[Any, int]:
     """Variables that `jaxpr` computes from `inputs` -> iterations of the loop that stacks them, or 0."""
-    rounds_of = dict.fromkeys(inputs, 0)
+    iterations_of = dict.fromkeys(inputs, 0)
     for eqn in jaxpr.eqns:
-        operands = [atom for atom in variables(eqn.invars) if atom in rounds_of]
+        operands = [atom for atom in variables(eqn.invars) if atom in iterations_of]
         inner: Any = next(iter(inner_jaxprs(eqn)), None)
         if not operands:
             continue
         if primitive_of(eqn) == SCAN:
-            rounds_of |= {out: num_rounds(eqn) if shape_of(out).ndim > shape_of(own).ndim else 0
+            iterations_of |= {out: num_iterations(eqn) if shape_of(out).ndim > shape_of(own).ndim else 0
                           for out, own in zip(eqn.outvars, inner.outvars, strict=True)}
         elif inner is not None and len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars):
             within = _computed(inner, [own for own, atom in zip(inner.invars, eqn.invars, strict=True)
-                                       if not is_literal(atom) and atom in rounds_of])
-            rounds_of |= {out: within[own] for out, own in zip(eqn.outvars, inner.outvars, strict=True)
+                                       if not is_literal(atom) and atom in iterations_of])
+            iterations_of |= {out: within[own] for out, own in zip(eqn.outvars, inner.outvars, strict=True)
                           if not is_literal(own) and own in within}
         else:
             same = primitive_of(eqn) in _SAME
-            rounds_of |= {out: rounds_of[operands[0]] if same else 0 for out in eqn.outvars}
-    return rounds_of
+            iterations_of |= {out: iterations_of[operands[0]] if same else 0 for out in eqn.outvars}
+    return iterations_of
 
 
 def weight_bytes(layout: Layout) -> tuple[float, float]:

@@ -20,7 +20,7 @@ import optax
 
 import zero_jax
 from models import gpt2, resnet
-from zero_jax.sharding.make_layout import LayoutPolicy, make_layout
+from zero_jax.layout.make_layout import LayoutPolicy, make_layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.stages import stage_of
 from zero_jax.xla import devices as xla_devices

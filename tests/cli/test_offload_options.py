@@ -22,7 +22,7 @@ from zero_jax.cli.step_from_config import devices_of, step_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.train import train
 from zero_jax.errors import UsageError
-from zero_jax.sharding.memory.offload import Offload
+from zero_jax.offload.offload import Offload
 from zero_jax.step.disk.step import DiskTrainStep
 
 

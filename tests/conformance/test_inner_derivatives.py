@@ -12,7 +12,7 @@ from support.oracle import slow
 import zero_jax
 from zero_jax.frontends import trace_access
 from zero_jax.frontends.param_flow import mark_read
-from zero_jax.sharding import gather
+from zero_jax.gather import gather
 
 WIDTH = 67
 

@@ -19,7 +19,7 @@ from support.targets import simulated
 
 import zero_jax
 from zero_jax.contract.verify import ContractError
-from zero_jax.sharding import reduce_scatter
+from zero_jax.gather import reduce_scatter
 
 SGD = optax.sgd(0.3, momentum=0.9)
 PLATFORMS = ("v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:1x2x2", "h100:8")

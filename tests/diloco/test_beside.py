@@ -1,4 +1,4 @@
-"""Fragments of DiLoCo that are sent in parts, one in each round of a step's loops over layers, beside its products."""
+"""Fragments of DiLoCo sent in parts, one in each iteration of a step's loops over layers, beside its products."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def between_slices(program):
 
 
 def test_the_contract_asks_for_parts_in_loops():
-    """Two fragments, each in eight parts: in four rounds of forward and four of backward. Control: in one part."""
+    """Two fragments, each in eight parts: in four iterations of forward and four of backward. Control: in one part."""
     given, diloco = batches(1)[0], make(flavour="wide", **STREAMING)
     assert [diloco.num_parts(fragment, given) for fragment in (0, 1, None)] == [8, 8, 1]
     assert "in 8 parts beside the loops of the next step, " in diloco.describe()

@@ -135,7 +135,7 @@ def wrong_options(command: str) -> list[str]:
 
 
 def test_the_table_of_layers_is_that_of_the_imports():
-    rows = re.findall(r"^\| (-?\d) \| (.*?) \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (-?\d+) \| (.*?) \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
     layers = {name: int(layer) for layer, names in rows for name in re.findall(r"`(\w+)`", names)}
     assigned = next(node for node in ast.parse((ROOT / "tests" / "test_imports.py").read_text()).body
                     if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LAYERS")

@@ -14,11 +14,11 @@ from support.transfers import CHIP
 
 import zero_jax
 from zero_jax.disk.record_file import AlignedFile
+from zero_jax.offload.disk_leaves import DiskTraffic
 from zero_jax.planning import disk_rate, placement
 from zero_jax.planning.disk_rate import DiskRate, agreed_disk, measured_disk, used_disk_rate
 from zero_jax.planning.placement import choose_for
 from zero_jax.planning.transfers import ENGINE_BANDWIDTH, disk_transfers, predicted_disk_rate
-from zero_jax.sharding.memory.disk_leaves import DiskTraffic
 from zero_jax.xla.chip import built_in
 from zero_jax.xla.targets import target_of
 

@@ -6,6 +6,7 @@ import math
 import pytest
 from support.transfers import CHIP, TIMING, compiled
 
+from zero_jax.offload.disk_leaves import DiskTraffic
 from zero_jax.planning.transfers import (
     COPY_SECONDS,
     ENGINE_BANDWIDTH,
@@ -14,7 +15,6 @@ from zero_jax.planning.transfers import (
     transfers_of,
     with_transfers,
 )
-from zero_jax.sharding.memory.disk_leaves import DiskTraffic
 from zero_jax.xla.chip import built_in, chip_files
 from zero_jax.xla.targets import target_of
 

@@ -42,11 +42,11 @@ def compiled(name):
     return step_of(SAVED[name][0], mesh_of("h100:8")).compile(batch_of())
 
 
-def stacked(text, rounds):
-    """Bytes of the streams that loops of so many rounds carry, where most of them are alive."""
+def stacked(text, iterations):
+    """Bytes of the streams that loops of so many iterations carry, where most of them are alive."""
     saved = buffers.Buffers(text)
     _, alive = saved.at_peak(each for each in saved.temporaries
-                             if each.values[0].array.dims[:3] == (rounds, SEQUENCES, LENGTH))
+                             if each.values[0].array.dims[:3] == (iterations, SEQUENCES, LENGTH))
     return sum(each.bytes for each in alive)
 
 
@@ -58,7 +58,7 @@ def test_saved_activations_are_those_of_the_policy(name, flavour):
     remat, streams = SAVED[name]
     saved = saved_activations(step_of(remat, model=FLAVOURS[flavour]), batch_of())
     assert saved.stacked == streams * STREAM
-    assert saved.rounds == (LAYERS // remat.group(LAYERS) if isinstance(remat, zero_jax.Remat) else LAYERS)
+    assert saved.iterations == (LAYERS // remat.group(LAYERS) if isinstance(remat, zero_jax.Remat) else LAYERS)
     assert saved.largest == SEQUENCES * LENGTH * CONFIG.vocab_size * 4 < saved.other  # logits
     assert saved.total == saved.stacked + saved.other
 
@@ -80,7 +80,7 @@ def test_without_checkpoints_groups_of_blocks_save_everything(monkeypatch):
 @pytest.mark.parametrize("name", ["every 2", "full", "dots"])
 def test_the_compiled_loop_carries_that_once(name):
     saved = saved_activations(step_of(SAVED[name][0]), batch_of())
-    assert stacked(compiled(name).as_text(), saved.rounds) == saved.stacked
+    assert stacked(compiled(name).as_text(), saved.iterations) == saved.stacked
 
 
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from support.seams import PARSER, PROVENANCE, mend
 
 import zero_jax
+from zero_jax.gather import gather
 from zero_jax.planning.plan import refused_bytes
-from zero_jax.sharding import gather
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.stored_shape import identity_shape
 from zero_jax.state import ZeroState

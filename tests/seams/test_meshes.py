@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 from support.seams import X, mend
 
 import zero_jax
+from zero_jax.gather import gather
 from zero_jax.jaxpr import equations, primitives
 from zero_jax.jaxpr.equations import primitive_of, trace
-from zero_jax.sharding import gather
+from zero_jax.layout.slices import on_one_slice
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.sharding.slices import on_one_slice
 
 
 def on_axes(axis_type):

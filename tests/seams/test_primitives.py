@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 from support.seams import JAXPR, W, X, eqns, mend, named
 
 import zero_jax
+from zero_jax.gather import gather
 from zero_jax.jaxpr import equations, primitives
 from zero_jax.jaxpr.equations import primitive_of, trace
-from zero_jax.sharding import gather, stored_optimizer
+from zero_jax.layout import stored_optimizer
 from zero_jax.transforms import gather_remat
 
 
@@ -78,8 +79,8 @@ def read(name, accessor):
 
 ACCESSORS = {  # primitive: what the seam reads of its sample, and what that is
     "scan": (primitives.SCAN, primitives.Scan.of, primitives.Scan(1, 1, 8, True, 1)),
-    "rounds": (primitives.SCAN, primitives.num_rounds, 8),
-    "grid": (primitives.PALLAS, primitives.num_rounds, 8),
+    "iterations": (primitives.SCAN, primitives.num_iterations, 8),
+    "grid": (primitives.PALLAS, primitives.num_iterations, 8),
     "body": (primitives.SCAN, lambda eqn: len(primitives.call_jaxpr(eqn).jaxpr.invars), 3),
     "branches": (primitives.COND, lambda eqn: len(primitives.branches(eqn)), 2),
     "jit": (primitives.JIT, primitives.jit_name, "sin"),

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 from support.seams import JAXPR, X, mend, named
 
 import zero_jax
+from zero_jax.gather import gather
 from zero_jax.jaxpr import equations, primitives
 from zero_jax.jaxpr.equations import trace
 from zero_jax.jaxpr.named_call import named_call, set_read, watched_identity
-from zero_jax.sharding import gather
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.stored_shape import identity_shape
 
@@ -28,7 +28,7 @@ def param_use():
 def test_markers_of_a_parameter_are_visible_after_tracing():
     use = param_use()
     calls = [eqn for eqn in equations.all_eqns(trace(jax.grad(lambda x: use.read(*use.gather(x)).sum()), X).jaxpr)]
-    with mend("sharding/gather.py"):
+    with mend("gather/gather.py"):
         names = [name for eqn in calls for name in primitives.checkpoint_names(eqn)]
         assert gather.REDUCED in names
         (scatter,) = [eqn for eqn in calls if primitives.jit_name(eqn) == gather.SCATTER]

@@ -44,7 +44,7 @@ def generate(params, prompt):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("stage, gathered", [slow(0, "once"), slow(3, "once"), (3, "in each round")])
+@pytest.mark.parametrize("stage, gathered", [slow(0, "once"), slow(3, "once"), (3, "in each iteration")])
 def test_decoding_with_a_cache(stage, gathered):
     def decode(model, batch):
         params = model.variables["params"]

@@ -17,7 +17,7 @@ from support.workloads import token_batches
 import zero_jax
 from models import gpt2, gpt2_nnx
 from zero_jax.contract import verify as contract
-from zero_jax.sharding import step_weights
+from zero_jax.layout import step_weights
 from zero_jax.tree import named_leaves
 
 UNEVEN = gpt2.Config(2, 36, 2, vocab_size=67, max_length=16)  # no dim of its matrices divides by 8
@@ -94,7 +94,7 @@ def test_a_gather_in_each_microbatch_breaks_the_promise():
 
 @pytest.mark.slow
 def test_gathers_are_missed():
-    """Negative controls: the same gathers in each of eight rounds, and none."""
+    """Negative controls: the same gathers in each of eight iterations, and none."""
     once = program("h100 stage 3, gathered once, reduced once")
     gathers = [dataclasses.replace(c, count=8 * c.count, in_loop=True) if c.kind == "all-gather" else c
                for c in once.collectives]

@@ -16,7 +16,7 @@ from support.workloads import classify, token_batches, vector_batches
 import zero_jax
 from models import gpt2, gpt2_nnx
 from zero_jax.frontends.trace_access import smallest_plain
-from zero_jax.sharding.gather import gather_sequence
+from zero_jax.gather.gather import gather_sequence
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.partition import choose_spec

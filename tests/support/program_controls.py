@@ -58,7 +58,7 @@ def unsent_by_one_device() -> Iterator[list[Any]]:
 def in_tiles_of_8(step: Any, batch: Any) -> Iterator[None]:
     """Parts of gradients that fill no tiles are sent in tiles of 8 x 128 values."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.sharding.reduce_scatter._tile_rows", lambda within_products: 8)
+        patch.setattr("zero_jax.gather.reduce_scatter._tile_rows", lambda within_products: 8)
         yield
 
 
@@ -66,8 +66,8 @@ def in_tiles_of_8(step: Any, batch: Any) -> Iterator[None]:
 def in_one_piece(step: Any, batch: Any) -> Iterator[None]:
     """Parts of gradients that fill no tiles are sent flat, at once, whatever their size, and with no barrier behind."""
     with flat(step, batch), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.sharding.reduce_scatter.MAX_FLAT_BYTES", 2**40)
-        patch.setattr("zero_jax.sharding.reduce_scatter.optimization_barrier", lambda value: value)
+        patch.setattr("zero_jax.gather.reduce_scatter.MAX_FLAT_BYTES", 2**40)
+        patch.setattr("zero_jax.gather.reduce_scatter.optimization_barrier", lambda value: value)
         yield
 
 
@@ -75,7 +75,7 @@ def in_one_piece(step: Any, batch: Any) -> Iterator[None]:
 def flat(step: Any, batch: Any) -> Iterator[None]:
     """Parts of gradients that fill no tiles are sent flat, also where they nearly do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.sharding.reduce_scatter.MAX_PADDING", -1)
+        patch.setattr("zero_jax.gather.reduce_scatter.MAX_PADDING", -1)
         yield
 
 

@@ -1,8 +1,9 @@
 """A pytest plugin: random numbers of a few operations, for slow rows that are marked `short_random`.
 
-XLA compiles a thirtieth of a CPU second for each draw of Threefry's 20 rounds, and more in large programs; of a step of
-a small model the two initialisations (the library's and the plain loop's) are more than half of what is compiled. Where
-it matters only that both draw the same numbers, a hash of 12 operations is as good. Default rows keep JAX's own.
+XLA compiles a thirtieth of a CPU second for each draw of Threefry's 20 iterations, and more in large programs; of a
+step of a small model the two initialisations (the library's and the plain loop's) are more than half of what is
+compiled. Where it matters only that both draw the same numbers, a hash of 12 operations is as good. Default rows keep
+JAX's own.
 """
 
 import jax

@@ -4,8 +4,8 @@ import dataclasses
 import types
 
 from zero_jax.contract.host import HostBudget, HostUse
+from zero_jax.layout.layout import Placement
 from zero_jax.planning.timing import Timing
-from zero_jax.sharding.layout import Placement
 from zero_jax.xla.chip import built_in
 from zero_jax.xla.host_reads import HostRead
 from zero_jax.xla.host_slices import HostSlice

@@ -17,7 +17,7 @@ import optax
 import zero_jax
 from support.oracle import by_name
 from support.plain_training import update_of
-from zero_jax.sharding.stored_update import init_stored, update_stored
+from zero_jax.layout.stored_optimizer import init_stored, update_stored
 from zero_jax.tree import named_leaves
 
 SHAPES = {"kernel": (16, 64), "bias": (64,), "out": (64, 8), "uneven": (5, 7)}

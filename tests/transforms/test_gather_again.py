@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zero_jax
+from zero_jax.gather.gather import ParamUse
 from zero_jax.jaxpr.equations import is_literal, trace
 from zero_jax.jaxpr.passes import with_jaxpr_passes
-from zero_jax.sharding.gather import ParamUse
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.stored_shape import identity_shape
 from zero_jax.transforms.gather_again import gather_again, is_backward_barrier, value_and_grad

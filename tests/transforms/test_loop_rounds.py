@@ -1,4 +1,4 @@
-"""Work that is put into the rounds of a step's loops: the step's results stay, and each part is worked on once."""
+"""Work that is put into the iterations of a step's loops: the step's results stay, and each part is worked on once."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zero_jax.jaxpr.equations import trace_flat
-from zero_jax.transforms.loop_rounds import rounds_with_products, run_in_rounds
+from zero_jax.transforms.loop_iterations import iterations_with_products, run_in_iterations
 
 WEIGHTS = jax.random.normal(jax.random.key(0), (4, 8, 8)) / 3
 X = jax.random.normal(jax.random.key(1), (6, 2, 8))
@@ -38,24 +38,24 @@ STEPS = {
     "microbatches": (microbatches, 24),
     "a loop within a layer": (attention, 4),
     "no products": (lambda weights, x: jax.lax.scan(lambda x, w: (x + w.sum(), None), x, weights)[0], 0),
-    "one round": (lambda weights, x: layers(weights[:1], x[0]), 0),
+    "one iteration": (lambda weights, x: layers(weights[:1], x[0]), 0),
     "no loop": (lambda weights, x: x @ weights[0], 0),
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_results_stay_and_each_part_is_worked_on_in_a_round(name):
-    """Control: the rounds follow from the program; where they are none, nothing is to be put there."""
-    step, rounds = STEPS[name]
+def test_results_stay_and_each_part_is_worked_on_in_a_iteration(name):
+    """Control: the iterations follow from the program; where they are none, nothing is to be put there."""
+    step, iterations = STEPS[name]
     leaves, treedef = jax.tree.flatten((WEIGHTS, X))
     closed, out_treedef = trace_flat(step, leaves, treedef)
-    assert rounds_with_products(closed.jaxpr) == rounds
-    if not rounds:
+    assert iterations_with_products(closed.jaxpr) == iterations
+    if not iterations:
         return
-    parts = jnp.arange(3.0 * rounds).reshape(rounds, 3)
+    parts = jnp.arange(3.0 * iterations).reshape(iterations, 3)
 
     def run(leaves, parts):
-        outs, worked = run_in_rounds(closed, leaves, parts, lambda part: 2 * part[:2] + 1)
+        outs, worked = run_in_iterations(closed, leaves, parts, lambda part: 2 * part[:2] + 1)
         return jax.tree.unflatten(out_treedef, outs), worked
 
     outs, worked = jax.jit(run)(leaves, parts)
@@ -63,4 +63,4 @@ def test_results_stay_and_each_part_is_worked_on_in_a_round(name):
     for got, expected in zip(jax.tree.leaves(outs), jax.tree.leaves(jax.jit(step)(*leaves)), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     edited, _ = trace_flat(run, *jax.tree.flatten((leaves, parts)))
-    assert rounds_with_products(edited.jaxpr) == rounds
+    assert iterations_with_products(edited.jaxpr) == iterations

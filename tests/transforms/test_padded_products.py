@@ -11,11 +11,11 @@ from support.oracle import ADAMW, by_name, loss_difference, oracle, param_differ
 from support.targets import mesh_of
 
 import zero_jax
+from zero_jax.gather.gather import use_of_read
 from zero_jax.jaxpr.primitives import own_use
-from zero_jax.sharding.gather import use_of_read
 from zero_jax.step import gradients
-from zero_jax.transforms import padded_products
-from zero_jax.transforms.padded_products import multiply_padded
+from zero_jax.transforms import tiled_products as padded_products
+from zero_jax.transforms.tiled_products import multiply_padded
 
 WIDE = 1023  # 1,024 over 8 devices: of less padding than merged dims are worth
 

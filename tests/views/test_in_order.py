@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zero_jax
-from zero_jax.views.in_order import one_by_one
+from zero_jax.views.in_parts import one_by_one
 
 
 def apart(early, looped, late):

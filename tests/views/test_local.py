@@ -498,7 +498,7 @@ def test_auto_is_local_where_it_is_built(target, options, local):
 
 
 def test_one_device_tells_what_a_program_prints():
-    """The sum over all examples, once, and in each round of a loop."""
+    """The sum over all examples, once, and in each iteration of a loop."""
     told = []
 
     def tell(*values):
@@ -511,10 +511,10 @@ def test_one_device_tells_what_a_program_prints():
     x, w = arrays()
     in_parts(telling, MeshAxes.of(zero_jax.make_mesh(data=(2, 4))), x, w)
     jax.effects_barrier()
-    rounds = [(values[0], values[1]) for values in told if values[1].ndim == 2]
+    iterations = [(values[0], values[1]) for values in told if values[1].ndim == 2]
     (sums,) = (values for values in told if values[1].ndim == 1)
     chex.assert_trees_all_close(sums, (x.sum(), x[:, 0]), rtol=1e-5)
-    assert sorted(int(i) for i, _ in rounds) == [0, 1] and all((found == x * 2**i).all() for i, found in rounds)
+    assert sorted(int(i) for i, _ in iterations) == [0, 1] and all((found == x * 2**i).all() for i, found in iterations)
 
 
 @pytest.mark.parametrize("call_back", [jax.experimental.io_callback, jax.pure_callback])

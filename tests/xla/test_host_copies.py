@@ -13,7 +13,7 @@ from support.workloads import token_batches
 
 import zero_jax
 from models import gpt2
-from zero_jax.optim import host_update
+from zero_jax.offload import host_update
 from zero_jax.step import programs
 from zero_jax.xla import devices
 from zero_jax.xla.host_copies import ANNOTATOR, WrongRows, copy_options

@@ -86,8 +86,8 @@ ENTRY %main (x: bf16[6,2,8], y: bf16[1,2,8], n: s32[]) -> (s32[], bf16[6,2,8], b
 def sliced(index, walk, *, nested=False):
     """The slice of a program whose loop reads row `index` by `walk`, written as jaxlib 0.12 does where nested.
 
-    index: "i", "back", "ahead" (the row that the round before has computed), "floor" (i // 2), "blocks" (2 (i // 2) +
-    i % 2, as the update of states counts), "bits" (the same by shifts) or "data", which data decides.
+    index: "i", "back", "ahead" (the row that the iteration before has computed), "floor" (i // 2), "blocks" (2 (i // 2)
+    + i % 2, as the update of states counts), "bits" (the same by shifts) or "data", which data decides.
     """
     text = ""
     if walk is not None:

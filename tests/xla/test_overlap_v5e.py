@@ -12,7 +12,7 @@ from support.programs import asynchronous, beside_products, program
 from support.targets import mesh_of
 
 import zero_jax
-from zero_jax.sharding import reduce_scatter
+from zero_jax.gather import reduce_scatter
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.xla.devices import compiled_for
 from zero_jax.xla.events import collectives

@@ -27,8 +27,8 @@ from zero_jax.checkpoint.outer_params import OUTER, read_outer, slices_in
 from zero_jax.checkpoint.retention import LOG, Folder
 from zero_jax.distributed.agreement import all_or_none
 from zero_jax.errors import UsageError
+from zero_jax.offload.disk_leaves import in_arrays
 from zero_jax.sharding.auto_axes import in_any_context
-from zero_jax.sharding.memory.disk_leaves import in_arrays
 from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import check_state, check_step
 from zero_jax.step.step import ZeroTrainStep

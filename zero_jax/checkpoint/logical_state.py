@@ -15,10 +15,10 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 
 from zero_jax.checkpoint.manifest import Leaf
+from zero_jax.layout.compute_params import gather_compute_params
+from zero_jax.layout.layout import Layout
 from zero_jax.sharding.checksum import digest_texts, digests, dtype_name
-from zero_jax.sharding.compute_params import gather_compute_params
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory.host_arrays import HOST, copied_on_host, fetch, on_device, on_host, put_on_host
+from zero_jax.sharding.host_arrays import HOST, copied_on_host, fetch, on_device, on_host, put_on_host
 from zero_jax.sharding.partition import OWNED
 from zero_jax.state import ZeroState
 from zero_jax.tree import key_impl, map_named, named_leaves

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from zero_jax.checkpoint.integrity import read_arrays, verify
 from zero_jax.checkpoint.logical_state import logical_state_of
 from zero_jax.checkpoint.manifest import PARAMS, Manifest, check_fit
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.slices import mean_of_slices, stacked, stacked_shape
+from zero_jax.layout.layout import Layout
+from zero_jax.layout.slices import mean_of_slices, stacked, stacked_shape
 
 OUTER = "opt_state/outer/params/"
 """Before the name of a parameter."""

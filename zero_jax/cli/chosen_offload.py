@@ -12,10 +12,10 @@ from zero_jax.cli.train_config import TrainConfig
 from zero_jax.disk.generations import records_in
 from zero_jax.distributed.agreement import all_or_none, on_any
 from zero_jax.errors import UsageError
+from zero_jax.offload.offload import Offload
 from zero_jax.planning.memory import Transformer
 from zero_jax.planning.offload_choice import DISK, OffloadArgument, OffloadChoice
 from zero_jax.planning.placement import choose_for
-from zero_jax.sharding.memory.offload import Offload
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.xla.targets import Target
 

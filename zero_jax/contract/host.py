@@ -1,7 +1,7 @@
 """Whether what is offloaded is in host memory, once, and updated in place there.
 
-A compiler may copy a stack of layers within host memory in every round of a loop, or keep a second one, and compute the
-right numbers: only the program shows it.
+A compiler may copy a stack of layers within host memory in every iteration of a loop, or keep a second one, and compute
+the right numbers: only the program shows it.
 """
 
 import collections
@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from zero_jax.optim.host_update import STREAM_SCOPE
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory.tpu_tiles import padded
+from zero_jax.layout.layout import Layout
+from zero_jax.offload.host_update import STREAM_SCOPE
+from zero_jax.offload.tpu_tiles import padded
 from zero_jax.transforms.host_gradients import GRADIENT_SCOPE
 from zero_jax.tree import leaf_bytes, named_leaves
 from zero_jax.xla.host_reads import HostRead, HostWrite, host_reads, host_writes
@@ -26,8 +26,8 @@ READ_TOLERANCE = 0.05
 """Share by which what is read of parameters may exceed the promise."""
 
 MIN_AHEAD = 0.25
-"""Share of what loops read of parameters that comes up a round ahead, at least, and of checkpoints likewise: none does
-without XLA's pipelining, mostly all with it."""
+"""Share of what loops read of parameters that comes up an iteration ahead, at least, and of checkpoints likewise: none
+does without XLA's pipelining, mostly all with it."""
 
 TILES = (" A parameter that the model reads whole comes up in parts, and is not copied, with tiling={its name: number "
          "of tiles}.")
@@ -42,8 +42,8 @@ class HostBudget:
     padding, gradient_padding: bytes by which a TPU's tiles may exceed those of the state, and of `gradients`.
     param_bytes: of the parameters that the model reads from there; num_gathers: in how many microbatches. has_copy:
         whether the update does not read these, since it has master weights of its own. ahead: whether each layer is to
-        come up a round before its use, and each checkpoint: on GPUs; XLA:TPU decides by itself. gradients: bytes of
-        each stack of gradients that backward writes there, once in each of so many microbatches, whose sum it is.
+        come up an iteration before its use, and each checkpoint: on GPUs; XLA:TPU decides by itself. gradients: bytes
+        of each stack of gradients that backward writes there, once in each of so many microbatches, whose sum it is.
     """
 
     state_bytes: int
@@ -97,7 +97,8 @@ class HostUse:
     def stack_reads(self) -> list[HostRead]:
         """Those of what loops keep in stacks, which are no input of the step: checkpoints, or sums of gradients.
 
-        XLA:TPU takes the first round out of a loop, where the scope tells the reads of sums from those of the update.
+        XLA:TPU takes the first iteration out of a loop, where the scope tells the reads of sums from those of the
+        update.
         """
         return [read for read in self.reads if read.is_slice and not read.source and (
             GRADIENT_SCOPE in read.op_name or read.in_loop and STREAM_SCOPE not in read.op_name)]
@@ -152,14 +153,14 @@ def host_violations(budget: HostBudget | None, use: HostUse | None) -> Iterator[
     elif budget.gradients:
         yield from _gradient_violations(budget, use)
     if in_loops := [copy for copy in use.copies if copy[2]]:
-        yield (f"{len(in_loops)} copies within host memory are in loops, of {max(in_loops)[0]:,} bytes in each round "
-               f"({max(in_loops)[1]}): whole stacks are copied where a block should be written.")
+        yield (f"{len(in_loops)} copies within host memory are in loops, of {max(in_loops)[0]:,} bytes in each "
+               f"iteration ({max(in_loops)[1]}): whole stacks are copied where a block should be written.")
     if budget.param_bytes:
         yield from _param_violations(budget, use)
     total, ahead = bytes_of(use.stack_reads), bytes_ahead(use.stack_reads)
     if budget.activations and budget.ahead and ahead < MIN_AHEAD * total:
-        yield (f"Of {total:,} bytes of checkpoints that backward reads from host memory, {ahead:,} come up a round "
-               "ahead: the others are waited for in the round that uses them.")
+        yield (f"Of {total:,} bytes of checkpoints that backward reads from host memory, {ahead:,} come up an "
+               "iteration ahead: the others are waited for in the iteration that uses them.")
 
 
 def _gradient_violations(budget: HostBudget, use: HostUse) -> Iterator[str]:
@@ -192,8 +193,8 @@ def _param_violations(budget: HostBudget, use: HostUse) -> Iterator[str]:
     in_loops, ahead = bytes_of(layers), bytes_ahead(layers)
     in_update = 0 if budget.has_copy else budget.param_bytes
     if budget.ahead and ahead < MIN_AHEAD * (in_loops - in_update):
-        yield (f"Of {in_loops:,} bytes of parameters that loops read from host memory, {ahead:,} come up a round "
-               "ahead: the others are waited for in the round that uses them.")
+        yield (f"Of {in_loops:,} bytes of parameters that loops read from host memory, {ahead:,} come up an "
+               "iteration ahead: the others are waited for in the iteration that uses them.")
 
 
 def bytes_of(reads: Iterable[HostRead | HostWrite]) -> int:
@@ -202,7 +203,7 @@ def bytes_of(reads: Iterable[HostRead | HostWrite]) -> int:
 
 
 def bytes_ahead(reads: Iterable[HostRead]) -> int:
-    """What those of them copy that come up a round ahead."""
+    """What those of them copy that come up an iteration ahead."""
     return bytes_of(read for read in reads if read.is_ahead)
 
 

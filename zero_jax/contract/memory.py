@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from zero_jax.contract.codes import largest_tile
 from zero_jax.contract.purpose import purpose_of, total_elements
 from zero_jax.contract.report import Contract, TrafficResult
-from zero_jax.sharding.gather import GATHER_SCOPE
+from zero_jax.gather.gather import GATHER_SCOPE
 from zero_jax.xla.aliasing import is_sent, update_of
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.liveness import Buffer, Buffers

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from zero_jax.contract.purpose import total_bytes, total_elements
 from zero_jax.contract.report import CODES, Contract, ParamTraffic, TrafficResult
 from zero_jax.contract.violations import SMALL_LEAF, explain, reduced_bytes
-from zero_jax.sharding.gather import SCATTER
+from zero_jax.gather.gather import SCATTER
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.shapes import shape_bytes
 
@@ -102,15 +102,15 @@ def _narrow_reductions(reduce: TrafficResult, contract: Contract) -> Iterator[st
 
 
 def _repeated_in_loops(result: TrafficResult, passes: int, verb: str, contract: Contract) -> Iterator[str]:
-    """Parameters that no loop slices, and that are gathered, or their gradients reduced, in the rounds of a loop.
+    """Parameters that no loop slices, and that are gathered, or their gradients reduced, in the iterations of a loop.
 
     passes: how often a step may send a parameter. Where several are reduced as one, all must be such.
     """
     by_name = {each.name: each for each in contract.params}
     for c in result.collectives:
         # XLA:TPU reduces leaves whose parts fill no tile where they are made, as far as the budget of bytes goes.
-        rounds = 1 if contract.platform == "tpu" else c.count
-        if not c.in_loop or c.kind == "collective-permute" or c.payload_bytes * rounds <= small_bytes(contract):
+        iterations = 1 if contract.platform == "tpu" else c.count
+        if not c.in_loop or c.kind == "collective-permute" or c.payload_bytes * iterations <= small_bytes(contract):
             continue
         served = [by_name[name] for name in c.serves if name in by_name]
         repeated = [each for each in served if (

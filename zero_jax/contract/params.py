@@ -13,13 +13,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.contract.report import ParamTraffic
-from zero_jax.sharding.gather import ParamUse, compute_spec, names_of
-from zero_jax.sharding.layout import Layout
+from zero_jax.gather.gather import ParamUse, compute_spec, names_of
+from zero_jax.gather.quantized.gather import GatherCodes
+from zero_jax.gather.quantized.reduce import sent_bytes
+from zero_jax.layout.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.partition import parts_of
-from zero_jax.sharding.quantized.gather import GatherCodes
-from zero_jax.sharding.quantized.reduce import sent_bytes
 from zero_jax.sharding.stored_shape import StoredShape
 from zero_jax.tree import named_leaves
 from zero_jax.typing import Shape

@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from zero_jax.contract.report import CODES, Contract
+from zero_jax.gather.gather import GATHER_SCOPE, SCATTER
+from zero_jax.layout.slices import OUTER_SCOPE
 from zero_jax.optim.whole_matrices import MATRICES_SCOPE
-from zero_jax.sharding.gather import GATHER_SCOPE, SCATTER
-from zero_jax.sharding.slices import OUTER_SCOPE
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.shapes import shape_bytes
 

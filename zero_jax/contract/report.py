@@ -124,7 +124,7 @@ class Contract:
         context: the mesh axis over which the sequence is split.
         host: what may be in the host's memory; None where nothing is offloaded.
         slices: the mesh axis across which slices train by themselves; empty: there is none.
-        slices_in_loops: whether what is sent between slices must be sent in the rounds of the step's loops.
+        slices_in_loops: whether what is sent between slices must be sent in the iterations of the step's loops.
         partitioned: whether XLA's partitioner writes what is sent (`view="global"`): more than promised, or in another
             way, is then told, and breaks nothing.
     """
@@ -202,7 +202,7 @@ class Report:
             if contract.host.param_bytes:
                 reads = self.host.param_reads(contract.host)
                 lines.append(f"  parameters read from there: {bytes_of(reads):,} of {contract.host.read_bytes:,} "
-                             f"bytes, {bytes_ahead(reads):,} of them in loops, a round ahead of their use")
+                             f"bytes, {bytes_ahead(reads):,} of them in loops, an iteration ahead of their use")
             if contract.host.gradients:
                 lines.append(f"  gradients that backward writes there: {bytes_of(self.host.writes):,} bytes, and reads "
                              f"as sums over microbatches: {bytes_of(self.host.stack_reads):,}; the update reads "
@@ -210,7 +210,7 @@ class Report:
             if contract.host.activations:
                 reads = self.host.stack_reads
                 lines.append(f"  checkpoints that loops read from there: {bytes_of(reads):,} bytes, "
-                             f"{bytes_ahead(reads):,} of them a round ahead of their use")
+                             f"{bytes_ahead(reads):,} of them an iteration ahead of their use")
         for result in self.results:
             budget = result.budget
             kinds = ", ".join(sorted({c.kind for c in result.collectives})) or "none"

@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterator
 
 from zero_jax.contract.report import Contract, StateBudget
-from zero_jax.sharding.gather import compute_spec
-from zero_jax.sharding.layout import Layout
+from zero_jax.gather.gather import compute_spec
+from zero_jax.layout.layout import Layout, Placement
 from zero_jax.sharding.partition import SMALL_LEAF, parts_of
-from zero_jax.sharding.placement import Placement
 
 TOLERANCE = 0.01
 """Share by which the state may exceed what it takes where every leaf divides."""

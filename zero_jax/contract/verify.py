@@ -29,10 +29,10 @@ from zero_jax.contract.violations import (
     slices_notes,
     violations,
 )
+from zero_jax.layout.layout import Layout
+from zero_jax.layout.step_weights import microbatch_layout, step_weights_bytes
 from zero_jax.optim.whole_matrices import moved
 from zero_jax.sharding.batch import Accumulation
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.step_weights import microbatch_layout, step_weights_bytes
 from zero_jax.xla.hlo import Collective, collectives
 from zero_jax.xla.host_slices import HostSlice
 

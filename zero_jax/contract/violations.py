@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from zero_jax.contract.purpose import purpose_of, total_bytes
 from zero_jax.contract.report import CODES, Contract, TrafficBudget, TrafficResult
+from zero_jax.layout.stored_optimizer import UPDATE_SCOPE
 from zero_jax.optim.whole_matrices import MATRICES_SCOPE
-from zero_jax.sharding.stored_update import UPDATE_SCOPE
 from zero_jax.typing import AxisNames
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.host_copies import ANNOTATOR
@@ -14,7 +14,7 @@ from zero_jax.xla.host_slices import HostSlice
 from zero_jax.xla.replica_groups import group_order, mesh_axes
 
 OUTSIDE = 0.5
-"""Share of what is to be sent between slices in the rounds of loops that may be outside: XLA peels rounds off."""
+"""Share of what is to be sent between slices in the iterations of loops that may be outside: XLA peels some off."""
 
 TOLERANCE = 0.04
 """Share of a budget by which a program may exceed it."""
@@ -198,5 +198,6 @@ def _advice(collective: Collective, contract: Contract) -> str:
                 "torus.")
     if collective.in_loop:
         return ("In a loop: over layers that is as it should be, but a parameter that is read in a loop over time or "
-                "microbatches is gathered, and its gradient summed, in each of its rounds. Read it before the loop.")
+                "microbatches is gathered, and its gradient summed, in each of its iterations. Read it before the "
+                "loop.")
     return "See whether the parameter is read more than once, or through something that no hook sees."

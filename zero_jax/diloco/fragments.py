@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
-from zero_jax.sharding.layout import Layout
+from zero_jax.layout.layout import Layout
 from zero_jax.tree import named_leaves
 
 
@@ -40,8 +40,8 @@ class Piece:
 
 
 MIN_PART = 1024
-"""Elements that a device sends of a fragment in each round of a loop, at least: the last part is filled up with fewer
-than 1 / MIN_PART of all, and less is sent sooner than a round's products begin."""
+"""Elements that a device sends of a fragment in each iteration of a loop, at least: the last part is filled up with
+fewer than 1 / MIN_PART of all, and less is sent sooner than an iteration's products begin."""
 
 Fragment = Mapping[str, Piece]
 """By the name of a parameter, the part of it that is averaged with this fragment."""
@@ -87,12 +87,12 @@ def _elements(fragment: Fragment) -> int:
     return sum(piece.elements for piece in fragment.values())
 
 
-def num_parts(rounds: int, fragment: Fragment) -> int:
-    """In how many parts a fragment is sent beside a step with so many rounds of loops over layers: one in each.
+def num_parts(iterations: int, fragment: Fragment) -> int:
+    """In how many parts a fragment is sent beside a step with so many iterations of loops over layers: one in each.
 
     1 where there are none, or where parts would have fewer elements than `MIN_PART`.
     """
-    return rounds if rounds and _elements(fragment) >= rounds * MIN_PART else 1
+    return iterations if iterations and _elements(fragment) >= iterations * MIN_PART else 1
 
 
 def due(number: int, *, every: int, fragments: int) -> int | None:

@@ -24,15 +24,15 @@ from zero_jax.diloco.outer import (
 )
 from zero_jax.diloco.state_layout import INNER, OUTER, diloco_layout, is_stacked, sharded_layout
 from zero_jax.errors import UsageError
+from zero_jax.gather.gather import names_of
 from zero_jax.jaxpr.equations import trace_flat
-from zero_jax.sharding.compute_params import gather_compute_params
-from zero_jax.sharding.gather import names_of
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.slices import OUTER_SCOPE, mean_of_slices
+from zero_jax.layout.compute_params import gather_compute_params
+from zero_jax.layout.layout import Layout
+from zero_jax.layout.slices import OUTER_SCOPE, mean_of_slices
 from zero_jax.state import ZeroState
 from zero_jax.step.accumulate import is_key
 from zero_jax.step.step import ZeroTrainStep
-from zero_jax.transforms.loop_rounds import rounds_with_products, run_in_rounds
+from zero_jax.transforms.loop_iterations import iterations_with_products, run_in_iterations
 from zero_jax.tree import map_named
 from zero_jax.typing import Batch, Metrics, Pytree
 from zero_jax.xla.overlap import blocks
@@ -52,16 +52,16 @@ class DiLoCoFunctions:
             raise UsageError(f"batch_specs: {crossing[0]!r} splits a leaf over the slices, {replica!r}, between which "
                              "nothing is sent: give None, or axes of a slice.")
         self.step, self.outer = step, outer
-        # Parts of fragments are sent in the rounds of loops that are not within a `shard_map`.
-        in_rounds = outer.overlap and step.options.view != "local" and not step.options.accumulation.once
-        self.inner = step.of_slices(view="global") if in_rounds else step.of_slices()
+        # Parts of fragments are sent in the iterations of loops that are not within a `shard_map`.
+        in_iterations = outer.overlap and step.options.view != "local" and not step.options.accumulation.once
+        self.inner = step.of_slices(view="global") if in_iterations else step.of_slices()
         self.axes = self.inner.axes
         self.num_slices = self.axes.size(self.axes.slices) if num_slices is None else num_slices
         self._layout: Layout | None = None
         self.fragments: tuple[Fragment, ...] = ()
         self._stores: Any = None
         self._batch: Batch = None
-        self._rounds: int | None = None
+        self._iterations: int | None = None
 
     def layout(self, batch: Batch = None) -> Layout:
         """How every leaf of the state is stored; `batch` may be left out once known."""
@@ -77,17 +77,17 @@ class DiLoCoFunctions:
         return self._layout
 
     def num_parts(self, fragment: int | None, batch: Batch = None) -> int:
-        """In how many parts the fragment of this number is sent: with `overlap` one in each round of loops over layers.
+        """In how many parts the fragment of this number is sent: with `overlap` one in each iteration over layers.
 
         1 without, where all-reduces block, and where the step has no such loops or a fragment next to nothing to send.
         """
         if fragment is None or not self.outer.overlap or blocks(self.axes.built_for, self.step.options.overlap):
             return 1
         layout = self.layout(batch)
-        if self._rounds is None:
+        if self._iterations is None:
             closed, _ = trace_flat(self._steps, *jax.tree.flatten((layout.state, self._batch)))
-            self._rounds = rounds_with_products(closed.jaxpr)
-        return num_parts(self._rounds, self.fragments[fragment])
+            self._iterations = iterations_with_products(closed.jaxpr)
+        return num_parts(self._iterations, self.fragments[fragment])
 
     def batch_of_one(self, batch: Batch) -> Batch:
         """A slice's part of `batch`, as `jax.ShapeDtypeStruct`s."""
@@ -143,7 +143,7 @@ class DiLoCoFunctions:
         closed, out_treedef = trace_flat(self._steps, leaves, treedef)
         outer, piece = state.opt_state[OUTER]["params"], self.fragments[fragment]
         parts = movement_parts(state.params, outer, piece, self.axes, self.outer.dtype, self._stores[0], number)
-        outs, summed = run_in_rounds(closed, leaves, parts, lambda part: sum_part(part, self.axes))
+        outs, summed = run_in_iterations(closed, leaves, parts, lambda part: sum_part(part, self.axes))
         return *jax.tree.unflatten(out_treedef, outs), mean_of_parts(summed, outer, piece, self.axes)
 
     def _movement(self, fragment: int, state: ZeroState) -> dict[str, jax.Array]:

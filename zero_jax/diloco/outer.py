@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.diloco.fragments import Fragment, real_dtype
 from zero_jax.diloco.options import OuterOptions
+from zero_jax.layout.slices import OUTER_SCOPE
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.sharding.slices import OUTER_SCOPE
 from zero_jax.tree import map_named, named_leaves
 from zero_jax.typing import Params, Pytree
 

@@ -8,10 +8,10 @@ import optax
 
 from zero_jax.diloco.outer import outer_dtype
 from zero_jax.errors import UsageError
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.make_layout import LayoutPolicy, make_layout
+from zero_jax.layout.layout import Layout
+from zero_jax.layout.make_layout import LayoutPolicy, make_layout
+from zero_jax.layout.slices import stacked_layout
 from zero_jax.sharding.partition import OWNED
-from zero_jax.sharding.slices import stacked_layout
 from zero_jax.stages import STAGES
 from zero_jax.tree import named_leaves
 

@@ -17,10 +17,10 @@ from zero_jax.diloco.functions import DiLoCoFunctions
 from zero_jax.diloco.options import OuterOptions
 from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import trace
+from zero_jax.layout.batch_layout import BatchLayout, hashable
+from zero_jax.layout.compute_params import gather_compute_params
+from zero_jax.layout.layout import Layout
 from zero_jax.sharding.auto_axes import in_any_context
-from zero_jax.sharding.batch_layout import BatchLayout, hashable
-from zero_jax.sharding.compute_params import gather_compute_params
-from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.stages import Stage
 from zero_jax.state import ZeroState
@@ -330,7 +330,7 @@ def make_diloco_step(
       fragments: in how many parts the parameters are averaged, each after a step of its own: the traffic is spread
         evenly over the steps. At most `every`, and as many as there are parameters; stacked ones are cut by layer.
       overlap: a fragment is sent while the slices compute the next step, and arrives at its end: in parts, one in each
-        round of loops over layers; in one where the model has none, or all-reduces block (`DiLoCoStep.num_parts`).
+        iteration of loops over layers; in one where the model has none, or all-reduces block (`DiLoCoStep.num_parts`).
       mix: with `overlap`, what remains of a slice's own parameters where the outer ones arrive; default 0.5.
       dtype: in which outer gradients are sent: "float32" or "bfloat16". Parameters and momentum stay in float32.
 
@@ -348,8 +348,8 @@ def changed_contract(contract: Contract, fragment: Fragment | None, layout: Layo
                      parts: int = 1) -> Contract:
     """The contract of the program that averages `fragment`, from that of a slice's step and the layout of one slice.
 
-    parts: in how many it is sent; several are sent in the rounds of loops. At stages 0 to 2 the slices gather the new
-    parameters that they store whole.
+    parts: in how many it is sent; several are sent in the iterations of loops. At stages 0 to 2 the slices gather the
+    new parameters that they store whole.
     """
     axes, min_bytes = layout.axes, min_itemsize(layout.axes.platform)
     gathered = sum(

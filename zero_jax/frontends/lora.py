@@ -22,10 +22,10 @@ from zero_jax.arguments import is_number, patterns, shown, whole
 from zero_jax.distributed.initialize import on_host
 from zero_jax.errors import UsageError
 from zero_jax.frontends.composition import Composed, Composition, refuse_derived
+from zero_jax.gather.quantized.stored_codes import FORMATS, StoredCodes
 from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.precision import Precision
 from zero_jax.sharding.param_access import ParamAccess
-from zero_jax.sharding.quantized.stored_codes import FORMATS, StoredCodes
 from zero_jax.sharding.shard_reader import UnreadLeaf
 from zero_jax.transforms.low_rank import LowRank, adapted, split_low_rank_products
 from zero_jax.tree import named_leaves

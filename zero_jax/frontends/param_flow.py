@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from zero_jax.gather.gather import Encoded
 from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, current_trace, inner_jaxprs, is_literal, primitive_of, shape_of
 from zero_jax.jaxpr.named_call import watched_identity
 from zero_jax.jaxpr.primitives import COND, NAME, SCAN, Scan, checkpoint_names, permutation
-from zero_jax.sharding.gather import Encoded
 
 _MARK = "zero_access "
 _WATCH = watched_identity("access_watch")

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.errors import UsageError, few, named
+from zero_jax.gather.quantized.policy import Communication
+from zero_jax.offload.offload import Offload
 from zero_jax.precision import LossScale, Precision
-from zero_jax.sharding.memory.offload import Offload
-from zero_jax.sharding.quantized.policy import Communication
 
 AUTO = "auto"
 """What transformers' Trainer fills in: such a value says nothing here."""

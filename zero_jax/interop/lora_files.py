@@ -30,8 +30,7 @@ from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.sharding.stored_shape import identity_shape
 from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import check_is_state, check_step
-from zero_jax.step.init import with_new_params
-from zero_jax.step.start import place
+from zero_jax.step.start import place, with_new_params
 from zero_jax.transforms.low_rank import LowRank
 from zero_jax.tree import map_named, named_leaves
 from zero_jax.typing import Params

@@ -21,8 +21,8 @@ from zero_jax.errors import UsageError
 from zero_jax.interop.model_config import check_config
 from zero_jax.interop.naming import OWN, Names, Parts
 from zero_jax.interop.safetensors_file import DTYPES, Piece, Tensor, check_target, find_tensors, write_tensors
+from zero_jax.layout.layout import Layout
 from zero_jax.sharding.auto_axes import in_any_context
-from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.shard_reader import UnreadLeaf
 from zero_jax.sharding.stored_shape import StoredShape, identity_shape
 from zero_jax.state import ZeroState

@@ -202,7 +202,7 @@ class Scan:
         return cls(len(eqn.invars) - scanned - carried, carried, params["length"], params["reverse"], params["unroll"])
 
 
-def num_rounds(eqn: JaxprEqn) -> int:
+def num_iterations(eqn: JaxprEqn) -> int:
     """How often `eqn` evaluates its inner jaxprs: the length of a scan, the grid of a Pallas kernel, else 1.
 
     A while loop's is unknown, and a dim of a grid that is computed counts once.

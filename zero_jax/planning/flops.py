@@ -27,7 +27,7 @@ from zero_jax.jaxpr.primitives import (
     conv_dims,
     dot_dims,
     is_causal_kernel,
-    num_rounds,
+    num_iterations,
     own_use,
 )
 from zero_jax.transforms.tiled_products import TILED_PRODUCT
@@ -68,7 +68,7 @@ def _flops(eqn: JaxprEqn, in_causal: bool = False) -> float:
     if primitive == CUSTOM_VJP:  # the forward rule is among its parameters, too
         return traced_flops(call_jaxpr(eqn), in_causal=in_causal)
     inside = [traced_flops(inner, in_causal=in_causal) for inner in inner_jaxprs(eqn)]
-    return max(inside, default=0.0) if primitive == COND else sum(inside) * num_rounds(eqn)
+    return max(inside, default=0.0) if primitive == COND else sum(inside) * num_iterations(eqn)
 
 
 def frozen_flops(jaxpr: Jaxpr, frozen: Sequence[bool | None]) -> float:
@@ -98,7 +98,7 @@ def _frozen(jaxpr: Jaxpr, frozen: Sequence[bool | None]) -> tuple[float, list[bo
         inside = [_frozen(each, operands[len(operands) - len(each.invars):]) for each in inner
                   if len(each.invars) in (len(operands), len(operands) - 1)]  # branches do not take the index
         if inside:
-            total += max(flops for flops, _ in inside) * num_rounds(eqn)
+            total += max(flops for flops, _ in inside) * num_iterations(eqn)
             outs = inside[0][1] if len(inside[0][1]) == len(outs) else outs
         known |= dict(zip(eqn.outvars, outs, strict=True))
     return total, [of(atom) for atom in jaxpr.outvars]

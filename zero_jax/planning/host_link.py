@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.planning.transfers import REACHED
-from zero_jax.sharding.memory.host_arrays import on_device, on_host
+from zero_jax.sharding.host_arrays import on_device, on_host
 from zero_jax.xla.targets import Target
 
 PARTS_BY = 0.25

@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 
+from zero_jax.layout.layout import Layout, Placement
 from zero_jax.planning import formulas
 from zero_jax.planning.formulas import ZERO_JAX, ZERO_JAX_FP32, ByteCounts
 from zero_jax.planning.temporaries import ACTIVATIONS, GATHERED, GRADIENTS, OTHER, LiveBuffer, LiveTemporaries
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.placement import Placement
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.tree import path_name
 

@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
+from zero_jax.offload.offload import Offload
 from zero_jax.planning.plan import Plan
-from zero_jax.sharding.memory.offload import Offload
 
 NONE, DISK = "no", "disk"
 """The names of the placements without offload, and with states in files."""

@@ -13,6 +13,8 @@ from zero_jax.arguments import shown, whole
 from zero_jax.disk.generations import available_bytes
 from zero_jax.distributed.agreement import broadcast_from_first, devices_on_host
 from zero_jax.errors import UsageError
+from zero_jax.offload.disk_leaves import disk_traffic
+from zero_jax.offload.offload import Offload, host_share
 from zero_jax.planning.disk_rate import agreed_disk, used_disk_rate
 from zero_jax.planning.host_link import measured_link, with_measured_link
 from zero_jax.planning.memory import Transformer
@@ -25,8 +27,6 @@ from zero_jax.planning.offload_choice import (
     lack_text,
 )
 from zero_jax.planning.plan import Plan, examine, local_devices
-from zero_jax.sharding.memory.disk_leaves import disk_traffic
-from zero_jax.sharding.memory.offload import Offload, host_share
 from zero_jax.sharding.mesh import default_mesh, make_mesh
 from zero_jax.step.make import make_zero_train_step
 from zero_jax.step.step import ZeroTrainStep

@@ -19,13 +19,13 @@ from jax.sharding import Mesh
 
 from zero_jax.contract.report import Report
 from zero_jax.errors import UsageError
+from zero_jax.layout.layout import Layout
+from zero_jax.offload.disk_leaves import disk_traffic
 from zero_jax.planning.flops import model_flops
 from zero_jax.planning.formulas import palm_flops
 from zero_jax.planning.memory import MemoryReport, Transformer, memory_report
 from zero_jax.planning.timing import OverlapEffect, Timing, predict
 from zero_jax.planning.transfers import Transfers, disk_transfers, transfers_of, with_transfers
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory.disk_leaves import disk_traffic
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.stages import STAGES
 from zero_jax.step.make import make_zero_train_step

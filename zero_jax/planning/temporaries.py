@@ -7,7 +7,7 @@ of parameters have a name scope; gradients are operands and results of reduction
 import dataclasses
 from collections.abc import Iterator
 
-from zero_jax.sharding.gather import GATHER_SCOPE
+from zero_jax.gather.gather import GATHER_SCOPE
 from zero_jax.transforms.gather_again import BACKWARD_SCOPE
 from zero_jax.xla.aliasing import is_sent, moved_from, update_of
 from zero_jax.xla.liveness import Buffer, Buffers, Value

@@ -1,13 +1,13 @@
 """Time that a step spends on moving state between host memory or files and the device, from its compiled program.
 
 The update moves all that is stored there with next to no compute beside it: its time is exposed whole. On TPUs the link
-carries both directions at once, held to the host's memory bandwidth, and what loops read a round ahead (of parameters,
-and the checkpoints that they write and read) is copied beside the forward and backward pass; the rest is waited for.
-On GPUs copy engines do so too, where the program has them (`xla.host_copies`: jax 0.11.2, without gradients in host
-memory), but that both directions of the update are counted one after the other: on an H100 a third of it was at a time.
-Else kernels read and write host memory, which ran one after another there, and beside nothing: steps took longer by the
-sum of both directions, to 5 % (docs/results.md, "On one GPU"). ZeRO-Infinity (arXiv 2104.07857, section 4) bounds all
-of this by arithmetic intensity over bandwidth; here the bytes are those of the program.
+carries both directions at once, held to the host's memory bandwidth, and what loops read an iteration ahead (of
+parameters, and the checkpoints that they write and read) is copied beside the forward and backward pass; the rest is
+waited for. On GPUs copy engines do so too, where the program has them (`xla.host_copies`: jax 0.11.2, without gradients
+in host memory), but that both directions of the update are counted one after the other: on an H100 a third of it was at
+a time. Else kernels read and write host memory, which ran one after another there, and beside nothing: steps took
+longer by the sum of both directions, to 5 % (docs/results.md, "On one GPU"). ZeRO-Infinity (arXiv 2104.07857, section
+4) bounds all of this by arithmetic intensity over bandwidth; here the bytes are those of the program.
 
 States in files are read and written between compiled programs: nothing else of the step runs meanwhile.
 """
@@ -16,9 +16,9 @@ import dataclasses
 import math
 
 from zero_jax.contract.host import HostBudget, HostUse, bytes_ahead, bytes_of
+from zero_jax.layout.host_leaves import update_bytes_of
+from zero_jax.offload.disk_leaves import DiskTraffic
 from zero_jax.planning.timing import Timing
-from zero_jax.sharding.memory.disk_leaves import DiskTraffic
-from zero_jax.sharding.memory.host_leaves import update_bytes_of
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.xla.chip import Chip
 from zero_jax.xla.targets import Target
@@ -46,7 +46,7 @@ class Transfers:
         gradients_up: sums over microbatches that backward reads to add to them, and is taken to wait for, too.
         checkpoints: activations that forward writes into host memory, and backward reads.
         params_up: parameters that forward and backward read.
-        params_ahead: those of them that loops read a round ahead.
+        params_ahead: those of them that loops read an iteration ahead.
         update_up, update_down: what the update reads and writes.
         seconds: in which the link is busy.
         exposed_seconds: of these, in which nothing else runs.
@@ -85,12 +85,12 @@ def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfer
         in_update = 0 if budget.has_copy else budget.param_bytes
         params_up = max(params_ahead, sum(read.bytes * read.runs for read in reads) - in_update)
     # Each is written once, and read once, the last one outside of the loops.
-    checkpoints, rounds = (max(bytes_of(use.writes), bytes_of(use.stack_reads)), sum(
+    checkpoints, iterations = (max(bytes_of(use.writes), bytes_of(use.stack_reads)), sum(
         read.runs for read in use.stack_reads)) if budget.activations else (0, 0)
     ahead = _seconds(chip, params_ahead + checkpoints, checkpoints,
-                     copies=2 * rounds + sum(read.runs for read in reads if read.is_ahead))
+                     copies=2 * iterations + sum(read.runs for read in reads if read.is_ahead))
     waited = _seconds(chip, params_up - params_ahead, 0, copies=sum(read.runs for read in reads if not read.is_ahead))
-    # A round adds to what it read, and writes it: one after the other.
+    # An iteration adds to what it read, and writes it: one after the other.
     sums = (_seconds(chip, 0, gradients_down, copies=sum(write.runs for write in use.writes if budget.gradients))
             + _seconds(chip, gradients_up, 0, copies=sum(read.runs for read in sum_reads)))
     # At least one copy of each leaf up, and one down.
@@ -103,7 +103,7 @@ def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfer
 
 
 def _share_beside_compute(compiled: CompiledStep, budget: HostBudget, use: HostUse, chip: Chip) -> float:
-    """Of what is copied beside forward and backward: on GPUs, with engines, what rounds of loops read ahead."""
+    """Of what is copied beside forward and backward: on GPUs, with engines, what iterations of loops read ahead."""
     if not chip.gpu:
         return 1.0
     if not any(each.walk for each in compiled.host_slices):

@@ -1,8 +1,7 @@
-"""How every array of a train step is stored, and how a stored parameter becomes a used one and its gradient comes back.
+"""Arrays over a mesh: the roles of its axes, and a spec, padding and memory for any shape. Knows no state of a step.
 
-Reading order: `mesh` and `mesh_axes` (axes and their roles), `stored_shape` (padding and merging), `partition` and
-`partition_state` (a spec for each leaf), `layout` (all of it as data), `make_layout`, `gather` (gather at use and its
-transpose), `compute_params` (the weights of stages 1 and 2), `stored_optimizer` and `stored_update` (an optimizer on
-padded arrays), `shard_reader` (a leaf that is read in shards), `reduce_scatter`, `batch`, `tensor_rules`. `quantized/`
-is quantised communication, `memory/` which memory a leaf is stored in.
+Reading order: `mesh` and `mesh_axes` (axes and their roles), `auto_axes` (meshes as users give them), `stored_shape`
+(padding and merging), `partition` (a spec for each leaf), `param_access` and `tiling` (how a model reads it),
+`tensor_rules`, `shard_reader` (a leaf that is read in shards), `host_arrays` (moves to and from the host's memory),
+`batch`.
 """

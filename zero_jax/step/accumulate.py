@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.jaxpr.primitives import empty_on_host
+from zero_jax.layout.batch_layout import BatchLayout
+from zero_jax.layout.layout import Layout
 from zero_jax.sharding.batch import Accumulation, add_weighted, sum_dtype
-from zero_jax.sharding.batch_layout import BatchLayout
-from zero_jax.sharding.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.step.gradients import ForwardInputs, ForwardOutput, GradientFunction, HostSums
 from zero_jax.step.metrics import combine

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import jax
 
+from zero_jax.layout.layout import Layout
 from zero_jax.sharding.auto_axes import in_any_context
-from zero_jax.sharding.layout import Layout
 from zero_jax.state import ZeroState
 from zero_jax.typing import Batch
 

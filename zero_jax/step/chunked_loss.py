@@ -2,7 +2,7 @@
 
 Logits are the largest activation of a language model, and their gradient is as large: in chunks neither exists whole
 (the paper's C_B, section 6.2). The gradient of the output layer is summed over chunks on each device and reduced once.
-The partitioner would reduce it in every round of the loop, so the loop is inside a `jax.shard_map`.
+The partitioner would reduce it in every iteration of the loop, so the loop is inside a `jax.shard_map`.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.arguments import whole
 from zero_jax.errors import UsageError
-from zero_jax.sharding.gather import names_of
+from zero_jax.gather.gather import names_of
 from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
 from zero_jax.step.losses import call_model
 from zero_jax.typing import AxisNames, Batch, Loss

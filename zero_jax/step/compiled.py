@@ -8,7 +8,7 @@ from zero_jax.contract.host import HostUse, host_use
 from zero_jax.contract.memory import gathered_at_once, gathered_limit
 from zero_jax.contract.report import Contract, Report
 from zero_jax.contract.verify import check, verify
-from zero_jax.sharding.layout import Layout
+from zero_jax.layout.layout import Layout
 from zero_jax.xla import events
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.events import Event

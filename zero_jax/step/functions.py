@@ -17,16 +17,16 @@ from zero_jax.errors import UsageError
 from zero_jax.frontends.input_cast import casting_inputs
 from zero_jax.frontends.model_functions import ModelFunctions, other_reads, reseeded
 from zero_jax.jaxpr.passes import with_jaxpr_passes
+from zero_jax.layout.batch_layout import BatchLayout
+from zero_jax.layout.compute_params import gather_compute_params
+from zero_jax.layout.layout import Layout
+from zero_jax.layout.step_weights import gather_step_weights, microbatch_layout
+from zero_jax.offload.offload import as_placed, params_as_placed
 from zero_jax.sharding.auto_axes import on_auto_axes, sharding_errors_explained
 from zero_jax.sharding.batch import abstract_batch
-from zero_jax.sharding.batch_layout import BatchLayout
-from zero_jax.sharding.compute_params import gather_compute_params
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory.host_arrays import fetch, is_on_host
-from zero_jax.sharding.memory.offload import as_placed, params_as_placed
+from zero_jax.sharding.host_arrays import fetch, is_on_host
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
-from zero_jax.sharding.step_weights import gather_step_weights, microbatch_layout
 from zero_jax.state import ZeroState
 from zero_jax.step.accumulate import Microbatches, accumulate_gradients
 from zero_jax.step.attention import initialising
@@ -38,11 +38,11 @@ from zero_jax.step.call_checks import (
 )
 from zero_jax.step.gradients import ForwardInputs, ForwardOutput, gradient_function
 from zero_jax.step.guard import GuardLogic
-from zero_jax.step.init import initial_state
 from zero_jax.step.losses import checked, takes_key, with_key
 from zero_jax.step.metrics import values
 from zero_jax.step.options import StepOptions
 from zero_jax.step.overlap import with_overlap
+from zero_jax.step.start import initial_state
 from zero_jax.step.trace_layout import trace_layout
 from zero_jax.step.trainable import split_trainable
 from zero_jax.step.update import apply_update, loss_scale, step_metrics, unscaled_gradients

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from zero_jax.errors import UsageError
 from zero_jax.frontends.model_functions import ModelFunctions
+from zero_jax.gather.gather import HostParam
 from zero_jax.jaxpr.equations import trace
 from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.jaxpr.random_keys import raw_keys
 from zero_jax.jaxpr.shared_calls import with_shared_calls
-from zero_jax.sharding.gather import HostParam
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory.host_arrays import carrier_of, is_on_host
+from zero_jax.layout.layout import Layout
+from zero_jax.sharding.host_arrays import carrier_of, is_on_host
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.step.losses import loss_and_metrics, with_key
 from zero_jax.step.options import StepOptions
@@ -26,13 +26,16 @@ from zero_jax.transforms.gather_remat import (
     isolate_inner_remat,
     remat_scan_bodies,
 )
-from zero_jax.transforms.gradient_layout import order_stacked_gradients
-from zero_jax.transforms.host_gradients import add_on_host, check_on_host, stack_on_host
+from zero_jax.transforms.host_gradients import (
+    add_on_host,
+    check_on_host,
+    order_stacked_gradients,
+    stack_on_host,
+    wait_for_reads,
+)
 from zero_jax.transforms.own_convolutions import convolve_on_own_slice
-from zero_jax.transforms.padded_products import multiply_padded
 from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints
-from zero_jax.transforms.tiled_products import tile_products
-from zero_jax.transforms.update_order import wait_for_reads
+from zero_jax.transforms.tiled_products import multiply_padded, tile_products
 from zero_jax.tree import map_named, merge, named_leaves, with_dtypes_of
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
 from zero_jax.views.loops import read_before_loops, stack_narrow

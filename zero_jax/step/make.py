@@ -13,15 +13,15 @@ from zero_jax.frontends.functional import Functional
 from zero_jax.frontends.given_values import own_values
 from zero_jax.frontends.lora import LoraModel
 from zero_jax.frontends.model_functions import to_model_functions
+from zero_jax.gather.quantized.policy import Communication, communication_of
+from zero_jax.layout.batch_layout import BatchRule
+from zero_jax.offload.offload import Offload, offload_of
 from zero_jax.optim.compatibility import takes_value, traced_once, with_safe_scatters
 from zero_jax.precision import Precision, precision_of
 from zero_jax.sharding.auto_axes import computing_on, sharding_errors_explained
 from zero_jax.sharding.batch import Accumulation
-from zero_jax.sharding.batch_layout import BatchRule
-from zero_jax.sharding.memory.offload import Offload, offload_of
 from zero_jax.sharding.mesh import default_mesh
 from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
-from zero_jax.sharding.quantized.policy import Communication, communication_of
 from zero_jax.sharding.tensor_rules import TensorRule, rules_of
 from zero_jax.sharding.tiling import Tiling, tiling_of
 from zero_jax.stages import stage_of
@@ -126,14 +126,15 @@ def make_zero_train_step(
         2306.10209).
       combine_bytes: the largest buffer into which XLA may combine collectives (C_B); None: as it does by itself.
       overlap: on TPU v5p and v6e the SparseCores gather and reduce while the TensorCores compute; on v5e gradients are
-        reduced within matrix products and elementwise work; on GPUs loops over layers gather for the next round, and
-        reduce what the one before made. By options of XLA that `step.layout(batch).describe()` names, at a cost in
+        reduced within matrix products and elementwise work; on GPUs loops over layers gather for the next iteration,
+        and reduce what the one before made. By options of XLA that `step.layout(batch).describe()` names, at a cost in
         memory and time to compile; at stages 1 and 2 weights are gathered in pieces. "auto": where there is more than
         one such device, and where XLA fails to compile the step with them it warns and does without; True: the same,
         but refused where nothing would change, and failing where XLA does; False: nowhere; a mapping, on TPUs and GPUs:
         these options of XLA besides, or in place of its own.
-      prefetch: on TPU v5p and v6e at stage 3, each round of a loop over layers gathers the parameters of the next one
-        while it computes, forward and backward, and gradients are reduced while the next round computes. It costs
+      prefetch: on TPU v5p and v6e at stage 3, each iteration of a loop over layers gathers the parameters of the next
+      one
+        while it computes, forward and backward, and gradients are reduced while the next iteration computes. It costs
         memory (some layers' weights) and time to compile. A model without a loop is refused.
       batch_specs: for leaves of the batch that are no examples (a graph's edges, a table, a key as uint32): pairs of a
         pattern (`re.search` in the leaf's name) and a `PartitionSpec` over axes of the mesh, or None for leaves that

@@ -7,13 +7,13 @@ from typing import Any, Literal, TypeAlias
 from zero_jax import combinations
 from zero_jax.arguments import is_number, is_one_of, shown
 from zero_jax.errors import UsageError
+from zero_jax.gather.quantized.policy import Communication
+from zero_jax.layout.batch_layout import BatchLayout, BatchRule
+from zero_jax.layout.make_layout import LayoutPolicy
+from zero_jax.offload.offload import Offload, check_host_memory
 from zero_jax.precision import Precision
 from zero_jax.sharding.batch import Accumulation
-from zero_jax.sharding.batch_layout import BatchLayout, BatchRule
-from zero_jax.sharding.make_layout import LayoutPolicy
-from zero_jax.sharding.memory.offload import Offload, check_host_memory
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.sharding.quantized.policy import Communication
 from zero_jax.sharding.tensor_rules import TensorRule
 from zero_jax.sharding.tiling import Tiling
 from zero_jax.stages import Stage
@@ -159,7 +159,7 @@ class StepOptions:
     def uses_copy_engines(self, axes: MeshAxes) -> bool:
         """Whether what is in host memory is copied by a GPU's copy engines, beside compute, not by kernels after it.
 
-        Not activations beside states: of small ones XLA starts no read a round ahead.
+        Not activations beside states: of small ones XLA starts no read an iteration ahead.
         """
         offload, activations = self.offload, self.partition_activations == "cpu"
         if not self.copy_engines or activations == (offload is not None):

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from zero_jax.sharding.layout import Layout
+from zero_jax.layout.layout import Layout
 from zero_jax.step.options import StepOptions
 from zero_jax.xla.overlap import buffered_loop_options, overlap_options, prefetch_options, reduction_options
 

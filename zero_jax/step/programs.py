@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from zero_jax.distributed.agreement import check_same, spans_processes
-from zero_jax.sharding.memory.host_arrays import HOST
+from zero_jax.sharding.host_arrays import HOST
 from zero_jax.step.functions import StepFunctions
 from zero_jax.step.overlap import overlaps_by_default, step_overlap_options, with_overlap
 from zero_jax.tree import named_leaves

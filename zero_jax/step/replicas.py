@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import ReplicaError, few
+from zero_jax.layout.layout import Layout
 from zero_jax.sharding.checksum import part_words, seed_of
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory.host_arrays import fetch
+from zero_jax.sharding.host_arrays import fetch
 from zero_jax.tree import leaf_bytes, named_leaves
 from zero_jax.typing import Pytree
 

@@ -23,13 +23,13 @@ from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.lora import Lora
 from zero_jax.frontends.model_functions import is_nnx, stored_values
 from zero_jax.jaxpr.equations import trace
+from zero_jax.layout.batch_layout import BatchLayout, hashable
+from zero_jax.layout.layout import Layout
+from zero_jax.offload.disk_leaves import expanded, resident
+from zero_jax.offload.offload import check_capacity
 from zero_jax.sharding.auto_axes import in_any_context, on_auto_axes
 from zero_jax.sharding.batch import Accumulation, split_steps
-from zero_jax.sharding.batch_layout import BatchLayout, hashable
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory.disk_leaves import expanded, resident
-from zero_jax.sharding.memory.host_arrays import in_groups
-from zero_jax.sharding.memory.offload import check_capacity
+from zero_jax.sharding.host_arrays import in_groups
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.stages import Stage
 from zero_jax.state import FROM_PARAMS, ZeroState, state_key, typed_key
@@ -37,7 +37,9 @@ from zero_jax.step.any_step import AnyStep
 from zero_jax.step.call_checks import (
     check_is_state,
     check_loss,
+    check_params,
     check_state,
+    check_update,
     check_values,
     is_traced,
     loss_errors_explained,
@@ -46,7 +48,6 @@ from zero_jax.step.call_checks import (
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.functions import StepFunctions
 from zero_jax.step.guard import BadStepMonitor
-from zero_jax.step.loop_checks import check_params, check_update
 from zero_jax.step.losses import takes_key
 from zero_jax.step.options import StepOptions
 from zero_jax.step.overlap import with_overlap

@@ -13,15 +13,15 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.errors import UsageError
 from zero_jax.frontends.composition import model_tree, part_specs
 from zero_jax.frontends.model_functions import ModelFunctions
+from zero_jax.layout.layout import Layout
+from zero_jax.layout.make_layout import make_layout
+from zero_jax.layout.step_weights import with_step_weights
+from zero_jax.offload.offload import with_offload
 from zero_jax.optim.compatibility import check_optimizer
 from zero_jax.precision import average_dtype
 from zero_jax.sharding.batch import abstract_batch
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.make_layout import make_layout
-from zero_jax.sharding.memory.offload import with_offload
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
-from zero_jax.sharding.step_weights import with_step_weights
 from zero_jax.sharding.tensor_rules import tensor_specs
 from zero_jax.sharding.tiling import with_tiles
 from zero_jax.state import ZeroState

@@ -10,13 +10,13 @@ import optax
 from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 
-from zero_jax.optim.host_update import Streams, stream
-from zero_jax.sharding.compute_params import cast_compute_params, gather_compute_params, gather_stored_params
-from zero_jax.sharding.gather import compute_spec
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory.host_arrays import is_on_host
-from zero_jax.sharding.memory.offload import Offload, as_placed
-from zero_jax.sharding.stored_update import update_stored
+from zero_jax.gather.gather import compute_spec
+from zero_jax.layout.compute_params import cast_compute_params, gather_compute_params, gather_stored_params
+from zero_jax.layout.layout import Layout
+from zero_jax.layout.stored_optimizer import update_stored
+from zero_jax.offload.host_update import Streams, stream
+from zero_jax.offload.offload import Offload, as_placed
+from zero_jax.sharding.host_arrays import is_on_host
 from zero_jax.state import ZeroState
 from zero_jax.step.accumulate import weight_divisor
 from zero_jax.step.gradients import ForwardOutput
@@ -218,7 +218,7 @@ def _with_gradients_streamed(
     given = {**given, "divisor": weight_divisor(output.weight, output.loss) if sums else None,
              "output": output._replace(metrics={}, weight=None, written=None), "before": dataclasses.replace(
                  state, params=None, weights=None, frozen=None, opt_state=None, ema=None)}
-    # Behind a barrier: XLA would bring the first round's layer up again from a copy of its own in host memory.
+    # Behind a barrier: XLA would bring the first iteration's layer up again from a copy of its own in host memory.
     grads = map_named(lambda name, leaf: jax.lax.optimization_barrier(leaf) if is_on_host(leaf) else leaf,
                       given.pop("grads"))
     carried, streams = (as_placed(old, layout), grads), _streams(old, layout, offload, gradients=True)

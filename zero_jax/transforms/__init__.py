@@ -6,7 +6,7 @@ On the loss, before differentiation:
 1. `remat.checkpoint_blocks`, on the outermost jaxpr alone
 2. `views.loops.read_before_loops` in the local view, in the partitioner's `gather_remat.duplicate_param_reads`
 3. `tiled_products.tile_products`
-4. `padded_products.multiply_padded`
+4. `tiled_products.multiply_padded`
 5. `activation_partitioning.Activations.split_sequence`
 6. `gather_remat.isolate_inner_remat`
 7. `gather_remat.remat_scan_bodies`: each body with `gather_remat.tag_derived_as_gathered` and the policy
@@ -15,13 +15,13 @@ On the loss, before differentiation:
 On the differentiated loss, which `gather_again.value_and_grad` makes:
 8. `gather_again.gather_again`
 9. `views.loops.stack_narrow`, in the local view
-10. `gradient_layout.order_stacked_gradients`
+10. `host_gradients.order_stacked_gradients`
 11. `own_convolutions.convolve_on_own_slice`, of DiLoCo in the partitioner's view
-12. `update_order.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
+12. `host_gradients.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
 
 The local view (`zero_jax.views`) then makes one `jax.shard_map` of it.
 
-On a whole step, by `diloco` with `overlap`: `loop_rounds.run_in_rounds`.
+On a whole step, by `diloco` with `overlap`: `loop_iterations.run_in_iterations`.
 
 Each says why it exists, what it costs to leave it out, and why it has its place in the order. Costs are those of the
 compiled program of one device. "The 124M program" is a step of GPT-2 124M (vocabulary 50304, tied embedding, scanned

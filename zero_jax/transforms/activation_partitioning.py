@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
+from zero_jax.gather.gather import constrain, names_of, split_dim
 from zero_jax.jaxpr.equations import (
     Jaxpr,
     JaxprEqn,
@@ -35,10 +36,9 @@ from zero_jax.jaxpr.primitives import (
     call_jaxpr,
     dot_dims,
     in_specs,
-    num_rounds,
+    num_iterations,
     permutation,
 )
-from zero_jax.sharding.gather import constrain, names_of, split_dim
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.transforms.tiled_products import tiled_product
 from zero_jax.tree import leaf_bytes
@@ -228,7 +228,7 @@ def _roles(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, str, int]]:
 
 
 def _elements(jaxpr: Jaxpr, at: Activations) -> float:
-    """Of `Activations.communication_bytes`: bytes over `tensor`, with all rounds of loops, of the global batch."""
+    """Of `Activations.communication_bytes`: bytes over `tensor`, with all iterations of loops, of the global batch."""
     total = 0.0
     for eqn, role, side in _roles(jaxpr):
         if role:
@@ -239,12 +239,12 @@ def _elements(jaxpr: Jaxpr, at: Activations) -> float:
         elif primitive_of(eqn) != CUSTOM_VJP:
             if primitive_of(eqn) == REMAT and at.partition:
                 total += sum(_bytes(atom) for atom in eqn.invars if at.is_activation(atom.aval))
-            total += num_rounds(eqn) * sum(_elements(inner, at) for inner in inner_jaxprs(eqn))
+            total += num_iterations(eqn) * sum(_elements(inner, at) for inner in inner_jaxprs(eqn))
     return total
 
 
 def _keys(jaxpr: Jaxpr, axes: MeshAxes) -> float:
-    """Of `Activations.communication_bytes`: bytes over `context`, with all rounds of loops, of the global batch."""
+    """Of `Activations.communication_bytes`: bytes over `context`, with all iterations of loops, of the global batch."""
     total = 0.0
     for eqn in jaxpr.eqns:
         if primitive_of(eqn) == DOT and dot_dims(eqn).batched[0]:
@@ -253,7 +253,7 @@ def _keys(jaxpr: Jaxpr, axes: MeshAxes) -> float:
         if primitive_of(eqn) == SHARD_MAP and any(axes.context in names_of(P(*spec[2:])) for spec in in_specs(eqn)):
             total += 3 * sum(_bytes(atom) for atom in (*eqn.invars, *eqn.outvars)) / axes.size(axes.context)
             continue
-        total += num_rounds(eqn) * sum(_keys(inner, axes) for inner in inner_jaxprs(eqn))
+        total += num_iterations(eqn) * sum(_keys(inner, axes) for inner in inner_jaxprs(eqn))
     return total
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero_jax.gather.gather import GATHERED
 from zero_jax.jaxpr.equations import (
     ClosedJaxpr,
     Jaxpr,
@@ -25,7 +26,6 @@ from zero_jax.jaxpr.equations import (
     variables,
 )
 from zero_jax.jaxpr.primitives import BARRIER, CALLS, COND, JIT, branches, call_jaxpr, checkpoint_names
-from zero_jax.sharding.gather import GATHERED
 from zero_jax.transforms.gather_remat import NEVER_SAVED
 
 BACKWARD_SCOPE = "zero_backward"

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from zero_jax.gather.gather import GATHERED, KEPT, SECONDARY, differentiated_last
 from zero_jax.jaxpr.equations import (
     Jaxpr,
     JaxprEqn,
@@ -38,7 +39,6 @@ from zero_jax.jaxpr.primitives import (
     with_body,
     with_call_jaxpr,
 )
-from zero_jax.sharding.gather import GATHERED, KEPT, SECONDARY, differentiated_last
 
 NEVER_SAVED = ("reshape", "squeeze", "broadcast_in_dim", "stop_gradient")
 """Primitives whose results cost nothing to compute again, whatever they are of."""
@@ -138,7 +138,7 @@ def isolate_inner_remat(jaxpr: Jaxpr, *, activations: Any = None, host_in_barrie
 def remat_scan_bodies(jaxpr: Jaxpr) -> Jaxpr:
     """Checkpoints the body of each loop that reads parameters, with the policy `keep_all_but_gathered`.
 
-    Why: a loop stacks what its rounds save, which would be the gathered weights of all layers.
+    Why: a loop stacks what its iterations save, which would be the gathered weights of all layers.
     Cost without: 6457 instead of 6295 MiB of temporaries: all layers' weights at once (the 124M program).
     Order: after `isolate_inner_remat`, so that a body that checkpoints itself is not checkpointed twice.
     """

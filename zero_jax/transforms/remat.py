@@ -183,12 +183,12 @@ def _with_policy(jaxpr: Jaxpr, remat: Remat) -> tuple[Jaxpr, int]:
 
 
 def _checkpoint_loops(jaxpr: Jaxpr, remat: Remat, params: set[Any]) -> tuple[Jaxpr, int]:
-    """`jaxpr` with the rounds checkpointed of loops that take what comes from `params` alone; the number of loops."""
+    """`jaxpr` with iterations checkpointed of loops that take what comes from `params` alone; the number of loops."""
     count, eqns, params = 0, [], set(params)
     for eqn in jaxpr.eqns:
         from_params = [atom in params for atom in variables(eqn.invars)]
         if primitive_of(eqn) == SCAN and any(from_params):
-            eqn, count = _checkpoint_rounds(eqn, remat), count + 1
+            eqn, count = _checkpoint_iterations(eqn, remat), count + 1
         elif primitive_of(eqn) == JIT:
             inner = call_jaxpr(eqn).jaxpr
             inner, within = _checkpoint_loops(inner, remat, {
@@ -201,8 +201,8 @@ def _checkpoint_loops(jaxpr: Jaxpr, remat: Remat, params: set[Any]) -> tuple[Jax
     return jaxpr.replace(eqns=eqns), count
 
 
-def _checkpoint_rounds(eqn: JaxprEqn, remat: Remat) -> JaxprEqn:
-    """The loop `eqn` with a checkpoint around each round, or around each `remat.group` of them."""
+def _checkpoint_iterations(eqn: JaxprEqn, remat: Remat) -> JaxprEqn:
+    """The loop `eqn` with a checkpoint around each iteration, or around each `remat.group` of them."""
     scan, body = Scan.of(eqn), jaxpr_to_fun(call_jaxpr(eqn))
     group = remat.group(scan.length)
 
@@ -210,22 +210,22 @@ def _checkpoint_rounds(eqn: JaxprEqn, remat: Remat) -> JaxprEqn:
         consts, carry, xs = (args[:scan.num_consts], args[scan.num_consts:][:scan.num_carry],
                              args[scan.num_consts + scan.num_carry:])
 
-        def one_round(run: Callable[..., Any], carry: Any, xs: Any) -> Any:
+        def one_iteration(run: Callable[..., Any], carry: Any, xs: Any) -> Any:
             out = run(*consts, *carry, *xs)
             return tuple(out[:len(carry)]), tuple(out[len(carry):])
 
-        def checkpointed_round(carry: Any, xs: Any) -> Any:
-            return one_round(jax.checkpoint(body, policy=remat.saveable, prevent_cse=False), carry, xs)
+        def checkpointed_iteration(carry: Any, xs: Any) -> Any:
+            return one_iteration(jax.checkpoint(body, policy=remat.saveable, prevent_cse=False), carry, xs)
 
         def checkpointed_group(carry: Any, xs: Any) -> Any:
-            rounds = jax.checkpoint(
-                lambda carry, xs: jax.lax.scan(functools.partial(one_round, body), carry, xs, reverse=scan.reverse),
+            iterations = jax.checkpoint(
+                lambda carry, xs: jax.lax.scan(functools.partial(one_iteration, body), carry, xs, reverse=scan.reverse),
                 policy=remat.saveable, prevent_cse=False)
-            return rounds(carry, xs)
+            return iterations(carry, xs)
 
         if group == 1:
             carry, ys = jax.lax.scan(
-                checkpointed_round, tuple(carry), tuple(xs), scan.length, scan.reverse, scan.unroll)
+                checkpointed_iteration, tuple(carry), tuple(xs), scan.length, scan.reverse, scan.unroll)
             return [*carry, *ys]
         num_groups = scan.length // group
         stacked = [x.reshape(num_groups, group, *x.shape[1:]) for x in xs]

@@ -20,6 +20,16 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
+from zero_jax.gather.gather import (
+    GATHER_SCOPE,
+    SCATTER,
+    SCATTER_QUANTIZED,
+    ParamUse,
+    names_of,
+    secondary_spec,
+)
+from zero_jax.gather.quantized.policy import Hop
+from zero_jax.gather.reduce_scatter import reduce_parts
 from zero_jax.jaxpr.equations import (
     ClosedJaxpr,
     JaxprEqn,
@@ -61,17 +71,7 @@ from zero_jax.jaxpr.primitives import (
     own_use,
 )
 from zero_jax.jaxpr.random_keys import bits_at
-from zero_jax.sharding.gather import (
-    GATHER_SCOPE,
-    SCATTER,
-    SCATTER_QUANTIZED,
-    ParamUse,
-    names_of,
-    secondary_spec,
-)
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.sharding.quantized.policy import Hop
-from zero_jax.sharding.reduce_scatter import reduce_parts
 from zero_jax.views.rules import ELEMENTWISE, plan_back, plan_of, plan_whole
 from zero_jax.views.spread import (
     Plan,
@@ -181,7 +181,7 @@ class LocalView:
         return spread_of(_scatter_spec(eqn), ndim_at(eqn.outvars[0]), self.axes)
 
     def _scan_spreads(self, eqn: JaxprEqn, ins: Sequence[Spread]) -> tuple[list[Spread], list[Spread]]:
-        """(Of the operands, of the results): the carry is spread as one round leaves it to the next."""
+        """(Of the operands, of the results): the carry is spread as one iteration leaves it to the next."""
         scan, body = Scan.of(eqn), call_jaxpr(eqn)
         ends = scan.num_consts, scan.num_consts + scan.num_carry
         consts, carry, xs = list(ins[:ends[0]]), list(ins[ends[0]:ends[1]]), list(map(_unstacked, ins[ends[1]:]))
@@ -510,9 +510,9 @@ def _join(one: Spread, other: Spread) -> Spread:
 
 
 def _settled(step: Callable[[list[Spread]], Sequence[Spread]], carry: list[Spread]) -> list[Spread]:
-    """How the carry of a loop is spread in every round, from how it begins and what a round makes of it.
+    """How the carry of a loop is spread in every iteration, from how it begins and what an iteration makes of it.
 
-    What two rounds leave in different ways is whole from then on, so that this ends.
+    What two iterations leave in different ways is whole from then on, so that this ends.
     """
     pinned: set[int] = set()
     while True:

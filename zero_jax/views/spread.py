@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.sharding.gather import GATHER_SCOPE, compute_spec, gather_sequence, names_of
+from zero_jax.gather.gather import GATHER_SCOPE, compute_spec, gather_sequence, names_of
+from zero_jax.gather.reduce_scatter import mesh_ordered_runs, reduce_parts
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.sharding.reduce_scatter import mesh_ordered_runs, reduce_parts
 from zero_jax.typing import AxisNames, Shape
 
 Ways = Callable[[AxisNames], int]

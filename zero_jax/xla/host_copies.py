@@ -46,20 +46,20 @@ def copy_options(device: jax.Device, *, engines: bool) -> dict[str, Any]:
 
 
 def host_prefetch_options(device: jax.Device, *, parameters: bool = False) -> dict[str, Any]:
-    """XLA's options by which a round of a loop reads the next one's parameters or checkpoints from host memory.
+    """XLA's options by which an iteration of a loop reads the next one's parameters or checkpoints from host memory.
 
-    XLA:GPU moves the reads to the round before, where they are beside products, and the writes to the round after. As
-    it comes it has two copies in flight at a time: of six reads of a layer four then wait at the top of a round, with
-    nothing beside them (1.5B of 4 layers on `h100:8`). XLA:TPU moves reads so by itself.
+    XLA:GPU moves the reads to the iteration before, where they are beside products, and the writes to the iteration
+    after. As it comes it has two copies in flight at a time: of six reads of a layer four then wait at the top of an
+    iteration, with nothing beside them (1.5B of 4 layers on `h100:8`). XLA:TPU moves reads so by itself.
 
-    parameters: whether they are there. By itself XLA:GPU reduces a layer's gradients a round later, and holds them
+    parameters: whether they are there. By itself XLA:GPU reduces a layer's gradients an iteration later, and holds them
     whole until then: 70.8 GiB in place of 52.6 of a trillion parameters on 64 H100. Then it does not; with checkpoints
     there alone jax 0.12 would move none of their reads without it.
     """
     if not is_gpu(device):
         return {}
-    in_round = pipelined("reduce_scatter", on=False) if parameters else {}
-    return {"xla_gpu_enable_pipelined_host_offloading": True, **in_round, **_IN_FLIGHT}
+    in_iteration = pipelined("reduce_scatter", on=False) if parameters else {}
+    return {"xla_gpu_enable_pipelined_host_offloading": True, **in_iteration, **_IN_FLIGHT}
 
 
 def check_rows(program: str) -> None:

@@ -34,11 +34,13 @@ class HostRead:
         name: of the instruction.
         source: the input of the program that is read, as `state.weights['blocks']['kernel']`; "" where it is not found.
         bytes: of one run. runs: how often a step runs it; a loop whose length is not known counts once.
-        in_loop: whether it is in a loop. is_slice: whether it reads a part, as a layer: by an index, or that of a round
+        in_loop: whether it is in a loop. is_slice: whether it reads a part, as a layer: by an index, or that of an
+        iteration
             which XLA has taken out of a loop.
-        is_ahead: in a loop, whether only the next round uses it, and this one does something else while it is copied:
+        is_ahead: in a loop, whether only the next iteration uses it, and this one does something else while it is
+        copied:
             a product, half of its other work, or, on a GPU, sending 16 times the bytes of all that is copied meanwhile.
-        op_name: where the program's author wrote it, or what first uses it: XLA:TPU starts the first round's read
+        op_name: where the program's author wrote it, or what first uses it: XLA:TPU starts the first iteration's read
             ahead of a loop, without a name.
     """
 
@@ -82,7 +84,7 @@ class HostWrite:
 def host_writes(program: str | Module) -> list[HostWrite]:
     """The writes of a compiled program to parts of arrays in host memory that are no inputs of it.
 
-    Such as gradients or checkpoints of layers, by a loop and by the rounds of it that XLA takes out of it: of
+    Such as gradients or checkpoints of layers, by a loop and by the iterations of it that XLA takes out of it: of
     temporaries in host memory, those that are made there.
     """
     module = parse(program)
@@ -102,11 +104,11 @@ def _written(flow: Flow, frame: Frame, runs: int) -> Iterator[HostWrite]:
             if instruction.opcode != "while":
                 yield from _written(flow, inner, runs)
             elif callee == instruction.attribute("body"):
-                rounds = trip_count(flow.module, frame, instruction) or 1
-                yield from _written(flow, inner, runs * rounds)
+                iterations = trip_count(flow.module, frame, instruction) or 1
+                yield from _written(flow, inner, runs * iterations)
 
 
-def _in_frame(flow: Flow, frame: Frame, runs: int, at: "tuple[_Round, Instruction] | None") -> Iterator[HostRead]:
+def _in_frame(flow: Flow, frame: Frame, runs: int, at: "tuple[_Iteration, Instruction] | None") -> Iterator[HostRead]:
     """Those of a computation and of all that it calls; at: the instruction of the innermost loop that they are in."""
     module, computation = flow.module, frame.computation
     for instruction in computation.instructions.values():
@@ -120,8 +122,8 @@ def _in_frame(flow: Flow, frame: Frame, runs: int, at: "tuple[_Round, Instructio
             if instruction.opcode != "while":
                 yield from _in_frame(flow, inner, runs, place)
             elif callee == instruction.attribute("body"):
-                rounds = trip_count(module, frame, instruction) or 1
-                yield from _in_frame(flow, inner, runs * rounds, (_Round(module, inner), instruction))
+                iterations = trip_count(module, frame, instruction) or 1
+                yield from _in_frame(flow, inner, runs * iterations, (_Iteration(module, inner), instruction))
 
 
 def _scope(flow: Flow, frame: Frame, instruction: Instruction) -> str:
@@ -142,8 +144,8 @@ def _read_bytes(computation: Computation, instruction: Instruction) -> int:
     return shape_bytes(target.dtype, target.dims)
 
 
-class _Round:
-    """One round of a loop, as its body is scheduled. A span is the places of a start and of its done in that order."""
+class _Iteration:
+    """One iteration of a loop, as its body is scheduled. A span: the places of a start and of its done in it."""
 
     def __init__(self, module: Module, frame: Frame):
         self.module, self.frame, self.body = module, frame, frame.computation
@@ -177,7 +179,7 @@ class _Round:
         return copies
 
     def span(self, instruction: Instruction) -> tuple[int, int, bool]:
-        """Where it starts, where it is done, and whether this round uses its result."""
+        """Where it starts, where it is done, and whether this iteration uses its result."""
         first = last = self.order[instruction.name]
         todo, used_here = [instruction.name], False
         while todo:
@@ -190,7 +192,7 @@ class _Round:
         return first, last, used_here
 
     def is_ahead(self, instruction: Instruction) -> bool:
-        """Whether the result of a copy leaves the round unused, and enough is beside it."""
+        """Whether the result of a copy leaves the iteration unused, and enough is beside it."""
         first, last, used_here = self.span(instruction)
         if used_here:
             return False

@@ -3,8 +3,8 @@
 XLA:GPU writes the walk of a slice in a loop beside it, as an offset and a stride in bytes, and copies by these alone.
 Of jaxlib 0.10.2 the walk of a reversed slice in host memory is a forward one, so that a backward pass reads the rows of
 other layers without a word (openxla/xla pull requests 46231 and 46308). Of 0.12.0.1 that is right, and the walk of an
-index that a pipelined loop carries from the round before is not: blocks of 3,351 rows of an embedding were written one
-row after another (1T on 64 H100s, parameters in host memory).
+index that a pipelined loop carries from the iteration before is not: blocks of 3,351 rows of an embedding were written
+one row after another (1T on 64 H100s, parameters in host memory).
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from zero_jax.xla.parser import Frame, Instruction, Module, parse
 from zero_jax.xla.shapes import Array, shape_bytes
-from zero_jax.xla.trip_count import Known, trip_count, value_in_round
+from zero_jax.xla.trip_count import Known, trip_count, value_in_iteration
 
 HOST = 5
 """The memory space of the host."""
@@ -31,7 +31,7 @@ class HostSlice:
     Attributes:
         name: of the instruction. op_name, source: where the program's author wrote it.
         writes: whether it is an update.
-        offsets: the bytes at which its rounds begin, by its index; None where they cannot be computed.
+        offsets: the bytes at which its iterations begin, by its index; None where they cannot be computed.
         walk: the offset and stride in bytes that the compiler wrote beside it; None where it wrote none, and the index
             itself is used.
     """
@@ -95,18 +95,18 @@ def _sliced(frame: Frame, instruction: Instruction) -> Array | None:
 
 def _offsets(module: Module, frame: Frame, instruction: Instruction, array: Array,
              loop: tuple[Frame, Instruction]) -> tuple[int, ...] | None:
-    """Where each round begins, in bytes, clamped as HLO clamps an index."""
-    rounds = trip_count(module, *loop)
+    """Where each iteration begins, in bytes, clamped as HLO clamps an index."""
+    iterations = trip_count(module, *loop)
     first = _SLICES[instruction.opcode]
     part = (frame.computation.arrays(instruction.operands[1]) if first == 2 else instruction.arrays).get(())
-    if rounds is None or part is None:
+    if iterations is None or part is None:
         return None
     strides, step = dict.fromkeys(range(len(array.dims)), 0), shape_bytes(array.dtype, ())
     for dim in array.minor_to_major or reversed(range(len(array.dims))):
         strides[dim], step = step, step * array.dims[dim]
     offsets, known = list[int](), Known()
-    for i in range(rounds):
-        indices = [value_in_round(module, frame, name, loop[1], i, known) for name in instruction.operands[first:]]
+    for i in range(iterations):
+        indices = [value_in_iteration(module, frame, name, loop[1], i, known) for name in instruction.operands[first:]]
         if None in indices:
             return None
         offsets.append(sum(

@@ -3,7 +3,7 @@
 XLA:GPU and the compiler for TPU7x make collectives asynchronous by themselves, those for v5p and v6e when asked: then
 the SparseCores send and receive while the TensorCores compute. That for v5e sends within products: gathers by itself,
 when asked reductions, and within elementwise work what finds no product. In a loop over layers a device still waits for
-what a layer begins with, unless the round before has gathered it: XLA's pipeliners do that when asked
+what a layer begins with, unless the iteration before has gathered it: XLA's pipeliners do that when asked
 (`buffered_loop_options`, `prefetch_options`).
 """
 
@@ -106,17 +106,17 @@ _PIPELINED: dict[str, Any] = {
     "xla_tpu_enable_ici_ag_pipelining": True,
     "xla_tpu_enable_ici_rs_pipelining": True,
 }
-"""XLA:TPU's collective pipeliner. Without it the first gathers of a round, and the last reductions, have no product
-beside them, since the scheduler moves nothing from one round of a loop to another."""
+"""XLA:TPU's collective pipeliner. Without it the first gathers of an iteration, and the last reductions, have no
+product beside them, since the scheduler moves nothing from one iteration of a loop to another."""
 
 
 def prefetch_options(device: jax.Device, prefetch: bool, overlap: Overlap = "auto") -> dict[str, Any]:
-    """XLA's options by which a round of a loop gathers the parameters of the next one, forward and backward.
+    """XLA's options by which an iteration of a loop gathers the parameters of the next one, forward and backward.
 
-    XLA:TPU's collective pipeliner: it moves the slice of the stacked parameters, the cast and the gather to the round
-    before, and reductions to the round behind, where the time model and `plan` see them beside products. overlap: it
-    needs its options, too, since a gather that blocks hides behind nothing. Raises UsageError on other devices: on v5e
-    the pipeliner changes next to nothing (0.412 of the bytes asynchronous without, 0.417 with it).
+    XLA:TPU's collective pipeliner: it moves the slice of the stacked parameters, the cast and the gather to the
+    iteration before, and reductions to the iteration behind, where the time model and `plan` see them beside products.
+    overlap: it needs its options, too, since a gather that blocks hides behind nothing. Raises UsageError on other
+    devices: on v5e the pipeliner changes next to nothing (0.412 of the bytes asynchronous without, 0.417 with it).
     """
     if not isinstance(prefetch, bool):
         raise UsageError(f"prefetch={shown(prefetch)}: give True or False.")
@@ -124,8 +124,8 @@ def prefetch_options(device: jax.Device, prefetch: bool, overlap: Overlap = "aut
         return {}
     if device.device_kind not in SPARSE_CORES:
         raise UsageError(f"prefetch=True changes nothing on {device.device_kind!r}: only the compilers for TPU "
-                         f"{_ASKED_NAMES} are asked to gather for the next round of a loop, and loops on GPUs do so "
-                         "unless overlap=False. Leave it out.")
+                         f"{_ASKED_NAMES} are asked to gather for the next iteration of a loop, and loops on GPUs do "
+                         "so unless overlap=False. Leave it out.")
     return dict(_PIPELINED)
 
 
@@ -167,7 +167,7 @@ def blocks(platform: Platform, overlap: Overlap) -> bool:
 def concurrent_options(device: jax.Device) -> dict[str, Any]:
     """XLA's options by which what is sent between slices runs beside what is sent in one: two collectives at a time.
 
-    XLA:GPU has one in flight: in a round of backward it would send to other slices when the round's reductions are
-    done, with nothing beside it (4 layers of width 512 on `h100:2x8`). SparseCores of TPUs queue them.
+    XLA:GPU has one in flight: in an iteration of backward it would send to other slices when the iteration's reductions
+    are done, with nothing beside it (4 layers of width 512 on `h100:2x8`). SparseCores of TPUs queue them.
     """
     return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2} if is_gpu(device) else {}

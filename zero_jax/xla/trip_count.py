@@ -1,4 +1,4 @@
-"""How often a while loop of compiled HLO runs, and what its counters are in a round."""
+"""How often a while loop of compiled HLO runs, and what its counters are in an iteration."""
 
 import math
 import operator
@@ -125,11 +125,12 @@ def _element(module: Module, frame: Frame, name: str, index: int) -> tuple[Frame
 
 
 Known = dict[tuple[tuple[str, ...], int], int | None]
-"""Integers by the names of the calls that they are in, their own, and the round."""
+"""Integers by the names of the calls that they are in, their own, and the iteration."""
 
 
-def value_in_round(module: Module, frame: Frame, name: str, loop: Instruction, number: int, known: Known) -> int | None:
-    """The integer `name` in round `number` of `loop`, in whose body `frame` is; None where it cannot be computed.
+def value_in_iteration(module: Module, frame: Frame, name: str, loop: Instruction, number: int, known: Known
+                       ) -> int | None:
+    """The integer `name` in iteration `number` of `loop`, in whose body `frame` is; None where it cannot be computed.
 
     Followed through copies, fusions and asynchronous calls to the loop's counters, and through integer arithmetic.
     known: what was computed before for this loop. Without it a select of what a select computes doubles the work.
@@ -154,10 +155,10 @@ def _computed(module: Module, frame: Frame, name: str, loop: Instruction, number
     if opcode == "parameter" and frame.caller is not None and frame.parent is not None and (
             frame.caller.opcode in ("fusion-start", "async-start", "call-start")):
         caller = frame.caller.operands[int(instruction.arguments)]
-        return value_in_round(module, frame.parent, caller, loop, number, known)
+        return value_in_iteration(module, frame.parent, caller, loop, number, known)
     if opcode == "get-tuple-element":
-        return _counter_in_round(module, frame, instruction, loop, number, known)
-    values = [value_in_round(module, frame, operand, loop, number, known) for operand in operands]
+        return _counter_in_iteration(module, frame, instruction, loop, number, known)
+    values = [value_in_iteration(module, frame, operand, loop, number, known) for operand in operands]
     if opcode == "compare" and len(values) == 2 and None not in values:
         left, right = (value or 0 for value in values)
         return int({"LT": left < right, "LE": left <= right, "GT": left > right, "GE": left >= right,
@@ -175,11 +176,11 @@ def _computed(module: Module, frame: Frame, name: str, loop: Instruction, number
     return _ARITHMETIC[opcode](*(value or 0 for value in values))
 
 
-def _counter_in_round(module: Module, frame: Frame, element: Instruction, loop: Instruction, number: int, known: Known
-                      ) -> int | None:
-    """An element of what `loop` carries: a counter, or what the body computes of counters in the round before.
+def _counter_in_iteration(module: Module, frame: Frame, element: Instruction, loop: Instruction, number: int,
+                          known: Known) -> int | None:
+    """An element of what `loop` carries: a counter, or what the body computes of counters in the iteration before.
 
-    Loops that XLA has pipelined carry the index of the round before, or of the next one.
+    Loops that XLA has pipelined carry the index of the iteration before, or of the next one.
     """
     if frame.caller is not loop or frame.parent is None or (
             frame.computation.instructions[element.operands[0]].opcode != "parameter"):
@@ -192,7 +193,7 @@ def _counter_in_round(module: Module, frame: Frame, element: Instruction, loop: 
     if first is None or after is None:
         return None
     if step is None:
-        return value_in_round(module, *after, loop, number - 1, known) if number else first
+        return value_in_iteration(module, *after, loop, number - 1, known) if number else first
     return first + number * step
 
 

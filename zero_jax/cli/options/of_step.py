@@ -11,7 +11,7 @@ from zero_jax.cli.options.combinations import check_kernel
 from zero_jax.errors import UsageError
 
 if TYPE_CHECKING:
-    from zero_jax.sharding.quantized.policy import Communication
+    from zero_jax.gather.quantized.policy import Communication
 
 WeightFormat = Literal["no", "int8", "fp8", "int4"]
 GradientFormat = Literal["int8", "fp8", "int4", "fp4"]
@@ -37,7 +37,7 @@ class CommunicationOptions:
     @property
     def communication(self) -> "Communication | None":
         """The policy; None where nothing is quantised."""
-        from zero_jax.sharding.quantized.policy import Communication
+        from zero_jax.gather.quantized.policy import Communication
 
         weights = None if self.quantize_weights == "no" else self.quantize_weights
         gradients: Any = self.quantize_gradients or None

@@ -39,7 +39,7 @@ def offload_argument(name: str, folder: Path | None, fraction: float = 1.0) -> A
         return None
     if name != "disk" and fraction == 1:
         return name
-    from zero_jax.sharding.memory.offload import Offload
+    from zero_jax.offload.offload import Offload
 
     if name == "optimizer":
         return Offload(fraction=fraction)

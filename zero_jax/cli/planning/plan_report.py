@@ -19,11 +19,11 @@ from zero_jax.cli.reports.report import (
     size_text,
 )
 from zero_jax.contract.verify import Report
+from zero_jax.layout.host_leaves import update_bytes_of
+from zero_jax.layout.layout import Layout
 from zero_jax.planning.plan import Plan
 from zero_jax.planning.search import SearchResult
 from zero_jax.planning.timing import OverlapEffect
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory.host_leaves import update_bytes_of
 from zero_jax.xla.process_memory import FRACTION, fraction_text, memory_fraction
 
 

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from zero_jax.cli.reports.measures import Measures
+from zero_jax.layout.layout import Layout, Placement
 from zero_jax.planning.memory import TEMPORARIES, MemoryReport, Row
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.placement import Placement
 from zero_jax.tree import leaf_bytes
 
 

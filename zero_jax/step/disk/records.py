@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zero_jax.disk.record_file import Record, RecordLayout
-from zero_jax.optim.file_update import Group
-from zero_jax.optim.split import Unit
-from zero_jax.sharding.layout import Layout
+from zero_jax.layout.layout import Layout
+from zero_jax.offload.file_update import Group
+from zero_jax.offload.split import Unit
 from zero_jax.step.disk.update import UpdatePlan
 from zero_jax.tree import key_impl, leaf_bytes, named_leaves
 

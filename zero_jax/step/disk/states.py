@@ -23,7 +23,7 @@ from zero_jax.disk.record_file import Record
 from zero_jax.disk.streaming import Streaming
 from zero_jax.distributed.agreement import all_or_none, broadcast_from_first, gather
 from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
-from zero_jax.sharding.layout import Layout
+from zero_jax.layout.layout import Layout
 from zero_jax.state import ZeroState
 from zero_jax.step.disk.records import StateRecords, resharded
 from zero_jax.step.disk.update import Before, UpdatePlan

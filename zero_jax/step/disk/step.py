@@ -20,15 +20,16 @@ from jax.lax import with_sharding_constraint as constrain
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.frontends.model_functions import stored_values
-from zero_jax.sharding.compute_params import gather_compute_params, gather_copy
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory.disk_leaves import expanded, in_arrays, resident
+from zero_jax.layout.compute_params import gather_compute_params, gather_copy
+from zero_jax.layout.layout import Layout
+from zero_jax.offload.disk_leaves import expanded, in_arrays, resident
 from zero_jax.state import ZeroState, state_key
 from zero_jax.step.any_step import LeavesToRead
 from zero_jax.step.call_checks import (
     check_is_state,
     check_same_batch,
     check_state,
+    check_update,
     check_values,
     is_traced,
     loss_errors_explained,
@@ -37,7 +38,6 @@ from zero_jax.step.disk.records import chunks, resharded
 from zero_jax.step.disk.states import DiskStates
 from zero_jax.step.disk.update import InitialOptimizerState, UpdatePlan
 from zero_jax.step.gradients import ForwardOutput
-from zero_jax.step.loop_checks import check_update
 from zero_jax.step.replicas import Replicas
 from zero_jax.step.start import with_values
 from zero_jax.step.step import ZeroTrainStep

@@ -19,12 +19,12 @@ from zero_jax.jaxpr.equations import (
     value_of,
     variables,
 )
-from zero_jax.optim.file_update import BlockPrograms, group_units
-from zero_jax.optim.split import traced_update
-from zero_jax.sharding.layout import Layout
-from zero_jax.sharding.memory.disk_leaves import OnDisk
-from zero_jax.sharding.stored_update import init_stored
-from zero_jax.step.init import average_of, strong
+from zero_jax.layout.layout import Layout
+from zero_jax.layout.stored_optimizer import init_stored
+from zero_jax.offload.disk_leaves import OnDisk
+from zero_jax.offload.file_update import BlockPrograms, group_units
+from zero_jax.offload.split import traced_update
+from zero_jax.step.start import average_of, strong
 from zero_jax.step.update import Updated
 from zero_jax.tree import named_leaves
 from zero_jax.typing import Params

@@ -1,0 +1,114 @@
+"""Which parameters of a layout are sent as codes, how, and why the others are not."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.errors import UsageError
+from zero_jax.gather.quantized.gather import GatherCodes
+from zero_jax.gather.quantized.messages import BlockFormat
+from zero_jax.gather.quantized.policy import Communication, Hop
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.param_access import ParamAccess
+from zero_jax.sharding.partition import parts_of
+from zero_jax.sharding.stored_shape import StoredShape
+from zero_jax.typing import AxisNames, DType
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedLeaves:
+    """What of a layout's parameters is quantised.
+
+    Attributes:
+        policy: what was asked for.
+        hops: of the reductions of gradients; none where these are sent as they are.
+        gathers: how the weights of each quantised parameter are sent, by name.
+        gradients: names of the parameters whose gradients are quantised.
+        reasons: why the others are sent as they are, by name.
+        sizes: elements of each parameter, by name.
+        layers: into how many slices loops of the model cut it, each of which is sent by itself, by name.
+    """
+
+    policy: Communication
+    hops: tuple[Hop, ...]
+    gathers: Mapping[str, GatherCodes] = dataclasses.field(default_factory=dict)
+    gradients: frozenset[str] = frozenset()
+    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    layers: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def describe(self) -> Iterator[str]:
+        """Lines of text: what is quantised, and each leaf that is not, with the reason."""
+        rest = sum(self.sizes[name] for name in self.reasons)
+        share = rest / max(1, sum(self.sizes.values()))
+        yield f"communication: {self.policy}; {1 - share:.3%} of the parameters"
+        yield "sent as they are: " + (", ".join(f"{name} ({why})" for name, why in self.reasons.items()) or "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What decides whether a parameter is quantised.
+
+    spec: of its gradient, or of itself where it is frozen. dtype: as the model reads it. gathered: whether its weights
+    are gathered, and trained: whether its gradient is reduced.
+    """
+
+    stored_shape: StoredShape
+    spec: P
+    dtype: DType
+    access: ParamAccess
+    gathered: bool
+    trained: bool
+
+
+def quantized_leaves(policy: Communication, leaves: Mapping[str, Leaf], axes: MeshAxes, hpz_axes: AxisNames
+                     ) -> QuantizedLeaves:
+    """The choice for each of `leaves`, by name. hpz_axes: the last over which messages are gathered.
+
+    Raises ValueError where nothing would be sent in a format that is asked for, or where a parameter is excluded that
+    there is not.
+    """
+    policy.check_names(leaves)
+    hops = policy.hops(axes, hpz_axes)
+    leaves = {name: leaf for name, leaf in leaves.items()
+              if leaf.gathered and policy.weights is not None or leaf.trained and hops}
+    codes = {name: _codes(policy, leaf, axes, hpz_axes) for name, leaf in leaves.items()}
+    reasons = {name: why for name, leaf in leaves.items() if (why := policy.reason(
+        name, leaf.stored_shape.shape, leaf.dtype, num_loops=len(leaf.access.stacked),
+        local_size=codes[name].num_values, num_parts=parts_of(leaf.spec, axes.zero_sizes), all_parts=axes.zero_size))}
+    found = QuantizedLeaves(
+        policy, hops,
+        gathers={name: codes[name] for name, leaf in leaves.items()
+                 if name not in reasons and leaf.gathered and policy.weights is not None},
+        gradients=frozenset(name for name, leaf in leaves.items() if name not in reasons and leaf.trained and hops),
+        reasons=reasons, sizes={name: math.prod(leaf.stored_shape.shape) for name, leaf in leaves.items()},
+        layers={name: math.prod(leaf.stored_shape.stored[dim] for dim in leaf.access.stacked)
+                for name, leaf in leaves.items()})
+    for what, chosen in (("weights", found.gathers), ("gradients", found.gradients)):
+        if getattr(policy, what) is not None and not chosen:
+            raise UsageError(f"communication: {what}={getattr(policy, what)!r} would change nothing: the {what} of all "
+                             f"parameters are sent as they are, {_listed(reasons)}. Leave it out, or give smaller "
+                             f"blocks than of {policy.block} values, where those are too large.")
+    return found
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    """The first few of `reasons`, for a message."""
+    few = [f"{name} ({why})" for name, why in itertools.islice(reasons.items(), 4)]
+    return ", ".join(few) + (f" and {len(reasons) - len(few)} more" if len(reasons) > len(few) else "")
+
+
+def _codes(policy: Communication, leaf: Leaf, axes: MeshAxes, hpz_axes: AxisNames) -> GatherCodes:
+    """How the messages of a leaf are made; in formats that `policy` may lack."""
+    stored = leaf.stored_shape.stored
+    entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+               for entry in (*leaf.spec, *[None] * (len(stored) - len(leaf.spec)))]
+    local = tuple(size // axes.size(*entry) for size, entry in zip(stored, entries, strict=True))
+    names = [axis for axis in axes.mesh.axis_names if any(axis in entry for entry in entries)]
+    order = sorted(names, key=lambda axis: (axis != axes.tensor, axis not in hpz_axes))
+    return GatherCodes(
+        policy.weight_format or BlockFormat("int8", policy.block), axes, P(*[entry or None for entry in entries]),
+        local, tuple(dim in leaf.access.stacked for dim in range(len(stored))), tuple(order))

@@ -1,0 +1,125 @@
+"""The policy of quantised communication (ZeRO++, arXiv 2306.10209): which formats weights and gradients travel in."""
+
+import dataclasses
+import re
+from collections.abc import Collection
+from typing import Any
+
+import jax.numpy as jnp
+
+from zero_jax.arguments import check_matched, patterns, shown, whole
+from zero_jax.errors import UsageError
+from zero_jax.gather.quantized.messages import GRADIENT_NAMES, NAMES, BlockFormat
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.typing import AxisNames, DType, Pattern, Shape
+
+BLOCK_STEP = 16
+"""What a block's size must be a multiple of, so that packed codes fill the registers of every chip."""
+
+Hop = tuple[AxisNames, BlockFormat]
+"""Mesh axes over which gradients are reduced together, and the format in which they are sent."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+    """Quantised collectives of a step (ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3: qwZ and qgZ).
+
+    Attributes:
+        weights: the format of gathered weights, "int8", "fp8" (e4m3) or "int4"; None: as they are. The master weights
+            stay as they are: the loss and its gradient are those of the decoded weights.
+        gradients: the format in which gradients are reduced, by all-to-alls and float32 sums of what is decoded; or a
+            pair, of the devices inside a node and across nodes: ("int8", "fp4"). None: as they are. "fp4" (e3m0) has
+            the bytes of "int4" and keeps small values. Inside is over `hpz_axes` where they are given, else over the
+            last ZeRO axis of several, or all of them where the mesh has an axis `replica`.
+        block: at most so many values share a scale; a multiple of 16.
+        exclude: patterns (`re.search` in a name) of parameters that are sent as they are.
+    """
+
+    weights: str | None = None
+    gradients: str | tuple[str, str] | None = None
+    block: int = 256
+    exclude: Pattern | tuple[Pattern, ...] = ()
+
+    def __post_init__(self) -> None:
+        given = self.gradients
+        formats = tuple(given) if isinstance(given, (tuple, list)) else () if given is None else (given,)
+        if len(formats) > 2 or given is not None and not formats:
+            raise UsageError(f"Communication(gradients={shown(given)}): give a format, {_listed(GRADIENT_NAMES)}, or a "
+                             "pair for inside a node and across nodes, as (\"int8\", \"fp4\").")
+        for name, value, known in (("weights", self.weights, NAMES),
+                                   *(("gradients", each, GRADIENT_NAMES) for each in formats)):
+            if not (isinstance(value, str) and value in known) and (name != "weights" or value is not None):
+                only = " of weights" if isinstance(value, str) and value in GRADIENT_NAMES else ""
+                raise UsageError(f"Communication({name}={shown(value)}) is no format{only}: give {_listed(known)}, or "
+                                 "None.")
+        if self.weights is None and given is None:
+            raise UsageError("Communication() quantises nothing: give weights=\"int8\" or gradients=\"int8\", say, or "
+                             "leave communication out.")
+        block = whole("Communication: block", self.block, BLOCK_STEP)
+        if block % BLOCK_STEP or block > 2**16:
+            raise UsageError(f"Communication(block={block}): give a multiple of {BLOCK_STEP}, at most {2**16}.")
+        object.__setattr__(self, "block", block)
+        object.__setattr__(self, "exclude", patterns("Communication: exclude", self.exclude, "(\"embed\",)"))
+        object.__setattr__(self, "gradients", next(iter(formats)) if len(set(formats)) == 1 else formats or None)
+
+    def __str__(self) -> str:
+        gradients = self.gradients if not isinstance(self.gradients, tuple) else " inside, ".join(
+            self.gradients) + " across nodes"
+        parts = [f"{what} {how}" for what, how in (("weights", self.weights), ("gradients", gradients)) if how]
+        return f"{', '.join(parts)}, blocks of {self.block}"
+
+    @property
+    def weight_format(self) -> BlockFormat | None:
+        """How weights are encoded."""
+        return None if self.weights is None else BlockFormat(self.weights, self.block)
+
+    def hops(self, axes: MeshAxes, hpz_axes: AxisNames = ()) -> tuple[Hop, ...]:
+        """The all-to-alls of a gradient, inside a node first; none where gradients are sent as they are.
+
+        The last may be over `axes.replica`, across which the sums are gathered again.
+        """
+        if self.gradients is None:
+            return ()
+        zero = [name for name in axes.mesh.axis_names if name in axes.zero and axes.size(name) > 1]
+        replicas = [axes.replica] if axes.replica_size > 1 else []
+        if set(hpz_axes) & set(zero):
+            inside = [name for name in zero if name in hpz_axes]
+        else:
+            inside = zero if replicas else zero[-1:]
+        groups = [inside, [name for name in zero if name not in inside], replicas]
+        formats = self.gradients if isinstance(self.gradients, tuple) else (self.gradients,) * 2
+        return tuple((tuple(group), BlockFormat(formats[min(number, 1)], self.block))
+                     for number, group in enumerate(group for group in groups if group))
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raises ValueError for a pattern of `exclude` that is in none of `names`, those of the parameters."""
+        check_matched("Communication: exclude", self.exclude, names)
+
+    def reason(self, name: str, shape: Shape, dtype: DType, *, num_loops: int, local_size: int, num_parts: int,
+               all_parts: int) -> str:
+        """Why the parameter `name` is sent as it is; "" where it is quantised.
+
+        shape: the true one, of which `num_loops` dims are stacked layers. local_size: values on a device of a layer.
+        num_parts: over how many of the `all_parts` devices it is sharded.
+        """
+        if any(re.search(pattern, name) for pattern in self.exclude):
+            return "excluded"
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return f"of dtype {jnp.dtype(dtype)}"
+        if num_parts < all_parts:
+            return f"not sharded over all {all_parts} devices"
+        if len(shape) - num_loops < 2:
+            return "a vector"
+        return f"fewer than {self.block} values on a device" if local_size < self.block else ""
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return " or ".join(f'"{name}"' for name in names)
+
+
+def communication_of(value: Any) -> Communication | None:
+    """The argument `communication`, checked."""
+    if value is not None and not isinstance(value, Communication):
+        raise UsageError(f"communication={shown(value)} is a {type(value).__name__}: give "
+                         "zero_jax.Communication(weights=\"int8\"), say, or None.")
+    return value

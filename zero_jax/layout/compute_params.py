@@ -1,0 +1,250 @@
+"""The compute copy of the weights: gathered from the master weights, in the compute dtype.
+
+Stages 0 to 2 store one. A step of stage 3 may make one for its microbatches (`step_weights`).
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.lax import dynamic_update_slice_in_dim, slice_in_dim
+from jax.lax import optimization_barrier as barrier
+from jax.sharding import PartitionSpec as P
+
+from zero_jax.gather.gather import GATHER_SCOPE, compute_spec, constrain, gather, gather_sequence, names_of
+from zero_jax.gather.quantized.gather import GatherCodes
+from zero_jax.layout.layout import Layout
+from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.tree import leaf_bytes, map_named, named_leaves
+
+MAX_GATHER_BYTES = 2**30
+"""Bytes of a leaf that are gathered at a time: what XLA gathers along a minor dim is in a transposed buffer first."""
+
+LONG_AXIS = 16
+"""Chips of a mesh axis from which on what is gathered over all others is small: a 16th of the weights at most."""
+
+
+def gather_compute_params(params: Any, layout: Layout, donated: Any = None) -> Any:
+    """The compute weights from the master weights `params`, which are sharded as gradients; None if there is no copy.
+
+    Each shard is cast or quantised before it is gathered, so that the compute dtype or codes are sent. A stack of
+    layers of more than `MAX_GATHER_BYTES` bytes per device is gathered some layers at a time into the donated previous
+    copy `donated`, so that no buffer grows with depth (the paper's C_B).
+    """
+    if layout.state.weights is None:
+        return None
+    if (one := layout.one_slice) is not None:
+        each = jax.vmap(lambda *trees: gather_compute_params(trees[0], one, *trees[1:]), spmd_axis_name=one.axes.slices)
+        return each(params, *[] if donated is None else [donated])
+    return gather_copy(params, layout.gradients, layout.state.weights, layout.stored_shapes.params, layout, donated)
+
+
+def gather_stored_params(params: Any, layout: Layout, old: Any) -> Any:
+    """`params`, sharded as gradients, gathered into `old` where the state stores them whole, and in pieces.
+
+    At stages 1 and 2 without a copy in a narrower dtype. Else `params` as they are.
+    """
+    if not layout.gathers_in_pieces or layout.state.weights is not None:
+        return params
+    return gather_copy(params, layout.gradients, layout.state.params, layout.stored_shapes.params, layout, old)
+
+
+def gather_copy(params: Any, shards: Any, likes: Any, stored_shapes: Any, layout: Layout, donated: Any = None) -> Any:
+    """`params`, of the shardings `shards`, cast and gathered to be as `likes`; see `gather_compute_params`."""
+    in_pieces = _gathered_pieces(params, shards, likes, layout, donated) if layout.gathers_in_pieces else {}
+
+    def copy(name: str, param: jax.Array, shard: Any, like: Any, stored_shape: Any, donated: Any = None) -> jax.Array:
+        if name in in_pieces:
+            return constrain(in_pieces[name], layout.mesh, like.sharding.spec)
+        codes = _codes(name, layout)
+        layers, target = stored_shape.identity_dim(layout.reads[name].stacked), compute_spec(shard.spec, layout.axes)
+        param = param if codes is not None else param.astype(like.dtype)
+        if layers is None or shard.spec == target or like.sharding.spec != target:  # no slices, or no whole weights
+            return whole(param, shard.spec, codes, like)
+        iterations = _iterations(like.shape[layers], leaf_bytes(like.sharding.shard_shape(like.shape), like.dtype))
+        if iterations == 1:
+            return whole(param, shard.spec, codes, like)
+        donated = jnp.zeros(like.shape, like.dtype) if donated is None else donated
+        return _gather_iterations(param, donated, layout.axes, shard.spec, layers, iterations, codes)
+
+    def whole(param: jax.Array, spec: P, codes: GatherCodes | None, like: Any) -> jax.Array:
+        if codes is None:
+            return gather(param, layout.axes, spec, like.sharding.spec)
+        messages = gather(codes.encode(param), layout.axes, codes.sent)
+        with jax.named_scope(GATHER_SCOPE):
+            return constrain(codes.decode(messages, like.dtype), layout.mesh, like.sharding.spec)
+
+    return map_named(copy, params, shards, likes, stored_shapes, *[] if donated is None else [donated])
+
+
+def _codes(name: str, layout: Layout) -> GatherCodes | None:
+    return None if layout.quantized is None else layout.quantized.gathers.get(name)
+
+
+def _gathered_pieces(params: Any, shards: Any, likes: Any, layout: Layout, donated: Any) -> dict[str, jax.Array]:
+    """Those leaves of `gather_copy` by name that are gathered in pieces, into `donated`; none where that is None."""
+    if donated is None:
+        return {}
+    leaves = {name: (param.astype(like.dtype), shard.spec, like, into) for (name, param), shard, like, into in zip(
+        named_leaves(params), *map(jax.tree.leaves, (shards, likes, donated)), strict=True)
+        if _codes(name, layout) is None and shard.spec != like.sharding.spec}
+    sizes = {name: leaf_bytes(like.sharding.shard_shape(like.shape), like.dtype)
+             for name, (_, _, like, _) in leaves.items()}
+    pieces = [piece for name, (_, spec, like, _) in leaves.items() for piece in cut(
+        name, like.shape, (spec, like.sharding.spec), sizes[name], piece_bytes(sum(sizes.values())))]
+    names = {piece.name for piece in pieces}
+    first = {name: _gathered_first(leaves[name][1], layout) for name in names}
+
+    def begin(name: str, param: jax.Array) -> jax.Array:
+        with jax.named_scope(GATHER_SCOPE):
+            for spec in first[name][1:]:
+                param = constrain(param, layout.mesh, spec)
+        return param
+
+    def gather_piece(name: str, part: jax.Array) -> jax.Array:
+        return gather(part, layout.axes, first[name][-1], leaves[name][2].sharding.spec)
+
+    return gather_pieces(pieces, {name: leaves[name][0] for name in names}, {
+        name: leaves[name][3] for name in names}, gather_piece, begin)
+
+
+def _gathered_first(spec: P, layout: Layout) -> list[P]:
+    """The specs from `spec` to that of which pieces are gathered: on v5e whole over all axes but a long last one.
+
+    Within an update XLA for v5e sends one gather, whichever comes first: the few bytes of the first axis kept those of
+    the second from being sent so (71.9 instead of 91.8 % asynchronous, 6.7B at stage 2 on `v5e:16x16`, 1 x 2048
+    tokens; predicted 1,260 instead of 1,225 ms).
+    """
+    *first, last = gather_sequence(spec, layout.axes)
+    left = set(names_of(first[-1])) - set(names_of(last)) if first else set()
+    is_long = layout.axes.built_for.sends_within_products and all(
+        layout.mesh.shape[axis] >= LONG_AXIS for axis in left)
+    return first if first and is_long else [spec]
+
+
+def cast_compute_params(params: Any, layout: Layout) -> Any:
+    """The shards of the compute weights, before they are gathered; None if there is no copy.
+
+    Those that are sent as codes are not cast: they are encoded from the master weights.
+    """
+    codes = {} if layout.quantized is None else layout.quantized.gathers
+    weights = layout.state.weights
+    return None if weights is None else map_named(
+        lambda name, param, like: param if name in codes else param.astype(like.dtype), params, weights)
+
+
+def _iterations(layers: int, size: int) -> int:
+    """The number of equal rounds in which `layers` layers of `size` bytes in total are gathered."""
+    return next((iterations for iterations in range(1, layers)
+                 if layers % iterations == 0 and size <= iterations * MAX_GATHER_BYTES), layers)
+
+
+def _gather_iterations(param: jax.Array, donated: jax.Array, mesh_axes: MeshAxes, spec: P, dim: int, iterations: int,
+                   codes: GatherCodes | None = None) -> jax.Array:
+    """`param`, sharded by `spec`, gathered into `donated` in `rounds` slices of `dim`; as codes where there are such.
+
+    A `shard_map`, and on a GPU one row of the result per iteration: otherwise XLA gives the result the memory layout of
+    what it gathers and transposes it at the end, which takes as much memory again. On a TPU rows would need a copy, for
+    its tiles, and are not needed.
+    """
+    rows, sent = not mesh_axes.is_tpu, spec if codes is None else codes.sent
+
+    def fill(param: jax.Array, donated: jax.Array) -> jax.Array:
+        size = param.shape[dim] // iterations
+
+        def step(index: jax.Array, result: jax.Array) -> jax.Array:
+            part = jax.lax.dynamic_slice_in_dim(param, index * size, size, dim)
+            part = part if codes is None else codes.encode_shard(part)
+            with jax.named_scope(GATHER_SCOPE):
+                for before, after in itertools.pairwise(gather_sequence(sent, mesh_axes)):
+                    axes = tuple(axis for axis in names_of(before) if axis not in names_of(after))
+                    split = next(at for at, entry in enumerate(before) if axes[0] in names_of(P(entry)))
+                    part = jax.lax.all_gather(part, axes, axis=split, tiled=True)
+            part = part if codes is None else codes.decode(part, result.dtype, split=(mesh_axes.tensor,))
+            if rows:
+                return jax.lax.dynamic_update_slice_in_dim(result, part.reshape(1, -1), index, 0)
+            return jax.lax.dynamic_update_slice_in_dim(result, part, index * size, dim)
+
+        result = donated.reshape(iterations, -1) if rows else donated
+        return jax.lax.fori_loop(0, iterations, step, result).reshape(donated.shape)
+
+    gathered = compute_spec(spec, mesh_axes)
+    return jax.shard_map(fill, mesh=mesh_axes.mesh, in_specs=(spec, gathered), out_specs=gathered, check_vma=False)(
+        param, donated)
+
+
+PIECE_BYTES = 2**25
+"""Bytes on a device of what is gathered at a time, of a small model; of a large one `NUM_PIECES` decide."""
+NUM_PIECES = 64
+"""About so many are all leaves of a large model, since each takes time to compile."""
+MIN_BYTES = 2**20
+"""Of a leaf that is gathered in pieces; the others are gathered whole, as small as they are."""
+IN_FLIGHT = 2
+"""So many pieces may be sent, or wait to be copied, at a time: the memory that they take together."""
+ALIGNED = 128
+"""Of the last two dims of an array pieces have a multiple of so many elements, which are whole tiles of a TPU."""
+
+
+class Piece(NamedTuple):
+    """Elements `start` to `stop` of dim `dim` of the leaf `name`."""
+
+    name: str
+    dim: int
+    start: int
+    stop: int
+
+
+def piece_bytes(total: int) -> int:
+    """How large a piece is of leaves that take `total` bytes on a device."""
+    return max(PIECE_BYTES, math.ceil(total / NUM_PIECES))
+
+
+def cut(name: str, shape: Sequence[int], specs: Sequence[P], size: int, piece: int) -> list[Piece]:
+    """The pieces of about `piece` bytes of a leaf of `size` on a device; none where it is small, or cannot be cut.
+
+    specs: those with which it is sharded and gathered; a dim that either of them splits is not cut. At least two, since
+    XLA takes one that is all of the leaf for the leaf.
+    """
+    for dim, length in enumerate(shape):
+        aligned = ALIGNED if dim >= len(shape) - 2 else 1
+        if size < MIN_BYTES or any(spec[dim] for spec in specs if dim < len(spec)) or length <= aligned:
+            continue
+        count = min(max(2, math.ceil(size / piece)), length)
+        step = math.ceil(math.ceil(length / count) / aligned) * aligned
+        return [Piece(name, dim, start, min(start + step, length)) for start in range(0, length, step)]
+    return []
+
+
+def gather_pieces(pieces: Sequence[Piece], shards: Mapping[str, jax.Array], into: Mapping[str, jax.Array],
+                  gather: Callable[[str, jax.Array], jax.Array], begin: Callable[[str, jax.Array], jax.Array]
+                  ) -> dict[str, jax.Array]:
+    """`into`, whose leaves are whole, with `pieces` of `shards`, which `gather` gathers; traceable.
+
+    One begins when the piece `IN_FLIGHT` before it is in its place, whichever leaves they are of.
+    begin: what is done with a leaf's shards before its first piece, such as to gather them over some of the axes.
+    """
+    results, sent, begun = dict(into), list[tuple[Piece, jax.Array]](), dict[str, jax.Array]()
+
+    def write() -> str:
+        piece, value = sent.pop(0)
+        results[piece.name] = dynamic_update_slice_in_dim(results[piece.name], value, piece.start, piece.dim)
+        return piece.name
+
+    for piece in pieces:
+        written = write() if len(sent) == IN_FLIGHT else None
+
+        def behind(value: jax.Array, written: str | None = written) -> jax.Array:
+            if written is not None:
+                value, results[written] = barrier((value, results[written]))
+            return value
+
+        if piece.name not in begun:
+            begun[piece.name] = begin(piece.name, behind(shards[piece.name]))
+        part = behind(slice_in_dim(begun[piece.name], piece.start, piece.stop, axis=piece.dim))
+        sent.append((piece, gather(piece.name, part)))
+    while sent:
+        write()
+    return results
