@@ -121,10 +121,10 @@ def test_it_sends_what_the_step_of_the_same_flax_model_sends(target):
     assert more.compiled_step(BATCHES[0]).report.communication_bytes > sent[0]
 
 
-def test_values_come_from_arrays_from_a_key_and_at_init():
+def test_values_come_from_arrays_and_from_a_key():
     values = make(jax.random.key(2))
-    step = zero_jax.make_zero_train_step(params=jax.eval_shape(lambda: values), loss=loss, stage=3)
-    state = step.init(jax.random.key(0), BATCHES[0], params=values)
+    step = zero_jax.make_zero_train_step(params=values, loss=loss, stage=3)
+    state = step.init(jax.random.key(0), BATCHES[0])
     jax.tree.map(np.testing.assert_array_equal, step.params(state), values)
     drawn = zero_jax.make_zero_train_step(params=make, loss=loss, stage=3)
     one, other = (drawn.params(drawn.init(jax.random.key(seed), BATCHES[0])) for seed in (0, 1))
@@ -144,10 +144,15 @@ def test_what_is_no_function_of_parameters_is_refused(arguments, message):
         zero_jax.make_zero_train_step(stage=3, **arguments)
 
 
-def test_values_that_are_missing_or_of_another_tree_are_refused():
+@pytest.mark.parametrize("in_files", [False, True])
+def test_values_that_are_missing_or_of_another_tree_are_refused(tmp_path, in_files):
     values = make(jax.random.key(2))
-    step = zero_jax.make_zero_train_step(params=jax.eval_shape(lambda: values), loss=loss, stage=3)
+    offload = zero_jax.Offload(disk=tmp_path / "states") if in_files else None
+    step = zero_jax.make_zero_train_step(
+        params=jax.eval_shape(lambda: values), loss=loss, stage=3, offload=offload)
     with pytest.raises(zero_jax.UsageError, match="made of shapes alone"):
         step.init(jax.random.key(0), BATCHES[0])
     with pytest.raises(zero_jax.UsageError, match="another pytree"):
         step.init(jax.random.key(0), BATCHES[0], params=[values])
+    state = step.init(jax.random.key(0), BATCHES[0], params=values)
+    jax.tree.map(np.testing.assert_array_equal, step.params(state), values)

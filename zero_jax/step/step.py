@@ -182,10 +182,7 @@ class ZeroTrainStep(AnyStep):
         rng = state_key(rng)
         self._check_capacity(batch)
         self._check_same(rng, batch)
-        given = self._given_params if params is None else self._named(params, batch)
-        if given is None and isinstance(self.functions.model, Functional) and self.functions.model.is_abstract:
-            raise UsageError("init: this step was made of shapes alone: give values, as init(rng, batch, "
-                             "params=params).")
+        given = self._starting_values(params, batch)
         check_values(batch, self.loss, self.batches)
         make, like, shardings = self._initializer(batch, without=() if given is None else FROM_PARAMS)
         if self.options.host_offload is None:
@@ -482,6 +479,14 @@ class ZeroTrainStep(AnyStep):
         if isinstance(self.functions.model, Functional):
             return self.functions.model.named(given)
         return named_values(given, self.layout(batch).state.variables)
+
+    def _starting_values(self, params: Any, batch: Batch) -> Mapping[str, Any] | None:
+        """The values that `init` starts from, by name; None: those that the model makes."""
+        given = self._given_params if params is None else self._named(params, batch)
+        if given is None and isinstance(self.functions.model, Functional) and self.functions.model.is_abstract:
+            raise UsageError("init: this step was made of shapes alone: give values, as init(rng, batch, "
+                             "params=params).")
+        return given
 
     def _as_given(self, params: Params) -> Any:
         """All parameters, a dict tree, as the user has them."""

@@ -138,8 +138,8 @@ class DiskTrainStep(ZeroTrainStep):
         rng, batch_like = state_key(rng), self.abstract_batch(batch)
         self._check_capacity(batch)
         self._prepared(batch)
-        states, given = self._opened(DiskStates.create), self._given_params if params is None else (
-            self._named(params, batch))
+        given = self._starting_values(params, batch)
+        states = self._opened(DiskStates.create)
         layout = self.layout(batch)
         fields = ("step", "frozen", "variables", "guard", "rng") if given is not None else (
             "step", "params", "frozen", "variables", "guard", "rng")
@@ -270,7 +270,7 @@ class DiskTrainStep(ZeroTrainStep):
         likes, shapes = ({"params": tree.params, "frozen": tree.frozen} for tree in (
             layout.state, layout.stored_shapes))
         loaded = jax.tree.map(layout.load_leaf, shapes, likes, map_named(lambda name, _: arrays.get(name), likes))
-        return merge(loaded["params"], loaded["frozen"])
+        return self._as_given(merge(loaded["params"], loaded["frozen"]))
 
     def _readable(self, state: ZeroState, *, ema: bool) -> tuple[ZeroState, Any]:
         layout, known = self.layout(), dict(named_leaves(state))
