@@ -74,13 +74,11 @@ def of_haiku(forward):
     """As `of_equinox`."""
     transformed = hk.without_apply_rng(hk.transform(forward))
     params = transformed.init(KEY, jnp.zeros((1, WIDTH)))
-    # Haiku's names have slashes: a tree of lists has none.
-    flat, tree = jax.tree.flatten(params)
 
-    def loss(flat, batch):
-        return jnp.mean((transformed.apply(jax.tree.unflatten(tree, flat), batch["x"]) - batch["y"]) ** 2)
+    def loss(params, batch):
+        return jnp.mean((transformed.apply(params, batch["x"]) - batch["y"]) ** 2)
 
-    return flat, loss
+    return params, loss
 
 
 def haiku_stack(x):

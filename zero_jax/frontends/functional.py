@@ -52,7 +52,7 @@ class Functional:
         self._shapes = {name: leaf.shape for name, leaf in leaves}
         if not leaves or len({*self._names}) < len(leaves) or any(
                 other.startswith(f"{name}/") for name in self._names for other in self._names):
-            raise UsageError("params: give a pytree of arrays, each of a name of its own (without / in keys).")
+            raise UsageError("params: give a pytree of arrays, each of a name of its own, which is not the begin of another.")
         return leaves
 
     def as_given(self, params: Any) -> Any:
