@@ -52,7 +52,8 @@ class Functional:
         self._shapes = {name: leaf.shape for name, leaf in leaves}
         if not leaves or len({*self._names}) < len(leaves) or any(
                 other.startswith(f"{name}/") for name in self._names for other in self._names):
-            raise UsageError("params: give a pytree of arrays, each of a name of its own, which is not the begin of another.")
+            raise UsageError("params: give a pytree of arrays, each of a name of its own, which is no beginning "
+                             "of another.")
         return leaves
 
     def as_given(self, params: Any) -> Any:
@@ -62,7 +63,7 @@ class Functional:
 
     def named(self, params: Any) -> dict[str, Any]:
         """Values that the user gives, by name; raises ValueError for another pytree than the parameters are."""
-        if isinstance(params, Mapping) and [name for name, _ in named_leaves(params)] == sorted(self._names):
+        if isinstance(params, Mapping) and {name for name, _ in named_leaves(params)} == {*self._names}:
             return dict(named_leaves(params))
         if jax.tree.structure(params) != self._structure:
             raise UsageError("params: this is another pytree than the parameters of this step: give "
