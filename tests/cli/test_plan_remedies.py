@@ -17,7 +17,7 @@ from zero_jax.cli.planning.remedies import (
     remedies,
     remedy_lines,
     shorter,
-    train_command,
+    train_lines,
 )
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.errors import UsageError
@@ -99,13 +99,22 @@ def test_estimates_by_hand():
     {"quantize_weights": "int8", "quantize_gradients": ("int4",), "replica": 2}, {"tiling": ("mlp/up/kernel=16",)}])
 def test_the_printed_command_is_one_of_train(changes):
     config = dataclasses.replace(CONFIG, **changes)
-    program, command, *args = train_command(config, planned(90, batch=16)).split(" ")
+    (line,) = train_lines(config, planned(90, batch=16))
+    program, command, *args = line.removeprefix("To train it: ").split(" ")
     assert (program, command) == ("zero-jax", "train")
     trained = tyro.cli(TrainConfig, args=args)
     assert trained.batch_size == 16 and trained.seq_len == 1024
     shared = {field.name for field in dataclasses.fields(TrainConfig)} & {
         field.name for field in dataclasses.fields(PlanConfig)} - {"target", "seq_len"}
     assert {name: getattr(trained, name) for name in shared} == {name: getattr(config, name) for name in shared}
+
+
+def test_what_train_has_no_option_for_is_said():
+    config = dataclasses.replace(CONFIG, mesh=(2, 4), vocab_size=512)
+    command, *others = train_lines(config, planned(90))
+    assert "--mesh" not in command and "--vocab-size" not in command
+    assert [line.partition(",")[0] for line in others] == [
+        "Not in that command: --mesh", "Not in that command: --vocab-size"]
 
 
 def test_the_default_length_is_said(monkeypatch):

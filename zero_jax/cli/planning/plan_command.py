@@ -13,7 +13,7 @@ from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.objectives.choose import objective_of
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.planning.plan_report import draw_stages, finite, plan_json, plan_tables, search_table, verdict
-from zero_jax.cli.planning.remedies import Remedy, remedies, remedy_lines, train_command
+from zero_jax.cli.planning.remedies import Remedy, remedies, remedy_lines, train_lines
 from zero_jax.cli.reports.report import make_console, state_table
 from zero_jax.cli.start import check_start
 from zero_jax.cli.step_from_config import (
@@ -88,7 +88,7 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
             console.print(attention_text(choice, batch=chosen.batch_size // config.accumulate, length=setup.length,
                                          precision=config.precision))
         if chosen and result is None and (chosen.fits or config.remedies):
-            lines = [f"To train it: {train_command(config, chosen)}"] if chosen.fits else remedy_lines(
+            lines = train_lines(config, chosen) if chosen.fits else remedy_lines(
                 config, chosen, helps)
             console.print(*lines, sep="\n", soft_wrap=True)
     if config.png is not None:

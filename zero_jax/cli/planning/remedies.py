@@ -108,13 +108,22 @@ def flags(changes: Mapping[str, Any]) -> str:
         for name, value in changes.items())
 
 
-def train_command(config: PlanConfig, plan: Plan) -> str:
-    """The command that trains what was planned; what is as `train` has it by itself is left out."""
+def train_lines(config: PlanConfig, plan: Plan) -> list[str]:
+    """The command that trains what was planned, and what of the plan `train` has no option for.
+
+    What is as `train` has it by itself is left out.
+    """
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(PlanConfig)
              if field.name in defaults and field.name not in ("target", "seq_len")}
     given |= {"batch_size": plan.batch_size} | ({"seq_len": plan.length} if plan.length else {})
-    return "zero-jax train " + flags({name: value for name, value in given.items() if value != defaults[name]})
+    lines = ["To train it: zero-jax train " + flags(
+        {name: value for name, value in given.items() if value != defaults[name]})]
+    if config.mesh:
+        lines.append("Not in that command: --mesh, since train factors its devices by itself.")
+    if config.vocab_size is not None:
+        lines.append("Not in that command: --vocab-size, since train takes that of its tokenizer.")
+    return lines
 
 
 def remedy_lines(config: PlanConfig, plan: Plan, found: list[Remedy]) -> list[str]:
@@ -126,5 +135,5 @@ def remedy_lines(config: PlanConfig, plan: Plan, found: list[Remedy]) -> list[st
         lines.append(f"  - more devices, at least {devices:,} by the size of the state (not compiled)")
     if found:
         best = dataclasses.replace(config, **found[0].changes)
-        lines.append(f"To train it: {train_command(best, found[0].plan)}")
+        lines += train_lines(best, found[0].plan)
     return lines
