@@ -183,8 +183,8 @@ def test_train_saves_there_and_goes_on(root, tmp_path):
 @pytest.mark.slow
 def test_states_in_files_are_saved_there_leaf_by_leaf(root, tmp_path):
     from checkpoint.test_states_in_files import in_files, run
-    from step.test_disk import differing
-    from step.test_offload import BATCH as batch
+    from support.offloaded import BATCH as batch
+    from support.offloaded import differing
 
     step, other = (in_files(tmp_path / name, precision="bf16", remat="full") for name in "ab")
     state, _ = run(step, steps=1)

@@ -13,8 +13,7 @@ import numpy as np
 import optax
 import pytest
 from orbax.checkpoint.experimental import v1 as ocp
-from step.test_disk import differing
-from step.test_offload import BATCH, Stacked
+from support.offloaded import BATCH, Stacked, differing
 from support.pages import ROOT
 from support.saved import difference, dump
 from support.stacked_nnx import NnxStacked

@@ -79,8 +79,8 @@ def test_the_command_writes_log_and_curve(tmp_path):
         "mfu", "hfu", "memory_bytes", "data_wait"}
     row = steps[-1]
     assert row["tokens_per_second"] == pytest.approx(8 * 32 / row["seconds"], rel=1e-3) and row["mfu"] is None
-    # 6 FLOPs for each token and parameter of a product: the blocks' matrices and the output layer; and attention's.
-    products = 2 * 12 * 64**2 + 256 * 64 + 2 * 2 * 32 * 64
+    # 6 FLOPs for each token and parameter of a product, of blocks and output layer; and causal attention's, half.
+    products = 2 * 12 * 64**2 + 256 * 64 + 2 * 32 * 64
     assert row["tflops_per_device"] * 4e12 * row["seconds"] == pytest.approx(6 * 8 * 32 * products, rel=1e-3)
     assert [row["step"] for row in rows if "validation_loss" in row] == [2, 3]
     # The default, a cosine, would have 0.55 of the peak in the third.

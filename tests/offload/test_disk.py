@@ -8,13 +8,12 @@ import sys
 import textwrap
 from pathlib import Path
 
-import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from step.test_offload import BATCH, Stacked, Unstacked, plain
+from support.offloaded import BATCH, differing, made, plain, run, unstacked
 
 import zero_jax
 from zero_jax.offload import file_update
@@ -22,30 +21,6 @@ from zero_jax.offload.disk_leaves import OnDisk, disk_traffic
 from zero_jax.sharding.shard_reader import UnreadLeaf
 from zero_jax.step.disk.update import InitialOptimizerState
 from zero_jax.tree import named_leaves
-
-CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
-
-
-def made(stage, folder, *, model=None, optimizer=CLIPPED, buffer_bytes=2**16, **options):
-    offload = None if folder is None else zero_jax.Offload(disk=folder, buffer_bytes=buffer_bytes)
-    return zero_jax.make_zero_train_step(
-        Stacked() if model is None else model(), stage, optimizer=optimizer, offload=offload, **options)
-
-
-def run(step, state, steps):
-    numbers = []
-    for _ in range(steps):
-        state, metrics = step(state, BATCH)
-        numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    return state, numbers
-
-
-def differing(left, right):
-    """Names of the leaves whose bits differ; the copy of master weights that stage 3 has with files alone is not."""
-    left, right = dict(named_leaves(left)), dict(named_leaves(right))
-    names = [name for name in left if not name.startswith("weights/") and name != "disk"]
-    assert set(names) <= set(right)
-    return [name for name in names if plain(left[name]).tobytes() != plain(right[name]).tobytes()]
 
 
 @pytest.mark.parametrize("stage, precision", [(0, "bf16"), (1, "fp32"), (3, "bf16")])
@@ -159,10 +134,6 @@ def test_a_bad_step_leaves_the_files_and_an_error_while_writing_loses_nothing(tm
     assert int(state.step) == 2 and differing(params, step.params(state)) == []
     assert int(step(state, batch)[0].step) == 3
     step.close()
-
-
-def unstacked():
-    return Unstacked(rngs=nnx.Rngs(0))
 
 
 def small(path, **options):
@@ -301,7 +272,7 @@ def test_other_optimizers_and_scales_have_their_numbers(tmp_path, stage, options
 
 WITHOUT_FMA = """
 import flax.nnx as nnx, jax, numpy as np, optax, zero_jax
-from step.test_disk import BATCH, differing, made, run, unstacked
+from support.offloaded import BATCH, differing, made, run, unstacked
 cases = [(3, {"optimizer": optax.adamw(1e-2), "ema": 0.9}), (0, {"precision": "bf16"}),
          (2, {"precision": "bf16", "optimizer": optax.adamw(1e-2), "guard": zero_jax.Guard(skip=2)}),
          (3, {"precision": "bf16-stochastic", "model": unstacked}), (2, {"optimizer": optax.lion(1e-3)})]

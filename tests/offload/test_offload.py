@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.offloaded import BATCH, Stacked, Unstacked, plain
 from support.targets import mesh_of
 
 import zero_jax
@@ -20,37 +21,7 @@ from zero_jax.tree import named_leaves
 from zero_jax.xla import host_memory
 from zero_jax.xla.parser import parse
 
-BATCH = {name: jax.random.randint(jax.random.key(seed), (16, 8), 0, 96) for seed, name in enumerate(
-    ("inputs", "targets"))}
 SMALL_BUFFER = zero_jax.Offload(buffer_bytes=2**16)
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return x + nn.Dense(64)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x)))), None
-
-
-class Stacked(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Embed(101, 64)(x)  # 101 and 96 rows: one is padded where it is split
-        blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
-        x, _ = blocks(name="blocks")(x, None)
-        return nn.Dense(96)(x)
-
-
-class Unstacked(nnx.Module):
-    def __init__(self, *, rngs):
-        self.embed = nnx.Embed(96, 64, rngs=rngs)
-        self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(3)])
-        self.out = nnx.Linear(64, 96, rngs=rngs)
-
-    def __call__(self, x):
-        x = self.embed(x)
-        for layer in self.layers:
-            x = x + nnx.gelu(layer(x))
-        return self.out(x)
 
 
 def trained(stage, offload, *, model=None, steps=3, optimizer=None, **options):
@@ -63,11 +34,6 @@ def trained(stage, offload, *, model=None, steps=3, optimizer=None, **options):
         state, metrics = step(state, BATCH)
         numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     return step, state, numbers
-
-
-def plain(leaf):
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 def differing(left, right):
