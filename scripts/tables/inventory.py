@@ -10,7 +10,7 @@ import importlib
 import inspect
 import textwrap
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.xla.targets import built_in, chip_files
@@ -50,6 +50,10 @@ def kind(annotation) -> str:
     """The type of an option in words: the choices of a Literal, the names of types."""
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) is Annotated:
+        of, within = get_args(annotation)
+        low = "above 0" if 0 < within.low < 1e-6 else f"at least {within.low:g}"
+        return f"{kind(of)}, {low}" + f", at most {within.high:g}" * (within.high < 2**31 - 1)
     names = [part for part in get_args(annotation) if part not in (type(None), Ellipsis)]
     return " or ".join(dict.fromkeys(map(kind, names))) if names else getattr(annotation, "__name__", str(annotation))
 

@@ -84,6 +84,31 @@ def test_numbers_are_those_of_a_plain_loop(stage, width, options):
     assert not np.allclose(plain(params, fewer)[1], losses, rtol=1e-4)
 
 
+@pytest.mark.parametrize("options, rtol", [
+    ({"offload": "parameters"}, 2e-6), ({"remat": "full", "gather": "forward"}, 2e-6), ({"view": "global"}, 2e-6),
+    ({"precision": "bf16"}, 5e-3)], ids=str)
+def test_options_have_the_numbers_of_a_plain_loop(options, rtol):
+    """Control: a loop whose embedding is not trained, which `frozen` asks for."""
+    params = make(jax.random.key(1))
+    losses = plain(params, BATCHES)[1]
+    np.testing.assert_allclose(trained(params, 3, **options)[2], losses, rtol=rtol)
+    assert not np.allclose(trained(params, 3, frozen="embed", **options)[2], losses, rtol=rtol)
+
+
+def test_metrics_and_a_key_are_those_of_any_loss():
+    def drawn(params, batch, rng):
+        value = loss(params, batch)
+        return value, {"twice": zero_jax.Metric(2 * value), "noise": jax.random.uniform(rng)}
+
+    step = zero_jax.make_zero_train_step(params=make, loss=drawn, stage=3)
+    state, found = step.init(jax.random.key(0), BATCHES[0]), []
+    for batch in BATCHES:
+        state, metrics = step(state, batch)
+        found.append(metrics)
+    assert all(each["twice"] == 2 * each["loss"] for each in found)
+    assert len({float(each["noise"]) for each in found}) == 3
+
+
 def test_stacked_layers_are_gathered_in_their_loop_and_shards_are_what_is_stored():
     """Control: layers that pass through an operation before the loop are gathered whole."""
     step, state, _ = trained(make, 3, batches=BATCHES[:1])

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.offloaded import BATCH
 from support.stacked_nnx import NnxBlock, NnxStacked
 from support.targets import mesh_of
 
@@ -22,8 +23,6 @@ from zero_jax.tree import leaf_bytes, named_leaves
 from zero_jax.xla import platform
 from zero_jax.xla.host_reads import HostRead, host_reads
 
-BATCH = {name: jax.random.randint(jax.random.key(seed), (16, 8), 0, 96) for seed, name in enumerate(
-    ("inputs", "targets"))}
 SMALL_BUFFER = zero_jax.Offload(buffer_bytes=2**16)
 PARAMETERS = zero_jax.Offload(parameters="host", buffer_bytes=2**16)
 

@@ -23,7 +23,7 @@ from zero_jax.cli.options.of_step import (
     ParallelOptions,
     TilingOptions,
 )
-from zero_jax.cli.options.offload import check_fraction, check_no_states, check_placement
+from zero_jax.cli.options.offload import check_no_states, check_placement
 from zero_jax.cli.options.run import EvaluationOptions, ObjectiveOptions, ReportOptions, RunOptions, ScheduleOptions
 from zero_jax.data.tokenizer import TOKENIZERS
 from zero_jax.distributed.launch import COORDINATOR
@@ -44,7 +44,6 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
     def __post_init__(self) -> None:
         check_path("out", self.out)
         settle(self)
-        check_fraction(self)
         check_placement(self)
         self.check_quantized()
         self.check_lora()

@@ -95,8 +95,10 @@ class Functional:
             return fun(self.as_given(params), batch), variables, {}
         reads, cache, by_name = self._reads if reads is None else reads, GatherCache(), dict(named_leaves(uses))
         values = dict(named_leaves(params))
-        likes = [jax.ShapeDtypeStruct(self._shapes[name], getattr(by_name.get(name), "dtype", values[name].dtype))
-                 for name in self._names]
+        dtypes = (by_name[name].dtype if hasattr(by_name.get(name), "dtype") else values[name].dtype
+                  for name in self._names)
+        likes = [jax.ShapeDtypeStruct(self._shapes[name], dtype)
+                 for name, dtype in zip(self._names, dtypes, strict=True)]
         closed, out = trace_with_shape(
             lambda leaves, batch: fun(jax.tree.unflatten(self._structure, leaves), batch), likes, batch)
 

@@ -10,6 +10,7 @@ from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.frontends.composition import Composition
 from zero_jax.frontends.functional import Functional
+from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.linen import Linen
 from zero_jax.frontends.lora import Lora, LoraModel
 from zero_jax.frontends.nnx import Nnx
@@ -90,6 +91,22 @@ def other_reads(model: ModelFunctions, fun: Callable[..., Any], *args: Any) -> d
 def stored_values(model: ModelFunctions, given: Mapping[str, Any], rng: Any) -> Mapping[str, Any]:
     """Values of the stored leaves by name, from those of the model's parameters; `rng` draws new adapters."""
     return model.stored_values(given, rng) if isinstance(model, Lora) else given
+
+
+def named(model: ModelFunctions, given: Any, variables: Any) -> dict[str, Any]:
+    """The values that a user gives, by the names that the state has for them; variables: of the state."""
+    return model.named(given) if isinstance(model, Functional) else named_values(given, variables)
+
+
+def as_given(model: ModelFunctions, params: Any) -> Any:
+    """All parameters, a dict tree, as the user has them."""
+    return model.as_given(params) if isinstance(model, Functional) else params
+
+
+def check_has_values(model: ModelFunctions) -> None:
+    """Raises UsageError for a function of parameters of which shapes alone are known."""
+    if isinstance(model, Functional) and model.is_abstract:
+        raise UsageError("init: this step was made of shapes alone: give values, as init(rng, batch, params=params).")
 
 
 def is_nnx(model: ModelFunctions) -> bool:

@@ -18,10 +18,8 @@ from zero_jax.contract.verify import Contract, Report, contract_of
 from zero_jax.distributed.agreement import check_same, devices_on_host, spans_processes
 from zero_jax.distributed.initialize import on_host, zeros_of
 from zero_jax.errors import UsageError, few
-from zero_jax.frontends.functional import Functional
-from zero_jax.frontends.given_values import named_values
 from zero_jax.frontends.lora import Lora
-from zero_jax.frontends.model_functions import is_nnx, stored_values
+from zero_jax.frontends.model_functions import as_given, check_has_values, is_nnx, named, stored_values
 from zero_jax.jaxpr.equations import trace
 from zero_jax.layout.batch_layout import BatchLayout, hashable
 from zero_jax.layout.layout import Layout
@@ -360,7 +358,7 @@ class ZeroTrainStep(AnyStep):
         self._warn_of_variables(state)
         with state_explained(state, self.layout()):
             state = self.layout().load(state)
-        return self._as_given(merge(state.params, state.frozen))
+        return as_given(self.functions.model, merge(state.params, state.frozen))
 
     def evaluator(self, fun: Loss | None = None, *, ema: bool = False) -> Callable[..., Any]:
         """`fun(model, batch)` (default: the loss) compiled as a function of (state, batch, rng=None).
@@ -476,22 +474,14 @@ class ZeroTrainStep(AnyStep):
 
     def _named(self, given: Any, batch: Batch = None) -> dict[str, Any]:
         """The values that a user gives, by the names that the state has for them."""
-        if isinstance(self.functions.model, Functional):
-            return self.functions.model.named(given)
-        return named_values(given, self.layout(batch).state.variables)
+        return named(self.functions.model, given, self.layout(batch).state.variables)
 
     def _starting_values(self, params: Any, batch: Batch) -> Mapping[str, Any] | None:
         """The values that `init` starts from, by name; None: those that the model makes."""
         given = self._given_params if params is None else self._named(params, batch)
-        if given is None and isinstance(self.functions.model, Functional) and self.functions.model.is_abstract:
-            raise UsageError("init: this step was made of shapes alone: give values, as init(rng, batch, "
-                             "params=params).")
+        if given is None:
+            check_has_values(self.functions.model)
         return given
-
-    def _as_given(self, params: Params) -> Any:
-        """All parameters, a dict tree, as the user has them."""
-        model = self.functions.model
-        return model.as_given(params) if isinstance(model, Functional) else params
 
     def _with_values(self, state: ZeroState, given: Mapping[str, Any]) -> ZeroState:
         """`state` from values of the model's parameters by name; what the model adds to them is new."""

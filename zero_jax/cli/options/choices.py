@@ -45,6 +45,9 @@ class Within:
                              f"{f'least {self.low}' if value < self.low else f'most {MAX_COUNT}'}.")
         if self == FRACTION:
             raise UsageError(f"{name}={value}: give a fraction between 0 and 1, as 0.15.")
+        if 0 < self.low < 1e-6:
+            raise UsageError(f"{name}={value}: give a number above 0"
+                             f"{f' and at most {self.high:g}' if self.high < math.inf else ''}.")
         raise UsageError(f"{name}={value} is not within {self.low} to {self.high}.")
 
 
@@ -82,9 +85,3 @@ def _kinds(hint: Any) -> Iterator[Any]:
     if get_origin(hint) in (Annotated, Union, types.UnionType, tuple):
         for part in (*get_args(hint), *getattr(hint, "__metadata__", ())):
             yield from _kinds(part)
-
-
-def check_offload(offload: str) -> None:
-    """Raises ValueError for another value than `Offloaded` has."""
-    if offload not in get_args(Offloaded):
-        raise UsageError(f"offload={offload!r} is unknown: give one of {', '.join(get_args(Offloaded))}.")

@@ -27,12 +27,6 @@ def check_no_states(config: Any) -> None:
                          "run remove the folder, or name another one.")
 
 
-def check_fraction(config: Any) -> None:
-    """Raises UsageError for a share that is none. config: a `TrainConfig` or `PlanConfig`."""
-    if not 0 < config.offload_fraction <= 1:
-        raise UsageError(f"offload_fraction={config.offload_fraction}: give a share above 0 and at most 1.")
-
-
 def offload_argument(name: str, folder: Path | None, fraction: float = 1.0) -> Any:
     """What `make_zero_train_step(offload=...)` takes for an option; a plan has no folder, and opens no files."""
     if name == "no":

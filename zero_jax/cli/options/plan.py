@@ -2,9 +2,9 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from zero_jax.cli.options.choices import Offloaded, OnOffAuto, Optimizer, PrecisionName, RematName
+from zero_jax.cli.options.choices import Count, Offloaded, OnOffAuto, Optimizer, PrecisionName, RematName, Within
 
 MAX_DEFAULT_LENGTH = 8192
 """Tokens of a sequence where none are given: some models take far more, which few train with."""
@@ -25,10 +25,10 @@ class PlanOptions:
     stage: Literal[0, 1, 2, 3] = 3
     """What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
 
-    batch_per_device: int = 1
+    batch_per_device: Count = 1
     """Sequences on each device, or each group of tensor x context devices that share them, over all microbatches."""
 
-    seq_len: int | None = None
+    seq_len: Count | None = None
     """Tokens per sequence. None: the model's max_length, at most 8,192, as the report says."""
 
     precision: PrecisionName = "bf16"
@@ -41,10 +41,10 @@ class PlanOptions:
     """Activation checkpointing. model: as the preset does it; no, yes: the model's own, off or on; full, dots, sqrt:
     from outside, saving each block's input, also its products, or the input of every sqrt-th block."""
 
-    mesh: tuple[int, ...] = ()
+    mesh: tuple[Count, ...] = ()
     """Sizes of ZeRO's mesh axes; with the others their product is the number of devices. Empty: one, or a torus."""
 
-    vocab_size: int | None = None
+    vocab_size: Count | None = None
     """Of the model, in place of the preset's: tensor parallelism needs one that divides. None: as the preset says."""
 
     offload: Offloaded = "no"
@@ -55,7 +55,7 @@ class PlanOptions:
     where nothing that moves less fits, files only where the host's memory is not enough, on a target whose hosts have
     disks."""
 
-    offload_fraction: float = 1.0
+    offload_fraction: Annotated[float, Within(1e-9, 1)] = 1.0
     """With offload=optimizer: the share of these states that is in host memory, all of a parameter's or none; the rest
     stays on the devices. auto finds the least that fits."""
 

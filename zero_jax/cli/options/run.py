@@ -51,7 +51,7 @@ class RunOptions:
     optimizer puts into host memory is in files in offload_disk. auto: compiles each, and takes the one that fits with
     the least predicted time; gradients only where nothing that moves less fits."""
 
-    offload_fraction: float = 1.0
+    offload_fraction: Annotated[float, Within(1e-9, 1)] = 1.0
     """With offload=optimizer: the share of these states that is in host memory, all of a parameter's or none; the rest
     stays on the devices. auto finds the least that fits."""
 

@@ -2,11 +2,10 @@
 
 import dataclasses
 import math
-from typing import get_args
 
 from zero_jax.cli.environment import check_folder
-from zero_jax.cli.model_lookup import ModelChoice, find_model, nearest, with_remat
-from zero_jax.cli.options.choices import RematName, check_offload
+from zero_jax.cli.model_lookup import ModelChoice, find_model, with_remat
+from zero_jax.cli.options.choices import settle
 from zero_jax.cli.options.combinations import check_combinations
 from zero_jax.cli.options.lora import LoraOptions
 from zero_jax.cli.options.of_step import (
@@ -16,9 +15,7 @@ from zero_jax.cli.options.of_step import (
     ParallelOptions,
     TilingOptions,
 )
-from zero_jax.cli.options.offload import check_fraction
 from zero_jax.cli.options.plan import MAX_DEFAULT_LENGTH, PlanOptions
-from zero_jax.cli.train_config import MAX_COUNT
 from zero_jax.errors import UsageError
 from zero_jax.xla.targets import Target, target_of
 
@@ -29,26 +26,13 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
     """Compile a train step for a target topology, no accelerator needed: does it fit, and what does it send."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mesh", tuple(self.mesh))
-        if self.remat not in get_args(RematName):
-            raise UsageError(f"remat={self.remat!r} is unknown{nearest(str(self.remat), [*get_args(RematName)])}")
-        for name, value in (("batch_per_device", self.batch_per_device), ("seq_len", self.seq_len),
-                            ("accumulate", self.accumulate), ("loss_chunks", self.loss_chunks),
-                            ("tensor", self.tensor), ("context", self.context),
-                            ("replica", self.replica), ("vocab_size", self.vocab_size),
-                            *(("mesh", size) for size in self.mesh)):
-            if value is not None and value < 1:
-                raise UsageError(f"{name}={value}: give at least 1.")
-            if value is not None and value > MAX_COUNT:
-                raise UsageError(f"{name}={value}: give at most {MAX_COUNT}.")
+        settle(self)
         if self.batch_per_device % self.accumulate:
             raise UsageError(f"batch_per_device={self.batch_per_device} does not divide into {self.accumulate} "
                              "microbatches: give a multiple.")
         self.check_lora()
         self.check_quantized()
         self.check_tiling()
-        check_offload(self.offload)
-        check_fraction(self)
         check_combinations(self)
         if self.png is not None and self.png.suffix != ".png":
             raise UsageError(f"png={self.png} does not end in .png.")

@@ -19,7 +19,7 @@ from jax.lax import with_sharding_constraint as constrain
 
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
-from zero_jax.frontends.model_functions import stored_values
+from zero_jax.frontends.model_functions import as_given, stored_values
 from zero_jax.layout.compute_params import gather_compute_params, gather_copy
 from zero_jax.layout.layout import Layout
 from zero_jax.offload.disk_leaves import expanded, in_arrays, resident
@@ -270,7 +270,7 @@ class DiskTrainStep(ZeroTrainStep):
         likes, shapes = ({"params": tree.params, "frozen": tree.frozen} for tree in (
             layout.state, layout.stored_shapes))
         loaded = jax.tree.map(layout.load_leaf, shapes, likes, map_named(lambda name, _: arrays.get(name), likes))
-        return self._as_given(merge(loaded["params"], loaded["frozen"]))
+        return as_given(self.functions.model, merge(loaded["params"], loaded["frozen"]))
 
     def _readable(self, state: ZeroState, *, ema: bool) -> tuple[ZeroState, Any]:
         layout, known = self.layout(), dict(named_leaves(state))
