@@ -96,7 +96,7 @@ def test_a_step_does_not_choose_and_names_what_does():
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"offload": "nvme"}, "give one of no, optimizer, .*auto"),
+    ({"offload": "nvme"}, "There are: no, optimizer, .*auto"),
     ({"offload": "parameters", "stage": 2}, "take stage 3"),
     ({"offload": "auto", "search": "fit"}, "other stages and sizes")])
 def test_other_placements_are_refused(options, words):
