@@ -208,15 +208,8 @@ STEP = (
         "give more devices, or {offload=parameters}, with which tiles come up from host memory, or leave it out"),
     Row((given("tiling"), given("lora")), "a kernel with an adapter is used by two products"),
     Row((given("tiling"), given("diloco.every")), "slices that train by themselves have no tiles"),
-    # The local view.
-    Row((given("tiling"), among("view", "local")), "tiles are not built there"),
-    Row((among("view", "local"), given("tensor"), given("partition_activations")), "that is not built"),
-    Row((among("view", "local"), given("tensor"), given("diloco.every")), "that is not built"),
+    # What XLA's partitioner splits.
     Row((_OWN_SUMS, among("view", "global")), _KNOWN_LOCALLY),
-    Row((_OWN_SUMS, given("tensor"), given("partition_activations")),
-        f"these are built in the partitioner's view, and {_KNOWN_LOCALLY}"),
-    Row((among("reduce", "once"), given("tensor"), given("diloco.every")),
-        f"these are built in the partitioner's view, and {_KNOWN_LOCALLY}"),
     # Where the state is.
     Row((_PLACED, among("stage", 0, 1, 2)), _WHOLE, "take stage 3, or give {offload=optimizer}"),
     Row((_PLACED, given("gather")), "a copy of all parameters would be gathered on the devices", _ON_DEVICE),

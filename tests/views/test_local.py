@@ -485,7 +485,7 @@ def test_what_is_in_host_memory_is_one_device(options):
 
 @pytest.mark.parametrize("target, options, local", [
     ("", {}, True), ("", {"view": "global"}, False), ("h100:8", {}, True), ("v5p:2x2x2", {"prefetch": True}, True),
-    ("", {"offload": "optimizer"}, True), ("", {"tiling": {"up/kernel": 2}}, False),
+    ("", {"offload": "optimizer"}, True), ("", {"tiling": {"mlp/up/kernel": 2}}, True),
     ("h100:8", {"partition_activations": "cpu", "remat": "full"}, True),
     ("h100:8", {"offload": zero_jax.Offload(disk="run")}, True)])
 def test_auto_is_local_where_it_is_built(target, options, local):

@@ -52,9 +52,7 @@ class DiLoCoFunctions:
             raise UsageError(f"batch_specs: {crossing[0]!r} splits a leaf over the slices, {replica!r}, between which "
                              "nothing is sent: give None, or axes of a slice.")
         self.step, self.outer = step, outer
-        # Parts of fragments are sent in the iterations of loops that are not within a `shard_map`.
-        in_iterations = outer.overlap and step.options.view != "local" and not step.options.accumulation.once
-        self.inner = step.of_slices(view="global") if in_iterations else step.of_slices()
+        self.inner = step.of_slices()
         self.axes = self.inner.axes
         self.num_slices = self.axes.size(self.axes.slices) if num_slices is None else num_slices
         self._layout: Layout | None = None

@@ -21,6 +21,7 @@ from zero_jax.layout.slices import OUTER_SCOPE
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import map_named, named_leaves
 from zero_jax.typing import Params, Pytree
+from zero_jax.views.spread import on_tensor
 
 Store = Callable[[str, jax.Array], jax.Array]
 """`store(name, value)`: the parameters of all slices, as they are stored in slices, as the outer ones are stored."""
@@ -84,7 +85,9 @@ def movement_parts(params: Params, outer: Params, fragment: Fragment, axes: Mesh
 
 @jax.named_scope(OUTER_SCOPE)
 def sum_part(part: jax.Array, axes: MeshAxes) -> jax.Array:
-    """One of `movement_parts`, (devices, elements), summed over the slices."""
+    """One of `movement_parts`, (devices, elements), summed over the slices; in a `jax.shard_map` a device's rows."""
+    if axes.slices in jax.sharding.get_abstract_mesh().manual_axes:
+        return on_tensor(lambda own: jax.lax.psum(own, axes.slices), [P(axes.tensor)], P(axes.tensor), axes)(part)
     spec = P(axes.mesh.axis_names)
     return jax.shard_map(lambda own: jax.lax.psum(own, axes.slices), mesh=axes.mesh, in_specs=spec, out_specs=spec,
                          check_vma=False)(part)

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from zero_jax.jaxpr.equations import trace
+from zero_jax.jaxpr.equations import ClosedJaxpr, JaxprEqn, trace, type_of
 
 
 def named_call(name: str, fun: Callable[..., Any], *, mapped: Callable[..., Any] | None = None) -> core.Primitive:
@@ -95,6 +95,11 @@ def _opaque(fun: Callable[..., Any], use: Any, names: tuple[str, ...]) -> Callab
 
     call.defvjp(lambda *arrays: (call(*arrays), arrays), lambda arrays, _: tuple(map(jnp.zeros_like, arrays)))
     return call
+
+
+def computed_by(eqn: JaxprEqn) -> ClosedJaxpr:
+    """What an equation of a primitive that `named_call` made computes."""
+    return trace(functools.partial(eqn.primitive.impl, **eqn.params), *map(type_of, eqn.invars))
 
 
 @functools.lru_cache(maxsize=4096)

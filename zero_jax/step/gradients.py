@@ -22,8 +22,8 @@ from zero_jax.step.options import StepOptions
 from zero_jax.transforms.activation_partitioning import Activations
 from zero_jax.transforms.gather_again import gather_again, value_and_grad
 from zero_jax.transforms.gather_remat import (
-    duplicate_param_reads,
     isolate_inner_remat,
+    mark_last_reads,
     remat_scan_bodies,
 )
 from zero_jax.transforms.host_gradients import (
@@ -118,7 +118,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
     again = gathers and not layout.kept_bytes
     on_loss = [
         (local, read_before_loops),
-        (True, functools.partial(duplicate_param_reads, duplicate=not local)),
+        (True, mark_last_reads),
         (bool(layout.tiles), tile_products),
         (not activations.sequence, multiply_padded),
         (activations.sequence, activations.split_sequence),

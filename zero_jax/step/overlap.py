@@ -6,7 +6,14 @@ from typing import Any
 
 from zero_jax.layout.layout import Layout
 from zero_jax.step.options import StepOptions
-from zero_jax.xla.overlap import buffered_loop_options, overlap_options, prefetch_options, reduction_options
+from zero_jax.xla.overlap import (
+    buffered_loop_options,
+    overlap_options,
+    pipelined,
+    prefetch_options,
+    reduction_options,
+)
+from zero_jax.xla.platform import is_gpu
 
 
 def with_overlap(layout: Layout, options: StepOptions) -> Layout:
@@ -50,12 +57,14 @@ def step_overlap_options(options: StepOptions, layout: Layout) -> dict[str, Any]
     codes = options.communication is not None and options.communication.gradients is not None
     scatters = options.stage.shards_optimizer and not codes  # codes are sent by all-to-alls, which nothing combines
     in_parts = scatters and not in_loops and options.combine_bytes is None and overlap is not False
-    # Unrolled twice, loops read nothing from host memory an iteration ahead, and write blocks by indices unknown.
-    buffered = (options.is_local(layout.axes) and in_loops and overlap is not False and layout.mesh.size > 1
+    # Unrolled twice, loops read nothing from host memory an iteration ahead, write blocks by indices unknown, and have
+    # two tiles of a weight; reduced an iteration later, the gradient of a tile is there beside that of the next.
+    buffered = (in_loops and overlap is not False and layout.mesh.size > 1 and not layout.tiles
                 and options.host_offload is None and options.partition_activations != "cpu")
     return ((reduction_options(device, layout.num_shards) if in_parts else {})
             | overlap_options(device, overlap, at_once=options.stage.shards_params and not in_loops, codes=codes,
                               scatters=options.stage.shards_optimizer)
             | prefetch_options(device, options.prefetch, options.overlap)
             | (buffered_loop_options(device) if buffered else {})
+            | (pipelined("reduce_scatter", on=False) if layout.tiles and is_gpu(device) else {})
             | (dict(options.overlap) if isinstance(options.overlap, Mapping) else {}))

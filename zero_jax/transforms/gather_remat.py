@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from zero_jax.gather.gather import GATHERED, KEPT, SECONDARY, differentiated_last
+from zero_jax.gather.gather import GATHERED, KEPT, SECONDARY, differentiated_last, use_of_read
 from zero_jax.jaxpr.equations import (
     Jaxpr,
     JaxprEqn,
@@ -44,30 +44,30 @@ NEVER_SAVED = ("reshape", "squeeze", "broadcast_in_dim", "stop_gradient")
 """Primitives whose results cost nothing to compute again, whatever they are of."""
 
 
-def duplicate_param_reads(jaxpr: Jaxpr, *, duplicate: bool = True) -> Jaxpr:
-    """Gives every consumer of a parameter its own read.
+def mark_last_reads(jaxpr: Jaxpr) -> Jaxpr:
+    """Marks reads of parameters as differentiated for the last time, and gives each use of a tiled one its own read.
 
-    Why: otherwise JAX adds the cotangents of a tied weight before our reduce-scatter sees them, and the partitioner
-    all-reduces one of them to do so. What the loss itself differentiates is behind: from here on a read has one
-    derivative, and nothing of it is left beside the gathered array (`differentiated_last`).
-    Cost without: 6.34 instead of 5.25 bytes sent per parameter ("the 124M program" of `zero_jax.transforms`).
+    Why: what the loss itself differentiates is behind: from here on a read has one derivative, and nothing of it is
+    left beside the gathered array (`differentiated_last`). And each product in tiles takes the place of a read.
     Order: first. A read is known by its form, a gathered call of two operands, and `tag_derived_as_gathered` makes
     calls that look like one.
     """
-    reads: dict[Var, JaxprEqn] = {}
+    reads: dict[Var, JaxprEqn] = {}  # of weights in tiles
     consumed: set[Var] = set()
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         invars: list[Any] = list(eqn.invars)
         for i, atom in enumerate(invars):
             if _is_among(atom, reads):
-                if duplicate and atom in consumed:
+                if atom in consumed:
                     invars[i] = variable_like(atom)
                     eqns.append(reads[atom].replace(outvars=[invars[i]]))
                 consumed.add(atom)
         eqn = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
         if _is_gathered_call(eqn) and len(eqn.invars) == 2:
-            eqn = reads[eqn.outvars[0]] = differentiated_last(eqn)
+            eqn = differentiated_last(eqn)
+            if (use := use_of_read(eqn)) is not None and use.tiles is not None:
+                reads[eqn.outvars[0]] = eqn
         eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from zero_jax.jaxpr.equations import (
     ClosedJaxpr,
@@ -26,11 +27,14 @@ from zero_jax.jaxpr.primitives import (
     JIT,
     REMAT,
     SCAN,
+    SHARD_MAP,
     Checkpoint,
     Scan,
     call_jaxpr,
     conv_dims,
     dot_dims,
+    in_specs,
+    newly_manual,
     num_iterations,
     out_shardings,
 )
@@ -56,7 +60,8 @@ def run_in_iterations(closed: ClosedJaxpr, args: Sequence[Any], parts: jax.Array
     Args:
       closed: of a step, differentiated already: calls that hold such loops are replaced by their equations.
       args: as many as it has operands.
-      parts: (`rounds_with_products(closed.jaxpr)`, ...): part i is worked on in iteration i, counted in program order.
+      parts: (`iterations_with_products(closed.jaxpr)`, devices, ...): part i is worked on in iteration i, counted in
+        program order. In a `jax.shard_map` a part has the rows of its device (all along axes that are not mapped).
       work: of one part; it is to depend on nothing else in the step.
     """
     taken, results = 0, []
@@ -75,7 +80,8 @@ def run_in_iterations(closed: ClosedJaxpr, args: Sequence[Any], parts: jax.Array
         with jax.named_scope(scope_of(eqn)):
             if primitive_of(eqn) == JIT:
                 return run(call_jaxpr(eqn), args)
-            outs, result = _run_loop(eqn, args, parts[taken:taken + iterations], work)
+            run_eqn = _run_mapped if primitive_of(eqn) == SHARD_MAP else _run_loop
+            outs, result = run_eqn(eqn, args, parts[taken:taken + iterations], work)
         taken += iterations
         results.append(result)
         return outs
@@ -92,6 +98,23 @@ def call_operands(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     kept = [behind] * len(values) if isinstance(behind, bool) else list(behind)
     chosen = iter(jax.lax.optimization_barrier([value for value, keep in zip(values, kept, strict=True) if keep]))
     return [next(chosen) if keep else value for value, keep in zip(values, kept, strict=True)]
+
+
+def _run_mapped(eqn: JaxprEqn, args: list[Any], parts: jax.Array, work: Callable[[jax.Array], jax.Array]
+                ) -> tuple[list[Any], jax.Array]:
+    mesh, manual = eqn.params["mesh"], newly_manual(eqn)
+    by_axis = parts.reshape(parts.shape[0], *mesh.axis_sizes, *parts.shape[2:])
+    spec = P(None, *[name if name in manual else None for name in mesh.axis_names])
+
+    def on_device(own: jax.Array, *args: Any) -> tuple[list[Any], jax.Array]:
+        rows = own.reshape(own.shape[0], -1, *parts.shape[2:])
+        outs, results = run_in_iterations(call_jaxpr(eqn), args, rows, work)
+        return outs, results.reshape(*own.shape[:-1], *results.shape[2:])
+
+    outs, results = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(spec, *in_specs(eqn)), out_specs=([*eqn.params["out_specs"]], spec),
+        axis_names=manual, check_vma=False)(by_axis, *args)
+    return outs, results.reshape(parts.shape[0], -1, *results.shape[1 + len(mesh.axis_sizes):])
 
 
 def _run_loop(eqn: JaxprEqn, args: list[Any], parts: jax.Array, work: Callable[[jax.Array], jax.Array]
@@ -165,7 +188,7 @@ def _is_open(eqn: JaxprEqn) -> bool:
 
 
 def _iterations(eqn: JaxprEqn) -> int:
-    if primitive_of(eqn) == JIT:
+    if primitive_of(eqn) in (JIT, SHARD_MAP):
         return iterations_with_products(call_jaxpr(eqn).jaxpr)
     if primitive_of(eqn) != SCAN or num_iterations(eqn) < 2:  # XLA removes a loop of one iteration
         return 0

@@ -19,6 +19,7 @@ from zero_jax.jaxpr.equations import (
     eqn_of,
     inner_jaxprs,
     is_literal,
+    is_on_host_atom,
     primitive_of,
     shape_of,
     trace,
@@ -151,8 +152,9 @@ def _sends(eqn: JaxprEqn) -> tuple[bool, bool]:
 
 
 def _is_number(var: Any) -> bool:
-    """Whether a variable is an array with elements, other than of keys."""
-    return math.prod(shape_of(var).shape) > 0 and not jnp.issubdtype(shape_of(var).dtype, jax.dtypes.extended)
+    """Whether a variable is an array with elements in device memory, other than of keys."""
+    return (math.prod(shape_of(var).shape) > 0 and not jnp.issubdtype(shape_of(var).dtype, jax.dtypes.extended)
+            and not is_on_host_atom(var))
 
 
 def _wait(value: jax.Array, *sent: jax.Array) -> jax.Array:

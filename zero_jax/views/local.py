@@ -45,6 +45,7 @@ from zero_jax.jaxpr.equations import (
     type_of,
     value_of,
 )
+from zero_jax.jaxpr.named_call import computed_by
 from zero_jax.jaxpr.primitives import (
     BROADCAST,
     CALLS,
@@ -72,6 +73,7 @@ from zero_jax.jaxpr.primitives import (
 )
 from zero_jax.jaxpr.random_keys import bits_at
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.transforms.tiled_products import TILED_PRODUCT
 from zero_jax.views.rules import ELEMENTWISE, plan_back, plan_of, plan_whole
 from zero_jax.views.spread import (
     Plan,
@@ -169,6 +171,8 @@ class LocalView:
             return plan_whole(eqn).outs
         if name in CALLS:
             return self.spreads(call_jaxpr(eqn), ins)
+        if name == TILED_PRODUCT:
+            return self.spreads(computed_by(eqn), ins)
         if name == SCAN:
             return self._scan_spreads(eqn, ins)[1]
         if name == COND:
@@ -293,6 +297,8 @@ class LocalView:
             keep = (eqn, tuple(operands)) if name in _MADE_IN_PARTS else (None, ())
             return [_Value(array, whole(ndim_at(var)), shape_at(var), *keep)
                     for array, var in zip(results, eqn.outvars, strict=True)]
+        if name == TILED_PRODUCT:
+            return self.evaluate(computed_by(eqn), operands)
         if name == REMAT:
             return self._checkpointed(eqn, operands)
         if name == SCAN:
