@@ -22,11 +22,14 @@ def test_a_regression_is_named_with_its_place():
     assert "memory: optimizer: 128.00 -> 1,024.00 MiB (+700 %)" in lines
     assert any(line.startswith("new: optimizer_replicated") and "mu['down']" in line for line in lines), lines
     assert any(line.startswith("gone: optimizer_replicated") for line in changes(after, before))
+    assert any(line.startswith("all-gather f32 of add: 0.00 -> 896.00 MiB at ") and "_tree_math.py:" in line
+               for line in lines), lines
     assert changes(before, before) == [] == changes(after, copy.deepcopy(after))
 
 
 REPORT = {"target": "h100:8", "devices": 8, "stage": 3, "sent_bytes": 100 << 20, "device_bytes": 200 << 20,
           "flops": 1e12, "seconds": 0.1, "exposed_seconds": 0.01, "sent_by_purpose": {"gather": 100 << 20},
+          "sent_by_collective": {"all-gather f32 of a": {"bytes": 2 << 20, "source": "b.py:5"}},
           "memory": {"params": 50 << 20}, "findings": []}
 
 
@@ -36,6 +39,8 @@ REPORT = {"target": "h100:8", "devices": 8, "stage": 3, "sent_bytes": 100 << 20,
     ("flops", 2e12, "FLOPs of a device: 1,000.00 -> 2,000.00 GFLOP (+100 %)"),
     ("seconds", 0.11, "step: 100.00 -> 110.00 ms (+10 %)"),
     ("exposed_seconds", 0.02, "waiting for collectives: 10.00 -> 20.00 ms (+100 %)"),
+    ("sent_by_collective", {"all-gather f32 of a": {"bytes": 3 << 20, "source": "b.py:7"}},
+     "all-gather f32 of a: 2.00 -> 3.00 MiB (+50 %) at b.py:7"),
     ("stage", 1, "stage: 3 -> 1"),
     ("sent_by_purpose", {"gather": 100 << 20, "rest": 5 << 20}, "sent for rest: 0.00 -> 5.00 MiB"),
 ])

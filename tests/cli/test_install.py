@@ -69,7 +69,9 @@ def test_the_wheel_takes_one_name(wheel):
     assert {Path(name).name for name in names if name.startswith("zero_jax/models/")} == {
         path.name for path in (ROOT / "models").rglob("*.py")}
     (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
-    assert "zero-jax = zero_jax.cli.main:main" in zipfile.ZipFile(wheel).read(entry_points).decode()
+    text = zipfile.ZipFile(wheel).read(entry_points).decode()
+    assert "zero-jax = zero_jax.cli.main:main" in text
+    assert "[pytest11]\nzero_jax = zero_jax.auditing.pytest_plugin" in text
 
 
 @pytest.mark.parametrize("where", ["wheel", "checkout"])

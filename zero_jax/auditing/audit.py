@@ -3,14 +3,15 @@
 import dataclasses
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from zero_jax.auditing.findings import MIB, Finding, findings, ideal_bytes, sent, stage
 from zero_jax.auditing.program import Program, compile_step
 from zero_jax.auditing.roles import OPTIMIZER, PARAMS, Selector
-from zero_jax.xla.events import totals
+from zero_jax.errors import few
+from zero_jax.xla.events import Event, Loop, Work, totals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,17 @@ class Audit:
             result[purpose] = result.get(purpose, 0.0) + each.communication_bytes * each.count
         return result
 
+    def sent_by_collective(self) -> dict[str, dict[str, Any]]:
+        """Bytes that a device sends in a step by kind, dtype and arrays, with the line of the largest."""
+        result: dict[str, dict[str, Any]] = {}
+        for each in sorted(self.program.collectives, key=lambda each: -each.communication_bytes * each.count):
+            leaves = self.program.served(each, PARAMS) or self.program.served(each, OPTIMIZER)
+            place = few(sorted({leaf.label for leaf in leaves}), 3) or each.op_name.rpartition("/")[2]
+            entry = result.setdefault(f"{each.kind} {'+'.join(sorted(set(each.dtypes)))} of {place}",
+                                      {"bytes": 0.0, "source": each.source})
+            entry["bytes"] += each.communication_bytes * each.count
+        return result
+
     def memory(self) -> dict[str, int]:
         """Bytes of each device: parameters, optimizer, batch, other arguments, and temporaries."""
         result: dict[str, int] = {}
@@ -54,10 +66,11 @@ class Audit:
         return {
             "target": program.target.text if program.target else program.devices[0].device_kind,
             "devices": program.num_devices, "stage": stage(program), "sent_bytes": self.sent_bytes,
-            "sent_by_purpose": self.sent_by_purpose(),
+            "sent_by_collective": self.sent_by_collective(), "sent_by_purpose": self.sent_by_purpose(),
             "ideal_bytes": {str(key): value for key, value in ideal_bytes(program).items()},
             "memory": self.memory(), "device_bytes": program.device_bytes,
             "flops": sum(totals(program.schedule).flops.values()),
+            "recomputed_flops": _recomputed(program.schedule),
             "seconds": timing and timing.seconds,
             "exposed_seconds": timing and sum(timing.exposed_seconds.values()),
             "findings": [dataclasses.asdict(each) for each in self.findings],
@@ -110,6 +123,17 @@ def audit(jitted: Any, *shapes: Any, target: str | None = None, params: Selector
     """
     program = compile_step(jitted, shapes, target=target, params=params, batch=batch, compiler_options=compiler_options)
     return Audit(program, tuple(findings(program)))
+
+
+def _recomputed(schedule: Iterable[Event]) -> float:
+    """FLOPs that are computed a second time: by `jax.checkpoint`, whose name stack says so, or by XLA itself."""
+    result = 0.0
+    for event in schedule:
+        if isinstance(event, Loop):
+            result += event.trips * _recomputed(event.body)
+        elif isinstance(event, Work) and ("rematted_computation" in event.op_name or ".remat" in event.name):
+            result += sum(event.flops.values())
+    return result
 
 
 _STYLE = ("body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}"

@@ -31,6 +31,8 @@ class AuditConfig:
     """How the labels of parameters begin, as state.params, where they are not found."""
     json: bool = False
     """Print the report as JSON."""
+    cache: Path | None = None
+    """With --json: folder of reports, so that a program which is in it is not compiled again."""
     html: Path | None = None
     """Write the report as a page."""
 
@@ -39,6 +41,8 @@ class AuditConfig:
         _split(self.step)
         if self.args.count(":") or self.args.endswith(".py"):
             _split(self.args)
+        if self.cache is not None and (self.html is not None or not self.json):
+            raise UsageError(f"cache={self.cache} has reports as JSON alone: give --json, and no --html.")
         if self.html is not None and not self.html.parent.is_dir():
             raise UsageError(f"html={self.html}: there is no folder {self.html.parent}: make it.")
         return None if self.target is None else target_of(self.target)
@@ -55,6 +59,12 @@ def audit_command(config: AuditConfig) -> int:
     module = _module(path)
     step = _value(module, path, name)
     args = _arguments(config, module, path, name)
+    if config.cache is not None:
+        from zero_jax.auditing.report_cache import cached_report
+
+        data = cached_report(config.cache, step, args, target=config.target, params=config.params)
+        print(json.dumps(data))
+        return FOUND if data["findings"] else 0
     from zero_jax.auditing.audit import audit
 
     report = audit(step, *args, target=config.target, params=config.params)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zero_jax.cli.audit_command import AuditConfig, audit_command
+from zero_jax.cli.budgets_command import BudgetsConfig, budgets_command
 from zero_jax.cli.config_file import expand_config
 from zero_jax.cli.diff_command import DiffConfig, diff_command
 from zero_jax.cli.environment import shown_text
@@ -46,7 +47,7 @@ _PLAN_ENVIRONMENT = {
 
 
 Config = (TrainConfig | PlanConfig | ExportConfig | GenerateConfig | ChatConfig | ImportConfig | TokenizeConfig
-          | LaunchConfig | AuditConfig | DiffConfig)
+          | LaunchConfig | AuditConfig | DiffConfig | BudgetsConfig)
 """Of any command."""
 
 
@@ -219,8 +220,10 @@ def _parse(args: Sequence[str]) -> Config:
         raise UsageError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
     commands = {"train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
                 "generate": GenerateConfig, "chat": ChatConfig, "import": ImportConfig, "tokenize": TokenizeConfig,
-                "launch": LaunchConfig, "audit": AuditConfig, "diff": DiffConfig}
-    by_place = {"chat": "--checkpoint", "generate": "--checkpoint", "audit": "--step"}  # chat RUN, audit FILE.py:NAME
+                "launch": LaunchConfig, "audit": AuditConfig, "diff": DiffConfig,
+                "budgets": BudgetsConfig}
+    by_place = {"chat": "--checkpoint", "generate": "--checkpoint", "audit": "--step",  # chat RUN, audit FILE.py:NAME
+                "budgets": "--action"}
     if "".join(args[:1]) in by_place and args[1:] and not args[1].startswith("-"):
         args = [args[0], by_place[args[0]], *args[1:]]
     if args[:1] == ["diff"] and len(args) > 2 and not any(each.startswith("-") for each in args[1:3]):
@@ -252,6 +255,8 @@ def _run(config: Config) -> int:
         return 0
     if isinstance(config, DiffConfig):
         return diff_command(config)
+    if isinstance(config, BudgetsConfig):
+        return budgets_command(config)
     if isinstance(config, AuditConfig):
         return audit_command(config)
     config.check()
