@@ -74,6 +74,13 @@ def test_the_wheel_takes_one_name(wheel):
     assert "[pytest11]\nzero_jax = zero_jax.auditing.pytest_plugin" in text
 
 
+def test_pytest_finds_the_plugin_of_the_wheel(installed, project):
+    done = python("-m", "pytest", "--help", cwd=project, path=installed)
+    assert done.returncode == 0 and "--zero-jax-budgets" in done.stdout, done.stderr
+    assert "--zero-jax-budgets" not in python("-m", "pytest", "--help", "-p", "no:zero_jax", cwd=project,
+                                              path=installed).stdout
+
+
 @pytest.mark.parametrize("where", ["wheel", "checkout"])
 def test_ours_and_theirs_are_found(where, project, request):
     path = request.getfixturevalue("installed") if where == "wheel" else ROOT

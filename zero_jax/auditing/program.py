@@ -85,8 +85,12 @@ class Program:
 
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """Every collective that sends something, in the order of the schedule."""
-        return tuple(each for each in events.collectives(self.schedule) if each.communication_bytes)
+        """Every collective that sends something, in the order of the schedule.
+
+        What XLA adds at the call of an exported step has a line of this file as its source, which is left out.
+        """
+        return tuple(dataclasses.replace(each, source="") if each.source.startswith(f"{__file__}:") else each
+                     for each in events.collectives(self.schedule) if each.communication_bytes)
 
     @functools.cached_property
     def buffers(self) -> Buffers:

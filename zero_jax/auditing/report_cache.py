@@ -22,19 +22,13 @@ def cached_report(folder: Path, jitted: Any, shapes: Sequence[Any], *, target: s
     Lines of source are those of the first audit: lines that move change no program. Without a target XLA's options of
     a plain `jax.jit` are not known, so that such a step is compiled each time.
     """
-    options = target or _own_options(jitted)
-    if options is None or not hasattr(jitted, "lower"):
-        return audit(jitted, *shapes, target=target, params=params).to_json()
-    try:
-        lowered = jitted.lower(*shapes)
-    except (TypeError, ValueError):  # `audit` says what is the matter
-        return audit(jitted, *shapes, target=target, params=params).to_json()
-    parts = [lowered.as_text(), str(lowered.in_tree), str(inspect.signature(jitted)), options, str(params),
-             os.environ.get("XLA_FLAGS", ""), *map(installed_version, PACKAGES)]
-    path = folder / f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()}.json"
-    if path.is_file():
+    key = _key(jitted, shapes, target, params)
+    path = folder / f"{key}.json"
+    if key is not None and path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
     report = audit(jitted, *shapes, target=target, params=params).to_json()
+    if key is None:
+        return report
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(report), encoding="utf-8")
@@ -42,8 +36,17 @@ def cached_report(folder: Path, jitted: Any, shapes: Sequence[Any], *, target: s
     return report
 
 
-def _own_options(jitted: Any) -> str | None:
-    """The devices and XLA's options of a step of this library; None for another function."""
-    if not hasattr(jitted, "abstract_state"):
+def _key(jitted: Any, shapes: Sequence[Any], target: str | None, params: str | None) -> str | None:
+    """A hash of all that decides a report; None where that is not known, or `audit` will say what is the matter."""
+    is_own = hasattr(jitted, "abstract_state")
+    if not hasattr(jitted, "lower") or not (target or is_own):
         return None
-    return f"{jitted.functions.mesh.devices.flat[0].device_kind} {sorted(jitted.programs.compiler_options.items())}"
+    try:
+        lowered = jitted.lower(*shapes)
+    except (TypeError, ValueError):
+        return None
+    parts = [lowered.as_text(), lowered.in_tree, inspect.signature(jitted), target, params,
+             os.environ.get("XLA_FLAGS", ""), *map(installed_version, PACKAGES)]
+    if is_own:  # it is compiled for its own mesh
+        parts += [jitted.functions.mesh.devices.flat[0].device_kind, sorted(jitted.programs.compiler_options.items())]
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
