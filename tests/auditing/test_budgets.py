@@ -178,6 +178,7 @@ def test_update_keeps_what_else_stands_in_the_file(tmp_path, monkeypatch):
     (SECTION.replace('"some_train.py:train_step"', "train"), "'train' names no step"),
     (SECTION + "args = \n", "is no TOML that can be read"),
     ("", "has no section"),
+    (SECTION + 'args = "none"\n', "has no none: define the step's arguments there"),
     (SECTION.replace(":train_step", ":update"), "update is not jitted"),
     (SECTION.replace("some_train", "other"), "there is no file other.py"),
 ])
@@ -226,6 +227,7 @@ def test_the_pytest_plugin(folder):
     assert re.search(r"memory_gib: 0\.\d+, and its budget is 0\.01 \(tolerance 2 %\)", printed)
     assert "new: not_donated" in printed and "Traceback" not in printed
     assert re.search(r"budgets.toml::some_train.py:train_step: sent_mib: .* could be tightened", printed)
+    assert len(list((folder / ".pytest_cache/d/zero_jax_budgets").iterdir())) == 2  # a report of each program
     (folder / "budgets.toml").write_text(SECTION + "wrong = 1\n")
     status, printed = pytest_in(folder, "--zero-jax-budgets")
     assert status == 4 and "there is no key 'wrong'" in printed

@@ -97,7 +97,8 @@ def audited(budget: Budget, cache: Path | None = None) -> dict[str, Any]:
         cwd=folder, text=True, capture_output=True)
     printed = done.stdout.strip().rpartition("\n")[2]  # after what the file itself prints
     if done.returncode not in (0, 1) or not printed.startswith("{"):
-        reason = ([line for line in done.stderr.splitlines() if line.strip()] or [f"status {done.returncode}"])[-1]
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"it ended with {done.returncode}"]
+        reason = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])
         raise UsageError(f"{budget.file}, {budget.step}: {reason.removeprefix('error: ')}")
     return json.loads(printed.replace(f"{folder}/", ""))  # lines of source are relative to budgets.toml
 
