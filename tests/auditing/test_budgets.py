@@ -157,6 +157,17 @@ def test_steps_of_this_library_are_cached_and_what_is_not_known_is_not(tmp_path)
     assert cached(plain.jitted, *plain.shapes)["devices"] == 8 and len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize("limit, tolerance, value, outcome", [
+    (2, 0.02, 2.05, "over"), (2, 0.02, 2.03, ""), (2, 0.1, 2.05, ""), (2, 0.02, 1.9, "below"), (2, 0.02, 1.97, ""),
+    (1e-4, 0.02, 1.1e-4, "over"), (1e-4, 0.02, 0.9e-4, "below"), (0, 0.02, 1e-4, ""), (0, 0.02, 0.01, "over"),
+    (1.00000, 0, 1.000004, ""),  # as the file rounds it
+])
+def test_the_tolerance_is_a_share(tmp_path, limit, tolerance, value, outcome):
+    budget = Budget(tmp_path / "budgets.toml", "a.py:b", {}, {"memory_gib": limit}, tolerance)
+    over, below = compared(budget, {"device_bytes": value * 2**30, "findings": []})
+    assert (bool(over), bool(below)) == (outcome == "over", outcome == "below")
+
+
 def test_update_keeps_what_else_stands_in_the_file(tmp_path, monkeypatch):
     path = tmp_path / "budgets.toml"
     path.write_text("# a\n['a.py:b']\ngflop = 7 # of last year\n# c\n[\"d.py:e\"]\n\n[\"f.py:g\"]\n")

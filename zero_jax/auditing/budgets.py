@@ -27,7 +27,7 @@ TEXTS = ("target", "args", "params")
 """The keys that are options of `zero-jax audit`."""
 TOLERANCE = 0.02
 SMALLEST = 1e-3
-"""Of each unit: by less no limit is exceeded."""
+"""Of each unit: by less a limit of 0 is not exceeded. Others are exceeded by 1e-5 of them, since files are rounded."""
 MAX_BYTES = MIB
 
 
@@ -114,9 +114,10 @@ def compared(budget: Budget, report: Mapping[str, Any]) -> tuple[list[str], list
         if value is None:
             continue
         text = f"{key}: {value:,.6g}, and its budget is {limit:,.6g}"
-        if value > limit * (1 + budget.tolerance) + SMALLEST:
+        slack = 1e-5 * limit or SMALLEST
+        if value > limit * (1 + budget.tolerance) + slack:
             over.append(f"{text} (tolerance {100 * budget.tolerance:g} %)")
-        elif value < limit * (1 - budget.tolerance) - SMALLEST:
+        elif value < limit * (1 - budget.tolerance) - slack:
             below.append(f"{text}: it could be tightened")
     before = _reports(budget).get(budget.step)
     known = {each["code"] for each in (before or report)["findings"]}
