@@ -37,7 +37,7 @@ Inside of a package modules import each other without a circle.
 ONLY: dict[str, set[str]] = {
     "flax": {"frontends"},
     "orbax": {"checkpoint"}, "tensorstore": {"checkpoint"}, "etils": {"checkpoint"},
-    "rich": {"cli"}, "tyro": {"cli"},
+    "rich": {"cli"},
     "jax.extend": {"jaxpr"},
     "grain": {"data"}, "tokenizers": {"data"}, "sentencepiece": {"data"}, "pyarrow": {"data"}, "sklearn": {"data"},
     "jinja2": {"data"}, "xxhash": {"files"},

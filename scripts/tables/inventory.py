@@ -5,13 +5,11 @@
 tests/docs/test_inventory.py compares the page with what this makes.
 """
 
-import ast
 import importlib
-import inspect
-import textwrap
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
+from zero_jax.cli.flags import first_sentence, flag_of, subjects_of, texts_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.xla.targets import built_in, chip_files
 
@@ -39,13 +37,6 @@ def models() -> list[str]:
     return rows
 
 
-def first_sentence(text: str) -> str:
-    """The first sentence of `text`, in one line, as a table's cell."""
-    line = " ".join(text.split()).replace("|", "\\|")
-    end = line.find(". ")
-    return line[:end + 1] if end >= 0 else line
-
-
 def kind(annotation) -> str:
     """The type of an option in words: the choices of a Literal, the names of types."""
     if get_origin(annotation) is Literal:
@@ -60,21 +51,14 @@ def kind(annotation) -> str:
 
 def options() -> list[str]:
     """For each group of `zero-jax train`'s options, its heading and rows."""
-    parts = []
-    for group in reversed(TrainConfig.__mro__):
-        fields = group.__dict__.get("__annotations__", {})
-        if not fields:
-            continue
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
-        assert isinstance(definition, ast.ClassDef)
-        parts.append(f"\n### {first_sentence(group.__doc__ or group.__name__).rstrip('.')}\n\n"
-                     "| option | values | default | what |\n| --- | --- | --- | --- |")
-        for node, after in zip(definition.body, definition.body[1:], strict=False):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr):
-                name = node.target.id
-                default = f"`{TrainConfig.__dataclass_fields__[name].default}`"
-                parts.append(f"| `--{name.replace('_', '-')}` | {kind(fields[name])} | {default} | "
-                             f"{first_sentence(ast.literal_eval(after.value))} |")
+    parts, texts = [], texts_of(TrainConfig)
+    hints = get_type_hints(TrainConfig, include_extras=True)
+    for subject, names in subjects_of(TrainConfig).items():
+        parts.append(f"\n### {subject}\n\n| option | values | default | what |\n| --- | --- | --- | --- |")
+        for name in names:
+            text = first_sentence(texts[name]).replace("|", "\\|")
+            default = TrainConfig.__dataclass_fields__[name].default
+            parts.append(f"| `{flag_of(name)}` | {kind(hints[name])} | `{default}` | {text} |")
     return parts
 
 
@@ -86,7 +70,7 @@ def page() -> str:
         "| chip | targets | memory, GiB |\n| --- | --- | --- |", *targets(),
         "\n## Models\n\n`--model MODULE:PRESET`, or a folder with a `config.json` ([models](guide/models.md)).\n",
         "| module | presets |\n| --- | --- |", *models(),
-        "\n## Options of `zero-jax train`\n\n`zero-jax train --help` has the whole texts; "
+        "\n## Options of `zero-jax train`\n\n`zero-jax train --help-all` has the whole texts; "
         "[what does not go together](combinations.md).", *options(), ""])
 
 

@@ -43,7 +43,7 @@ def test_what_works_is_not_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(("args", "message"), [
-    (["train", "--out", "gs://bucket/run"], "out=gs:/bucket/run: give a local folder, and --save-to"),
+    (["train", "--out", "gs://bucket/run"], "--out gs:/bucket/run: give a local folder, and --save-to"),
     (["train", "--save-to", "s3://bucket/run"], "s3://bucket/run: Orbax 0.12 writes arrays to local folders"),
     (["export", "--checkpoint", "s3://bucket/run", "--out", "x.safetensors"], "s3://bucket/run: Orbax 0.12")])
 def test_the_command_line_refuses_them_before_jax(args, message):

@@ -60,7 +60,7 @@ def test_what_a_run_saves_gives_the_same_run(tmp_path, config):
     ('data = "python"', "data = 'python' is not of type tuple[str, ...]"),
     ("[optimizer]\nname = 1", "optimizer = {'name': 1} is not of type Literal['adamw', "),
     ("[model]\nname = 1", "model = {'name': 1} is not of type str"),
-    ("seq-len = 64\nseq_len = 32", "seq_len stands there twice"),
+    ("seq-len = 64\nseq_len = 32", "--seq-len stands there twice"),
     ("stage 3", "is not TOML"),
     ("config = 'b.toml'", "there is no option 'config'"),
     ("out = ''", "--out is empty"),
@@ -73,7 +73,7 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path, text, message_):
 
 @pytest.mark.parametrize("args, message_", [
     (["train", "--config"], "--config: give a TOML file"),
-    (["train", "--config", "no/such.toml"], "config=no/such.toml cannot be read (No such file"),
+    (["train", "--config", "no/such.toml"], "--config no/such.toml cannot be read (No such file"),
     (["train", "--config", "a.yaml"], "write it as TOML"),
     (["train", "--config", "a.toml", "--config=b.toml"], "--config is given 2 times"),
     (["plan", "--config", "a.toml"], "it holds options of train and inspect; 'plan' takes none"),
@@ -104,7 +104,7 @@ def test_no_config_leaves_the_arguments_alone():
 
 def test_values_of_a_file_are_checked_as_those_of_flags(tmp_path):
     done = run("train", "--config", write(tmp_path, "steps = 0"))
-    assert done.returncode == 2 and "steps=0: give at least 1" in message(done) and done.stdout == ""
+    assert done.returncode == 2 and "--steps 0: give at least 1" in message(done) and done.stdout == ""
 
 
 @pytest.mark.slow

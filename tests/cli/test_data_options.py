@@ -174,18 +174,18 @@ BAD_INPUT = {
     "bytes of a token file": (["--data", "{}/ids.bin", "--max-bytes", "100"],
                               "ids.bin has tokens, all of which are read, and no text: leave it out"),
     "bytes of a folder of tokens": (["--data", "{}/b.txt", "{}/tokens", "--max-bytes", "100"],
-                                    "max_bytes=100: data: "),
+                                    "--max-bytes 100: data: "),
     "bytes of tokens to evaluate on": (["--data", "{}/a.jsonl", "--eval-data", "{}/tokens", "--max-bytes", "100"],
-                                       "max_bytes=100: eval_data: "),
+                                       "--max-bytes 100: --eval-data: "),
     "field": (["--data", "{}/a.jsonl", "--text-field", "body"], "a.jsonl, line 1: it has no field 'body', but text"),
     "line": (["--data", "{}/bad.jsonl"], "bad.jsonl, line 2: it is no JSON"),
     "parquet": (["--data", "{}/bad.parquet"], "bad.parquet is no whole Parquet file"),
     "evaluated on what is trained on": (
         ["--data", "{}/a.jsonl", "{}/*.txt", "--eval-data", "{}/b.txt"], "b.txt is in data, too"),
     "the same bytes": (["--data", "{}/b.txt", "--eval-data", "{}/b.txt"], "b.txt is in data, too"),
-    "fraction": (["--eval-fraction", "1"], "eval_fraction=1.0: give a fraction"),
+    "fraction": (["--eval-fraction", "1"], "--eval-fraction 1.0: give a fraction"),
     "fraction of nothing": (["--eval-fraction", "0.2", "--eval-data", "{}/b.txt"], "0.2 with --eval-data"),
-    "rows": (["--documents", "packed"], "invalid choice 'packed'"),
+    "rows": (["--documents", "packed"], "--documents packed: it is none of the choices"),
     "documents of a token file": (["--data", "{}/ids.bin", "--documents", "pack"], "give the tokenizer that wrote it"),
 }
 
@@ -221,7 +221,7 @@ def test_tokenize(tmp_path, files):
     assert read.vocab_size <= 290 and len(read.specials.sentinels) == 2 and read.num_documents == 300
     for args, expected in (
             (["--out", str(out)], "is not empty: give a new folder"),
-            (["--out", str(tmp_path / "x"), "--vocab-size", "100"], "vocab_size=100: 256 bytes and 3 special tokens"),
+            (["--out", str(tmp_path / "x"), "--vocab-size", "100"], "--vocab-size 100: 256 bytes and 3 special tokens"),
             (["--out", str(tmp_path / "x"), "--tokenizer", str(files / "tokenizer.json"), "--vocab-size", "300"],
              "leave one out"),
             (["--out", str(tmp_path / "x"), "--data", "nowhere"], "no file with text"),

@@ -51,7 +51,7 @@ def test_the_command_line_takes_the_options():
     options = ["--model", "support.pairs:small", "--replica", "2", "--diloco-every", "4", "--diloco-fragments", "2",
                "--diloco-overlap", "--no-diloco-nesterov", "--diloco-mix", "0.25", "--diloco-dtype", "bf16"]
     done = command_line.run("train", *options, "--diloco-momentum", "2")
-    assert done.returncode == 2 and "diloco_momentum=2.0" in command_line.message(done)
+    assert done.returncode == 2 and "--diloco-momentum 2.0" in command_line.message(done)
     assert "no/such.txt: no such file" in command_line.message(command_line.run(
         "train", *options, "--data", "no/such.txt"))
 

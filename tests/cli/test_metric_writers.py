@@ -87,7 +87,7 @@ def test_a_package_that_is_missing_is_told_before_jax_starts(tmp_path, name, pac
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
-    assert f"log_to={name}: the package {package} is not installed: pip install 'zero-jax[{name}]'" in done.stderr
+    assert f"--log-to {name}: the package {package} is not installed: pip install 'zero-jax[{name}]'" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -5,10 +5,10 @@ import json
 import types
 
 import pytest
-import tyro
 from support.command_line import run
 from support.targets import target_devices
 
+from zero_jax.cli.flags import read_flags
 from zero_jax.cli.model_lookup import find_model, published_name
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.planning.remedies import (
@@ -102,7 +102,7 @@ def test_the_printed_command_is_one_of_train(changes):
     (line,) = train_lines(config, planned(90, batch=16))
     program, command, *args = line.removeprefix("To train it: ").split(" ")
     assert (program, command) == ("zero-jax", "train")
-    trained = tyro.cli(TrainConfig, args=args)
+    trained = read_flags("train", TrainConfig, args)
     assert trained.batch_size == 16 and trained.seq_len == 1024
     shared = {field.name for field in dataclasses.fields(TrainConfig)} & {
         field.name for field in dataclasses.fields(PlanConfig)} - {"target", "seq_len"}

@@ -125,8 +125,8 @@ def wrong_options(command: str) -> list[str]:
                "tokenize": TokenizeConfig, "launch": LaunchConfig, "generate": GenerateConfig, "chat": ChatConfig}
     wrong = []
     for part in re.findall(rf"(?:zero-jax|--) ({'|'.join(configs)})\b(.*?)(?= -- |\"|$)", command):
-        fields = {f"--{name.replace('_', '-')}" for name in configs[part[0]].__dataclass_fields__} | {"--help"}
-        fields |= {"--config"} if part[0] in ("train", "inspect") else set()
+        fields = {f"--{name.replace('_', '-')}" for name in configs[part[0]].__dataclass_fields__}
+        fields |= {"--help", "--help-all"} | {"--config"} if part[0] in ("train", "inspect") else set()
         wrong += [option for option in OPTION.findall(part[1]) if option not in fields]
     for script, rest in re.findall(r"python (scripts/[\w/]+\.py)(.*)", command):
         source = (ROOT / script).read_text()

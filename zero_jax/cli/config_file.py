@@ -68,6 +68,8 @@ def read_options(path: str | Path, config: type) -> dict[str, Any]:
             raise UsageError(f"config={path}: there is no option {named(key)}{nearest(name, list(hints))}")
         if name in options:
             raise UsageError(f"config={path}: {name} stands there twice, once with dashes.")
+        if isinstance(value, float) and value.is_integer() and not fits(value, hints[name]):
+            value = int(value)  # 1e3
         if not fits(value, hints[name]):
             kind = re.sub(r"<class '(\w+)'>|\w+\.(?=\w)", r"\1", str(hints[name]))
             raise UsageError(f"config={path}: {name} = {shown(value)} is not of type {kind}.")

@@ -3,10 +3,10 @@
 import contextlib
 import dataclasses
 import errno
-import itertools
 import os
 import platform
 import select
+import shutil
 import signal
 import sys
 import traceback
@@ -18,7 +18,8 @@ from zero_jax.cli.budgets_command import BudgetsConfig, budgets_command
 from zero_jax.cli.config_file import expand_config
 from zero_jax.cli.diff_command import DiffConfig, diff_command
 from zero_jax.cli.environment import shown_text
-from zero_jax.cli.model_lookup import models_text, raised_text, users_line
+from zero_jax.cli.flags import MAX_WIDTH, TAKE_FILE, commands_text, help_text, in_flags, read_flags
+from zero_jax.cli.model_lookup import UsersModuleError, models_text, nearest, raised_text, users_line
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.tokenize_command import TokenizeConfig, tokenize_command
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
@@ -33,9 +34,6 @@ INTERRUPTED, HUNG_UP = 130, 129
 """Exit status after Ctrl-C and SIGHUP, as shells have it."""
 OUTPUT_CLOSED = 141
 """Exit status where the reader of the output ended: 128 + SIGPIPE, as shells have it."""
-PATHS = ("--out", "--data", "--tokenizer", "--init-from", "--checkpoint", "--weights", "--png", "--offload-disk",
-         "--local-checkpoints", "--prompt-file")
-"""The options that are paths."""
 DOES_NOT_FIT = 3
 """Exit status of a plan that does not fit, which is an answer and not an error."""
 
@@ -49,6 +47,11 @@ _PLAN_ENVIRONMENT = {
 Config = (TrainConfig | PlanConfig | ExportConfig | GenerateConfig | ChatConfig | ImportConfig | TokenizeConfig
           | LaunchConfig | AuditConfig | DiffConfig | BudgetsConfig)
 """Of any command."""
+
+COMMANDS: dict[str, type[Config]] = {
+    "train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
+    "generate": GenerateConfig, "chat": ChatConfig, "import": ImportConfig, "tokenize": TokenizeConfig,
+    "launch": LaunchConfig, "audit": AuditConfig, "diff": DiffConfig, "budgets": BudgetsConfig}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -120,6 +123,9 @@ def _status(args: Sequence[str]) -> int:
     args = list(args)
     try:
         _check_utf8(args)
+        if (text := _help(args)) is not None:
+            print(text)
+            return 0
         if args == ["--version"]:
             print(version_text())
             return 0
@@ -133,9 +139,9 @@ def _status(args: Sequence[str]) -> int:
             return _launch(args)
         return _run(_parse(args))
     except (FloatingPointError, ReplicaError, UnwrittenCheckpointError) as error:
-        return _failed(error, 1)
+        return _failed(error, 1, args)
     except UsageError as error:  # and no other ValueError, which may be one of JAX or of ours
-        return _failed(error, 2)
+        return _failed(error, 2, args)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
@@ -146,7 +152,7 @@ def _status(args: Sequence[str]) -> int:
         return _failed(UsageError(f"{name} is longer than names of files and folders can be: give a shorter one."), 2)
     except Exception as error:
         if where := users_line(error):
-            return _failed(UsageError(raised_text(error, where)), 2)
+            return _failed(UsersModuleError(raised_text(error, where)), 2)
         raise
 
 
@@ -167,11 +173,16 @@ def version_text() -> str:
     return f"zero_jax {installed_version('zero-jax')} ({versions}, Python {platform.python_version()})"
 
 
-def _failed(error: Exception, status: int) -> int:
-    """`status`, with the message of `error` on standard error; before it the traceback, where it is asked for."""
+def _failed(error: Exception, status: int, args: Sequence[str] = ()) -> int:
+    """`status`, with the message of `error` on standard error; before it the traceback, where it is asked for.
+
+    args: of the command whose options it names.
+    """
     if os.environ.get("ZERO_JAX_TRACEBACK", "0") not in ("", "0"):
         traceback.print_exception(error)
-    print(f"error: {error}", file=sys.stderr)
+    names = {field.name for command in {*COMMANDS} & {*args} for field in dataclasses.fields(COMMANDS[command])}
+    message = str(error) if isinstance(error, UsersModuleError) else in_flags(str(error), {*names, "config"})
+    print(f"error: {message}", file=sys.stderr)
     return status
 
 
@@ -214,29 +225,38 @@ def _launch(args: Sequence[str]) -> int:
 
 
 def _parse(args: Sequence[str]) -> Config:
-    try:
-        import tyro
-    except ImportError as error:
-        raise UsageError(f"{error}: the command line needs pip install 'zero-jax[train]'.") from error
-    commands = {"train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
-                "generate": GenerateConfig, "chat": ChatConfig, "import": ImportConfig, "tokenize": TokenizeConfig,
-                "launch": LaunchConfig, "audit": AuditConfig, "diff": DiffConfig,
-                "budgets": BudgetsConfig}
+    command = _command(args)
     by_place = {"chat": "--checkpoint", "generate": "--checkpoint", "audit": "--step",  # chat RUN, audit FILE.py:NAME
                 "budgets": "--action"}
-    if "".join(args[:1]) in by_place and args[1:] and not args[1].startswith("-"):
-        args = [args[0], by_place[args[0]], *args[1:]]
-    if args[:1] == ["diff"] and len(args) > 2 and not any(each.startswith("-") for each in args[1:3]):
+    if command in by_place and args[1:] and not args[1].startswith("-"):
+        args = [command, by_place[command], *args[1:]]
+    if command == "diff" and len(args) > 2 and not any(each.startswith("-") for each in args[1:3]):
         args = ["diff", "--old", args[1], "--new", *args[2:]]
-    args = expand_config(args, {name: commands[name] for name in ("train", "inspect")})
-    for option in PATHS:  # an empty text is the current folder to pathlib
-        if f"{option}=" in args or any(pair == (option, "") for pair in itertools.pairwise(args)):
-            raise UsageError(f"{option} is empty: give the path of a file or folder.")
+    args = expand_config(args, {name: COMMANDS[name] for name in TAKE_FILE})
+    return read_flags(command, COMMANDS[command], args[1:])
+
+
+def _command(args: Sequence[str]) -> str:
+    """The command that is asked for. Raises UsageError where there is none of that name."""
+    if not args:
+        raise UsageError(f"no command: give one of {', '.join(COMMANDS)}, or --help.")
+    if args[0] not in COMMANDS:
+        raise UsageError(f"there is no command {args[0]}{nearest(args[0], [*COMMANDS])}")
+    return args[0]
+
+
+def _help(args: Sequence[str]) -> str | None:
+    """The help that `args` ask for; None where they ask for none."""
+    before = args[:args.index("--")] if "--" in args else args
+    asked = [arg for arg in before if arg in ("-h", "--help", "--help-all")]
+    if not asked:
+        return None
     program = "zero-jax" if Path(sys.argv[0]).name.startswith("zero-jax") else "python -m zero_jax"
-    return tyro.extras.subcommand_cli_from_dict(
-        commands, prog=program, args=args,
-        description="ZeRO for JAX: any Flax model at any stage; matches single-device training. models, "
-                    "targets: what --model and --target take. --version: versions.")
+    width = min(MAX_WIDTH, shutil.get_terminal_size().columns)
+    if before[0] in asked:
+        return commands_text(COMMANDS, program=program, width=width)
+    command = _command(before)
+    return help_text(command, COMMANDS[command], program=program, everything="--help-all" in asked, width=width)
 
 
 def _run(config: Config) -> int:

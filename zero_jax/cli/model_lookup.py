@@ -184,6 +184,10 @@ def _choice(name: str, module: ModuleType, config: Any, users: str | None = None
     return ModelChoice(name, config, *functions)  # pyright: ignore[reportArgumentType]
 
 
+class UsersModuleError(UsageError):
+    """What a module of the user's raises, which names nothing of ours."""
+
+
 @contextlib.contextmanager
 def errors_as_usage(model: str) -> Iterator[None]:
     """Around code of the user's module: what it raises, and that it exits, becomes a UsageError with its line."""
@@ -196,7 +200,7 @@ def errors_as_usage(model: str) -> Iterator[None]:
         where = users_line(error) or (_shown(frames[-1]) if frames else "its module")
         if isinstance(error, SyntaxError) and error.filename is not None:
             where = f"{error.filename}, line {error.lineno}: {(error.text or '').strip()}"
-        raise UsageError(f"model={model!r}: {raised_text(error, where)}") from error
+        raise UsersModuleError(f"--model {model}: {raised_text(error, where)}") from error
 
 
 def users_line(error: BaseException) -> str | None:

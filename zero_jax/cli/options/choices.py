@@ -48,6 +48,8 @@ class Within:
         if 0 < self.low < 1e-6:
             raise UsageError(f"{name}={value}: give a number above 0"
                              f"{f' and at most {self.high:g}' if self.high < math.inf else ''}.")
+        if self.high == math.inf:
+            raise UsageError(f"{name}={value}: give at least {self.low}.")
         raise UsageError(f"{name}={value} is not within {self.low} to {self.high}.")
 
 
@@ -64,7 +66,7 @@ def settle(config: Any, options: type | None = None) -> None:
     options: whose fields; None: those of its class. Raises UsageError for the first value that its type does not have.
     """
     for name, hint in get_type_hints(options or type(config), include_extras=True).items():
-        kinds, value = list(_kinds(hint)), getattr(config, name)
+        kinds, value = list(kinds_of(hint)), getattr(config, name)
         if any(get_origin(kind) is tuple for kind in kinds) and value is not None:
             value = (value,) if isinstance(value, str) else tuple(value)
         elif Path in kinds and isinstance(value, str) and value:
@@ -79,9 +81,9 @@ def settle(config: Any, options: type | None = None) -> None:
                     kind.check(name, each)
 
 
-def _kinds(hint: Any) -> Iterator[Any]:
+def kinds_of(hint: Any) -> Iterator[Any]:
     """What a field's type is made of, the type itself among it: classes, choices, and ranges."""
     yield hint
     if get_origin(hint) in (Annotated, Union, types.UnionType, tuple):
         for part in (*get_args(hint), *getattr(hint, "__metadata__", ())):
-            yield from _kinds(part)
+            yield from kinds_of(part)

@@ -19,8 +19,8 @@ class PlanOptions:
     file of your own, ./mychip.toml:4x8."""
 
     model: str = "gpt2:1.5b"
-    """MODULE:PRESET. One of ours (gpt2, llama, bert, t5, vit, ...), or any module on the path or in this folder that
-    has PRESETS and build(config). Or a folder with a config.json of Hugging Face's."""
+    """A preset, as gpt2:124m (zero-jax models lists them), or a folder with a config.json of Hugging Face's.
+    Or MODULE:PRESET of any module on the path or in this folder that has PRESETS and build(config)."""
 
     stage: Literal[0, 1, 2, 3] = 3
     """What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""

@@ -30,9 +30,9 @@ class RunOptions:
     """What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
 
     model: str = "gpt2:bytes"
-    """MODULE:PRESET. One of ours (gpt2, llama, ...), or any module on the path or in this folder that has PRESETS
-    and build(config). Or a folder with a config.json of Hugging Face's, of a family that models/ covers: its weights
-    are those of --init-from."""
+    """A preset, as gpt2:124m (zero-jax models lists them), or a folder with a config.json of Hugging Face's, of a
+    family that models/ covers: its weights are those of --init-from. Or MODULE:PRESET of any module on the path or in
+    this folder that has PRESETS and build(config)."""
 
     devices: Count | None = None
     """How many to use, over all processes. None: all accelerators, or 8 simulated CPU devices where there are none."""
@@ -291,7 +291,7 @@ class ReportOptions:
     """Write report.html at the end: curves, memory, communication, options, versions."""
 
     profile: str | None = None
-    """steps=10:15: trace steps 10 to 15 with JAX's profiler, into profile/ in out, and say where their time goes."""
+    """FIRST:LAST: trace these steps with JAX's profiler, into profile/ in out, and say where their time goes."""
 
     dry_run: bool = False
     """Compile the step and report memory, communication and time; train nothing and write nothing. Whether the data
@@ -305,15 +305,15 @@ class ReportOptions:
         if self.target is not None:
             target_of(self.target)
         if self.profile is not None and self.profile_steps[1] < self.profile_steps[0]:
-            raise UsageError(f"profile={self.profile} has no step: give the first and the last, as in steps=10:15.")
+            raise UsageError(f"profile={self.profile} has no step: give the first and the last, as in 10:15.")
 
     @property
     def profile_steps(self) -> tuple[int, int]:
         """The first and the last step to trace; (0, 0) for none."""
         if self.profile is None:
             return 0, 0
-        if not (match := re.fullmatch(r"steps=([1-9]\d{0,8}):([1-9]\d{0,8})", self.profile)):
-            raise UsageError(f"profile={self.profile!r}: write steps=FIRST:LAST, as in steps=10:15.")
+        if not (match := re.fullmatch(r"(?:steps=)?([1-9]\d{0,8}):([1-9]\d{0,8})", self.profile)):
+            raise UsageError(f"profile={self.profile}: write FIRST:LAST, as in 10:15.")
         return int(match[1]), int(match[2])
 
     def check_packages(self) -> None:
