@@ -5,17 +5,28 @@ import html.parser
 import io
 import json
 import re
+import shlex
+from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from rich.console import Console
 from support.programs import PROGRAMS, program
 
+import zero_jax
+from models import gpt2
+from zero_jax.cli import main
+from zero_jax.cli.config_file import save_config
+from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.reports.html_report import Run, memory_parts, report_html
 from zero_jax.cli.reports.measures import TEXT
 from zero_jax.cli.reports.report import summary_table
 from zero_jax.cli.reports.report_figures import MAX_POINTS, curves, thinned
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.run_head import folder_text
+from zero_jax.contract.violations import counted_bytes
+from zero_jax.errors import UsageError
 
 NAME = "h100 stage 3"
 EVALUATION = {"validation_loss": 2.625, "validation_perplexity": 13.805, "validation_accuracy": 0.3125}
@@ -106,12 +117,62 @@ def test_long_curves_are_thinned_and_keep_their_ends():
 
 
 def test_a_folder_says_what_is_in_it():
-    text = folder_text(TrainConfig(log_to=("tensorboard",), profile="steps=3:5"))
+    text = folder_text(TrainConfig(log_to=("tensorboard",), profile="steps=3:5"), find_model("gpt2:bytes"))
     for words in ("gpt2:bytes", "config.toml", "--config runs/train/config.toml --resume", "report.html",
                   "tensorboard/", "a trace of steps 3 to 5", "checkpoints/", "--checkpoint runs/train/checkp"):
         assert words in text
-    less = folder_text(TrainConfig(html=False, save_every=0))
+    less = folder_text(TrainConfig(html=False, save_every=0), find_model("gpt2:bytes"))
     assert not any(words in less for words in ("report.html", "checkpoints", "tensorboard", "profile", "wandb"))
+
+
+RUNS = {
+    "text": ({}, {"train", "generate", "export"}),
+    "images": ({"model": "vit:digits", "data": ("digits",)}, {"train", "export"}),
+    "masks": ({"model": "bert:bytes"}, {"train", "export"}),
+    "messages": ({"objective": "instruct", "data": ("a.jsonl",)}, {"train", "generate", "chat", "export"}),
+    "adapters": ({"lora_rank": 4, "model": "llama:tiny"}, {"train", "generate", "export"}),
+    "a folder with a space": ({"out": Path("my runs/a")}, {"train", "generate", "export"}),
+    "ids": ({"data": ("ids.bin",)}, {"train", "generate", "export"}),
+    "nothing saved": ({"save_every": 0}, {"train"})}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_each_command_of_a_folder_parses(run, tmp_path, monkeypatch):
+    """As a shell splits it; and there is one of each kind that the run can be used with."""
+    monkeypatch.chdir(tmp_path)
+    options, commands = RUNS[run]
+    config = TrainConfig(**options)
+    config.out.mkdir(parents=True)
+    save_config(config, config.out, {})
+    lines = re.findall("^    python -m zero_jax (.*)$", folder_text(config, find_model(config.model)), re.MULTILINE)
+    parsed = [main._parse(shlex.split(line)) for line in lines]
+    assert {line.split()[0] for line in lines} == commands and len(lines) > 2
+    assert {type(each) for each in parsed} == {main.COMMANDS[command] for command in commands}
+    assert [each.steps for each in parsed[:3]] == [700, 1400, 700] and all(
+        each.model == config.model for each in parsed[:3])
+    assert {each.checkpoint for each in parsed[3:]} <= {f"{config.out}/checkpoints"}
+    assert ("--merge" in "".join(lines)) == (config.lora_rank is not None)
+    assert ("'1 2 3'" in "".join(lines)) == (run == "ids")
+    with pytest.raises(UsageError):  # negative control
+        main._parse([*shlex.split(lines[0]), "--checkpoints", "x"])
+
+
+def test_a_model_of_the_users_is_named_in_the_commands(tmp_path, monkeypatch):
+    (tmp_path / "mine_of_a_run.py").write_text("PRESETS = {'small': None}\nbuild = decoder = print\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = folder_text(TrainConfig(model="mine_of_a_run:small"), find_model("mine_of_a_run:small"))
+    assert "generate --checkpoint runs/train/checkpoints --model mine_of_a_run:small --prompt TEXT" in text
+    assert "--model" not in folder_text(TrainConfig(), find_model("gpt2:bytes"))
+
+
+def test_what_is_sent_counts_as_its_budget_does():
+    """XLA:CPU reduces by an all-reduce where the partitioner is asked: twice what the budget counts."""
+    batch = {name: jax.ShapeDtypeStruct((8, 16), np.int32) for name in ("inputs", "targets")}
+    step = zero_jax.make_zero_train_step(gpt2.build(gpt2.PRESETS["tiny"]), 2, view="global")
+    report = step.compiled_step(batch).report
+    counted = sum(counted_bytes(result, report.contract) for result in report.results)
+    assert counted <= report.contract.communication_bytes + report.contract.slack
+    assert report.communication_bytes > 1.3 * counted  # negative control
 
 
 def test_curves_of_a_run_that_ended_before_its_first_step():

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import time
 
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ def shown(terminal: bool, encoding: str = "utf-8") -> str:
 def test_a_terminal_has_a_curve_and_the_rates():
     text = shown(True)
     assert "40/40" in text and BLOCKS[-1] in text and BLOCKS[0] in text and "loss 1.000" in text
-    assert "12,346 tokens/s  0.0123 TFLOP/s/device  MFU n/a  HFU 50.0 %  3.0 MiB/device  data wait 4.2 ms" in text
+    assert "12,346 tokens/s  0.0123 TFLOP/s/device  HFU 50.0 %  3.0 MiB/device  data wait 4.2 ms" in text
     assert "validation loss 1.250  perplexity 3.490  accuracy 50.0 % (bigram model: 2.400)" in text
     assert text.count("step    2  loss") == 0
 
@@ -45,6 +46,23 @@ def test_elsewhere_there_are_plain_lines():
     lines = shown(False).splitlines()
     assert lines[0].startswith("step     2  loss 4.800  12,346 tokens/s") and len(lines) == 21
     assert not set("".join(lines)) & set(BLOCKS) and "\x1b" not in "".join(lines)
+
+
+def test_lines_say_what_is_left_and_come_each_minute():
+    def lines(every_seconds, row=ROW):
+        console = Console(file=io.StringIO(), width=100, color_system=None)
+        with ProgressReporter(console, total=4000, every_seconds=every_seconds) as progress:
+            for step in range(1, 13):
+                progress.tick(step, row)
+                time.sleep(0.002)
+        return console.file.getvalue().splitlines()
+
+    shown_lines = lines(0.0)
+    assert len(shown_lines) == 12 and re.search(r"  left 0:0\d:\d\d$", shown_lines[-1]), shown_lines[-1]
+    assert "left" not in shown_lines[0]  # no step before it says how long one takes
+    assert lines(60.0) == []  # negative control
+    known = lines(0.0, ROW | {"hfu": None, "data_wait": 0.0})[0]
+    assert known == "step     1  loss 2.500  12,346 tokens/s  0.0123 TFLOP/s/device  3.0 MiB/device"
 
 
 def test_a_terminal_without_unicode_has_another_curve():

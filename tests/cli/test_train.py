@@ -92,8 +92,8 @@ def test_the_command_writes_log_and_curve(tmp_path):
     assert np.exp(evaluation["validation_loss"]) == pytest.approx(evaluation["validation_perplexity"])
     assert 0 <= evaluation["validation_accuracy"] <= 1
     for words in (" parameters, N = 2 shards", "Mesh: replica 2 x data 2, 4 cpu devices; stage 3 (P_os+g+p), 2 shards.",
-                  "the peak of a cpu is not known", "of it ", "sent by each device per step", "MFU n/a", "temporaries",
-                  "continued by the model"):
+                  "the peak of a cpu is not known", "of it ", "sent by each device per step", "HFU are left out",
+                  "temporaries", "continued by the model"):
         assert words in done.stdout
 
 
@@ -209,6 +209,11 @@ def test_the_formulas_of_the_table_are_the_stages(stage, precision):
         assert value <= held <= value + 64, kind  # Adam's count
     text = _text(report.state_table(layout))
     assert f"{layout.device_bytes:,}" in text and f"{expected:,.0f}" in text and "mu: blocks" in text
+    large = dataclasses.replace(gpt2.PRESETS["1.5b"], vocab_size=10**8)  # numbers of 13 digits
+    step = zero_jax.make_zero_train_step(gpt2.build(large), stage, precision=precision)
+    layout = step.layout(batch)
+    assert f"{layout.device_bytes:,}" in _text(report.state_table(layout))  # nothing is cut
+    assert f"{layout.device_bytes:,}" not in _text(report.state_table(layout), width=50)  # negative control
 
 
 def test_a_tokens_number_in_the_window_is_its_end():
@@ -238,8 +243,8 @@ def test_next_logits_are_those_of_the_last_token():
     np.testing.assert_array_equal(found, [[8, 9, 10, 11], [12, 13, 14, 15]])
 
 
-def _text(table: object) -> str:
-    console = Console(width=160)
+def _text(table: object, width: int = 100) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(table)
     return capture.get()

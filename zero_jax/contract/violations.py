@@ -133,6 +133,11 @@ def reduced_bytes(collectives: Iterable[Collective], contract: Contract) -> floa
     return sent
 
 
+def counted_bytes(result: TrafficResult, contract: Contract) -> float:
+    """What counts as sent against the budget of `result`."""
+    return reduced_bytes(result.collectives, contract) if result.budget.key == "reduce" else result.communication_bytes
+
+
 def gather_notes(collectives: Iterable[Collective], contract: Contract) -> tuple[str, ...]:
     """Where the backend gathers in another way."""
     whole = [c for c in collectives if c.kind == "all-reduce"]

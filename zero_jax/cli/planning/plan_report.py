@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from zero_jax.cli.reports.report import (
+    PLAIN,
     largest_table,
     memory_table,
     optimizer_bytes,
@@ -297,7 +297,7 @@ def _collective(collective: Any, mesh: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(title=title, **PLAIN)
     for number, name in enumerate(columns):
         table.add_column(name, justify="left" if not number or name in ("collectives", "over") else "right")
     return table

@@ -11,6 +11,7 @@ from zero_jax.cli.reports.measures import TEXT, Measures
 from zero_jax.cli.reports.report import size_text, steps_text, whose_memory
 from zero_jax.cli.reports.report_figures import bars, curves
 from zero_jax.cli.training.metrics_log import read_rows
+from zero_jax.contract.violations import counted_bytes
 from zero_jax.step.compiled import CompiledStep
 
 MIB = 1 << 20
@@ -161,12 +162,13 @@ def memory_figure(program: CompiledStep) -> str:
 
 def communication_figure(program: CompiledStep) -> str:
     """Bars of what a step sends for each purpose, and of the stage's budget for it."""
-    sent = {result.budget.purpose: result.communication_bytes / MIB for result in program.report.results}
+    report = program.report
+    sent = {result.budget.purpose: counted_bytes(result, report.contract) / MIB for result in report.results}
     budget = {result.budget.purpose: result.budget.communication_bytes / MIB for result in program.report.results}
     short = {_short(purpose): value for purpose, value in sent.items()}
     return "<figure>" + bars(
         short, beside={_short(purpose): value for purpose, value in budget.items()}, unit="MiB per step",
-        title=f"Sent: {size_text(program.report.communication_bytes)} per step", names=("sent", "budget")) + "</figure>"
+        title=f"Sent: {size_text(sum(sent.values()) * MIB)} per step", names=("sent", "budget")) + "</figure>"
 
 
 def communication_table(program: CompiledStep) -> str:
@@ -175,7 +177,7 @@ def communication_table(program: CompiledStep) -> str:
         f"<tr><td>{html.escape(result.budget.purpose)}</td>"
         f"<td>{html.escape(', '.join(sorted({each.kind for each in result.collectives})) or 'none')}</td>"
         f"<td>{html.escape(' x '.join(result.budget.axes))}</td>"
-        f'<td class="number">{size_text(result.communication_bytes)}</td>'
+        f'<td class="number">{size_text(counted_bytes(result, program.report.contract))}</td>'
         f'<td class="number">{size_text(result.budget.communication_bytes)}</td></tr>'
         + "".join(f'<tr><td colspan="5" class="note">{html.escape(note)}</td></tr>' for note in result.notes)
         for result in program.report.results)

@@ -16,10 +16,14 @@ from zero_jax.layout.layout import Layout, Placement
 from zero_jax.planning.memory import TEMPORARIES, MemoryReport, Row
 from zero_jax.tree import leaf_bytes
 
+PLAIN: dict[str, Any] = {
+    "box": box.SIMPLE_HEAD, "title_justify": "left", "show_edge": False, "pad_edge": False, "collapse_padding": True}
+"""The style of a table, which holds at 100 columns."""
+
 
 def make_console() -> Console:
-    """Standard output; 120 columns wide where it is no terminal, so that tables are not cut."""
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False, emoji=False)
+    """Standard output; 100 columns wide where it is no terminal, which tables hold at."""
+    return Console(width=None if sys.stdout.isatty() else 100, highlight=False, markup=False, emoji=False)
 
 
 def size_text(num_bytes: float) -> str:
@@ -66,8 +70,8 @@ def state_table(layout: Layout) -> Table:
     table = Table(
         title=f"State by module: stage {layout.stage.number} ({layout.stage.name}), "
               f"P = {layout.num_params:,} parameters, N = {layout.num_shards} shards",
-        box=box.SIMPLE_HEAD, title_justify="left")
-    for name in ("state", "leaves", "largest", "dtype", "split dim", "bytes", "per device", "by formula"):
+        **PLAIN)
+    for name in ("state", "leaves", "largest", "dtype", "split dim", "per device", "by formula"):
         table.add_column(name, justify="left" if name in ("state", "largest", "dtype") else "right",
                          no_wrap=name != "largest")
     kinds: dict[str, dict[str, list[Placement]]] = {}
@@ -78,14 +82,14 @@ def state_table(layout: Layout) -> Table:
     for kind, groups in kinds.items():
         members = [row for group in groups.values() for row in group]
         text, value = expected.get(kind, ("", 0.0))
-        table.add_row(f"{kind}: {text}" if text else kind, str(len(members)), "", "", "", *_bytes(members),
+        table.add_row(f"{kind}: {text}" if text else kind, str(len(members)), "", "", "", _bytes(members),
                       f"{value:,.0f}" if text else "", style="bold")
         for label, group in groups.items():
             if label:
-                table.add_row(f"  {label}", str(len(group)), *_summary(group), *_bytes(group), "")
+                table.add_row(f"  {label}", str(len(group)), *_summary(group), _bytes(group), "")
     table.add_section()
     total = sum(value for _, value in expected.values())
-    table.add_row("all", str(len(rows)), "", "", "", *_bytes(rows), f"{total:,.0f}", style="bold")
+    table.add_row("all", str(len(rows)), "", "", "", _bytes(rows), f"{total:,.0f}", style="bold")
     return table
 
 
@@ -211,8 +215,8 @@ def _group(name: str, params: Sequence[str]) -> tuple[str, str]:
     return "step, guard and rng", ""
 
 
-def _bytes(rows: Sequence[Placement]) -> tuple[str, str]:
-    return f"{sum(row.bytes for row in rows):,}", f"{sum(row.device_bytes for row in rows):,}"
+def _bytes(rows: Sequence[Placement]) -> str:
+    return f"{sum(row.device_bytes for row in rows):,}"
 
 
 def _summary(rows: Sequence[Placement]) -> tuple[str, str, str]:
@@ -229,7 +233,7 @@ GB = 1e9
 
 def memory_table(report: MemoryReport) -> Table:
     """By formula, as stored and as compiled, in GB of 1e9 bytes as in the paper."""
-    table = Table(title=report.title, box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(title=report.title, **PLAIN)
     for name in ("GB = 1e9 bytes", "by formula", "as placed", "as compiled", "note"):
         left = name in ("GB = 1e9 bytes", "note")
         table.add_column(name, justify="left" if left else "right", no_wrap=name != "note")
@@ -247,7 +251,7 @@ def memory_table(report: MemoryReport) -> Table:
 
 def largest_table(report: MemoryReport, count: int = 10) -> Table:
     """The largest buffers that are live at the peak, with the source line that each comes from."""
-    table = Table(title="Largest temporaries at the peak", box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(title="Largest temporaries at the peak", **PLAIN)
     for name in ("GB", "what", "operation", "source"):
         table.add_column(name, justify="right" if name == "GB" else "left", no_wrap=name == "GB")
     for size, what, op_name, source in report.largest(count):

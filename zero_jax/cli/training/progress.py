@@ -1,6 +1,8 @@
-"""The progress of a run: a live view on a terminal, elsewhere a line for every twentieth of the steps."""
+"""The progress of a run: a view on a terminal, elsewhere a line for every twentieth of the steps, or each minute."""
 
+import datetime
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,26 +35,20 @@ def sparkline(values: Sequence[float], *, width: int = SPARKLINE_WIDTH, blocks: 
                    for mean in means)
 
 
-def percent(value: float | None) -> str:
-    """A utilisation as text; n/a where the peak of the device is not known.
-
-    >>> percent(0.4123), percent(None)
-    ('41.2 %', 'n/a')
-    """
-    return "n/a" if value is None else f"{100 * value:.1f} %"
-
-
 def rates_text(row: Mapping[str, Any], measures: Measures = TEXT) -> str:
-    """The speed, utilisation, memory and wait of a step, from its row in the log."""
-    return (f"{row[measures.rate]:,.0f} {measures.items}/s  {row['tflops_per_device']:.3g} TFLOP/s/device  "
-            f"MFU {percent(row['mfu'])}  HFU {percent(row['hfu'])}  {size_text(row['memory_bytes'])}/device  "
-            f"data wait {1000 * row['data_wait']:.1f} ms")
+    """The speed, utilisation, memory and wait of a step, from its row in the log; what is not known is left out."""
+    used = "".join(f"  {name.upper()} {100 * row[name]:.1f} %" for name in ("mfu", "hfu") if row[name] is not None)
+    wait = f"  data wait {1000 * row['data_wait']:.1f} ms" * (row["data_wait"] >= 1e-4)
+    return (f"{row[measures.rate]:,.0f} {measures.items}/s  {row['tflops_per_device']:.3g} TFLOP/s/device{used}  "
+            f"{size_text(row['memory_bytes'])}/device{wait}")
 
 
 class ProgressReporter:
     """The live view of a run on a terminal, or its lines. Use it in a `with`."""
 
-    def __init__(self, console: Console, *, total: int, measures: Measures = TEXT):
+    def __init__(self, console: Console, *, total: int, measures: Measures = TEXT, every_seconds: float = 60.0):
+        """every_seconds: without a terminal, after which there is a line, beside one for each twentieth."""
+        self._every_seconds, self._said = every_seconds, time.monotonic()
         self._console, self._every, self._measures = console, max(1, total // 20), measures
         self._progress = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
@@ -86,8 +82,15 @@ class ProgressReporter:
         self._progress.update(self._task, completed=step)
         self._row, loss = row, row.get("loss", math.nan)
         self._losses.append(loss)
-        if not self._console.is_terminal and step % self._every == 0:
-            self.say(f"step {step:5d}  loss {loss:.3f}  {rates_text(row, self._measures)}")
+        now = time.monotonic()
+        if not self._console.is_terminal and (step % self._every == 0 or now - self._said >= self._every_seconds):
+            self._said = now
+            self.say(f"step {step:5d}  loss {loss:.3f}  {rates_text(row, self._measures)}{self._left()}")
+
+    def _left(self) -> str:
+        """The time that the steps that are left will take, at the rate of the last ones; empty before two of them."""
+        left = self._progress.tasks[0].time_remaining
+        return "" if not left else f"  left {datetime.timedelta(seconds=round(left))}"
 
     def evaluated(self, step: int, metrics: Mapping[str, float], beside: str) -> None:
         """An evaluation after step number `step`: its loss and measures, and what to compare them with."""

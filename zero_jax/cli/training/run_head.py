@@ -1,10 +1,14 @@
 """What a run says of itself: in its first lines, and in a README for whoever finds its folder."""
 
+import shlex
 from pathlib import Path
 
+from zero_jax.cli.model_lookup import ModelChoice, is_folder, short_name
 from zero_jax.cli.objectives.objective import Objective
+from zero_jax.cli.options.run import WITH_RESPONSES
 from zero_jax.cli.reports.report import size_text
 from zero_jax.cli.train_config import TrainConfig
+from zero_jax.contract.violations import counted_bytes
 from zero_jax.errors import UsageError
 from zero_jax.planning.flops import StepFlops
 from zero_jax.stages import STAGES
@@ -23,8 +27,9 @@ def head_lines(objective: Objective, compiled: CompiledStep, flops: StepFlops, d
     microbatches = f" in {config.accumulate} microbatches" if config.accumulate > 1 else ""
     # What a CPU calls itself says nothing.
     kind = "" if platform == "cpu" else f" ({device_kind})"
-    peak = (f"the peak of a {platform if platform == 'cpu' else device_kind} is not known: MFU and HFU are n/a"
+    peak = (f"the peak of a {platform if platform == 'cpu' else device_kind} is not known: MFU and HFU are left out"
             if flops.peak is None else f"peak of a device {flops.peak / 1e12:,.0f} TFLOP/s in bf16")
+    counted = sum(counted_bytes(result, report.contract) for result in report.results)
     notes = "".join(f"; {note}" for result in report.results for note in result.notes)
     program = ("in the compiled program not known, for it calls kernels that cannot be counted" if flops.program is None
                else f"{flops.program / 1e9:,.1f} G of the compiled program ({flops.program / (flops.model or 1):.2f} "
@@ -42,7 +47,7 @@ def head_lines(objective: Objective, compiled: CompiledStep, flops: StepFlops, d
         f"Memory of a device by the compiled step: {size_text(memory_bytes(compiled))}, of it "
         f"{size_text(layout.device_bytes)} state.",
         *([fraction_text()] if platform in GPU else []),
-        f"Communication: {size_text(report.communication_bytes)} sent by each device per step; the stage's budget is "
+        f"Communication: {size_text(counted)} sent by each device per step; the stage's budget is "
         f"{size_text(report.contract.communication_bytes)}{notes}.",
     ]
 
@@ -58,8 +63,8 @@ def memory_bytes(compiled: CompiledStep) -> int:
     return compiled.layout.device_bytes if compiled.memory is None else compiled.device_bytes
 
 
-def folder_text(config: TrainConfig) -> str:
-    """A README for the folder of a run: its files, and the commands that use them."""
+def folder_text(config: TrainConfig, choice: ModelChoice) -> str:
+    """A README for the folder of a run: its files, and the commands that use them. choice: its model."""
     files = {
         "config.toml": "all options of the run; `--config` takes it",
         "train.jsonl": "a line of JSON for each step and each evaluation, between one of options and one of results",
@@ -68,32 +73,39 @@ def folder_text(config: TrainConfig) -> str:
         "checkpoints/": "the newest states, by step" * (config.save_every > 0 and config.save_to is None),
         "tensorboard/": "metrics for `tensorboard --logdir`" * ("tensorboard" in config.log_to),
         "wandb/": "what Weights & Biases keeps here" * ("wandb" in config.log_to),
-        "profile/": f"a trace of {(config.profile or '').replace('=', ' ').replace(':', ' to ')} for xprof, and "
-                    "summary.txt" if config.profile else "",
+        "profile/": "a trace of steps {} to {} for xprof, and summary.txt".format(*config.profile_steps)
+                    if config.profile else "",
     }
     width = max(map(len, files))
     listed = "".join(f"  {name:{width}}  {what}\n" for name, what in files.items() if what)
     elsewhere = f"Checkpoints are in {config.save_to}.\n" if config.save_to is not None else ""
+    file, saved = shlex.quote(f"{config.out}/config.toml"), shlex.quote(str(config.checkpoints))
+    ours = is_folder(config.model) or short_name(config.model.partition(":")[0]) is not None
+    named = f"--checkpoint {saved}" + f" --model {config.model}" * (not ours)  # importing a module runs it
+    prompt = "'1 2 3'" if config.token_file and config.tokenizer is None else "TEXT"
+    kept, adapters = config.save_every > 0, config.lora_rank is not None
+    merge = " --merge" * adapters
     commands = {
-        "go on where it ended": f"train --config {config.out}/config.toml --resume",
-        "the same run again": f"train --config {config.out}/config.toml --out ANOTHER_FOLDER",
-        "text from its model": f"generate --checkpoint {config.checkpoints} --prompt TEXT" if config.save_every else "",
-        **({"its adapters as PEFT's": f"export --checkpoint {config.checkpoints} --out ADAPTER_FOLDER",
-            "its model with them as safetensors":
-                f"export --merge --checkpoint {config.checkpoints} --out model.safetensors"}
-           if config.lora_rank and config.save_every else {}),
-        "its parameters as safetensors": f"export --checkpoint {config.checkpoints} --out model.safetensors"
-                                         if config.save_every and not config.lora_rank else ""}
+        "go on where it was interrupted": f"train --config {file} --resume",
+        "go on where it ended": f"train --config {file} --resume --steps {2 * config.steps}",
+        "the same run again": f"train --config {file} --out ANOTHER_FOLDER",
+        "text from its model": f"generate {named} --prompt {prompt}" * (kept and choice.decoder is not None),
+        "a talk with its model": f"chat {named}" * (
+            kept and choice.decoder is not None and config.objective in WITH_RESPONSES),
+        "its adapters as PEFT's": f"export {named} --out ADAPTER_FOLDER" * (kept and adapters),
+        "its model as safetensors": f"export{merge} {named} --out model.safetensors" * kept,
+        "its model as a folder that transformers loads":
+            f"export{merge} {named} --names huggingface --out MODEL_FOLDER" * (kept and choice.names is not None)}
     said = "".join(f"  {what}:\n    python -m zero_jax {command}\n" for what, command in commands.items() if command)
     return (f"A training run of {config.model} by zero_jax: {config.steps} steps at ZeRO stage {config.stage}.\n\n"
             f"{listed}{elsewhere}\n{said}")
 
 
-def write_readme(config: TrainConfig) -> Path:
+def write_readme(config: TrainConfig, choice: ModelChoice) -> Path:
     """Writes README.txt into the folder of the run; raises ValueError where it cannot be written."""
     path = config.out / "README.txt"
     try:
-        path.write_text(folder_text(config), encoding="utf-8")
+        path.write_text(folder_text(config, choice), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}): choose another folder with out.") from error
     return path

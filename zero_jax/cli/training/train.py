@@ -141,7 +141,7 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
     versions = {name: installed_version(name) for name in ("zero-jax", "jax", "jaxlib", "flax", "optax")}
     try:
         if is_first():
-            write_readme(config)
+            write_readme(config, choice)
             path = save_config(config, config.out, versions)
             changed = config_text(config, only_changed=True) or "none\n"
             console.print(f"Options, all in {path}; not the default:\n{changed}", soft_wrap=True)
