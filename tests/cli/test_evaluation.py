@@ -126,9 +126,9 @@ def test_an_evaluation_of_pairs_has_each_pair_once(tmp_path):
 
 
 def test_the_batches_of_an_evaluation_are_told():
-    assert evaluation_line(40, 16) == "Evaluation: 16 of the 40 batches held out (eval_batches=16)."
-    assert evaluation_line(7, 16) == "Evaluation: all 7 batches held out (eval_batches=16)."
-    assert evaluation_line(1, 16) == "Evaluation: all 1 batch held out (eval_batches=16)."
+    assert evaluation_line(40, 16) == "Evaluation: 16 of the 40 batches held out (--eval-batches 16)."
+    assert evaluation_line(7, 16) == "Evaluation: all 7 batches held out (--eval-batches 16)."
+    assert evaluation_line(1, 16) == "Evaluation: all 1 batch held out (--eval-batches 16)."
 
 
 @pytest.mark.grid

@@ -117,7 +117,7 @@ def test_a_checkout_that_is_not_installed_trains(tmp_path, monkeypatch):
     assert zero_jax.__version__ == "not installed"
     done = run(*train_args(tmp_path, "--steps", "1", "--samples", "0", "--save-every", "0", "--eval-batches", "1"))
     assert done.returncode == 0, done.stderr
-    assert "held out.\nEvaluation: 1 of the 40 batches held out (eval_batches=1).\n" in done.stdout, done.stdout
+    assert "held out.\nEvaluation: 1 of the 40 batches held out (--eval-batches 1).\n" in done.stdout, done.stdout
     assert "(zero-jax not installed, jax 0." in (tmp_path / "config.toml").read_text()
 
 

@@ -110,7 +110,7 @@ class RunOptions:
 
     check_replicas: Annotated[int, Within(0)] = 0
     """Steps between comparisons of what several devices have copies of, which finds devices that compute wrongly; also
-    before each save. For stages 0 to 2, or with replica. 0: never."""
+    before each save. For stages 0 to 2, or with --replica. 0: never."""
 
     hang_after: Annotated[float | None, Within(0.01, 86400)] = None
     """Seconds after which an unfinished step makes each process print the stacks of its threads. None: never."""
@@ -129,7 +129,7 @@ class RunOptions:
     """The number of newest checkpoints to keep."""
 
     resume: bool = False
-    """Continue from the last intact checkpoint in out, if there is one, with the losses of an uninterrupted run; or
+    """Continue from the last intact checkpoint in --out, if there is one, with the losses of an uninterrupted run; or
     with more steps, another schedule, learning rate, clipping, weight decay, batch size or data, which is said."""
 
     out: Path = Path("runs/train")
@@ -137,7 +137,7 @@ class RunOptions:
     it does not."""
 
     save_to: str | None = None
-    """Folder of the checkpoints: local, or gs://bucket/folder with the extra gcs. None: checkpoints in out."""
+    """Folder of the checkpoints: local, or gs://bucket/folder with the extra gcs. None: checkpoints in --out."""
 
     local_checkpoints: Path | None = None
     """Folder on a disk of each host, or in its memory, for copies of the state between checkpoints: a restart on the
@@ -285,13 +285,13 @@ class ReportOptions:
     """What is reported beside train.jsonl."""
 
     log_to: tuple[WriterName, ...] = ()
-    """Also write metrics for TensorBoard (tensorboard/ in out) or Weights & Biases; needs the extra of that name."""
+    """Also write metrics for TensorBoard (tensorboard/ in --out) or Weights & Biases; needs the extra of that name."""
 
     html: bool = True
     """Write report.html at the end: curves, memory, communication, options, versions."""
 
     profile: str | None = None
-    """FIRST:LAST: trace these steps with JAX's profiler, into profile/ in out, and say where their time goes."""
+    """FIRST:LAST: trace these steps with JAX's profiler, into profile/ in --out, and say where their time goes."""
 
     dry_run: bool = False
     """Compile the step and report memory, communication and time; train nothing and write nothing. Whether the data

@@ -297,7 +297,7 @@ def _collective(collective: Any, mesh: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, **PLAIN)
+    table = Table(title=title, min_width=min(len(title), 98), **PLAIN)
     for number, name in enumerate(columns):
         table.add_column(name, justify="left" if not number or name in ("collectives", "over") else "right")
     return table

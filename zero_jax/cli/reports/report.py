@@ -17,7 +17,7 @@ from zero_jax.planning.memory import TEMPORARIES, MemoryReport, Row
 from zero_jax.tree import leaf_bytes
 
 PLAIN: dict[str, Any] = {
-    "box": box.SIMPLE_HEAD, "title_justify": "left", "show_edge": False, "pad_edge": False, "collapse_padding": True}
+    "box": box.SIMPLE_HEAD, "title_justify": "left", "pad_edge": False, "collapse_padding": True}
 """The style of a table, which holds at 100 columns."""
 
 
@@ -253,7 +253,8 @@ def largest_table(report: MemoryReport, count: int = 10) -> Table:
     """The largest buffers that are live at the peak, with the source line that each comes from."""
     table = Table(title="Largest temporaries at the peak", **PLAIN)
     for name in ("GB", "what", "operation", "source"):
-        table.add_column(name, justify="right" if name == "GB" else "left", no_wrap=name == "GB")
+        table.add_column(name, justify="right" if name == "GB" else "left", no_wrap=name == "GB",
+                         overflow="fold")
     for size, what, op_name, source in report.largest(count):
         table.add_row(_text(size), what, "/".join(op_name.split("/")[-3:]), "/".join(source.split("/")[-2:]))
     return table

@@ -55,7 +55,8 @@ def head_lines(objective: Objective, compiled: CompiledStep, flops: StepFlops, d
 def evaluation_line(held_out: int, most: int) -> str:
     """How many batches an evaluation takes, of those `held_out`, at most `most`: a sentence."""
     taken = "all" if most >= held_out else f"{most:,} of the"
-    return f"Evaluation: {taken} {held_out:,} {'batch' if held_out == 1 else 'batches'} held out (eval_batches={most})."
+    batches = "batch" if held_out == 1 else "batches"
+    return f"Evaluation: {taken} {held_out:,} {batches} held out (--eval-batches {most})."
 
 
 def memory_bytes(compiled: CompiledStep) -> int:

@@ -189,7 +189,7 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         if profile:
             closing.callback(profile.stop)
         elif config.profile and is_first():
-            console.print(f"profile={config.profile}: the run continues after step {after}, and traces nothing.")
+            console.print(f"--profile {config.profile}: the run continues after step {after}, and traces nothing.")
         with ProgressReporter(console, total=config.steps, measures=objective.measures) as progress, watchdog, feed:
             sums = step.evaluator(objective.sums, ema=config.ema is not None)
             loop = Loop(

@@ -179,7 +179,7 @@ def _tokenizer_of(saved: Any, source: Path | None) -> Tokenizer | _Ids:
     """The run's own, bytes or ids. Raises ValueError for one that is not where the run had it."""
     if source is not None:
         if not source.exists():
-            raise UsageError(f"the run's tokenizer was {source}: give it with tokenizer.")
+            raise UsageError(f"the run's tokenizer was {source}: give it with --tokenizer.")
         return load_tokenizer(source)
     data = saved.get("data") or ["python"]
     return _Ids() if any(str(each).endswith((".bin", ".npy")) for each in data) else ByteTokenizer()
