@@ -192,10 +192,10 @@ def test_the_command_continues_prompts_with_the_parameters_of_a_checkpoint(tmp_p
     said = chat(ChatConfig(str(tmp_path), at=1, template="chat", tokens=2, temperature=0), "a", "a", "/new", "a")
     assert said[0] == said[2] != said[1]  # which has the first in mind
     for at, prompt, options, message in (
-            ("3", "hello", (), "the run's tokenizer was t.json: give it with tokenizer"),
+            ("3", "hello", (), "the run's tokenizer was t.json: give it with --tokenizer"),
             ("2", "hello", (), "its tokenizer is not known"),
             ("2", "256", (), "has the id 256, and the model"),
-            ("1", "h" * 60, (), "with tokens=7 that is more than max_length=64"),
+            ("1", "h" * 60, (), "with --tokens 7 that is more than max_length=64"),
             ("4", "hello", (), "has no decoder(config)"), ("1", "hello", ("--ema",), "the run kept no average")):
         done = generate(at, prompt, *options)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr

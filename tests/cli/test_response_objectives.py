@@ -111,11 +111,11 @@ def test_what_is_cut_or_left_out_is_counted_in_both_sets(tmp_path, objective):
 
 @pytest.mark.parametrize(("args", "expected"), [
     (["--objective", "instruct", "--documents", "pack"], "give --data: JSON lines or Parquet with responses"),
-    (["--objective", "instruct", "--data", "DATA"], "give documents=pack or documents=pad"),
+    (["--objective", "instruct", "--data", "DATA"], "give --documents pack or --documents pad"),
     (["--objective", "preferences", "--data", "DATA", "--documents", "pad"], "has a row for each response: leave"),
     (["--objective", "preferences", "--data", "DATA"], "give prompt, chosen and rejected"),
-    (["--objective", "instruct", "--data", "DATA", "--documents", "pad", "--max-bytes", "9"], "max_bytes=9: objective"),
-    (["--dpo-beta", "0.2"], "dpo_beta=0.2: it is of objective=preferences, and this run has objective=causal")])
+    (["--objective", "instruct", "--data", "DATA", "--documents", "pad", "--max-bytes", "9"], "--max-bytes 9: --obj"),
+    (["--dpo-beta", "0.2"], "--dpo-beta 0.2: it is of --objective preferences, and this run has")])
 def test_what_cannot_be_learned_is_refused(tmp_path, args, expected):
     data = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}])
     done = run("train", *[data if arg == "DATA" else arg for arg in args])

@@ -199,8 +199,8 @@ def test_a_finished_run_says_what_to_do(small, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("option, values, message", [
-    ("--ema", "0.9", "ema=None saved but ema=0.9 given"),
-    ("--optimizer", "lion", "optimizer='adamw' saved but optimizer='lion' given"),
+    ("--ema", "0.9", "--ema None saved but --ema 0.9 given"),
+    ("--optimizer", "lion", "--optimizer 'adamw' saved but --optimizer 'lion' given"),
 ])
 def test_another_run_is_refused(whole, option, values, message):
     before = (whole / "train.jsonl").read_bytes()

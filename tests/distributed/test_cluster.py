@@ -189,10 +189,10 @@ def test_what_is_left_divides_the_batch(monkeypatch):
 
 
 @pytest.mark.parametrize(("args", "message"), [
-    (["--restarts", "1", "--", "train", "--save-every", "0"], "restarts with save_every=0"),
-    (["--min-processes", "1", "--", "train"], "min_processes without restarts"),
-    (["--restarts", "1", "--min-processes", "3", "--", "train"], "min_processes=3 is not within 1 to processes=2"),
-    (["--restarts", "-1", "--", "train"], "restarts=-1: give at least 0")])
+    (["--restarts", "1", "--", "train", "--save-every", "0"], "restarts with --save-every 0"),
+    (["--min-processes", "1", "--", "train"], "--min-processes without restarts"),
+    (["--restarts", "1", "--min-processes", "3", "--", "train"], "--min-processes 3 is not within 1 to --processes 2"),
+    (["--restarts", "-1", "--", "train"], "--restarts -1: give at least 0")])
 def test_restarts_that_are_none(args, message):
     done = command_line.run("launch", *args)
     assert done.returncode == 2 and message in command_line.message(done)

@@ -332,7 +332,7 @@ def test_the_other_formats_and_their_refusals(tmp_path, saved):
     with pytest.raises(ValueError, match="2,5|(2, 5)"):
         served.forward([[1, 2, 3]])
     for options, error in ((("--format", "orbax", "--out", str(tmp_path / "fixed")), "is not an empty folder"),
-                           (("--platforms", "cpu", "--out", "x.safetensors"), "format=safetensors does not use it"),
+                           (("--platforms", "cpu", "--out", "x.safetensors"), "--format safetensors does not use it"),
                            (("--format", "programs", "--names", "huggingface", "--out", "x"), "does not use it"),
                            (("--format", "programs", "--seq-len", "65", "--out", "x"), "longer than max_length=64")):
         done = run("export", "--checkpoint", str(folder), *options)
