@@ -1,4 +1,6 @@
-"""BERT (arXiv 1810.04805) with its masked-language head in Flax Linen; BERT-Large is what the LAMB paper trains.
+"""BERT (arXiv 1810.04805), RoBERTa and DistilBERT with their masked-language heads, in Flax Linen.
+
+BERT-Large is what the LAMB paper trains.
 
 A module of models has `PRESETS`, configurations by name, and `build(config)`, which returns a model. This one has a
 `loss` of its own, for batches with masked tokens.
@@ -25,15 +27,15 @@ from .layers.norms import LayerNorm
 __all__ = ["Bert", "Block", "Config", "PRESETS", "build", "huggingface", "huggingface_config", "huggingface_fields",
            "loss", "tensor_rules"]
 
-EPSILON = 1e-12
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """An encoder with learned positions, token types and norms after each addition; the output table is the embedding.
 
     hidden: width of the feed-forward. dropout: of the embeddings and of what is added to the residual stream, not of
-    attention. init_range: standard deviation of the matrices and tables at the start; 0.02 suits the published widths.
+    attention. num_types: of tokens; 0: none (DistilBERT). offset: the row of the first position, one after the padding
+    token's (RoBERTa, whose positions count the tokens that are no padding). init_range: standard deviation of the
+    matrices and tables at the start; 0.02 suits the published widths.
     dtype, attention, scan_layers, remat: as in `models.llama`.
 
     Raises ValueError for invalid sizes.
@@ -46,6 +48,8 @@ class Config:
     vocab_size: int = 30522
     max_length: int = 512
     num_types: int = 2
+    offset: int = 0
+    epsilon: float = 1e-12
     dropout: float = 0.0
     init_range: float = 0.02
     dtype: DTypeLike | None = None
@@ -54,7 +58,7 @@ class Config:
     remat: bool = False
 
     def __post_init__(self):
-        check_at_least_one(self, "num_layers", "width", "num_heads", "hidden", "vocab_size", "max_length", "num_types")
+        check_at_least_one(self, "num_layers", "width", "num_heads", "hidden", "vocab_size", "max_length")
         check_multiple(self, "width", "num_heads")
         check_share(self, "dropout")
         check_share(self, "init_range")
@@ -68,7 +72,7 @@ class Config:
     def num_params(self) -> int:
         """Number of parameters, exactly, without a pooler."""
         layer = 4 * self.width**2 + 2 * self.width * self.hidden + 9 * self.width + self.hidden
-        embeddings = (self.vocab_size + self.max_length + self.num_types + 2) * self.width
+        embeddings = (self.vocab_size + self.max_length + self.offset + self.num_types + 2) * self.width
         return self.num_layers * layer + embeddings + self.width**2 + 3 * self.width + self.vocab_size
 
 
@@ -82,7 +86,7 @@ class Block(nn.Module):
     def __call__(self, x_BxSxD: jax.Array, segment_ids_BxS: jax.Array | None) -> tuple[jax.Array, None]:
         """The residual stream after this layer."""
         c = self.config
-        norm = functools.partial(LayerNorm, epsilon=EPSILON, dtype=c.dtype)
+        norm = functools.partial(LayerNorm, epsilon=c.epsilon, dtype=c.dtype)
         dense = functools.partial(nn.Dense, dtype=c.dtype, kernel_init=c.init)
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         q, k, v = (split_heads(dense(c.width, name=name)(x_BxSxD), c.num_heads) for name in "qkv")
@@ -116,12 +120,17 @@ class Bert(nn.Module):
         if deterministic is None:
             deterministic = not self.has_rng("dropout")
         embed = functools.partial(nn.Embed, features=c.width, dtype=c.dtype, embedding_init=c.init)
-        norm = functools.partial(LayerNorm, epsilon=EPSILON, dtype=c.dtype)
+        norm = functools.partial(LayerNorm, epsilon=c.epsilon, dtype=c.dtype)
         wte = embed(c.vocab_size, name="wte")
         positions_BxS = jnp.arange(tokens_BxS.shape[-1])[None] if positions is None else positions
-        types_BxS = jnp.zeros_like(tokens_BxS) if token_types is None else token_types
-        x_BxSxD = wte(tokens_BxS) + embed(c.max_length, name="wpe")(positions_BxS)
-        x_BxSxD = norm(name="ln_embed")(x_BxSxD + embed(c.num_types, name="types")(types_BxS))
+        if c.offset and positions is None:
+            is_text_BxS = tokens_BxS != c.offset - 1
+            positions_BxS = jnp.cumsum(is_text_BxS, axis=-1) * is_text_BxS - 1
+        x_BxSxD = wte(tokens_BxS) + embed(c.max_length + c.offset, name="wpe")(positions_BxS + c.offset)
+        if c.num_types:
+            types_BxS = jnp.zeros_like(tokens_BxS) if token_types is None else token_types
+            x_BxSxD += embed(c.num_types, name="types")(types_BxS)
+        x_BxSxD = norm(name="ln_embed")(x_BxSxD)
         x_BxSxD = nn.Dropout(c.dropout, deterministic=deterministic)(x_BxSxD)
         block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat else Block
         if c.scan_layers:

@@ -247,6 +247,15 @@ FAMILIES = {
                     "is_decoder": False, "tie_word_embeddings": True},
         ("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
          "pooler_size_per_head", "pooler_type")),
+    "roberta": Family(
+        "bert",
+        _ENCODER | {"vocab_size": 50265, "type_vocab_size": 2, "position_embedding_type": "absolute",
+                    "is_decoder": False, "tie_word_embeddings": True, "pad_token_id": 1}),
+    "distilbert": Family(
+        "bert",
+        {"vocab_size": 30522, "dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072, "activation": "gelu",
+         "tie_word_embeddings": True}, ("sinusoidal_pos_embds", "tie_weights_"),
+        {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}),
     "t5": Family(
         "t5",
         {"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8,

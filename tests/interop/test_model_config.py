@@ -192,3 +192,38 @@ def test_what_is_no_config_is_one_clear_error(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UsageError, match=re.escape(str(tmp_path / "config.json"))):
         check_config(tmp_path, ours.huggingface_config(ours.model_of("qwen3")), "this model")
+
+
+ENCODERS = {  # as published
+    "roberta": ({"architectures": ["RobertaForMaskedLM"], "attention_probs_dropout_prob": 0.1, "bos_token_id": 0,
+                 "eos_token_id": 2, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 768,
+                 "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-05,
+                 "max_position_embeddings": 514, "model_type": "roberta", "num_attention_heads": 12,
+                 "num_hidden_layers": 12, "pad_token_id": 1, "type_vocab_size": 1, "vocab_size": 50265},
+                124_697_433, {"pad_token_id": 3, "layer_norm_eps": 1e-6, "type_vocab_size": 2},
+                "position_embedding_type"),
+    "distilbert": ({"activation": "gelu", "architectures": ["DistilBertForMaskedLM"], "attention_dropout": 0.1,
+                    "dim": 768, "dropout": 0.1, "hidden_dim": 3072, "initializer_range": 0.02,
+                    "max_position_embeddings": 512, "model_type": "distilbert", "n_heads": 12, "n_layers": 6,
+                    "pad_token_id": 0, "qa_dropout": 0.1, "seq_classif_dropout": 0.2, "sinusoidal_pos_embds": False,
+                    "tie_weights_": True, "transformers_version": "4.10.0.dev0", "vocab_size": 30522},
+                   66_985_530, {"n_heads": 6, "dim": 384}, "activation")}
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_encoders_are_read_as_published(kind, tmp_path):
+    """Their parameters are as many as the publisher says; what a number follows from is another config, or refused."""
+    published, num_params, others, refused = ENCODERS[kind]
+
+    def read(**changes):
+        (tmp_path / "config.json").write_text(json.dumps(published | changes))
+        return models.from_huggingface(tmp_path)[1]
+
+    config = read()
+    assert config.num_params == num_params and config.max_length == 512
+    assert bert.huggingface_config(config)["model_type"] == kind
+    assert bert.huggingface_config(config)["max_position_embeddings"] == published["max_position_embeddings"]
+    for name, value in others.items():
+        assert read(**{name: value}) != config, name
+    with pytest.raises(ValueError, match=refused):  # negative control
+        read(**{refused: "relu"})

@@ -41,6 +41,17 @@ class Case:
     """config.json that the config was read from."""
 
 
+ENCODERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "roberta": ({"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "hidden_size": 16, "pad_token_id": 2,
+                 "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "type_vocab_size": 1,
+                 "max_position_embeddings": 20, "layer_norm_eps": 1e-5, "vocab_size": VOCAB,
+                 "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, {"epsilon": 1e-2}),
+    "distilbert": ({"model_type": "distilbert", "architectures": ["DistilBertForMaskedLM"], "dim": 16, "n_layers": 2,
+                    "n_heads": 4, "hidden_dim": 24, "max_position_embeddings": 16, "vocab_size": VOCAB,
+                    "dropout": 0.0, "attention_dropout": 0.0}, {"num_heads": 2})}
+"""config.json, and what changes numbers and no shape."""
+
+
 def _read(file: dict[str, Any]) -> Any:
     return model_config(file, lambda name: importlib.import_module(f"models.{name}"))[1]
 
@@ -54,6 +65,7 @@ CASES = {
     "qwen3": Case("llama", llama.Config(
         2, 16, 4, 2, 24, head_dim=8, rope_theta=1e6, qk_norm=True, epsilon=1e-6, **_TOKENS), {"epsilon": 1e-2}),
     "bert": Case("bert", bert.Config(2, 16, 4, 24, max_length=16, **_TOKENS), {"num_heads": 2}),
+    **{name: Case("bert", _read(file), wrong, file) for name, (file, wrong) in ENCODERS.items()},
     "t5": Case("t5", t5.Config(2, 16, 4, 24, head_dim=8, buckets=8, max_distance=9, **_TOKENS), {"max_distance": 6}),
     "t5 1.1": Case("t5", t5.Config(2, 16, 4, 24, head_dim=4, gated=True, buckets=8, max_distance=9, **_TOKENS),
                    {"max_distance": 6}),

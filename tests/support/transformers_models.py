@@ -32,7 +32,9 @@ def as_folder(model: Model, config: dict[str, Any], folder: Path) -> Path:
     """`folder` with the config.json and the tensors of `model`."""
     folder.mkdir()
     # PyTorch gives the embedding of the padding token no gradient, and these batches have no padding.
-    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
+    # RoBERTa's positions begin after its padding token, which its batch does not have.
+    padding = config["pad_token_id"] if config["model_type"] == "roberta" else None
+    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": padding}))
     safetensors_numpy.save_file(model.tensors(), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
