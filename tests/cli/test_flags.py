@@ -126,7 +126,7 @@ def test_options_are_in_one_subject_each():
 def test_help_is_shown_with_status_0_wherever_it_is_asked_for():
     for args in (["-h"], ["--help"]):
         assert (done := run(*args)).returncode == 0 and "zero-jax" in done.stdout and "  train " in done.stdout
-    for args in (["train", "--help"], ["train", "--steps", "x", "-h"]):
+    for args in (["train", "--help"], ["train", "--steps", "x", "-h"], ["launch", "--", "train", "--help"]):
         assert (done := run(*args)).returncode == 0 and flags_in(done.stdout)[0] == "--model"
     assert len(flags_in(run("plan", "--help-all").stdout)) == len(dataclasses.fields(PlanConfig))
     assert run("trian", "--help").returncode == 2

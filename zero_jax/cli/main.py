@@ -248,6 +248,8 @@ def _command(args: Sequence[str]) -> str:
 def _help(args: Sequence[str]) -> str | None:
     """The help that `args` ask for; None where they ask for none."""
     before = args[:args.index("--")] if "--" in args else args
+    if before[:1] == ["launch"] and before != args and (text := _help(args[len(before) + 1:])) is not None:
+        return text
     asked = [arg for arg in before if arg in ("-h", "--help", "--help-all")]
     if not asked:
         return None
