@@ -120,14 +120,6 @@ def test_the_report_counts_what_the_formulas_say():
     assert sick["findings"][0]["code"] == "optimizer_replicated"
 
 
-def test_the_page_has_the_findings_and_needs_no_other_file(tmp_path):
-    report = audited(scanned(target=None, donate=()))
-    page = report.to_html(tmp_path / "audit.html")
-    assert (tmp_path / "audit.html").read_text() == page
-    assert "not_donated" in page and "donate_argnums" in page and "<svg" in page and "http" not in page
-    assert "not_donated" not in clean().to_html() and "compute" in clean().to_html()
-
-
 def test_nothing_is_executed():
     report = clean()  # its arguments are shapes alone
     assert is_described_gpu(report.program.devices[0])

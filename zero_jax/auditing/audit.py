@@ -1,13 +1,12 @@
 """`zero_jax.audit`: what any jitted step sends, holds and waits for that it need not; in words, as JSON, as a page."""
 
 import dataclasses
-import html
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from zero_jax.auditing.findings import MIB, Finding, findings, ideal_bytes, sent, stage
+from zero_jax.auditing.page import page
 from zero_jax.auditing.program import Program, compile_step
 from zero_jax.auditing.roles import OPTIMIZER, PARAMS, Selector
 from zero_jax.errors import few
@@ -68,7 +67,7 @@ class Audit:
             "devices": program.num_devices, "stage": stage(program), "sent_bytes": self.sent_bytes,
             "sent_by_collective": self.sent_by_collective(), "sent_by_purpose": self.sent_by_purpose(),
             "ideal_bytes": {str(key): value for key, value in ideal_bytes(program).items()},
-            "memory": self.memory(), "device_bytes": program.device_bytes,
+            "memory": self.memory(), "peak": program.peak(), "device_bytes": program.device_bytes,
             "flops": sum(totals(program.schedule).flops.values()),
             "recomputed_flops": _recomputed(program.schedule),
             "seconds": timing and timing.seconds,
@@ -96,10 +95,10 @@ class Audit:
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The report as a page that needs no other file; written to `path` if that is given."""
-        page = _page(self)
+        text = page(self.program, self.findings, self.to_json())
         if path is not None:
-            Path(path).write_text(page, encoding="utf-8")
-        return page
+            Path(path).write_text(text, encoding="utf-8")
+        return text
 
 
 def audit(jitted: Any, *shapes: Any, target: str | None = None, params: Selector | None = None,
@@ -124,7 +123,6 @@ def audit(jitted: Any, *shapes: Any, target: str | None = None, params: Selector
     program = compile_step(jitted, shapes, target=target, params=params, batch=batch, compiler_options=compiler_options)
     return Audit(program, tuple(findings(program)))
 
-
 def _recomputed(schedule: Iterable[Event]) -> float:
     """FLOPs that are computed a second time: by `jax.checkpoint`, whose name stack says so, or by XLA itself."""
     result = 0.0
@@ -134,43 +132,3 @@ def _recomputed(schedule: Iterable[Event]) -> float:
         elif isinstance(event, Work) and ("rematted_computation" in event.op_name or ".remat" in event.name):
             result += sum(event.flops.values())
     return result
-
-
-_STYLE = ("body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}"
-          "td,th{text-align:left;padding:.15em 1em .15em 0}pre{background:#f6f6f6;padding:.8em;white-space:pre-wrap}"
-          "svg{width:100%;height:auto}")
-_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#9d755d", "#e45756")
-
-
-def _page(audit: Audit) -> str:
-    text = html.escape
-    timing = audit.program.timing
-    parts = [f"<style>{_STYLE}</style><h1>Audit of a step</h1><pre>{text(str(audit).splitlines()[0])}</pre>"]
-    if timing is not None:
-        spent = {key: 1e3 * value for key, value in timing.spent.items() if value}
-        parts += ["<h2>The step, ms by what bounds it; links are exposed communication</h2>", _bar(spent, "ms")]
-    parts += ["<h2>Memory of a device, MiB</h2>", _bar({k: v / MIB for k, v in audit.memory().items()}, "MiB"),
-              "<h2>Sent by a device, MiB by purpose</h2>",
-              _bar({key: value / MIB for key, value in audit.sent_by_purpose().items()}, "MiB"),
-              "<h2>Findings</h2><table><tr><th>what<th>where<th>MiB<th>ms<th>remedy"]
-    for each in audit.findings:
-        cells = (f"{each.code}: {each.message}", f"{each.place} {each.source}", f"{each.bytes / MIB:,.1f}",
-                 "" if each.seconds is None else f"{1e3 * each.seconds:.2f}", each.remedy)
-        parts.append("<tr>" + "".join(f"<td>{text(cell)}" for cell in cells))
-    data = text(json.dumps(audit.to_json(), indent=1))
-    return ("<!doctype html><meta charset=utf-8><title>audit</title>" + "".join(parts)
-            + f"</table><details><summary>JSON</summary><pre>{data}</pre></details>")
-
-
-def _bar(values: Mapping[str, float], unit: str) -> str:
-    """One bar, cut by `values`, with a legend."""
-    total, at, shapes = sum(values.values()) or 1.0, 0.0, []
-    for number, (name, value) in enumerate(values.items()):
-        color, width = _COLORS[number % len(_COLORS)], 960 * value / total
-        title = html.escape(f"{name}: {value:,.2f} {unit}")
-        shapes.append(f'<rect x="{at:.1f}" y="0" width="{width:.1f}" height="28" fill="{color}">'
-                      f"<title>{title}</title></rect>"
-                      f'<text x="{160 * (number % 6)}" y="{50 + 18 * (number // 6)}" fill="{color}" font-size="13">'
-                      f"{title}</text>")
-        at += width
-    return f'<svg viewBox="0 0 960 {60 + 18 * (len(values) // 6)}">{"".join(shapes)}</svg>'

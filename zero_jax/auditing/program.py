@@ -17,12 +17,12 @@ from zero_jax.errors import UsageError
 from zero_jax.jaxpr.equations import inner_jaxprs, primitive_of
 from zero_jax.jaxpr.primitives import SHARD_MAP
 from zero_jax.planning.flops import traced_flops
-from zero_jax.planning.timing import Timing, predict
+from zero_jax.planning.temporaries import LiveTemporaries
+from zero_jax.planning.timing import Span, Timing, predict, timeline
 from zero_jax.xla import events
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.devices import compiled_for, coords, target_devices
 from zero_jax.xla.live_chip import topology_of
-from zero_jax.xla.liveness import Buffers
 from zero_jax.xla.parser import Module, parse
 from zero_jax.xla.platform import platform_of
 from zero_jax.xla.schedule import schedule
@@ -93,9 +93,22 @@ class Program:
                      for each in events.collectives(self.schedule) if each.communication_bytes)
 
     @functools.cached_property
-    def buffers(self) -> Buffers:
-        """The buffers, and when they are alive."""
-        return Buffers(self.module)
+    def temporaries(self) -> LiveTemporaries:
+        """The temporaries at the instant of most memory, by purpose."""
+        return LiveTemporaries(self.module, [each.name for each in self.collectives
+                                             if each.kind == "all-gather" and self.served(each, PARAMS)])
+
+    def peak(self) -> dict[str, int]:
+        """Bytes of a device at the instant of most memory: arguments by role, and temporaries by purpose."""
+        result: dict[str, int] = {}
+        for leaf in self.leaves:
+            result[leaf.role] = result.get(leaf.role, 0) + leaf.device_bytes
+        if self.memory is not None:
+            for each in self.temporaries.live:
+                result[each.what] = result.get(each.what, 0) + each.bytes
+            rest = self.memory.temp_size_in_bytes - sum(each.bytes for each in self.temporaries.live)
+            result["allocated, not alive"] = max(0, rest)
+        return {name: size for name, size in result.items() if size}
 
     @functools.cached_property
     def timing(self) -> Timing | None:
@@ -104,6 +117,22 @@ class Program:
             return None
         return predict(self.schedule, self.target, [coords(each) for each in self.devices], tokens=1,
                        model_flops=self.traced_flops or 0.0)
+
+    @functools.cached_property
+    def spans(self) -> list[Span]:
+        """What a device computes, sends and waits for in the predicted step; none where the chip is not known."""
+        if self.target is None:
+            return []
+        return timeline(self.schedule, self.target, [coords(each) for each in self.devices])
+
+    def waits(self) -> list[tuple[float, Collective]]:
+        """Collectives that the predicted step waits for, with the seconds of all their runs, the longest first."""
+        seconds: dict[str, tuple[float, Collective]] = {}
+        for span in self.spans:
+            if span.lane == "waiting" and isinstance(span.event, Collective):
+                before = seconds.get(span.event.name, (0.0, span.event))[0]
+                seconds[span.event.name] = before + span.end - span.start, span.event
+        return sorted(seconds.values(), key=lambda each: -each[0])
 
     @property
     def platform(self) -> str:

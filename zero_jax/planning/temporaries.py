@@ -5,7 +5,7 @@ of parameters have a name scope; gradients are operands and results of reduction
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from zero_jax.gather.gather import GATHER_SCOPE
 from zero_jax.transforms.gather_again import BACKWARD_SCOPE
@@ -34,10 +34,14 @@ class LiveBuffer:
 
 
 class LiveTemporaries:
-    """The temporaries that are alive at the peak, by class."""
+    """The temporaries that are alive at the peak, by class.
 
-    def __init__(self, text: str | Module):
+    gathers: names of the instructions that gather parameters, beside those in this library's scope.
+    """
+
+    def __init__(self, text: str | Module, gathers: Iterable[str] = ()):
         self.buffers = Buffers(text)
+        self._gathers = {*gathers}
         self.peak, alive = self.buffers.at_peak(self.buffers.temporaries)
         self._owner = {(value.frame, value.instruction.name, value.path): buffer
                        for buffer in self.buffers.all for value in buffer.values}
@@ -62,7 +66,8 @@ class LiveTemporaries:
 
     def _find_class(self, buffer: Buffer) -> str:
         last = self._last_writer(buffer)
-        if any(GATHER_SCOPE in self._op_name(value) for value in _computed(buffer)):
+        if any(GATHER_SCOPE in self._op_name(value) or value.instruction.name in self._gathers
+               for value in _computed(buffer)):
             return GATHERED
         readers = list(self._readers(buffer))
         results = (value.instruction.opcode for value in buffer.values if not is_sent(value.instruction, value.path))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.xla.chip import Rates
+from zero_jax.xla.collective import Collective
 from zero_jax.xla.events import Done, Event, Loop, Start, Work, opaque_calls, totals
 from zero_jax.xla.targets import Target
 
@@ -107,6 +108,34 @@ def predict(
 
 
 @dataclasses.dataclass(frozen=True)
+class Span:
+    """Something that one device does from `start` to `end`, in seconds of the step.
+
+    Attributes:
+        lane: "compute", "waiting" (nothing but communication runs), or the name of a link.
+        start: its beginning.
+        end: its end.
+        event: the work, or the collective that is sent or waited for.
+    """
+
+    lane: str
+    start: float
+    end: float
+    event: Work | Collective
+
+
+def timeline(events: Iterable[Event], target: Target, coords: Sequence[tuple[int, ...]]) -> list[Span]:
+    """What `predict` reckons with, in order; of a loop of more than `MAX_TRIPS` iterations the first two."""
+    device = _Recorder(target, coords, target.chip.rates)
+    device.run(events)
+    return device.spans
+
+
+MAX_TRIPS = 1000
+"""Iterations of a loop that a timeline has."""
+
+
+@dataclasses.dataclass(frozen=True)
 class _Route:
     """How a group's collectives are sent: the link that reports them, the links that they occupy, and their rates."""
 
@@ -131,6 +160,9 @@ class _Device:
         for event in events:
             kinds[type(event)](event)
 
+    def record(self, lane: str, start: float, end: float, event: Work | Collective) -> None:
+        """Nothing: a prediction needs sums alone."""
+
     def work(self, work: Work) -> None:
         chip, clock, rates, peak = self.target.chip, self.clock, self.rates, self.target.chip.peak_flops
         named = (("f8" if dtype.startswith("f8") else dtype, flops) for dtype, flops in work.flops.items())
@@ -143,6 +175,7 @@ class _Device:
         clock["spent", "memory" if memory > compute else "compute"] += busy
         if rates.launch:
             clock["spent", "launches"] += rates.launch
+        self.record("compute", clock["now"], clock["now"] + busy, work)
         clock["now"] += busy + rates.launch
 
     def start(self, event: Start) -> None:
@@ -157,6 +190,7 @@ class _Device:
         seconds = latency + collective.communication_bytes / route.bandwidth
         end = seconds + max(clock["now"], *(clock["free", lane] for lane in route.lanes))
         clock["link", route.name] += seconds
+        self.record(route.name, end - seconds, end, collective)
         clock["end", id(collective)] = end
         for lane in route.lanes:
             clock["free", lane] = end
@@ -165,6 +199,7 @@ class _Device:
         clock, key = self.clock, ("end", id(event.collective))
         if key in clock and clock[key] > clock["now"]:
             clock["spent", self.routes[event.collective.group].name] += clock[key] - clock["now"]
+            self.record("waiting", clock["now"], clock[key], event.collective)
             clock["now"] = clock[key]
 
     def loop(self, loop: Loop) -> None:
@@ -187,6 +222,24 @@ class _Device:
         lanes = tuple(f"{link.name} {axis}" for axis in axes) or (link.name,)
         around, name = (sum(sizes) - len(sizes)) * HOP_SECONDS[link.name], f"{link.name} {axes}".rstrip()
         return _Route(name, lanes, link.bandwidth * reached, around, HOP_SECONDS[link.name])
+
+
+class _Recorder(_Device):
+    """A device that keeps what it does, and runs every iteration of a loop."""
+
+    def __init__(self, target: Target, coords: Sequence[tuple[int, ...]], rates: Rates):
+        super().__init__(target, coords, rates)
+        self.spans: list[Span] = []
+
+    def record(self, lane: str, start: float, end: float, event: Work | Collective) -> None:
+        self.spans.append(Span(lane, start, end, event))
+
+    def loop(self, loop: Loop) -> None:
+        if loop.trips > MAX_TRIPS:
+            super().loop(loop)
+        else:
+            for _ in range(loop.trips):
+                self.run(loop.body)
 
 
 @dataclasses.dataclass(frozen=True)
