@@ -14,8 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 mesh = Mesh(np.array(jax.devices()), ("data",))
 
+def loss(params, batch):
+    return ((batch @ params["w"]) ** 2).mean()
+
 def update(params, batch):
-    grads = jax.grad(lambda p: ((batch @ p["w"]) ** 2).mean())(params)
+    grads = jax.grad(loss)(params, batch)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 train_step = jax.jit(update, donate_argnums=0)
@@ -37,7 +40,10 @@ def file(tmp_path):
 
 def test_a_step_of_a_file(file, capsys, tmp_path):
     assert command_line.main(["audit", "--step", f"{file}:train_step"]) == 0
-    assert "nothing found" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "nothing found" in out and "stage 3 here" not in out
+    command_line.main(["audit", f"{file}:train_step", "--loss", "loss"])
+    assert "the same at stage 3 here: sends" in capsys.readouterr().out
     page = tmp_path / "page.html"
     status = command_line.main(["audit", f"{file}:sick_step", "--args", "example_args", "--json", "--html",
                                 str(page)])

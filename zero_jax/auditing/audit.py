@@ -1,14 +1,15 @@
 """`zero_jax.audit`: what any jitted step sends, holds and waits for that it need not; in words, as JSON, as a page."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from zero_jax.auditing.findings import MIB, Finding, findings, ideal_bytes, sent, stage
-from zero_jax.auditing.page import page
+from zero_jax.auditing.page import page, same_text
 from zero_jax.auditing.program import Program, compile_step
 from zero_jax.auditing.roles import OPTIMIZER, PARAMS, Selector
+from zero_jax.auditing.same_step import same_at_stage_3
 from zero_jax.errors import few
 from zero_jax.xla.events import Event, Loop, Work, totals
 
@@ -20,10 +21,13 @@ class Audit:
     Attributes:
         program: the compiled step.
         findings: what costs, the dearest kinds first; empty for a clean step.
+        stage_3: the audit of this library's step at stage 3 of the same loss, over the same devices; None where the
+            loss is not known, and where this is such a step.
     """
 
     program: Program = dataclasses.field(repr=False)
     findings: tuple[Finding, ...]
+    stage_3: "Audit | None" = dataclasses.field(default=None, repr=False)
 
     @property
     def sent_bytes(self) -> float:
@@ -73,6 +77,7 @@ class Audit:
             "seconds": timing and timing.seconds,
             "exposed_seconds": timing and sum(timing.exposed_seconds.values()),
             "findings": [dataclasses.asdict(each) for each in self.findings],
+            "stage_3": self.stage_3 and self.stage_3.to_json(),
         }
 
     def __str__(self) -> str:
@@ -89,6 +94,8 @@ class Audit:
         if program.timing is not None:
             waiting = f"{1e3 * data['exposed_seconds']:.2f}"
             lines.append(f"predicted step: {1e3 * data['seconds']:.2f} ms, of which {waiting} wait for collectives")
+        if self.stage_3 is not None:
+            lines.append(f"the same at stage 3 here: {same_text(data['stage_3'])}")
         count = len(self.findings)
         lines.append("nothing found" if not count else f"{count} finding{'s' * (count > 1)}:")
         return "\n".join([*lines, *(f"  {each}" for each in self.findings)])
@@ -102,7 +109,8 @@ class Audit:
 
 
 def audit(jitted: Any, *shapes: Any, target: str | None = None, params: Selector | None = None,
-          batch: Selector | None = None, compiler_options: Mapping[str, Any] | None = None) -> Audit:
+          batch: Selector | None = None, loss: Callable[..., Any] | None = None,
+          compiler_options: Mapping[str, Any] | None = None) -> Audit:
     """What the step `jitted(*shapes)` sends, holds and waits for that it need not; it is compiled and never executed.
 
     Any jitted function will do, as `step(params, opt_state, batch) -> (params, opt_state, loss)` or
@@ -118,10 +126,15 @@ def audit(jitted: Any, *shapes: Any, target: str | None = None, params: Selector
         target: a topology that need not be here, as `h100:8`; None: the devices of the shardings.
         params: which inputs are parameters: the beginning of their labels (`"state.params"`), or a function of a label.
         batch: which inputs are the batch.
+        loss: `loss(params, batch)`, without shardings: with it the report has "the same at stage 3 here", which is
+            compiled too. `loss(params, *batch)` where the batch is several arguments. A step of this library has its
+            own.
         compiler_options: XLA's, for this compilation. With a target, give again those that `jax.jit` got.
     """
     program = compile_step(jitted, shapes, target=target, params=params, batch=batch, compiler_options=compiler_options)
-    return Audit(program, tuple(findings(program)))
+    same = same_at_stage_3(jitted, shapes, program, loss)
+    return Audit(program, tuple(findings(program)), None if same is None else audit(*same))
+
 
 def _recomputed(schedule: Iterable[Event]) -> float:
     """FLOPs that are computed a second time: by `jax.checkpoint`, whose name stack says so, or by XLA itself."""

@@ -35,12 +35,21 @@ def page(program: Program, findings: Sequence[Finding], data: Mapping[str, Any])
               _bar({name: value / MIB for name, value in data["sent_by_purpose"].items()}, "MiB"),
               "<p>Ideal, in the dtype of storage: " + ", ".join(
                   f"ZeRO-{number} {value / MIB:,.0f} MiB" for number, value in data["ideal_bytes"].items())]
+    if data["stage_3"]:
+        parts.append(f"<p>The same at stage 3 here: {_text(same_text(data['stage_3']))}")
     rows = [(f"{each.code}: {each.message}", " ".join(filter(None, (each.place, each.source))),
              f"{each.bytes / MIB:,.1f}", "" if each.seconds is None else f"{1e3 * each.seconds:.2f}", each.remedy)
             for each in findings]
     parts += ["<h2>Findings</h2>", _table(("what", "where", "MiB", "ms", "remedy"), rows) if rows else "<p>None.",
               f"<details><summary>JSON</summary><pre>{_text(json.dumps(data, indent=1))}</pre></details>"]
     return "<!doctype html><meta charset=utf-8><title>Audit of a step</title>" + "".join(parts)
+
+
+def same_text(data: Mapping[str, Any]) -> str:
+    """What a step sends, holds and takes, in a line; data: its `Audit.to_json()`."""
+    held = data["device_bytes"] or sum(data["memory"].values())
+    time = f", takes {1e3 * data['seconds']:.2f} ms" if data["seconds"] else ""
+    return f"sends {data['sent_bytes'] / MIB:,.1f} MiB, holds {held / MIB:,.1f} MiB{time}"
 
 
 def _text(value: object) -> str:

@@ -29,6 +29,8 @@ class AuditConfig:
     Without it the devices that are here."""
     params: str | None = None
     """How the labels of parameters begin, as state.params, where they are not found."""
+    loss: str = ""
+    """NAME in the step's file of loss(params, batch), without shardings: the same at stage 3 is compiled beside it."""
     json: bool = False
     """Print the report as JSON."""
     cache: Path | None = None
@@ -67,7 +69,8 @@ def audit_command(config: AuditConfig) -> int:
         return FOUND if data["findings"] else 0
     from zero_jax.auditing.audit import audit
 
-    report = audit(step, *args, target=config.target, params=config.params)
+    report = audit(step, *args, target=config.target, params=config.params,
+                   loss=_value(module, path, config.loss) if config.loss else None)
     if config.html is not None:
         report.to_html(config.html)
     print(json.dumps(report.to_json()) if config.json else report)
