@@ -1,20 +1,69 @@
 """Functions of parameters: `loss(params, batch)` of any pytree of arrays (plain JAX, Equinox, Haiku)."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
 from zero_jax.errors import UsageError
-from zero_jax.frontends.composition import Composition
+from zero_jax.frontends.composition import Composed, Composition
 from zero_jax.frontends.param_flow import GatherCache
 from zero_jax.frontends.trace_access import gathered_up_front, trace_reads
 from zero_jax.jaxpr.at_use import AtUse, open_at_use
 from zero_jax.jaxpr.equations import trace_with_shape
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.tree import named_leaves
+
+
+class WithVariables(NamedTuple):
+    """What a loss of parameters and variables is called with in the place of a model."""
+
+    params: Any
+    variables: Any
+
+
+class Changed(NamedTuple):
+    """What a loss of parameters and variables returned: its value with metrics, and the new variables."""
+
+    out: Any
+    variables: Any
+
+
+def of_variables(loss: Any, takes_key: bool) -> Callable[..., Any]:
+    """`loss(params, variables, batch)`, which returns (what a loss returns, new variables), as `loss(model, batch)`."""
+    def changed(out: Any) -> Changed:
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise UsageError("loss(params, variables, batch) returned no pair: return (loss, new_variables), or "
+                             "((loss, {name: metric}), new_variables).")
+        return Changed(*out)
+
+    def plain(model: WithVariables, batch: Any) -> Changed:
+        return changed(loss(*model, batch))
+
+    def keyed(model: WithVariables, batch: Any, rng: Any) -> Changed:
+        return changed(loss(*model, batch, rng=rng))
+
+    return keyed if takes_key else plain
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """The uses of the stored leaves of a parameter that is computed from them; None for one that is read as it is."""
+
+    uses: tuple[Any, ...]
+    composed: Composed
+
+    def drop_dim(self, index: int) -> "_Parts":
+        """As `ParamUse.drop_dim`."""
+        return dataclasses.replace(self, uses=tuple(use and use.drop_dim(index) for use in self.uses))
+
+    def read(self, cache: GatherCache, values: Any) -> jax.Array:
+        """The parameter."""
+        return self.composed.build(*[value if use is None else cache(use, value)
+                                     for use, value in zip(self.uses, values, strict=True)])
 
 
 class Functional:
@@ -32,9 +81,23 @@ class Functional:
     set_by_gradient: tuple[str, ...] = ()
     composition: Composition = ()
 
-    def __init__(self, params: Any):
-        """params: a pytree of arrays or of `jax.ShapeDtypeStruct`s, or a function of a key that makes one."""
-        self._make = params if callable(params) and jax.tree.leaves(params) == [params] else lambda rng: params
+    def __init__(self, params: Any, variables: Any = None):
+        """As the arguments.
+
+        Args:
+          params: a pytree of arrays or of `jax.ShapeDtypeStruct`s, or a function of a key that makes one.
+          variables: a dict of arrays beside them, or a function of a key that makes one; None: `fun` takes none.
+        """
+        self._make = params if _makes(params) else lambda rng: params
+        self._make_variables = variables if _makes(variables) else None
+        self._has_variables = variables is not None
+        if self._make_variables is None and self._has_variables:
+            if not isinstance(variables, Mapping) or not all(
+                    hasattr(leaf, "dtype") and not isinstance(leaf, jax.ShapeDtypeStruct)
+                    for leaf in jax.tree.leaves(variables)):
+                raise UsageError("variables: give a dict of arrays, as the state of Haiku's transform_with_state, or a "
+                                 "function of a key that makes one.")
+            self.given = variables
         self._reads: dict[str, ParamAccess] = {}
         self.metadata: dict[str, tuple[Any, ...]] = {}
         leaves = [] if self._make is params else self._learned(params)
@@ -61,18 +124,22 @@ class Functional:
         leaves = dict(named_leaves(params))
         return jax.tree.unflatten(self._structure, [leaves[name] for name in self._names])
 
+    def is_given(self, params: Any) -> bool:
+        """Whether it is a pytree as the user's."""
+        return jax.tree.structure(params) == self._structure
+
     def named(self, params: Any) -> dict[str, Any]:
         """Values that the user gives, by name; raises ValueError for another pytree than the parameters are."""
         if isinstance(params, Mapping) and {name for name, _ in named_leaves(params)} == {*self._names}:
             return dict(named_leaves(params))
-        if jax.tree.structure(params) != self._structure:
+        if not self.is_given(params):
             raise UsageError("params: this is another pytree than the parameters of this step: give "
                              f"{len(self._names)} arrays, as the function that it was made of takes them.")
         return dict(zip(self._names, jax.tree.leaves(params), strict=True))
 
     def init(self, fun: Callable[..., Any], rng: Any, batch: Any, given: Any) -> tuple[Any, Any]:
-        """(params as a dict tree, no variables), traceable; zeros where only values or shapes were given."""
-        del fun, batch, given
+        """(params as a dict tree, variables), traceable; zeros where only values or shapes were given."""
+        del fun, batch
         tree: dict[str, Any] = {}
         for name, leaf in self._learned(self._make(rng)):
             *path, last = name.split("/")
@@ -80,43 +147,80 @@ class Functional:
             for key in path:
                 place = place.setdefault(key, {})
             place[last] = leaf if isinstance(leaf, Tracer) else jnp.zeros(leaf.shape, leaf.dtype)
-        return tree, {}
+        made = given if self._make_variables is None else self._make_variables(rng)
+        return tree, dict(made) if self._has_variables else {}
 
     def lasting(self, variables: Any) -> Any:
         """As `ModelFunctions.lasting`."""
         return variables
 
     def run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
-            *, train: bool = True, reads: Mapping[str, ParamAccess] | None = None
+            *, train: bool = True, reads: Mapping[str, ParamAccess] | None = None, composition: Composition = ()
             ) -> tuple[Any, Any, dict[str, Any]]:
-        """(`fun(params, batch)`, no variables, no parameters that it overwrote), each read where `fun` uses it."""
+        """(`fun(params, batch)`, new variables, no parameters that it overwrote), each read where `fun` uses it."""
         del rng, train
-        if uses is None:
-            return fun(self.as_given(params), batch), variables, {}
-        reads, cache, by_name = self._reads if reads is None else reads, GatherCache(), dict(named_leaves(uses))
-        values = dict(named_leaves(params))
-        dtypes = (by_name[name].dtype if hasattr(by_name.get(name), "dtype") else values[name].dtype
-                  for name in self._names)
-        likes = [jax.ShapeDtypeStruct(self._shapes[name], dtype)
-                 for name, dtype in zip(self._names, dtypes, strict=True)]
-        closed, out = trace_with_shape(
-            lambda leaves, batch: fun(jax.tree.unflatten(self._structure, leaves), batch), likes, batch)
 
-        def argument(name: str) -> Any:
+        def run(params: Any, variables: Any, batch: Any) -> Any:
+            return fun(WithVariables(params, variables) if self._has_variables else params, batch)
+
+        if uses is None and not composition:
+            return *self._split(run(self.as_given(params), variables, batch), variables), {}
+        reads, cache, composed = self._reads if reads is None else reads, GatherCache(), {
+            each.name: each for each in composition}
+        values, by_name = dict(named_leaves(params)), dict(named_leaves(uses))
+
+        def part(name: str) -> tuple[Any, Any]:
+            """(use, value) of a stored leaf; no use where it is gathered up front, or read as it is."""
             use, read = by_name.get(name), reads.get(name)
             if use is None:
-                return values[name]
+                return None, values[name]
             value = use.encoded(values[name], read.stacked if read else ())
-            return cache(use, value) if gathered_up_front(read, use) else AtUse(use, value, cache)
+            return (None, cache(use, value)) if gathered_up_front(read, use) else (use, value)
 
-        outs = open_at_use(closed, [*map(argument, self._names), *jax.tree.leaves(batch)])
-        return jax.tree.unflatten(jax.tree.structure(out), outs), variables, {}
+        def argument(name: str) -> Any:
+            if name not in composed:
+                use, value = part(name)
+                return value if use is None else AtUse(use, value, cache)
+            parts, args = zip(*map(part, composed[name].part_names), strict=True)
+            return AtUse(_Parts(parts, composed[name]), args, lambda use, values: use.read(cache, values))
 
-    def reads(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any
-              ) -> dict[str, ParamAccess]:
+        def as_read(name: str) -> jax.ShapeDtypeStruct:
+            """A stored leaf as the loss reads it."""
+            use: Any = by_name.get(name)
+            shape = use.stored_shape.shape if hasattr(use, "stored_shape") else values[name].shape
+            return jax.ShapeDtypeStruct(shape, use.dtype if hasattr(use, "dtype") else values[name].dtype)
+
+        def dtype(name: str) -> Any:
+            if name not in composed:
+                return as_read(name).dtype
+            return jax.eval_shape(composed[name].build, *map(as_read, composed[name].part_names)).dtype
+
+        likes = [jax.ShapeDtypeStruct(self._shapes[name], dtype(name)) for name in self._names]
+        closed, out = trace_with_shape(
+            lambda leaves, *others: run(jax.tree.unflatten(self._structure, leaves), *others), likes, variables, batch)
+        outs = open_at_use(closed, [*map(argument, self._names), *jax.tree.leaves((variables, batch))])
+        return *self._split(jax.tree.unflatten(jax.tree.structure(out), outs), variables), {}
+
+    def _split(self, out: Any, variables: Any) -> tuple[Any, Any]:
+        """(what is of the loss, new variables)."""
+        if not isinstance(out, Changed):
+            return out, variables
+        if jax.tree.structure(dict(out.variables)) != jax.tree.structure(dict(variables)):
+            raise UsageError("loss(params, variables, batch) returned other variables than it got: return a dict of "
+                             "the same names.")
+        return out.out, dict(out.variables)
+
+    def reads(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any,
+              *, composition: Composition = ()) -> dict[str, ParamAccess]:
         """How `fun` reads each parameter. Every argument is abstract."""
-        def run(uses: Any, params: Any, batch: Any) -> Any:
-            return self.run(fun, params, variables, rng, batch, uses)[0], {}
+        def run(uses: Any, params: Any, variables: Any, batch: Any) -> Any:
+            out, new, _ = self.run(fun, params, variables, rng, batch, uses, composition=composition)
+            return (out, new), {}
 
-        self._reads, _ = trace_reads(run, (params, batch), frozenset())
+        self._reads, _ = trace_reads(run, (params, variables, batch), frozenset())
         return self._reads
+
+
+def _makes(value: Any) -> bool:
+    """Whether it is a function of a key, and no pytree that can be called, as a module of Equinox."""
+    return callable(value) and jax.tree.leaves(value) == [value]

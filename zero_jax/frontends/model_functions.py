@@ -95,7 +95,10 @@ def stored_values(model: ModelFunctions, given: Mapping[str, Any], rng: Any) -> 
 
 def named(model: ModelFunctions, given: Any, variables: Any) -> dict[str, Any]:
     """The values that a user gives, by the names that the state has for them; variables: of the state."""
-    return model.named(given) if isinstance(model, Functional) else named_values(given, variables)
+    base = model.base if isinstance(model, Lora) else model
+    if isinstance(base, Functional) and (base is model or base.is_given(given)):
+        return base.named(given)
+    return named_values(given, variables)
 
 
 def as_given(model: ModelFunctions, params: Any) -> Any:
@@ -105,7 +108,8 @@ def as_given(model: ModelFunctions, params: Any) -> Any:
 
 def check_has_values(model: ModelFunctions) -> None:
     """Raises UsageError for a function of parameters of which shapes alone are known."""
-    if isinstance(model, Functional) and model.is_abstract:
+    base = model.base if isinstance(model, Lora) else model
+    if isinstance(base, Functional) and base.is_abstract:
         raise UsageError("init: this step was made of shapes alone: give values, as init(rng, batch, params=params).")
 
 

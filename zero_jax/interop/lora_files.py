@@ -22,6 +22,7 @@ from zero_jax.errors import UsageError, few
 from zero_jax.files import read_regular, writing
 from zero_jax.frontends.composition import Composed, group_parts
 from zero_jax.frontends.lora import Lora
+from zero_jax.frontends.model_functions import as_given
 from zero_jax.interop.model_config import task_of
 from zero_jax.interop.naming import OWN, Names, Parts
 from zero_jax.interop.params_io import MAX_FILE_BYTES, LogicalLeaf, export_leaves, floating_dtype, model_leaves
@@ -57,8 +58,9 @@ def merge_lora(step: Any, state: ZeroState, *, dtype: Any = None) -> Params:
     adapter are those of the state, not copies. Raises ValueError for a step without adapters.
     """
     lora = _lora_of(step, state)
-    return group_parts(step.params(state), lora.composition,
-                       lambda composed, leaves: _merged(lora, composed, leaves, dtype))
+    merged = group_parts(step.params(state), lora.composition,
+                         lambda composed, leaves: _merged(lora, composed, leaves, dtype))
+    return as_given(lora.base, merged)
 
 
 @in_any_context

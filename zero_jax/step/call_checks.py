@@ -31,18 +31,18 @@ from zero_jax.tree import named_leaves
 from zero_jax.typing import Batch, Gradients, Loss, Params, Pytree, Variables
 
 
-def check_loss(loss: Any) -> None:
-    """Raises ValueError for what cannot be called as `loss(model, batch)`."""
+def check_loss(loss: Any, call: str = "loss(model, batch)") -> None:
+    """Raises ValueError for what cannot be called as `call` says."""
     if not callable(loss):
-        raise UsageError(f"loss={shown(loss)} is a {type(loss).__name__}: give a function loss(model, batch).")
+        raise UsageError(f"loss={shown(loss)} is a {type(loss).__name__}: give a function {call}.")
     try:
         signature = inspect.signature(loss)
     except (TypeError, ValueError):  # of a builtin
         return
     try:
-        signature.bind(None, None, **({"rng": None} if "rng" in signature.parameters else {}))
+        signature.bind(*[None] * (call.count(",") + 1), **({"rng": None} if "rng" in signature.parameters else {}))
     except TypeError as error:
-        raise UsageError(f"The loss takes {signature}, and it is called as loss(model, batch), with rng=key "
+        raise UsageError(f"The loss takes {signature}, and it is called as {call}, with rng=key "
                          "where it takes rng: bind its other arguments with functools.partial, and let the batch hold "
                          "what changes.") from error
 
@@ -52,6 +52,8 @@ def loss_errors_explained(loss: Loss, batch: Batch) -> Iterator[None]:
     """Around the first trace of a loss: says what to do where it takes parameters, or a key that no batch has."""
     try:
         yield
+    except UsageError:
+        raise
     except Exception as error:
         if message := _no_mapping(error, batch) or _missing_key(error, batch) or _called_with_params(error, loss):
             raise UsageError(message) from error

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.errors import UsageError
+from zero_jax.frontends.functional import Changed
 from zero_jax.step.metrics import as_metrics, is_array
 from zero_jax.typing import Batch, Loss, Metrics, OptState, PRNGKey, Scalar
 
@@ -94,7 +95,7 @@ def checked(loss: Loss) -> Loss:
     """`loss`, which raises ValueError where it returns what `loss_and_metrics` does not take."""
     def with_check(model: Any, batch: Batch) -> Any:
         out = loss(model, batch)
-        loss_and_metrics(out)
+        loss_and_metrics(out.out if isinstance(out, Changed) else out)
         return out
 
     return with_check

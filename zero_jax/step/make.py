@@ -1,5 +1,6 @@
 """`make_zero_train_step`: the public constructor of a step, whose arguments become `StepOptions` and `MeshAxes`."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from jax.sharding import Mesh
 from zero_jax import combinations
 from zero_jax.arguments import patterns, texts
 from zero_jax.errors import UsageError
-from zero_jax.frontends.functional import Functional
+from zero_jax.frontends.functional import Functional, of_variables
 from zero_jax.frontends.given_values import own_values
 from zero_jax.frontends.lora import LoraModel
 from zero_jax.frontends.model_functions import to_model_functions
@@ -29,7 +30,7 @@ from zero_jax.step.call_checks import check_loss
 from zero_jax.step.disk.step import DiskTrainStep
 from zero_jax.step.functions import StepFunctions
 from zero_jax.step.guard import Guard
-from zero_jax.step.losses import next_token_loss
+from zero_jax.step.losses import next_token_loss, takes_key
 from zero_jax.step.options import StepOptions, View
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.step.update import with_wide_numbers
@@ -42,6 +43,7 @@ def make_zero_train_step(
     stage: int = 3,
     *,
     params: Any = None,
+    variables: Any = None,
     optimizer: optax.GradientTransformation | None = None,
     loss: Loss | None = None,
     mesh: Mesh | None = None,
@@ -80,7 +82,11 @@ def make_zero_train_step(
       params: in place of a model, the parameters of `loss(params, batch)`: any pytree of arrays (lists, dataclasses,
         the arrays of an Equinox module), of `jax.ShapeDtypeStruct`s (then `init` needs values), or a function of a key
         that makes one. Each is gathered where the loss uses it, in the body of a `lax.scan` over stacked layers too.
-        The state has them as nested dicts by their names; `step.params(state)` returns the pytree.
+        The state has them as nested dicts by their names; `step.params(state)` returns the pytree. With adapters, as
+        `zero_jax.lora(params, rank, targets)` returns them.
+      variables: beside `params`, what a step hands on to the next and no gradient changes, as statistics of batches: a
+        dict of arrays, or a function of a key that makes one. The loss is then `loss(params, variables, batch)`, and
+        returns (what a loss returns, the new variables). They are `state.variables`.
       optimizer: any optax transform. Default: `optax.adamw(3e-4)`.
       loss: `loss(model, batch) -> scalar`, `(scalar, {name: metric})` or `(scalar, {name: metric}, weight)`, over the
         global batch; `weight`, the number of valid tokens say, is what the scalar is a mean over; a metric is an array
@@ -163,7 +169,13 @@ def make_zero_train_step(
     if (model is None) == (params is None) or params is not None and loss is None:
         raise UsageError("make_zero_train_step: give a Flax model; or params, a pytree of arrays, and loss, a function "
                          "of such a pytree and a batch, as in make_zero_train_step(params=params, loss=loss, stage=3).")
-    model = model if params is None else Functional(params)
+    if variables is not None and params is None:
+        raise UsageError("make_zero_train_step: variables= is for a loss of params=, and a Flax model has its own.")
+    if params is not None:
+        check_loss(loss, "loss(params, batch)" if variables is None else "loss(params, variables, batch)")
+        model = (dataclasses.replace(params, model=Functional(params.model, variables))
+                 if isinstance(params, LoraModel) else Functional(params, variables))
+        loss = loss if variables is None else of_variables(loss, takes_key(loss))
     rng_streams = texts("rng_streams", rng_streams, "(\"dropout\",)")
     zero_stage = stage_of(stage)
     axes = MeshAxes.of(default_mesh() if mesh is None else mesh, axis, axis_roles)
@@ -197,4 +209,4 @@ def make_zero_train_step(
     if axes.platform == "cpu":
         optimizer = with_safe_scatters(optimizer)
     functions = StepFunctions(model_functions, traced_once(optimizer), loss, axes, options)
-    return kind(functions, model.values if isinstance(model, Functional) else own_values(base))
+    return kind(functions, base.values if isinstance(base, Functional) else own_values(base))
