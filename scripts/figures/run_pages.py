@@ -1,6 +1,7 @@
-"""docs/images/report.png and docs/images/tensorboard.png: the top of a run's page, and TensorBoard's, in a browser.
+"""docs/images/report.png, docs/images/tensorboard.png and docs/images/audit.png: pages, as a browser shows them.
 
     python scripts/figures/run_pages.py [--run runs/train] [--browser chromium] [--tensorboard tensorboard]
+    python scripts/figures/run_pages.py --audit tunix.html     # as scripts/reliability/audited_libraries.py writes it
 
 Without --run it trains first, which takes minutes: `zero-jax train --profile steps=100:104 --log-to tensorboard`. It
 needs Chromium and the command of `pip install tensorboard`, which may be in another environment.
@@ -66,7 +67,11 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="folder of a run that has ended")
     parser.add_argument("--browser", default="chromium")
     parser.add_argument("--tensorboard", default="tensorboard")
+    parser.add_argument("--audit", type=Path, help="the page of an audit, of which alone a picture is taken")
     args = parser.parse_args()
+    if args.audit:
+        take_picture(args.browser, args.audit.resolve().as_uri(), IMAGES / "audit.png", 980)
+        return
     with tempfile.TemporaryDirectory() as folder:
         run = args.run or Path(folder) / "run"
         if args.run is None:

@@ -37,7 +37,7 @@ def page(program: Program, findings: Sequence[Finding], data: Mapping[str, Any])
                   f"ZeRO-{number} {value / MIB:,.0f} MiB" for number, value in data["ideal_bytes"].items())]
     if data["stage_3"]:
         parts.append(f"<p>The same at stage 3 here: {_text(same_text(data['stage_3']))}")
-    rows = [(f"{each.code}: {each.message}", " ".join(filter(None, (each.place, each.source))),
+    rows = [(f"{each.code}: {each.message}", " ".join(filter(None, (each.place, _short(each.source)))),
              f"{each.bytes / MIB:,.1f}", "" if each.seconds is None else f"{1e3 * each.seconds:.2f}", each.remedy)
             for each in findings]
     parts += ["<h2>Findings</h2>", _table(("what", "where", "MiB", "ms", "remedy"), rows) if rows else "<p>None.",
@@ -56,6 +56,11 @@ def _text(value: object) -> str:
     return html.escape(str(value))
 
 
+def _short(source: str) -> str:
+    """The end of a path, which says enough beside a figure."""
+    return "/".join(source.split("/")[-3:])
+
+
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     body = "".join("<tr>" + "".join(f"<td>{_text(cell)}" for cell in row) for row in rows)
     return "<table><tr>" + "".join(f"<th>{_text(cell)}" for cell in head) + body + "</table>"
@@ -64,14 +69,15 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def _waits(program: Program) -> str:
     """The five collectives that are waited for longest."""
     rows = [(f"{1e3 * seconds:.2f}", each.kind,
-             few([leaf.label for leaf in program.served(each, PARAMS)], 2), each.source)
+             few([leaf.label for leaf in program.served(each, PARAMS)], 2), _short(each.source))
             for seconds, each in program.waits()[:5]]
     return _table(("waited, ms", "for", "of", "from"), rows) if rows else ""
 
 
 def _largest(program: Program) -> str:
     """The largest temporaries at the peak."""
-    rows = [(f"{each.bytes / MIB:,.1f}", each.what, each.shape, each.source) for each in program.temporaries.live[:6]]
+    rows = [(f"{each.bytes / MIB:,.1f}", each.what, each.shape, _short(each.source))
+            for each in program.temporaries.live[:6]]
     return _table(("MiB", "temporary", "shape", "from"), rows) if rows else ""
 
 

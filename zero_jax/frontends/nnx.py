@@ -82,6 +82,34 @@ def reading_whole(cls: Any) -> Any:
     return type(cls)(cls.__name__, (cls,), names)
 
 
+def is_nnx_jit(function: Any) -> bool:
+    """Whether it is what `nnx.jit` returns."""
+    return isinstance(function, type(nnx.jit(lambda: None)))
+
+
+def pure_step(jitted: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """(A `jax.jit` function of states that computes what `nnx.jit`'s does of modules, its arguments).
+
+    It returns the new state of each argument, and what the function returns. A variable that two arguments share is in
+    the first.
+    """
+    donated = [any(info.donated for info in jax.tree.leaves(each, is_leaf=lambda leaf: hasattr(leaf, "donated")))
+               for each in jitted.lower(*args).args_info[0]]
+    modules = {number: arg for number, arg in enumerate(args) if isinstance(arg, nnx.Pytree)}
+    graphdef, state = nnx.split(modules)
+    states = {number: state.get(number, nnx.State({})) for number in modules}
+
+    @functools.wraps(jitted.fun)
+    def step(*given: Any) -> Any:
+        merged = nnx.merge(graphdef, nnx.State({number: given[number] for number in modules if number in state}))
+        out = jitted.fun(*[merged.get(number, arg) for number, arg in enumerate(given)])
+        new = nnx.state(merged)
+        return tuple(new.get(number, nnx.State({})) for number in modules), out
+
+    return (jax.jit(step, donate_argnums=tuple(number for number, each in enumerate(donated) if each)),
+            tuple(states.get(number, arg) for number, arg in enumerate(args)))
+
+
 def restore_bridged_classes(model: nnx.Module) -> None:
     """Gives the variables of wrapped Linen modules (`nnx.bridge.ToNNX`) their own classes back.
 
