@@ -322,8 +322,9 @@ def audited(name, folder):
     ideal = data["ideal_bytes"][str(max(1, data["stage"]))]
     found = ", ".join(f"`{each['code']}`" for each in data["findings"]) or "none"
     package = PACKAGES.get(name, name)
-    print(f"| {name} ({package} {importlib.metadata.version(package)}) | {data['stage']} | {data['sent_bytes'] / 2**20:,.0f} "
-          f"| {ideal / 2**20:,.0f} | {1e3 * data['seconds']:.1f} | {1e3 * data['exposed_seconds']:.1f} "
+    print(f"| {name} ({package} {importlib.metadata.version(package)}) | {data['stage']} "
+          f"| {data['sent_bytes'] / 2**20:,.0f} | {ideal / 2**20:,.0f} "
+          f"| {1e3 * data['seconds']:.1f} | {1e3 * data['exposed_seconds']:.1f} "
           f"| {seconds:.0f} | {found} |\n---\n{report}")
 
 
