@@ -10,7 +10,7 @@ from support.audited_steps import mesh_of_8
 import zero_jax
 
 
-def audited(**options):
+def audited(loss=None, **options):
     mesh = mesh_of_8(("data", 8))
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", None))
 
@@ -23,7 +23,14 @@ def audited(**options):
         model = nnx.Linear(256, 512, use_bias=False, rngs=nnx.Rngs(0), kernel_init=init)
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
         batch = jax.device_put(np.ones((4096, 256), np.float32), jax.NamedSharding(mesh, jax.P("data")))
-        return zero_jax.audit(nnx.jit(train_step, **options), model, optimizer, batch)
+        return zero_jax.audit(nnx.jit(train_step, **options), model, optimizer, batch, loss=loss)
+
+
+def test_the_same_at_stage_3_is_of_a_loss_of_the_modules_state():
+    """Control: without a loss there is none."""
+    report = audited(lambda state, x: ((x @ state["kernel"][...]) ** 2).mean(), donate_argnums=(0, 1))
+    assert report.stage_3.memory()["params"] == report.memory()["params"] == 4 * 256 * 512 / 8
+    assert audited().stage_3 is None
 
 
 def test_a_step_of_modules_is_read_as_one_of_states():

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,6 +131,18 @@ def test_variables_that_are_not_are_refused(changes, message):
     with pytest.raises(zero_jax.UsageError, match=message):
         zero_jax.make_zero_train_step(**(arguments | changes)).init(jax.random.key(0), BATCHES[0])
     zero_jax.make_zero_train_step(**arguments).init(jax.random.key(0), BATCHES[0])
+
+
+def test_an_error_of_a_function_is_its_own():
+    """Control: the same error of a Flax model's loss is explained as one of a model that is called with parameters."""
+    def wrong(params, batch):
+        return params["w"].sum() + None
+
+    with pytest.raises(TypeError) as raised:
+        zero_jax.make_zero_train_step(params={"w": jnp.ones(8)}, loss=wrong).init(jax.random.key(0), BATCHES[0])
+    assert "NoneType" in str(raised.value)
+    with pytest.raises(zero_jax.UsageError, match="and not as loss"):
+        zero_jax.make_zero_train_step(nn.Dense(4), loss=wrong).init(jax.random.key(0), BATCHES[0])
 
 
 def test_checkpoints_hold_parameters_and_variables(tmp_path):

@@ -11,6 +11,7 @@ from zero_jax.auditing.program import Program, compile_step
 from zero_jax.auditing.roles import OPTIMIZER, PARAMS, Selector
 from zero_jax.auditing.same_step import same_at_stage_3
 from zero_jax.errors import few
+from zero_jax.frontends.nnx import is_nnx_jit, pure_step
 from zero_jax.xla.events import Event, Loop, Work, totals
 
 
@@ -121,7 +122,7 @@ def audit(jitted: Any, *shapes: Any, target: str | None = None, params: Selector
     Raises UsageError for a function that is not jitted, does not lower, or has no state.
 
     Args:
-        jitted: what `jax.jit` returns, or a `ZeroTrainStep` (whose one argument is a batch).
+        jitted: what `jax.jit` or `nnx.jit` returns, or a `ZeroTrainStep` (whose one argument is a batch).
         shapes: arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings.
         target: a topology that need not be here, as `h100:8`; None: the devices of the shardings.
         params: which inputs are parameters: the beginning of their labels (`"state.params"`), or a function of a label.
@@ -131,6 +132,8 @@ def audit(jitted: Any, *shapes: Any, target: str | None = None, params: Selector
             own.
         compiler_options: XLA's, for this compilation. With a target, give again those that `jax.jit` got.
     """
+    if is_nnx_jit(jitted):
+        jitted, shapes = pure_step(jitted, shapes)
     program = compile_step(jitted, shapes, target=target, params=params, batch=batch, compiler_options=compiler_options)
     same = same_at_stage_3(jitted, shapes, program, loss)
     return Audit(program, tuple(findings(program)), None if same is None else audit(*same))

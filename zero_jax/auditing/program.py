@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.auditing.roles import BATCH, PARAMS, Leaf, Selector, with_roles
 from zero_jax.errors import UsageError
-from zero_jax.frontends.nnx import is_nnx_jit, pure_step
 from zero_jax.jaxpr.equations import inner_jaxprs, primitive_of
 from zero_jax.jaxpr.primitives import SHARD_MAP
 from zero_jax.planning.flops import traced_flops
@@ -199,8 +198,6 @@ def compile_step(jitted: Any, shapes: Sequence[Any], *, target: str | None = Non
     if not hasattr(jitted, "lower"):
         name = getattr(jitted, "__name__", type(jitted).__name__)
         raise UsageError(f"{name} is not jitted: give what jax.jit returns, as audit(jax.jit({name}), *shapes).")
-    if is_nnx_jit(jitted):
-        jitted, shapes = pure_step(jitted, tuple(shapes))
     try:
         lowered = jitted.lower(*shapes)
     except (TypeError, ValueError) as error:

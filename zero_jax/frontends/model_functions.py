@@ -113,6 +113,11 @@ def check_has_values(model: ModelFunctions) -> None:
         raise UsageError("init: this step was made of shapes alone: give values, as init(rng, batch, params=params).")
 
 
+def is_function(model: ModelFunctions) -> bool:
+    """Whether it is a function of parameters, with adapters or without."""
+    return isinstance(model.base if isinstance(model, Lora) else model, Functional)
+
+
 def is_nnx(model: ModelFunctions) -> bool:
     """Whether it is an NNX module, with adapters or without."""
     return isinstance(model.base if isinstance(model, Lora) else model, Nnx)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from zero_jax.arguments import shown
 from zero_jax.distributed.agreement import check_same, spans_processes
 from zero_jax.errors import UsageError
+from zero_jax.frontends.model_functions import ModelFunctions, is_function
 from zero_jax.layout.batch_layout import BatchLayout
 from zero_jax.layout.layout import Layout
 from zero_jax.offload.disk_leaves import expanded
@@ -48,14 +49,15 @@ def check_loss(loss: Any, call: str = "loss(model, batch)") -> None:
 
 
 @contextlib.contextmanager
-def loss_errors_explained(loss: Loss, batch: Batch) -> Iterator[None]:
+def loss_errors_explained(loss: Loss, batch: Batch, model: ModelFunctions) -> Iterator[None]:
     """Around the first trace of a loss: says what to do where it takes parameters, or a key that no batch has."""
     try:
         yield
     except UsageError:
         raise
     except Exception as error:
-        if message := _no_mapping(error, batch) or _missing_key(error, batch) or _called_with_params(error, loss):
+        if message := _no_mapping(error, batch) or _missing_key(error, batch) or (
+                None if is_function(model) else _called_with_params(error, loss)):
             raise UsageError(message) from error
         raise
 

@@ -100,7 +100,7 @@ class StepFunctions:
         elif self.known_layout is None:
             raise UsageError("This step has no layout yet: call step.init or step.layout(batch) first.")
         if self.known_layout is None:
-            with loss_errors_explained(self.loss, batch), sharding_errors_explained():
+            with loss_errors_explained(self.loss, batch, self.model), sharding_errors_explained():
                 layout = trace_layout(
                     self.model, self._model_init, self._with_inputs_cast(self.loss), self.optimizer, self.axes,
                     self.options, jax.eval_shape(self.guard.init), batch)
@@ -112,7 +112,7 @@ class StepFunctions:
         return self.known_layout
 
     def _init_model(self, rng: PRNGKey, batch: Batch, given: Any) -> tuple[Any, Any]:
-        with initialising(), loss_errors_explained(self.loss, batch):
+        with initialising(), loss_errors_explained(self.loss, batch, self.model):
             return self.model.init(checked(with_key(self.loss, rng)), rng, batch, given)
 
     def initial_state(self, rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:

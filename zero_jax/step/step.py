@@ -406,7 +406,7 @@ class ZeroTrainStep(AnyStep):
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """The step lowered for `batch` (arrays or `jax.ShapeDtypeStruct`s); its mesh may be of a target topology."""
-        with loss_errors_explained(self.loss, batch):
+        with loss_errors_explained(self.loss, batch, self.functions.model):
             return self.programs.with_memory_kinds(
                 self._jit(batch).lower(self.abstract_state(batch), self.abstract_batch(batch)))
 

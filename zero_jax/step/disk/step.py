@@ -364,7 +364,7 @@ class DiskTrainStep(ZeroTrainStep):
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """The program of forward and backward, lowered; the update's programs are made block by block."""
-        with loss_errors_explained(self.loss, batch):
+        with loss_errors_explained(self.loss, batch, self.functions.model):
             return self._jit(batch)[0].lower(self.abstract_state(batch), self.abstract_batch(batch))
 
     def _before_update(self, plans: list[UpdatePlan], state: ZeroState, batch: Batch) -> Any:
