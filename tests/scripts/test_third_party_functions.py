@@ -1,5 +1,8 @@
 """scripts/reliability/third_party_functions.py: Flax models as functions of their parameters are the same steps."""
 
+import subprocess
+import sys
+
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
@@ -63,3 +66,9 @@ def test_a_row_is_right_with_the_same_numbers_and_bytes():
     for change in ({"off": 1e-3}, {"off": float("nan")}, {"sent": [2**20, 2**19]}, {"error": "ValueError"}):
         assert not is_right({**row, **change})
     assert "failed: ValueError" in cells("gpt2", {"error": "ValueError"})
+
+
+@pytest.mark.slow
+def test_some_of_them_are_right():
+    pytest.importorskip("transformers.models.gpt2.modeling_flax_gpt2")
+    subprocess.run([sys.executable, third_party_functions.__file__, "--only", "gpt2", "resnet"], check=True)
