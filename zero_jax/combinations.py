@@ -152,8 +152,6 @@ _WHOLE = "parameters are whole on every device all the time"
 _STAGE_3 = "take stage 3, or leave it out"
 _PLACED = Term(("offload.gradients", "offload.parameters"), ("host",))
 _ON_DEVICE = "leave one of them out, or give {offload=optimizer}"
-_OWN_SUMS = given("reduce", "communication.gradients")
-_KNOWN_LOCALLY = "each device's own sums are known in the local view alone"
 _CODES = given("communication.weights", "communication.gradients")
 
 STEP = (
@@ -184,7 +182,7 @@ STEP = (
     Row((among("partition_activations", "cpu"), other("platform", *HOSTS)),
         "XLA moves no arrays to the host's memory there", "give True, which splits them over {tensor}"),
     # Quantised communication.
-    Row((_CODES, among("stage", 0)), "each device has all weights, and the partitioner all-reduces gradients",
+    Row((_CODES, among("stage", 0)), "each device has all weights, and gradients are all-reduced",
         "give stage 1, 2 or 3, or leave it out"),
     Row((_CODES, left("shards")), "one device has all shards, and nothing is sent",
         "give more devices, or leave it out"),
@@ -208,8 +206,6 @@ STEP = (
         "give more devices, or {offload=parameters}, with which tiles come up from host memory, or leave it out"),
     Row((given("tiling"), given("lora")), "a kernel with an adapter is used by two products"),
     Row((given("tiling"), given("diloco.every")), "slices that train by themselves have no tiles"),
-    # What XLA's partitioner splits.
-    Row((_OWN_SUMS, among("view", "global")), _KNOWN_LOCALLY),
     # Where the state is.
     Row((_PLACED, among("stage", 0, 1, 2)), _WHOLE, "take stage 3, or give {offload=optimizer}"),
     Row((_PLACED, given("gather")), "a copy of all parameters would be gathered on the devices", _ON_DEVICE),

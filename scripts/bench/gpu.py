@@ -26,9 +26,7 @@ REMAT = {"remat": "full"}
 ROWS = {
     "stage-0": (0, {}),
     "stage-3": (3, {}),
-    "stage-3-global": (3, {"view": "global"}),
     "remat": (3, REMAT),
-    "remat-global": (3, {**REMAT, "view": "global"}),
     "pa-cpu": (3, {**REMAT, "partition_activations": "cpu"}),
     "pa-cpu-kernels": (3, {**REMAT, "partition_activations": "cpu"}),
     "optimizer-on-host": (3, {"offload": "optimizer"}),

@@ -74,7 +74,6 @@ def stage_3(model, mesh, batch, bf16, **options):
 
 
 WAYS = {"annotated": annotated, "constrained": constrained, "stage 3": stage_3,
-        "local view": functools.partial(stage_3, view="local"),
         "without overlap": functools.partial(stage_3, overlap=False)}
 
 

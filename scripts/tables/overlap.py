@@ -1,7 +1,7 @@
 """What overlap and prefetch bring to a step and cost it, compiled for a target topology, as rows of a Markdown table.
 
     python scripts/tables/overlap.py v5p:2x2x2 3 1.5b '{"overlap": false}' '{}'    # 10 minutes on 2 idle cores
-    python scripts/tables/overlap.py h100:8 3 1.5b '{"view": "global"}' '{}'       # 3 minutes
+    python scripts/tables/overlap.py h100:8 3 1.5b '{"overlap": false}' '{}'       # 3 minutes
 
 Each argument behind target, stage and model is a set of arguments of `make_zero_train_step`, as JSON; what it has under
 "xla" are options of XLA, under "communication" the arguments of `Communication`, under "clip" the norm of all gradients

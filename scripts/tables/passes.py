@@ -62,7 +62,6 @@ class Case:
 
 CASES = (
     Case("checkpoint_blocks", "remat=\"full\"", options={"remat": "full"}, without={"remat": None}),
-    Case("duplicate_param_reads"),
     Case("tile_products", "an MLP of width 8192, 16 tiles each", model=Mlp(), length=64,
          options={"tiling": {"up/kernel": 16, "down/kernel": 16}}, without={"tiling": None}),
     Case("multiply_padded", "4 layers of width 5120 on 7 GPUs, 64 tokens, parameters on the host", target="h100:7",

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
+from support.program_controls import partitioned
 from support.programs import PROGRAMS, program
 
 import zero_jax
@@ -168,8 +169,9 @@ def test_a_model_of_the_users_is_named_in_the_commands(tmp_path, monkeypatch):
 def test_what_is_sent_counts_as_its_budget_does():
     """XLA:CPU reduces by an all-reduce where the partitioner is asked: twice what the budget counts."""
     batch = {name: jax.ShapeDtypeStruct((8, 16), np.int32) for name in ("inputs", "targets")}
-    step = zero_jax.make_zero_train_step(gpt2.build(gpt2.PRESETS["tiny"]), 2, view="global")
-    report = step.compiled_step(batch).report
+    step = zero_jax.make_zero_train_step(gpt2.build(gpt2.PRESETS["tiny"]), 2)
+    with partitioned():
+        report = step.compiled_step(batch).report
     counted = sum(counted_bytes(result, report.contract) for result in report.results)
     assert counted <= report.contract.communication_bytes + report.contract.slack
     assert report.communication_bytes > 1.3 * counted  # negative control

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.oracle import VIEW, oracle, param_difference, train
+from support.oracle import oracle, param_difference, train
 from support.targets import simulated
 
 import zero_jax
@@ -155,7 +155,6 @@ def in_the_order_of_the_mesh(splits, names):
     ("v5e:2x4", 3, ("data_1",)), pytest.param("v5p:2x2x2", 1, (), marks=pytest.mark.slow)])
 def test_scatters_in_the_order_of_the_mesh_are_caught(platform, stage, hpz, monkeypatch):
     """Negative control of the local view, of the numbers and of `verify`, which keeps its contract without it."""
-    monkeypatch.setitem(VIEW, "view", "local")
     axis, batch = ("data_0", "data_1") if hpz else ("data_1", "data_0"), batches(NETS["even"].vocab_size)[0]
     step_of(platform, stage, "even", data=(2, 4), axis=axis, **({"hpz_axes": hpz} if hpz else {})).verify(batch)
     monkeypatch.setattr(reduce_scatter, "major_first", in_the_order_of_the_mesh)

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.oracle import slow
+from support.program_controls import partitioned
 from support.programs import PROGRAMS, program
 from support.targets import mesh_of
 
@@ -119,12 +120,14 @@ class Typed(nn.Module):
 
 @pytest.fixture
 def typed():
-    """(report of the local view, of the partitioner's, which all-reduces gradients that are cast behind the sum)."""
-    def report(view):
-        step = zero_jax.make_zero_train_step(Typed(), 3, mesh=mesh_of("h100:8"), loss=squares, view=view)
+    """(report, report where XLA partitions, which all-reduces gradients that are cast behind the sum)."""
+    def report():
+        step = zero_jax.make_zero_train_step(Typed(), 3, mesh=mesh_of("h100:8"), loss=squares)
         return step.compiled_step(vectors(512)).report
 
-    return report("local"), report("global")
+    kept = report()
+    with partitioned():
+        return kept, report()
 
 
 def test_whole_gradients_of_half_the_bits_are_told(typed):
@@ -225,16 +228,16 @@ class SmallRecurrent(nn.Module):
 
 def test_a_small_parameter_that_is_sent_in_a_loop_is_told():
     """The bytes pass. XLA:CPU moves the gathers out of the loop, and leaves the sums in it."""
-    def report(view):
-        step = zero_jax.make_zero_train_step(
-            SmallRecurrent(), 3, mesh=zero_jax.make_mesh(8), loss=squares, view=view)
+    def report():
+        step = zero_jax.make_zero_train_step(SmallRecurrent(), 3, mesh=zero_jax.make_mesh(8), loss=squares)
         return step.compiled_step(vectors(1024)).report
 
-    assert not report("local").violations
-    broken = report("global")
+    assert not report().violations
+    with partitioned():
+        broken = report()
     assert any("is reduced in a loop, 4 times a step" in line and "SimpleCell" in line and "Read it before" in line
-               for line in broken.excess), str(broken)
-    assert not any("are promised" in line for line in broken.excess)
+               for line in broken.violations), str(broken)
+    assert not any("are promised" in line for line in broken.violations)
 
 
 @pytest.mark.parametrize(("name", "param", "rows"), [

@@ -3,6 +3,7 @@
 The programs come from the real H100 and TPU compilers, and from XLA:CPU for eight simulated devices.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support.oracle import slow
+from support.program_controls import partitioned
 from support.programs import PROGRAMS, Row, program
 from support.targets import mesh_of
 
@@ -188,15 +190,15 @@ class Routed(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("view", "told"), [
-    ("local", "all-gather of f32.4096, 384. over data.*Values of the batch are sent"),
-    ("global", "or every device computes that of the whole batch .after a sort")])
-@pytest.mark.filterwarnings("ignore:view=.*computes the whole of sort")
-def test_examples_that_are_gathered_to_sort_them_are_told(view, told):
-    """Right, and dear: in the local view each device multiplies its rows of the order, in the other all of them."""
-    step = zero_jax.make_zero_train_step(Routed(), 3, mesh=mesh_of("h100:8"), view=view,
+@pytest.mark.parametrize(("split", "told"), [
+    (contextlib.nullcontext, "all-gather of f32.4096, 384. over data.*Values of the batch are sent"),
+    (partitioned, "or every device computes that of the whole batch .after a sort")])
+@pytest.mark.filterwarnings("ignore:Every device computes the whole of sort")
+def test_examples_that_are_gathered_to_sort_them_are_told(split, told):
+    """Right, and dear: each device multiplies its rows of the order; where XLA partitions it, all of them."""
+    step = zero_jax.make_zero_train_step(Routed(), 3, mesh=mesh_of("h100:8"),
                                          loss=lambda model, batch: jnp.mean(model(batch["x"]) ** 2))
-    with pytest.raises(contract.ContractError, match=told):
+    with split(), pytest.raises(contract.ContractError, match=told):
         step.verify({"x": jax.ShapeDtypeStruct((4096, 256), jnp.float32)})
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.oracle import slow
+from support.program_controls import partitioned
 from support.programs import Row, compiled_once
 from support.targets import mesh_of
 
@@ -98,12 +99,11 @@ def stacks(text, *shape):
 @pytest.mark.slow
 def test_partitioned_checkpoints():
     local = BATCH // 2
-    view = {"view": "global"}  # as beside partitioned activations
-    _, whole, _ = compiled(**view, **CHECKPOINTED)
+    _, whole, _ = compiled(**CHECKPOINTED)
     assert stacks(whole, local, LENGTH, WIDTH) and not stacks(whole, local, LENGTH // 4, WIDTH)
     made, split, _ = compiled(partition_activations=True, **CHECKPOINTED)
     assert stacks(split, local, LENGTH // 4, WIDTH) and not stacks(split, local, LENGTH, WIDTH)
-    extra = per_block(4, partition_activations=True, **CHECKPOINTED) - per_block(4, **view, **CHECKPOINTED)
+    extra = per_block(4, partition_activations=True, **CHECKPOINTED) - per_block(4, **CHECKPOINTED)
     assert extra / 12 == pytest.approx(1 / 12, rel=0.01)  # of the paper's 12: 8.33 %
     made.verify()
 
@@ -210,8 +210,8 @@ def test_what_blocks_keep_is_what_is_held():
     slow("v5e:2x4", 2, {"tensor": 2}, {"sequence_parallel": True})])
 def test_gradients_beside_tensor_are_scattered(target, stage, sizes, options):
     """And negative control, once for each compiler: what the partitioner makes of them."""
-    def share(**view):
-        made, _, _ = compiled(target, stage, tuple(sizes.items()), global_batch=24, **view, **options, **CHECKPOINTED)
+    def share():
+        made, _, _ = compiled(target, stage, tuple(sizes.items()), global_batch=24, **options, **CHECKPOINTED)
         (reduced,) = [kept for kept in made.report.results if kept.budget.key == "reduce"]
         return reduced.communication_bytes / reduced.budget.communication_bytes, made.report.violations
 
@@ -219,7 +219,8 @@ def test_gradients_beside_tensor_are_scattered(target, stage, sizes, options):
     # Three ways XLA joins the sum of the position embeddings, which it scatters nowhere, with a bias: told, by no name.
     joined = "all-reduce of bf16[131840]" if target == "h100:3x8" else ""
     assert scattered < 1.1 and not [violation for violation in violations if not joined or joined not in violation]
-    assert stage == 3 or share(view="global")[0] > 1.15 * scattered
+    with partitioned():
+        assert stage == 3 or share()[0] > 1.15 * scattered
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx, traverse_util
 from support.oracle import loss_difference, next_token, oracle, param_difference, slow, train
+from support.program_controls import partitioned
 
 import zero_jax
 from models import bert, gpt2, llama, llama_nnx, t5, vit
@@ -247,12 +248,14 @@ def test_the_contract_is_kept_on_h100s(name, stage):
 
 @pytest.mark.slow
 def test_a_bias_that_all_examples_share_breaks_it(monkeypatch):
-    """Negative control, of the partitioner's view: its gradient is reduced as scores of all heads, before buckets.
+    """Negative control, of what XLA partitions: its gradient is reduced as scores of all heads, before buckets.
 
     XLA merges that with the sums of scales, and no name says whose it is.
     """
-    assert not plan_of("t5", 3, 64, view="global").communication.violations
+    with partitioned():
+        assert not plan_of("t5", 3, 64).communication.violations
     of_each = t5.relative_bias
     monkeypatch.setattr(t5, "relative_bias", lambda table, config, x, causal: of_each(
         table, config, x[:1], causal=causal))
-    assert "all-reduce whole gradients" in plan_of("t5", 3, 64, view="global").communication.violations[0]
+    with partitioned():
+        assert "all-reduce whole gradients" in plan_of("t5", 3, 64).communication.violations[0]

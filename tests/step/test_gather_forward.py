@@ -49,7 +49,7 @@ def test_weights_with_other_bits_are_caught(monkeypatch):
     original = local.gathered_param
     monkeypatch.setattr(local, "gathered_param", lambda value, *args, **kwargs: original(
         value.astype(jnp.bfloat16).astype(value.dtype), *args, **kwargs))
-    assert differences("linen", remat="full", view="local")[1] > 3e-5
+    assert differences("linen", remat="full")[1] > 3e-5
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """What the tests compare: a training run of the library, and the same by Flax and Optax alone on one device."""
 
 import dataclasses
-import os
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ from support.plain_training import plain_training
 from zero_jax.tree import named_leaves
 
 ADAMW = optax.adamw(3e-4, eps=1e-6)
-VIEW = {"view": os.environ["ZERO_JAX_TEST_VIEW"]} if "ZERO_JAX_TEST_VIEW" in os.environ else {}
 COMPUTE = {None: None, "fp32": None, "bf16": jnp.bfloat16}
 """What the named precisions are to a plain loop: the dtype in which parameters and batches are used."""
 
@@ -34,13 +32,6 @@ class Trained:
     start: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     state: Any = None
     step: Any = None
-
-
-def in_view(options):
-    """`options` of a step in the view that this run of the tests compares, unless only the local one has them."""
-    communication = options.get("communication")
-    is_local = options.get("reduce") == "once" or communication is not None and communication.gradients
-    return options if is_local else {**VIEW, **options}
 
 
 def slow(*values):
@@ -64,7 +55,7 @@ def train(model, stage, devices, *, batches, optimizer=None, seed=0, **options) 
     """
     mesh = devices if isinstance(devices, jax.sharding.Mesh) else zero_jax.make_mesh(devices)
     step = zero_jax.make_zero_train_step(
-        model, stage, mesh=mesh, optimizer=optimizer or ADAMW, **in_view(options))
+        model, stage, mesh=mesh, optimizer=optimizer or ADAMW, **options)
     state = step.init(jax.random.key(seed), batches[0])
     losses, norms = [], []
     for batch in batches:

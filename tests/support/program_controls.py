@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from support.oracle import VIEW
 from zero_jax.views.local import LocalView
 
 
 @contextlib.contextmanager
-def partitioned(step: Any, batch: Any) -> Iterator[None]:
+def partitioned(step: Any = None, batch: Any = None) -> Iterator[None]:
     """The gradient is left to XLA's partitioner."""
-    step.functions.options = dataclasses.replace(step.options, view="global")
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_jax.step.functions.in_parts", lambda run, layout, batches: run)
+        yield
 
 
 @contextlib.contextmanager
@@ -50,7 +50,6 @@ def unsent_by_one_device() -> Iterator[list[Any]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalView, "_reduced", forgetful)
-        patch.setitem(VIEW, "view", "local")
         yield sent
 
 

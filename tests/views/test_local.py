@@ -1,4 +1,4 @@
-"""The local view: programs in parts have the values of one device, and so have steps of `view="local"`."""
+"""The local view: programs in parts have the values of one device, and so have steps."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.oracle import VIEW, loss_difference, oracle, param_difference, slow, train
+from support.oracle import loss_difference, oracle, param_difference, slow, train
 from support.random_modules import check as check_module
 from support.random_modules import draw
 from support.workloads import FLAVOURS, KEY_BIAS, token_batches
@@ -142,7 +142,7 @@ def differs(fun, other, args=None, **sizes):
                for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:view=.local.. every device computes the whole")
+@pytest.mark.filterwarnings("ignore:Every device computes the whole")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_in_parts_has_the_values_of_one_device(name):
     with jax.numpy_rank_promotion("allow"):
@@ -195,7 +195,7 @@ def products_of(fun):
     return {eqn.invars[0].aval.shape[0] for eqn in all_eqns(local.jaxpr) if eqn.primitive.name == RAGGED_DOT}
 
 
-@pytest.mark.filterwarnings("ignore:view=.local.. every device computes the whole of sort")
+@pytest.mark.filterwarnings("ignore:Every device computes the whole of sort")
 def test_rows_in_the_order_of_a_sort_are_multiplied_in_parts():
     """Negative control: products of a value that every device has are of all rows."""
     assert products_of(routed) == {BATCH // 8}
@@ -244,7 +244,7 @@ def constrained(value, spec):
     return jax.lax.with_sharding_constraint(value, NamedSharding(zero_jax.make_mesh(tensor=2), spec))
 
 
-@pytest.mark.filterwarnings("ignore:view=.local.. every device computes the whole of sort")
+@pytest.mark.filterwarnings("ignore:Every device computes the whole of sort")
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_program_in_parts_beside_tensor_has_the_values_of_one_device(name):
     specs, fun = SPLIT[name]
@@ -308,7 +308,7 @@ def of_sequences(fun, other, **sizes):
     return differs(fun, other, (SEQUENCES, arrays()[1]), **sizes)
 
 
-@pytest.mark.filterwarnings("ignore:view=.local.. every device computes the whole")
+@pytest.mark.filterwarnings("ignore:Every device computes the whole")
 @pytest.mark.parametrize("name", SEQUENCE_PROGRAMS)
 def test_a_program_of_split_sequences_has_the_values_of_one_device(name):
     with jax.numpy_rank_promotion("allow"):
@@ -346,7 +346,7 @@ TENSOR = [("nnx", True, 3, {"tensor": 2}), ("linen", False, 1, {"data": (2, 2), 
 def test_gpt2_is_one_device(flavour, scanned, stage, data):
     split = isinstance(data, dict)
     many = train(FLAVOURS[flavour](dataclasses.replace(CONFIG, scan_layers=scanned)), stage,
-                 zero_jax.make_mesh(**data) if split else data, batches=token_batches(), precision="fp32", view="local",
+                 zero_jax.make_mesh(**data) if split else data, batches=token_batches(), precision="fp32",
                  **{"tensor_rules": gpt2.tensor_rules(CONFIG)} if split else {})
     one = gpt2_alone(flavour, scanned)
     assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
@@ -372,7 +372,7 @@ def test_uneven_leaves_beside_tensor_are_one_device(stage, sizes):
     batches = [{"x": np.random.RandomState(i).randn(8, 10).astype(np.float32)} for i in range(3)]
     options = {"batches": batches, "loss": lambda model, batch: ((model(batch["x"]) - batch["x"]) ** 2).mean(),
                "optimizer": SGD}
-    one, many = oracle(Uneven(), **options), train(Uneven(), stage, zero_jax.make_mesh(**sizes), view="local",
+    one, many = oracle(Uneven(), **options), train(Uneven(), stage, zero_jax.make_mesh(**sizes),
                                                    tensor_rules=RULES, **options)
     assert loss_difference(many, one) < 1e-6 and param_difference(many, one) < 1e-6
     assert param_difference(dataclasses.replace(many, params=one.start), one) > 1e-3
@@ -384,7 +384,7 @@ def test_uneven_leaves_beside_tensor_are_one_device(stage, sizes):
     slow(1, {"data": 1, "context": 8}), slow(2, {"data": (2, 2), "context": 2})])
 def test_gpt2_of_split_sequences_is_one_device(stage, sizes):
     many = train(gpt2.build(CONFIG), stage, zero_jax.make_mesh(**sizes), batches=token_batches(),
-                 precision="fp32", view="local")
+                 precision="fp32")
     one = gpt2_alone("linen", True)
     assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
 
@@ -396,7 +396,7 @@ SGD = optax.sgd(0.1, momentum=0.9)
 def test_a_model_of_others_is_one_device(name):
     case = CASES[name]
     options = {"batches": [case.batch] * 4, "loss": case.loss, "rng_streams": case.rng_streams, "optimizer": SGD}
-    one, many = oracle(case.model, **options), train(case.model, 3, 8, view="local", **options)
+    one, many = oracle(case.model, **options), train(case.model, 3, 8, **options)
     assert loss_difference(many, one) < 2e-6 and param_difference(many, one) < 1e-6
     chex.assert_trees_all_close(many.variables, one.variables, rtol=1e-5, atol=1e-6)
 
@@ -405,7 +405,6 @@ def test_a_model_of_others_is_one_device(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 60, 10)], ids=str)
 def test_modules_grown_from_a_seed_are_one_device(seeds, monkeypatch):
-    monkeypatch.setitem(VIEW, "view", "local")
     for seed in seeds:
         check_module(draw(seed))
         jax.clear_caches()
@@ -416,7 +415,7 @@ def test_gradients_of_layers_are_stacked_as_they_are_reduced(remat, narrow, monk
     """Negative control: without the pass backward holds all of them in the optimizer's dtype."""
     if not narrow:
         monkeypatch.setattr(gradients, "stack_narrow", lambda jaxpr: jaxpr)
-    step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, precision="bf16", remat=remat, view="local")
+    step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, precision="bf16", remat=remat)
     batch = step.abstract_batch(token_batches()[0])
     traced = jax.make_jaxpr(step)(step.abstract_state(batch), batch)
     shards = {(layers, rows // 8, columns) for layers, rows, columns in (
@@ -432,8 +431,7 @@ def test_a_device_makes_masks_of_its_examples_alone(remat, inside, monkeypatch):
     """Of the whole batch a mask is as large as all scores. Negative control: made before the loop that needs it."""
     if not inside:
         monkeypatch.setattr(local._Value, "in_another_trace", lambda self: dataclasses.replace(self, eqn=None))
-    step = zero_jax.make_zero_train_step(gpt2.build(dataclasses.replace(CONFIG, num_layers=4)), 3, remat=remat,
-                                         view="local")
+    step = zero_jax.make_zero_train_step(gpt2.build(dataclasses.replace(CONFIG, num_layers=4)), 3, remat=remat,)
     batch = step.abstract_batch({name: jax.ShapeDtypeStruct((24, 16), jnp.int32) for name in ("inputs", "targets")})
     assert ("24,2,16,16]" in step.compile(batch).as_text()) == (not inside and remat != "full")
 
@@ -449,7 +447,7 @@ def test_microbatches_weights_and_metrics_of_each_example(reduce):
                for i, batch in enumerate(token_batches())]
     one = oracle(gpt2.build(CONFIG), batches=batches, loss=weighted, precision="fp32")
     many = train(gpt2.build(CONFIG), 3, zero_jax.make_mesh(replica=2, data=2), batches=batches, loss=weighted,
-                 precision="fp32", view="local", accumulate=2, reduce=reduce, guard=zero_jax.Guard(skip=2))
+                 precision="fp32", accumulate=2, reduce=reduce, guard=zero_jax.Guard(skip=2))
     assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
 
 
@@ -460,7 +458,7 @@ CODES = zero_jax.Communication(weights="int8", gradients="int8")
                                      slow({"hpz_axes": ("data_1",)}), slow({"hpz_axes": ("data_0",)}),
                                      slow({"hpz_axes": ("data_0",), "communication": CODES})], ids=str)
 def test_secondary_shards_and_codes_have_the_numbers_of_the_step_without(options):
-    local, plain = (train(gpt2.build(CONFIG), 3, (2, 4), batches=token_batches(), precision="bf16", view="local",
+    local, plain = (train(gpt2.build(CONFIG), 3, (2, 4), batches=token_batches(), precision="bf16",
                           **each) for each in (options, {}))
     assert loss_difference(local, plain) < 2e-3
     assert local.step.verify(token_batches()[0]).violations == ()  # the codes' messages have names, too
@@ -478,23 +476,9 @@ def test_what_is_in_host_memory_is_one_device(options):
     config = dataclasses.replace(CONFIG, width=128)
     one = oracle(gpt2.build(config), batches=token_batches(), precision="fp32")
     many = train(gpt2.build(config), 3, zero_jax.make_mesh(replica=2, data=2), batches=token_batches(),
-                 precision="fp32", view="local", **options)
+                 precision="fp32", **options)
     assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
     assert many.step.layout().host
-
-
-@pytest.mark.parametrize("target, options, local", [
-    ("", {}, True), ("", {"view": "global"}, False), ("h100:8", {}, True), ("v5p:2x2x2", {"prefetch": True}, True),
-    ("", {"offload": "optimizer"}, True), ("", {"tiling": {"mlp/up/kernel": 2}}, True),
-    ("h100:8", {"partition_activations": "cpu", "remat": "full"}, True),
-    ("h100:8", {"offload": zero_jax.Offload(disk="run")}, True)])
-def test_auto_is_local_where_it_is_built(target, options, local):
-    if target and (extra := xla_devices.missing_compiler(target)):
-        pytest.skip(f"needs {extra}")
-    mesh = zero_jax.make_mesh(devices=xla_devices.target_devices(target) if target else None)
-    step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, mesh=mesh, **{"view": "auto", **options})
-    told = "the gradient is " + ("one shard_map" if local else "partitioned by XLA")
-    assert told in step.layout(token_batches()[0]).describe()
 
 
 def test_one_device_tells_what_a_program_prints():
@@ -535,18 +519,18 @@ def test_calls_to_the_host_that_every_device_beside_tensor_would_make_are_refuse
     def calling(x, w):
         return jax.experimental.io_callback(lambda total: total, jax.ShapeDtypeStruct((), x.dtype), x.sum())
 
-    with pytest.raises(zero_jax.UsageError, match="calls back to the host .io_callback.*'tensor': 2.*view=\"global\""):
+    with pytest.raises(zero_jax.UsageError, match="calls back to the host .io_callback.*'tensor': 2.*leave the call"):
         in_parts(calling, MeshAxes.of(zero_jax.make_mesh(data=4, tensor=2)), *arrays())
 
 
-@pytest.mark.filterwarnings("ignore:view=.local.. every device computes the whole")
+@pytest.mark.filterwarnings("ignore:Every device computes the whole")
 def test_a_gradient_that_a_device_does_not_send_is_told_apart():
     """Negative control: a loss that leaves out an eighth of the batch."""
     def forgetful(model, batch):
         logits = model(batch["inputs"])[:7]
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"][:7]).mean()
 
-    broken = train(gpt2.build(CONFIG), 3, 8, batches=token_batches(), precision="fp32", view="local", loss=forgetful)
+    broken = train(gpt2.build(CONFIG), 3, 8, batches=token_batches(), precision="fp32", loss=forgetful)
     assert param_difference(broken, gpt2_alone("linen", True), KEY_BIAS) > 1e-4
 
 
@@ -561,14 +545,7 @@ def test_steps_for_targets_keep_the_contract(target, stage, sizes):
     config = gpt2.Config(4, 512, 8, vocab_size=2048, max_length=256,
                          attention=zero_jax.attention(mesh) if tensor > 1 else None)
     tokens = jax.ShapeDtypeStruct((mesh.devices.size // tensor, 256), jnp.int32)
-    step = zero_jax.make_zero_train_step(gpt2.build(config), stage, mesh=mesh, precision="bf16", view="local",
+    step = zero_jax.make_zero_train_step(gpt2.build(config), stage, mesh=mesh, precision="bf16",
                                          tensor_rules=gpt2.tensor_rules(config) if tensor > 1 else ())
     report = step.verify({"inputs": tokens, "targets": tokens})
     assert report.communication_bytes < 1.03 * report.contract.communication_bytes
-
-
-
-
-def test_a_view_that_does_not_exist_is_refused():
-    with pytest.raises(zero_jax.UsageError, match="view='both'"):
-        zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, view="both")

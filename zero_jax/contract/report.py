@@ -125,8 +125,6 @@ class Contract:
         host: what may be in the host's memory; None where nothing is offloaded.
         slices: the mesh axis across which slices train by themselves; empty: there is none.
         slices_in_loops: whether what is sent between slices must be sent in the iterations of the step's loops.
-        partitioned: whether XLA's partitioner writes what is sent (`view="global"`): more than promised, or in another
-            way, is then told, and breaks nothing.
     """
 
     stage: int
@@ -144,7 +142,6 @@ class Contract:
     host: HostBudget | None = None
     slices: str = ""
     slices_in_loops: bool = False
-    partitioned: bool = False
 
     def budget(self, key: str) -> TrafficBudget | None:
         """The budget of this key, if there is one."""
@@ -172,16 +169,12 @@ class TrafficResult:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """How a program keeps its contract: one `TrafficResult` for each budget, and what breaks it in words.
-
-    excess: what the partitioner sends beyond what is promised, or in another way, in words.
-    """
+    """How a program keeps its contract: one `TrafficResult` for each budget, and what breaks it in words."""
 
     contract: Contract
     results: tuple[TrafficResult, ...]
     violations: tuple[str, ...]
     host: HostUse | None = None
-    excess: tuple[str, ...] = ()
 
     @property
     def communication_bytes(self) -> float:
@@ -218,5 +211,4 @@ class Report:
                 f"  {budget.purpose}: {result.communication_bytes:,.0f} of {budget.communication_bytes:,.0f} bytes "
                 f"over {' x '.join(budget.axes) or 'no axis'} ({kinds})")
             lines += [f"    {note}" for note in result.notes]
-        return "\n".join([*lines, *(f"  as XLA partitions it: {line}" for line in self.excess),
-                          *(f"  BROKEN: {line}" for line in self.violations)])
+        return "\n".join([*lines, *(f"  BROKEN: {line}" for line in self.violations)])

@@ -42,14 +42,13 @@ class ContractError(ValueError):
 
 
 def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimizer: Any = None,
-                activation_bytes: float = 0.0, host_activations: bool = False, partitioned: bool = False
-                ) -> Contract:
+                activation_bytes: float = 0.0, host_activations: bool = False) -> Contract:
     """What a step of this layout may send; exact for every leaf, padding included.
 
     With microbatches, stage 3 gathers in each of them or once a step, and gradients are reduced in each or once. Of
     `optimizer` only what `whole_matrices` moves may be sent. activation_bytes: what a step's activations may send over
     `tensor` and `context` (`Activations.communication_bytes`). host_activations: whether checkpoints are kept in
-    host memory. partitioned: whether the gradient is left to XLA's partitioner, and not one `jax.shard_map`.
+    host memory.
 
     For simulated devices the contract is what XLA:CPU can keep: it sends bfloat16 as float32.
     """
@@ -103,8 +102,7 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
     return Contract(stage.number, mesh, platform, slack, tuple(budgets), zero_axes, params,
                     state_budget(layout), num_microbatches if copies.gathers_at_use else 1, num_reductions,
                     axes.context, step_weights_bytes(layout),
-                    host_budget(layout, activations=host_activations, num_gathers=num_microbatches), axes.slices,
-                    partitioned=partitioned)
+                    host_budget(layout, activations=host_activations, num_gathers=num_microbatches), axes.slices)
 
 
 def check(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0,
@@ -124,13 +122,12 @@ def check(program: str | Sequence[Collective], contract: Contract, gathered_byte
              "slices": slices_notes(by_purpose.get("slices", ()))}
     results = {budget.key: TrafficResult(budget, tuple(by_purpose[budget.key]), notes.get(budget.key, ()))
                for budget in contract.budgets}
-    more = (*excess(results, contract), *detours(results, contract))
-    broken = (*(() if contract.partitioned else more), *violations(results, contract),
+    broken = (*excess(results, contract), *detours(results, contract), *violations(results, contract),
               *row_violations(results, contract), *shortfalls(results, contract),
               *state_violations(contract), *code_violations(results, contract), *tile_violations(results, contract),
               *memory_violations(results, contract, gathered_bytes),
               *slice_violations(slices), *host_violations(contract.host, host))
-    return Report(contract, tuple(results.values()), broken, host, more if contract.partitioned else ())
+    return Report(contract, tuple(results.values()), broken, host)
 
 
 def verify(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0,

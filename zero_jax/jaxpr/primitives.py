@@ -119,6 +119,18 @@ def in_specs(shard_map: JaxprEqn) -> tuple[Any, ...]:
     return tuple(shard_map.params["in_specs"])
 
 
+def mapped_beside(shard_map: JaxprEqn, fun: Any, spec: Any) -> Any:
+    """A `jax.shard_map` of `fun`, as `shard_map` is one of its body, with another operand first and result last."""
+    return jax.shard_map(
+        fun, mesh=shard_map.params["mesh"], in_specs=(spec, *in_specs(shard_map)), axis_names=newly_manual(shard_map),
+        out_specs=([*shard_map.params["out_specs"]], spec), check_vma=False)
+
+
+def mapped_mesh(shard_map: JaxprEqn) -> Any:
+    """The mesh of a shard_map."""
+    return shard_map.params["mesh"]
+
+
 def newly_manual(shard_map: JaxprEqn) -> frozenset[str]:
     """The mesh axes along which a shard_map maps."""
     return frozenset(shard_map.params["newly_manual_axes"])

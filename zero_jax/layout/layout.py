@@ -79,7 +79,6 @@ class Layout:
             that on each device.
         microbatches: over how many a step sums gradients.
         disk: names of those that are in files between steps (`memory.disk_leaves.with_disk`).
-        view_note: what makes the gradient one program for each device.
         overlap_note: XLA's options by which collectives run beside compute, where the step has some.
         gathers_in_pieces: whether whole weights are gathered in pieces into the old ones (`gather_pieces`).
         not_tiled: parameters above the size that `tiling` was given, with the reason why they have no tiles.
@@ -102,7 +101,6 @@ class Layout:
     host_gradients: Mapping[str, int] = dataclasses.field(default_factory=dict)
     microbatches: int = 1
     disk: frozenset[str] = frozenset()
-    view_note: str = ""
     overlap_note: str = ""
     gathers_in_pieces: bool = False
     not_tiled: tuple[str, ...] = ()
@@ -236,8 +234,6 @@ class Layout:
         lines.append("gathered up front: " + (", ".join(up_front) or "none"))
         lines.append("unused parameters: "
                      + (", ".join(name for name, access in self.reads.items() if not access.count) or "none"))
-        if self.view_note:
-            lines.append(f"the gradient is {self.view_note}")
         if self.gather_note:
             lines.append(f"parameters are gathered {self.gather_note}")
         lines += tile_lines(self.reads, shapes, dict(named_leaves(self.uses)), self.not_tiled)

@@ -201,8 +201,8 @@ class StepFunctions:
                 return accumulate_gradients(
                     gradient, options.accumulation, layout, weights, inputs, microbatches, scale)
 
-        run = in_parts(run, layout, self.batches) if options.is_local(self.axes) else run
-        return run(weights, ForwardInputs(frozen, state.variables, key), batch, scale)
+        return in_parts(run, layout, self.batches)(
+            weights, ForwardInputs(frozen, state.variables, key), batch, scale)
 
     def update(self, state: ZeroState, output: ForwardOutput, grads: Gradients, key: PRNGKey,
                scale: Scalar | None = None) -> tuple[ZeroState, Metrics]:

@@ -33,7 +33,6 @@ from zero_jax.transforms.host_gradients import (
     stack_on_host,
     wait_for_reads,
 )
-from zero_jax.transforms.own_convolutions import convolve_on_own_slice
 from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints
 from zero_jax.transforms.tiled_products import multiply_padded, tile_products
 from zero_jax.tree import map_named, merge, named_leaves, with_dtypes_of
@@ -94,7 +93,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
     activations: how those of the batches that it will get are sharded. reads: how `loss` reads parameters. With
     `options.accumulation.once` gradients are left as sums over what the function sees.
     """
-    remat, reduced, local = options.remat, not options.accumulation.once, options.is_local(layout.axes)
+    remat, reduced = options.remat, not options.accumulation.once
 
     def loss_of(weights: Params, stored: dict[str, Any], by_gradient: Any, inputs: ForwardInputs, batch: Batch,
                 scale: Scalar) -> tuple[Scalar, ForwardOutput]:
@@ -117,7 +116,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
     gathers = layout.gathers_at_use
     again = gathers and not layout.kept_bytes
     on_loss = [
-        (local, read_before_loops),
+        (True, read_before_loops),
         (True, mark_last_reads),
         (bool(layout.tiles), tile_products),
         (not activations.sequence, multiply_padded),
@@ -130,10 +129,9 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
     on_gradients = [
         (again, functools.partial(
             gather_again, host_in_barriers=not (layout.host_params and layout.axes.is_tpu))),
-        (local and not layout.host_gradients, stack_narrow),
+        (not layout.host_gradients, stack_narrow),
         (reduced and layout.host and (bool(layout.host_gradients) or not layout.axes.is_tpu),
          functools.partial(order_stacked_gradients, tiled=layout.axes.is_tpu)),
-        (bool(layout.axes.slices) and not local, functools.partial(convolve_on_own_slice, axes=layout.axes)),
     ]
     loss_of = with_jaxpr_passes(loss_of, *(each for enabled, each in on_loss if enabled),
                                 first=remat_blocks, last=with_shared_calls)

@@ -31,7 +31,7 @@ from zero_jax.step.disk.step import DiskTrainStep
 from zero_jax.step.functions import StepFunctions
 from zero_jax.step.guard import Guard
 from zero_jax.step.losses import next_token_loss, takes_key
-from zero_jax.step.options import StepOptions, View
+from zero_jax.step.options import StepOptions
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.step.update import with_wide_numbers
 from zero_jax.transforms.remat import Remat, remat_of
@@ -69,7 +69,6 @@ def make_zero_train_step(
     communication: Communication | None = None,
     offload: Offload | str | None = None,
     tiling: Tiling | None = None,
-    view: View = "auto",
 ) -> ZeroTrainStep:
     """A train step of any Flax model at a ZeRO stage; its numbers match single-device training.
 
@@ -103,8 +102,7 @@ def make_zero_train_step(
       accumulate: microbatches that a step's batch is split into, one after another: their activations need not be
         held together. The gradient is the mean over them, weighted by the loss's weight.
       reduce: "every" microbatch's gradient is reduced, and shards of it summed; or each device sums its own and they
-        are reduced "once": the communication of one batch, and a whole gradient in float32 on each device. In
-        the partitioner's view each device's rows then are a microbatch of their own, in batch statistics too.
+        are reduced "once": the communication of one batch, and a whole gradient in float32 on each device.
       gather: at stage 3, parameters are gathered at each "use", twice in every microbatch, and dropped; or in the
         "forward" pass alone, where each is read, and kept for the backward pass: the bytes sent, and the memory within
         a step, of stage 2, with gathers beside compute. With `accumulate`, or once a "step", before the first
@@ -158,11 +156,6 @@ def make_zero_train_step(
         reduced in tiles (memory-centric tiling, arXiv 2104.07857): {pattern: number of tiles}, as
         {"mlp/up/kernel": 16}; or a number of bytes, above which a gathered copy is made in as many tiles as bring it
         below. A weight that is named must be used by one matrix product alone.
-      view: "local": the gradient is one `jax.shard_map`, where each device computes its examples, and each collective
-        is written where it runs; a primitive without a rule is computed whole on every device, with a warning that
-        names it. "global": XLA's partitioner splits the program of the gradient, and sends what it finds right. "auto":
-        local, with what it is built for. `describe()` says which it is. The numbers are the same, but for batch
-        statistics and noise with `reduce="once"`.
 
     Raises ValueError for anything that is not as described, with what to do about it.
     """
@@ -197,7 +190,7 @@ def make_zero_train_step(
         hpz_axes=texts("hpz_axes", hpz_axes, "(\"data_1\",)"), combine_bytes=combine_bytes,
         overlap=overlap, prefetch=prefetch, batch_specs=tuple(batch_specs),
         communication=communication_of(communication), offload=offload_of(offload),
-        tiling=tiling_of(tiling), view=view)
+        tiling=tiling_of(tiling))
     loss = next_token_loss if loss is None else loss
     check_loss(loss)
     with computing_on(axes.mesh), sharding_errors_explained():

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from zero_jax import combinations
 from zero_jax.arguments import is_number, is_one_of, shown
@@ -24,8 +24,6 @@ from zero_jax.typing import AxisNames, Pattern
 from zero_jax.xla.devices import combine_options
 from zero_jax.xla.host_copies import copy_options, host_prefetch_options
 from zero_jax.xla.overlap import Overlap, overlap_options, prefetch_options
-
-View: TypeAlias = Literal["auto", "global", "local"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +53,6 @@ class StepOptions:
     communication: Communication | None = None
     offload: Offload | None = None
     tiling: Tiling | None = None
-    view: View = "auto"
     copy_engines: bool = True
 
     def __post_init__(self) -> None:
@@ -69,9 +66,6 @@ class StepOptions:
         if not is_one_of(self.partition_activations, "cpu", True, False):
             raise UsageError(f"partition_activations={shown(self.partition_activations)}: give True (split over the "
                              "axis `tensor`) or \"cpu\" (and kept in the host's memory).")
-        if not is_one_of(self.view, "auto", "global", "local"):
-            raise UsageError(f"view={shown(self.view)}: give \"local\" (the gradient is one shard_map), \"global\" "
-                             "(XLA partitions it) or \"auto\" (local, where that is built).")
 
     def check(self, axes: MeshAxes) -> None:
         """Raises ValueError for what cannot take effect on this mesh, at this stage."""
@@ -104,7 +98,7 @@ class StepOptions:
         return {
             **{name: getattr(self, name) for name in (
                 "ema", "guard", "tensor_rules", "sequence_parallel", "partition_activations", "hpz_axes", "overlap",
-                "prefetch", "offload", "tiling", "view")},
+                "prefetch", "offload", "tiling")},
             "stage": self.stage.number, "accumulate": accumulation.microbatches, "reduce": accumulation.reduce,
             "gather": accumulation.gather, "communication.gradients": gradients,
             "communication.weights": communication.weights if communication is not None else None,
@@ -114,12 +108,6 @@ class StepOptions:
             "sizes": axes.sizes, "platform": axes.platform, "shards": axes.zero_size, "tensor": axes.tensor_size,
             "context": axes.context if axes.context in axes.zero else None, "replica": axes.replica_size,
             "diloco.every": axes.slices}
-
-    def is_local(self, axes: MeshAxes) -> bool:
-        """Whether the gradient is one `jax.shard_map` on this mesh: else XLA partitions it."""
-        values = {**self.values(axes), "view": "local"}
-        return self.view == "local" or self.view == "auto" and not any(
-            row.refuses(values) for row in combinations.STEP)
 
     @property
     def layout_policy(self) -> LayoutPolicy:

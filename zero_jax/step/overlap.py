@@ -19,10 +19,7 @@ from zero_jax.xla.platform import is_gpu
 def with_overlap(layout: Layout, options: StepOptions) -> Layout:
     """`layout` with what it says of the gradient and its overlap, and whether whole weights come in pieces."""
     told = ", ".join(f"{name}={value}" for name, value in step_overlap_options(options, layout).items())
-    view = ("one shard_map (view=\"local\")" if options.is_local(layout.axes) else
-            "partitioned by XLA (view=\"global\")")
-    return dataclasses.replace(
-        layout, overlap_note=told, view_note=view, gathers_in_pieces=gathers_in_pieces(options, layout))
+    return dataclasses.replace(layout, overlap_note=told, gathers_in_pieces=gathers_in_pieces(options, layout))
 
 
 def gathers_in_pieces(options: StepOptions, layout: Layout) -> bool:

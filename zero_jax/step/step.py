@@ -435,8 +435,7 @@ class ZeroTrainStep(AnyStep):
             traced = self.trace_forward(self.batches.resized(batch, size))
             activation_bytes = self.options.activations(self.axes, size).communication_bytes(traced.jaxpr)
         return contract_of(layout, self.accumulation, self.functions.optimizer, activation_bytes,
-                           host_activations=self.options.partition_activations == "cpu",
-                           partitioned=not self.options.is_local(self.axes))
+                           host_activations=self.options.partition_activations == "cpu")
 
     def trace_forward(self, batch: Batch) -> Any:
         """The jaxpr of the loss in evaluation, of the whole state."""
@@ -451,9 +450,8 @@ class ZeroTrainStep(AnyStep):
         gradients are summed whole or in fewer bits than declared, gathers stand in loops over time, nothing is sent for
         a parameter, the whole model is in memory), if scatters or gathers leave other rows on devices than the layout
         says, or a GPU would copy other rows of host memory than the program says: with the operation, its bytes, its
-        source line and what to do. Where XLA's partitioner splits the gradient (`view="global"`), what it sends beyond
-        the promise raises nothing: `Report.excess` tells it. It compiles the step alone; `multi`, `gradients`,
-        `apply_gradients` and evaluators are programs of their own, of the same functions, and unchecked.
+        source line and what to do. It compiles the step alone; `multi`, `gradients`, `apply_gradients` and evaluators
+        are programs of their own, of the same functions, and unchecked.
         """
         return self.compiled_step(batch).verify()
 

@@ -4,7 +4,7 @@ In the program of a model with adapters, before all others: `low_rank.split_low_
 
 On the loss, before differentiation:
 1. `remat.checkpoint_blocks`, on the outermost jaxpr alone
-2. `views.loops.read_before_loops` in the local view, in the partitioner's `gather_remat.duplicate_param_reads`
+2. `views.loops.read_before_loops`, `gather_remat.mark_last_reads`
 3. `tiled_products.tile_products`
 4. `tiled_products.multiply_padded`
 5. `activation_partitioning.Activations.split_sequence`
@@ -14,10 +14,9 @@ On the loss, before differentiation:
 
 On the differentiated loss, which `gather_again.value_and_grad` makes:
 8. `gather_again.gather_again`
-9. `views.loops.stack_narrow`, in the local view
+9. `views.loops.stack_narrow`
 10. `host_gradients.order_stacked_gradients`
-11. `own_convolutions.convolve_on_own_slice`, of DiLoCo in the partitioner's view
-12. `host_gradients.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
+11. `host_gradients.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
 
 The local view (`zero_jax.views`) then makes one `jax.shard_map` of it.
 

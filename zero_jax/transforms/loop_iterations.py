@@ -33,7 +33,8 @@ from zero_jax.jaxpr.primitives import (
     call_jaxpr,
     conv_dims,
     dot_dims,
-    in_specs,
+    mapped_beside,
+    mapped_mesh,
     newly_manual,
     num_iterations,
     out_shardings,
@@ -102,7 +103,7 @@ def call_operands(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 def _run_mapped(eqn: JaxprEqn, args: list[Any], parts: jax.Array, work: Callable[[jax.Array], jax.Array]
                 ) -> tuple[list[Any], jax.Array]:
-    mesh, manual = eqn.params["mesh"], newly_manual(eqn)
+    mesh, manual = mapped_mesh(eqn), newly_manual(eqn)
     by_axis = parts.reshape(parts.shape[0], *mesh.axis_sizes, *parts.shape[2:])
     spec = P(None, *[name if name in manual else None for name in mesh.axis_names])
 
@@ -111,9 +112,7 @@ def _run_mapped(eqn: JaxprEqn, args: list[Any], parts: jax.Array, work: Callable
         outs, results = run_in_iterations(call_jaxpr(eqn), args, rows, work)
         return outs, results.reshape(*own.shape[:-1], *results.shape[2:])
 
-    outs, results = jax.shard_map(
-        on_device, mesh=mesh, in_specs=(spec, *in_specs(eqn)), out_specs=([*eqn.params["out_specs"]], spec),
-        axis_names=manual, check_vma=False)(by_axis, *args)
+    outs, results = mapped_beside(eqn, on_device, spec)(by_axis, *args)
     return outs, results.reshape(parts.shape[0], -1, *results.shape[1 + len(mesh.axis_sizes):])
 
 

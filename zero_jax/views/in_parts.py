@@ -68,7 +68,7 @@ def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_spec
 
     local = trace(run, *map(type_of, jaxpr.invars))
     if view.whole:
-        warnings.warn("view=\"local\": every device computes the whole of " + ", ".join(sorted(view.whole))
+        warnings.warn("Every device computes the whole of " + ", ".join(sorted(view.whole))
                       + ": no rule is known by which each computes its part.", stacklevel=2)
     return one_by_one(local) if axes.platform == "cpu" else local
 

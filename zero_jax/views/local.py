@@ -288,7 +288,7 @@ class LocalView:
             return self._called_back(eqn, operands)
         if eqn.effects and name not in (*CALLS, SCAN, COND, "while"):
             raise UsageError(f"The loss calls back to the host ({name}), which every device would do in a mesh "
-                             f"{self.axes.sizes}: give view=\"global\", or leave the call out.")
+                             f"{self.axes.sizes}: leave the call out.")
         is_whole = all(spread.is_whole for spread in ins) and not eqn.effects
         if name in CALLS and not (name == REMAT and eqn.params["differentiated"]):
             return self.evaluate(call_jaxpr(eqn), operands)

@@ -108,7 +108,7 @@ def values_of(config: Any) -> dict[str, Any]:
     return own | {
         **{name: own[field] for name, field in FLAGS.items() if field in own},
         **{name.replace("diloco_", "diloco."): value for name, value in own.items() if name.startswith("diloco_")},
-        "stage": config.stage, "hpz_axes": None, "view": "auto", "overlap": switches.get(config.overlap, "auto"),
+        "stage": config.stage, "hpz_axes": None, "overlap": switches.get(config.overlap, "auto"),
         "partition_activations": switches.get(config.partition_activations, config.partition_activations),
         "copy": precision in ("bf16", "fp16"), "float16": precision == "fp16" or None,
         "one_hop": len(set(gradients)) > 1 and "search" not in own and config.replica == config.context == 1,
