@@ -135,6 +135,7 @@ def test_a_plan_as_printed():
     assert done.returncode == 0 and "global batch 8 of 64 tokens" in done.stdout
     assert ("To train it: zero-jax train --model gpt2:tiny --precision bf16 --loss-chunks 4 --batch-size 8 --seq-len 64"
             in done.stdout), done.stdout
+    assert "device-hours" not in done.stdout
     done = run("plan", "--target", "h100:8", "--model", "bert:tiny", "--loss-chunks", "4")
     assert done.returncode == 2 and "bert:tiny has a loss of its own: leave it out" in done.stderr
     done = run("plan", "--target", "h100:8", "--model", "gpt2:100b", "--stage", "0", "--no-remedies")

@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -199,25 +200,74 @@ class Fake:
     refused: str = ""
     target: str = "fake"
     memory_bytes: float = 100.0
+    rate: float = 0.0
+
+    @property
+    def timing(self):
+        return types.SimpleNamespace(tokens_per_second=self.rate)
 
     @property
     def fits(self):
         return self.needed_bytes <= self.memory_bytes
 
 
-def test_search_takes_the_smallest_stage_the_largest_batch_and_the_least_remat(monkeypatch):
+def searched(monkeypatch, rate, models, **options):
+    """A search over formulas: needed is 120, 90, 60, 20 by stage and model x size; rate: of stage, model and size."""
     def fake(model, stage, target, size, **options):
-        return Fake(stage, {0: 120, 1: 90, 2: 60, 3: 20}[stage] + model * size)
+        return Fake(stage, {0: 120, 1: 90, 2: 60, 3: 20}[stage] + model * size, rate=rate(stage, model, size))
 
     monkeypatch.setattr("zero_jax.planning.search.plan", fake)
-    tight = search({"none": 4.0, "blocks": 0.5}, None, lambda size: size)
-    assert (tight.plan.stage, tight.size, tight.model) == (1, 20, "blocks")  # "none" fits with 2 examples alone
-    loose = search({"none": 0.5001, "blocks": 0.5}, None, lambda size: size, largest_batch=19)
-    assert (loose.plan.stage, loose.size, loose.model) == (1, 19, "none")
-    assert loose.size == loose.limit != tight.limit  # and a report says so
-    assert search({"none": 1000.0}, None, lambda size: size).plan is None
+    return search(models, None, lambda size: size, **options)
+
+
+@pytest.mark.parametrize(("rate", "expected"), [
+    (lambda stage, model, size: size, (3, 160, "blocks")),  # grows with the batch: the largest of all
+    (lambda stage, model, size: size * (20 if model == 4 else 1), (3, 20, "none")),  # recomputation is that slow
+    (lambda stage, model, size: size / (100 if stage == 3 else 1), (2, 80, "blocks")),  # stage 3 is
+    (lambda stage, model, size: -size, (1, 1, "blocks")),  # falls with the batch, as where XLA recomputes
+    (lambda stage, model, size: 7, (1, 1, "blocks"))])  # as fast: the one that was tried first
+def test_search_takes_what_fits_with_most_tokens_per_second(monkeypatch, rate, expected):
+    """The memory is the same in all rows, and the answers differ by the speed alone.
+
+    Control: where the speed grows with the batch, what does not fit is faster, and is not the answer.
+    """
+    found = searched(monkeypatch, rate, {"none": 4.0, "blocks": 0.5})
+    assert (found.plan.stage, found.size, found.model) == expected
+    fitting = [each for each in found.tried if each.fits]
+    assert found.plan in fitting and found.plan.rate == max(each.rate for each in fitting)
+    if expected == (3, 160, "blocks"):
+        assert max(each.rate for each in found.tried) > found.plan.rate
+    for stage in {each.stage for each in fitting}:
+        base, none, blocks = {1: (90, 2, 20), 2: (60, 10, 80), 3: (20, 20, 160)}[stage]  # the largest, by hand
+        assert {base + 4.0 * none, base + 0.5 * blocks} <= {each.needed_bytes for each in fitting}
+
+
+def test_a_search_ends_where_all_fits_or_a_stage_is_no_faster(monkeypatch):
+    """Control: where each stage is faster than the one before it, all are tried."""
+    loose = searched(monkeypatch, lambda stage, model, size: size, {"none": 0.5001, "blocks": 0.5}, largest_batch=19)
+    assert (loose.plan.stage, loose.size, loose.model) == (1, 19, "blocks") and loose.size == loose.limit
+    assert {each.stage for each in loose.tried} == {0, 1}, "later stages can do no more"
+    for rate, stages in ((lambda stage, model, size: 7, {0, 1, 2}), (lambda stage, model, size: size, {0, 1, 2, 3})):
+        assert {each.stage for each in searched(monkeypatch, rate, {"blocks": 0.5}).tried} == stages
+    assert searched(monkeypatch, lambda stage, model, size: size, {"none": 1000.0}).plan is None
     deep = deepest(lambda layers: layers * 0.25, 2, None, 8)
     assert (deep.size, deep.plan.needed_bytes) == (20, 100)
+
+
+def test_a_search_shows_the_speed_of_each_that_was_tried(monkeypatch):
+    """Control: without a predicted time its cell is empty."""
+    found = searched(monkeypatch, lambda stage, model, size: 1000 * size, {"blocks": 0.5})
+    found = dataclasses.replace(found, tried=tuple(
+        types.SimpleNamespace(**dataclasses.asdict(each), fits=each.fits, timing=each.timing, batch_size=8,
+                              compile_seconds=1) for each in found.tried))
+    console = Console(width=100, file=io.StringIO())
+    console.print(plan_report.search_table(found))
+    assert "tokens/s" in console.file.getvalue() and "160,000" in console.file.getvalue()
+    for each in found.tried:
+        each.timing = None
+    silent = Console(width=100, file=io.StringIO())
+    silent.print(plan_report.search_table(found))
+    assert "160,000" not in silent.file.getvalue()
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ SUBJECTS = {
                                       "quantize_gradients",
     "Folder of the run, and checkpoints": "out save_every max_to_keep resume save_to local_checkpoints local_every",
     "Devices that fail or hang": "check_replicas hang_after hang_exit",
-    "What is compiled before a run": "target dry_run search remedies json png"}
+    "What is compiled before a run": "target dry_run search remedies tokens prices deadline json png"}
 """The options of the classes that hold several subjects; those of another class are of its subject."""
 
 TAKE_FILE = ("train", "inspect")

@@ -35,7 +35,7 @@ INTERRUPTED, HUNG_UP = 130, 129
 OUTPUT_CLOSED = 141
 """Exit status where the reader of the output ended: 128 + SIGPIPE, as shells have it."""
 DOES_NOT_FIT = 3
-"""Exit status of a plan that does not fit, which is an answer and not an error."""
+"""Exit status of a plan that does not fit, or not before its deadline, which is an answer and not an error."""
 
 _PLAN_ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",  # XLA logs an error for a program that does not fit; the report says so
@@ -57,7 +57,7 @@ COMMANDS: dict[str, type[Config]] = {
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command of `args` (default: those of the process) and returns its exit status.
 
-    0, or 1 for a run that failed, 2 for bad input (one message on standard error), 3 for a plan that does not fit,
+    0, or 1 for a run that failed, 2 for bad input (one message on standard error), 3 for a plan that does not fit, or is late,
     75 for a run that saved and ended on SIGTERM, 129 for one that did on SIGHUP, 130 for one that did on Ctrl-C; 130
     after a second or another Ctrl-C, too, 124 for a run that hung (--hang-exit), 141 where the reader of the output
     ended, as head does, whereupon nothing is printed. Output that cannot be written, as on a full disk, is told with 2;

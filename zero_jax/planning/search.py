@@ -1,6 +1,7 @@
-"""What fits a target: the smallest stage, the largest batch, the least rematerialisation, the deepest model."""
+"""What fits a target: the stage, batch and rematerialisation of most tokens per second, and the deepest model."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from zero_jax.xla.targets import Target
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """The best plan that fits, and every plan that was compiled for the search.
+    """The plan of most tokens per second, or of most layers, that fits, and every plan that was compiled.
 
     model: key of the model in what was searched; size: what was searched for, such as examples per device or layers;
     limit: the largest size that the search would have tried.
@@ -30,43 +31,52 @@ def search(
     stages: Sequence[int] = range(len(STAGES)), largest_batch: int = 1 << 16,
     on_plan: Callable[[str, Plan], None] = lambda name, plan: None, **options: Any
 ) -> SearchResult:
-    """The smallest stage that fits, with it the largest batch per device, and for that the least rematerialisation.
+    """Of what fits the plan with most predicted tokens per second.
+
+    At each stage the largest batch per device is found, with most rematerialisation and then with less; the answer is
+    the fastest of all plans that were tried on the way, which need not be of a largest batch. Of two that are as fast,
+    the answer is the earlier.
 
     Args:
       models: models by name, from the least to the most rematerialisation.
       target: the target topology.
       batch: from examples per device to the global batch, abstract.
-      stages: those to try, in order.
+      stages: those to try, in order, up to one with which nothing is faster than with those before it, or with which
+        `largest_batch` fits without rematerialisation.
       largest_batch: the most examples per device to try.
       on_plan: called with the model's name and each plan.
       **options: of `plan`.
 
     `SearchResult.plan` is None if nothing fits.
     """
-    tried: list[Plan] = []
+    tried: dict[tuple[int, str, int], Plan] = {}
 
-    def measure(name: str, stage: int, size: int) -> Plan:
-        compiled = plan(models[name], stage, target, batch(size), **options)
-        tried.append(compiled)
-        on_plan(name, compiled)
-        return compiled
+    def share(size: int, stage: int, name: str) -> float:
+        key = stage, name, size
+        if key not in tried:
+            tried[key] = plan(models[name], stage, target, batch(size), **options)
+            on_plan(name, tried[key])
+        return _share(tried[key])
 
-    most = list(models)[-1]
+    most, *less = reversed(list(models))
+    best = SearchResult(most, 0, None, (), largest_batch)
     for stage in stages:
-        best: dict[int, Plan] = {}
+        size = largest(functools.partial(share, stage=stage, name=most), largest_batch)
+        for name in less:  # which needs more memory, so that its largest batch is no larger
+            if size and share(size, stage, name) > 1:
+                size = largest(functools.partial(share, stage=stage, name=name), size - 1)
+        before, fitting = best.plan, [key for key, each in tried.items() if each.fits]
+        if fitting:
+            fastest = max(fitting, key=lambda key: tokens_per_second(tried[key]))
+            best = dataclasses.replace(best, model=fastest[1], size=fastest[2], plan=tried[fastest])
+        if size == largest_batch or before is not None and before is best.plan:
+            break
+    return dataclasses.replace(best, tried=tuple(tried.values()))
 
-        def fits(size: int, stage: int = stage, best: dict[int, Plan] = best) -> float:
-            best[size] = measure(most, stage, size)
-            return _share(best[size])
 
-        size = largest(fits, largest_batch)
-        if not size:
-            continue
-        for name in list(models)[:-1]:
-            if (less := measure(name, stage, size)).fits:
-                return SearchResult(name, size, less, tuple(tried), largest_batch)
-        return SearchResult(most, size, best[size], tuple(tried), largest_batch)
-    return SearchResult(most, 0, None, tuple(tried), largest_batch)
+def tokens_per_second(plan: Plan) -> float:
+    """The predicted tokens per second of all devices; 0 where no time is predicted."""
+    return plan.timing.tokens_per_second if plan.timing else 0.0
 
 
 def deepest(

@@ -69,7 +69,17 @@ class PlanOptions:
     computes. The step is compiled without it, too, to say what it changes."""
 
     search: Literal["no", "fit", "layers"] = "no"
-    """fit: the smallest stage, largest batch and least remat that fit; layers: the deepest model."""
+    """fit: the stage, batch and remat that fit with most predicted tokens/s; layers: the deepest model."""
+
+    tokens: Annotated[int, Within(1)] | None = None
+    """How many tokens are trained on, as 1e12: the report says how many days that takes at the predicted speed."""
+
+    prices: Path | None = None
+    """With tokens: a TOML file with dollars per device-hour, as h100 = 2.5 below [prices], by chip or by target: the
+    report says what the tokens cost."""
+
+    deadline: Annotated[float, Within(1e-9)] | None = None
+    """With tokens: the days that they may take. The exit status is 3 where they take more."""
 
     remedies: bool = True
     """Where the step does not fit: compile what may help, and print what does, for up to two minutes."""

@@ -12,8 +12,17 @@ from zero_jax.cli.config_file import config_text
 from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.objectives.choose import objective_of
 from zero_jax.cli.planning.plan_config import PlanConfig
-from zero_jax.cli.planning.plan_report import draw_stages, finite, plan_json, plan_tables, search_table, verdict
+from zero_jax.cli.planning.plan_report import (
+    cost_table,
+    draw_stages,
+    finite,
+    plan_json,
+    plan_tables,
+    search_table,
+    verdict,
+)
 from zero_jax.cli.planning.remedies import Remedy, remedies, remedy_lines, train_lines
+from zero_jax.cli.planning.training_cost import TrainingCost
 from zero_jax.cli.reports.report import make_console, state_table
 from zero_jax.cli.start import check_start
 from zero_jax.cli.step_from_config import (
@@ -32,7 +41,7 @@ from zero_jax.planning.memory import Transformer
 from zero_jax.planning.offload_choice import OffloadArgument, OffloadChoice
 from zero_jax.planning.placement import compare, files_on
 from zero_jax.planning.plan import Plan, examine, plan
-from zero_jax.planning.search import SearchResult, deepest, search
+from zero_jax.planning.search import SearchResult, deepest, search, tokens_per_second
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.stages import STAGES
 from zero_jax.step.make import make_zero_train_step
@@ -42,7 +51,7 @@ from zero_jax.xla.targets import Target, target_of
 
 
 def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
-    """Compiles and prints the plan of `config`; returns whether the step fits.
+    """Compiles and prints the plan of `config`; returns whether the step fits, in time for a deadline.
 
     Raises ValueError for an invalid target, mesh, model or batch.
     """
@@ -70,14 +79,15 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
             chosen = placement.plan if placement else setup.plan_of(options["offload"])
         if not chosen.fits and config.remedies:
             helps = remedies(config, chosen, choice.config, lambda other: _Setup.of(other).plan(), report_trial)
+    cost = TrainingCost.of(config, chosen) if chosen else None
     if config.json:
         print(json.dumps(finite({
-            "model": config.model, "plan": chosen and plan_json(chosen),
+            "model": config.model, "plan": chosen and plan_json(chosen), "cost": cost and cost.as_json(),
             "remedies": [{"changes": dict(each.changes), "plan": plan_json(each.plan)} for each in helps],
             "placement": placement and {"offload": placement.name, "reason": placement.reason},
             "search": result and {"model": result.model, "size": result.size, "tried": [
                 {"stage": each.stage, "batch_size": each.batch_size, "needed_bytes": each.needed_bytes,
-                 "fits": each.fits} for each in result.tried]}})))
+                 "fits": each.fits, "tokens_per_second": tokens_per_second(each)} for each in result.tried]}})))
     else:
         if result:
             console.print(search_table(result))
@@ -87,13 +97,17 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
             console.print(plan_tables(chosen, advice=not config.remedies))
             console.print(attention_text(choice, batch=chosen.batch_size // config.accumulate, length=setup.length,
                                          precision=config.precision))
+        if cost:
+            console.print(cost_table(cost))
         if chosen and result is None and (chosen.fits or config.remedies):
             lines = train_lines(config, chosen) if chosen.fits else remedy_lines(
                 config, chosen, helps)
             console.print(*lines, sep="\n", soft_wrap=True)
     if config.png is not None:
         _draw(config, choice, target, setup.batch(), options, None if result else chosen)
-    return chosen is not None and chosen.fits
+    if cost and cost.late:
+        progress.print(cost.late, soft_wrap=True)
+    return chosen is not None and chosen.fits and not (cost and cost.late)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from zero_jax.cli.options.of_step import (
     TilingOptions,
 )
 from zero_jax.cli.options.plan import MAX_DEFAULT_LENGTH, PlanOptions
+from zero_jax.cli.planning.prices import price_of
 from zero_jax.errors import UsageError
 from zero_jax.xla.targets import Target, target_of
 
@@ -34,6 +35,9 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
         self.check_quantized()
         self.check_tiling()
         check_combinations(self)
+        for name, value in {"prices": self.prices, "deadline": self.deadline}.items():
+            if value is not None and self.tokens is None:
+                raise UsageError(f"{name}={value} without tokens: give tokens=1e12, say, or leave it out.")
         if self.png is not None and self.png.suffix != ".png":
             raise UsageError(f"png={self.png} does not end in .png.")
 
@@ -45,6 +49,8 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
             with_others = f" x tensor, context, replica {self.tensor}, {self.context}, {self.replica}" * (others > 1)
             raise UsageError(f"mesh={self.mesh}{with_others} is of {math.prod(self.mesh) * others} devices, and "
                              f"{self.target} has {target.num_devices}: give sizes whose product is that.")
+        if self.prices is not None:
+            price_of(self.prices, self.target, target)
         if self.png is not None:
             check_folder("png", self.png.parent)
         choice = with_remat(find_model(self.model), self.remat)

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from zero_jax.cli.planning.training_cost import TrainingCost
 from zero_jax.cli.reports.report import (
     PLAIN,
     largest_table,
@@ -22,7 +23,7 @@ from zero_jax.contract.verify import Report
 from zero_jax.layout.host_leaves import update_bytes_of
 from zero_jax.layout.layout import Layout
 from zero_jax.planning.plan import Plan
-from zero_jax.planning.search import SearchResult
+from zero_jax.planning.search import SearchResult, tokens_per_second
 from zero_jax.planning.timing import OverlapEffect
 from zero_jax.xla.process_memory import FRACTION, fraction_text, memory_fraction
 
@@ -173,11 +174,26 @@ def search_table(result: SearchResult) -> Table:
     """All plans that a search compiled, the chosen one in bold."""
     ended = ", where the search ends: more may fit" * (result.size == result.limit)
     title = f"Search: {result.model}, size {result.size:,}{ended}" if result.plan else "Search: nothing fits"
-    table = _table(title, "stage", "batch", "needed", "of", "", "compiled in")
+    table = _table(title, "stage", "batch", "needed", "of", "", "tokens/s", "compiled in")
     for plan in result.tried:
         table.add_row(str(plan.stage), str(plan.batch_size), size_text(plan.needed_bytes),
                       size_text(plan.memory_bytes or 0), "fits" if plan.fits else "does not fit",
-                      f"{plan.compile_seconds:.0f} s", style="bold" if plan is result.plan else None)
+                      f"{tokens_per_second(plan):,.0f}" if plan.timing else "", f"{plan.compile_seconds:.0f} s",
+                      style="bold" if plan is result.plan else None)
+    return table
+
+
+def cost_table(cost: TrainingCost) -> Table:
+    """Days, device-hours and dollars of a number of tokens; the band is that of the predicted step."""
+    def figure(value: float) -> str:
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+    table = _table(f"{cost.tokens:,} tokens at the predicted speed", "", "", "")
+    low, high = (each * cost.days for each in cost.band) if cost.band else (0.0, 0.0)
+    table.add_row("days", figure(cost.days), f"{figure(low)} to {figure(high)}" if cost.band else "not compared")
+    table.add_row("device-hours", figure(cost.device_hours))
+    if cost.price is not None:
+        table.add_row(f"dollars, at {cost.price:g} per device-hour", figure(cost.dollars or 0.0))
     return table
 
 
