@@ -57,8 +57,8 @@ COMMANDS: dict[str, type[Config]] = {
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command of `args` (default: those of the process) and returns its exit status.
 
-    0, or 1 for a run that failed, 2 for bad input (one message on standard error), 3 for a plan that does not fit, or is late,
-    75 for a run that saved and ended on SIGTERM, 129 for one that did on SIGHUP, 130 for one that did on Ctrl-C; 130
+    0, or 1 for a run that failed, 2 for bad input (one message on standard error), 3 for a plan that does not fit
+    or is late, 75 for a run that saved and ended on SIGTERM, 129 for one that did on SIGHUP, 130 for one that did on Ctrl-C; 130
     after a second or another Ctrl-C, too, 124 for a run that hung (--hang-exit), 141 where the reader of the output
     ended, as head does, whereupon nothing is printed. Output that cannot be written, as on a full disk, is told with 2;
     closed output is dropped. What the user's own code raises, in a forward pass say, is bad input, and told with its
