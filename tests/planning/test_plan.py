@@ -187,6 +187,14 @@ def test_the_largest_is_found_in_few_tries(fixed, each, limit):
         return math.inf if n > 800 else max(0.25, n / 350)
 
     assert largest(bent, limit) == min(limit, 350) and len(tried) <= 3 * math.log2(limit)
+    tried.clear()
+    early, late = 0.0031, 0.007  # a share that grows faster from 2 on, as was seen of temporaries
+
+    def faster(n):
+        tried.append(n)
+        return 0.09 + early * min(n, 2) + late * max(0, n - 2)
+
+    assert largest(faster, 1 << 16) == 131 and len(tried) <= 6  # 9 where the guesses follow the first two alone
     bumpy = largest(lambda n: 0.2 + 0.013 * n + 0.002 * math.sin(n), 1000)
     assert 0.2 + 0.013 * bumpy + 0.002 * math.sin(bumpy) <= 1 < 0.2 + 0.013 * (bumpy + 1) + 0.002 * math.sin(bumpy + 1)
 

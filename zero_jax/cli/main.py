@@ -57,13 +57,13 @@ COMMANDS: dict[str, type[Config]] = {
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command of `args` (default: those of the process) and returns its exit status.
 
-    0, or 1 for a run that failed, 2 for bad input (one message on standard error), 3 for a plan that does not fit
-    or is late, 75 for a run that saved and ended on SIGTERM, 129 for one that did on SIGHUP, 130 for one that did on Ctrl-C; 130
-    after a second or another Ctrl-C, too, 124 for a run that hung (--hang-exit), 141 where the reader of the output
+    0, or 1 for a run that failed, 2 for bad input (one message on standard error), 3 for a plan that does not fit or is
+    late, 75 for a run that saved and ended on SIGTERM, 129 for one that did on SIGHUP, 130 for one that did on Ctrl-C;
+    130 after a second or another Ctrl-C, too, 124 for a run that hung (--hang-exit), 141 where the reader of the output
     ended, as head does, whereupon nothing is printed. Output that cannot be written, as on a full disk, is told with 2;
     closed output is dropped. What the user's own code raises, in a forward pass say, is bad input, and told with its
-    line. An error that is neither that nor a bad step is raised as it
-    is, with which Python ends with 1. ZERO_JAX_TRACEBACK=1 in the environment shows the traceback of the others, too.
+    line. An error that is neither that nor a bad step is raised as it is, with which Python ends with 1.
+    ZERO_JAX_TRACEBACK=1 in the environment shows the traceback of the others, too.
     """
     _open_closed_streams()
     try:

@@ -119,6 +119,8 @@ def _guess(known: Mapping[int, float], low: int, high: int) -> int:
     (a, at_a), (b, at_b) = sorted(known.items(), key=lambda item: abs(item[1] - 1))[:2]
     slope = (at_b - at_a) / (b - a)
     guess = int(a + (1 - at_a) / slope) if slope > 0 else 2 * low
+    if not low < guess < high and low in known and high in known:  # the share grows otherwise there
+        guess = int(low + (high - low) * (1 - known[low]) / (known[high] - known[low]))
     return min(max(guess, low + 1), high - 1)
 
 
