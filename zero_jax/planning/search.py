@@ -121,7 +121,7 @@ def _guess(known: Mapping[int, float], low: int, high: int) -> int:
     guess = int(a + (1 - at_a) / slope) if slope > 0 else 2 * low
     if not low < guess < high and low in known and high in known:  # the share grows otherwise there
         guess = int(low + (high - low) * (1 - known[low]) / (known[high] - known[low]))
-    return min(max(guess, low + 1), high - 1)
+    return min(max(min(guess, 64 * low), low + 1), high - 1)  # two alike would have the limit as the next
 
 
 def _share(plan: Plan) -> float:
