@@ -7,6 +7,7 @@ import lzma
 
 import numpy as np
 import pytest
+from support import command_line
 
 from zero_jax.data import corpus, extras
 from zero_jax.data.conversations import read_rows
@@ -106,6 +107,19 @@ def test_lines_that_are_none(tmp_path, rows, message):
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match=message):  # and before JAX starts
         check_file(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("row, objective", [
+    ({"messages": [{"role": "user", "content": "a"}]}, "instruct"), ({"prompt": "a", "completion": "b"}, "instruct"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preferences"), ({"prompt": "a", "body": "b"}, None)])
+def test_examples_with_responses_name_their_objective(tmp_path, row, objective):
+    said = f"give --objective {objective}, or name the one" if objective else ": name the one with the text"
+    files = [jsonl(tmp_path / "a.jsonl", [row]), parquet(tmp_path / "a.parquet", **{k: [v] for k, v in row.items()})]
+    for name in files:
+        done = command_line.run("train", "--data", name, "--out", str(tmp_path / "run"))
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert said in done.stderr and ("--objective" in done.stderr) == bool(objective)  # negative control: the last
+        assert "--text-field" in done.stderr
 
 
 def test_what_json_can_spell_and_utf8_cannot(tmp_path):

@@ -178,8 +178,7 @@ def json_rows(path: Path, example: str = "prompt") -> Iterator[tuple[str, dict[s
 def _jsonl(path: Path, field: str) -> Iterator[str]:
     for where, row in json_rows(path, field):
         if field not in row:
-            raise UsageError(f"{where}: it has no field {named(field)}, but {few(row)}: name the one with the text as "
-                             "text_field.")
+            raise UsageError(f"{where}: it has no field {named(field)}, but {few(row)}: {_mend(row)}.")
         yield _as_text(row[field], field, where)
 
 
@@ -192,6 +191,16 @@ def _object(line: bytes, where: str, example: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise UsageError(f"{where}: it is no object, as {example} is one.")
     return row
+
+
+def _mend(names: Iterable[str]) -> str:
+    """What to give for rows of these fields, none of which is the text."""
+    names = set(names)
+    if {"chosen", "rejected"} <= names:
+        return "they are preferences, so give objective=preferences, or name the one with the text as text_field"
+    if "messages" in names or {"prompt", "completion"} <= names:
+        return "they are instructions, so give objective=instruct, or name the one with the text as text_field"
+    return "name the one with the text as text_field"
 
 
 def _as_text(value: Any, field: str, where: str) -> str:
@@ -243,8 +252,7 @@ def _check_column(path: Path, field: str) -> None:
     """Raises ValueError unless a Parquet file has text in the column `field`."""
     pyarrow, schema = extras.load("pyarrow", str(path)), _open_parquet(path).schema_arrow
     if field not in schema.names:
-        raise UsageError(f"{path}: it has no column {named(field)}, but {few(schema.names)}: name the one with the "
-                         "text as text_field.")
+        raise UsageError(f"{path}: it has no column {named(field)}, but {few(schema.names)}: {_mend(schema.names)}.")
     kind = schema.field(field).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_dictionary(kind)):
         raise UsageError(f"{path}: the column {named(field)} is of type {kind} and no text: name the one with the text "
