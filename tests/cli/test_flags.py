@@ -75,7 +75,7 @@ def test_names_without_an_option_of_ours_say_what_to_give(command, args, said):
 
 
 def test_the_table_of_names_leads_to_options():
-    fields = {field.name for config in COMMANDS.values() for field in dataclasses.fields(config)} | {"epochs"}
+    fields = {field.name for config in COMMANDS.values() for field in dataclasses.fields(config)}
     led = {name for name in OTHER_NAMES.values() if " " not in name}
     flags = {flag[2:].replace("-", "_") for text in OTHER_NAMES.values() for flag in re.findall(r"--[a-z-]+", text)}
     assert led | flags <= fields, (led | flags) - fields

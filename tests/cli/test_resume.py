@@ -225,7 +225,7 @@ def test_what_may_change_and_what_may_not_are_all_options():
             "remat", "accumulate", "reduce", "gather", "max_bad_steps", "eval_every", "eval_batches", "save_every",
             "max_to_keep", "resume", "out", "save_to", "local_checkpoints", "local_every", "samples", "distributed",
             "heartbeat", "hang_after", "hang_exit", "check_replicas", "prefetch",
-            "log_to", "html", "profile", "dry_run", "target", "prefetch_weights",
+            "epochs", "log_to", "html", "profile", "dry_run", "target", "prefetch_weights",
             "attention", "loss_chunks"}
     matter = {*FIXED, *CHANGEABLE}
     assert matter | free == {field.name for field in dataclasses.fields(TrainConfig)} and not free & matter

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from zero_jax.arguments import shown
+from zero_jax.cli.flags import OTHER_NAMES
 from zero_jax.cli.model_lookup import nearest
 from zero_jax.errors import UsageError, named, printable
 from zero_jax.files import read_regular
@@ -45,7 +46,13 @@ def expand_config(args: Sequence[str], configs: Mapping[str, type]) -> list[str]
         raise UsageError(f"--config: it holds options of {' and '.join(configs)}; {named(command)} takes none.")
     if len(files) > 1:
         raise UsageError(f"--config is given {len(files)} times: give one file, and other options as flags.")
-    return [command, *as_args(read_options(files[0], configs[command])), *others[1:]]
+    options = read_options(files[0], configs[command])
+    flags = {OTHER_NAMES.get(name, name) for name in (
+        arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in others[1:])}
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if one in flags:
+            options.pop(other, None)
+    return [command, *as_args(options), *others[1:]]
 
 
 def read_options(path: str | Path, config: type) -> dict[str, Any]:

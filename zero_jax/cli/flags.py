@@ -29,7 +29,7 @@ FIRST = {
 
 SUBJECTS = {
     "Model and training": "model vocab_size init_from stage precision optimizer batch_size batch_per_device "
-                          "seq_len steps weight_decay grad_clip_norm ema max_bad_steps seed",
+                          "seq_len steps epochs weight_decay grad_clip_norm ema max_bad_steps seed",
     "Devices": "devices distributed heartbeat mesh replica tensor context sequence_parallel partition_activations",
     "Memory": "remat loss_chunks tiling offload offload_fraction offload_disk offload_gib",
     "Microbatches and communication": "accumulate reduce gather overlap prefetch_weights quantize_weights "
@@ -75,8 +75,7 @@ OTHER_NAMES = {
     "deepspeed": "zero_jax.interop.from_deepspeed reads its JSON",
     "nproc_per_node": "zero-jax launch starts several processes",
     "batch_per_device": "give --batch-size, the sequences of a step over all devices and microbatches",
-    "batch_size": "give --batch-per-device, the sequences of a step on each device",
-    "epochs": "give --steps"}
+    "batch_size": "give --batch-per-device, the sequences of a step on each device"}
 """What others call an option, by its name of ours; or, with spaces, what to give where a command has none of either."""
 
 
@@ -107,6 +106,8 @@ def read_flags(command: str, config: type, args: Sequence[str]) -> Any:
             if not text:
                 raise UsageError(f"{flag} is empty: give {shown_type(hints[name])}.")
             values[name] = _value(flag, text, hints[name])
+    if {"steps", "epochs"} <= values.keys():
+        raise UsageError(f"{command}: --steps and --epochs both say when the run ends: give one of them.")
     missing = [flag_of(field.name) for field in dataclasses.fields(config)
                if field.default is dataclasses.MISSING and field.name not in values]
     if missing:

@@ -51,6 +51,8 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
         check_combinations(self)
         self.check_diloco()
         self.check_schedule()
+        if self.epochs is not None and self.steps != TrainConfig.steps:
+            raise UsageError(f"steps={self.steps} and epochs={self.epochs} both say when the run ends: give one.")
         self.check_objective_options()
         self.check_evaluation()
         self.check_reports()
@@ -80,8 +82,10 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
         file = self.init_from if self.init_from is None or checkpoint_folder(self.init_from) is None else None
         if file is not None:
             find_tensors(file)
-        if self.profile_steps[1] > self.steps:
-            raise UsageError(f"profile={self.profile} ends after the last of steps={self.steps}: give an earlier step.")
+        if self.epochs is None:
+            self._check_profile()
+        elif self.dry_run:
+            raise UsageError(f"epochs={self.epochs}: a dry run reads no data: give steps.")
         if self.target is not None:
             devices = target_of(self.target).num_devices
             if self.devices not in (None, devices):
@@ -100,6 +104,18 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
             choice.check_weights(file, find_tensors(file))
         self.check_adapters(choice)
         return choice
+
+    def settled(self, batches_per_epoch: int) -> "TrainConfig":
+        """With the number of steps in place of the number of epochs; raises ValueError where they are too many."""
+        if self.epochs is None:
+            return self
+        config = dataclasses.replace(self, epochs=None, steps=self.epochs * batches_per_epoch)
+        config._check_profile()
+        return config
+
+    def _check_profile(self) -> None:
+        if self.profile_steps[1] > self.steps:
+            raise UsageError(f"profile={self.profile} ends after the last of steps={self.steps}: give an earlier step.")
 
     def check_devices(self, devices: int) -> None:
         """Raises ValueError unless the batch, with its microbatches, and the mesh's axes divide over `devices`."""
@@ -143,7 +159,7 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
             check_target(self.checkpoints)
         if not self.resume:
             if numbers := numbers_in(self.checkpoints):  # a new run must not mix its own with them
-                more = f" --steps {2 * max(numbers)}" if max(numbers) >= self.steps else ""
+                more = f" --steps {2 * max(numbers)}" if self.epochs is None and max(numbers) >= self.steps else ""
                 raise UsageError(
                     f"{self.checkpoints} has checkpoints of an earlier run, up to step {max(numbers)}: --resume "
                     f"continues from there, as in {self.next_command(more)}; for a new run give another out, or remove "
@@ -158,7 +174,7 @@ class InspectConfig(TrainConfig):
     def check_reports(self) -> None:
         """As for a run, and raises ValueError for what only a run does."""
         super().check_reports()
-        for name in ("log_to", "profile", "dry_run"):
+        for name in ("log_to", "profile", "dry_run", "epochs"):
             if getattr(self, name):
                 raise UsageError(f"{name}: inspect trains nothing: leave it out, or give it to train.")
 

@@ -48,7 +48,7 @@ class DiLoCoOptions:
         except UsageError as error:  # it names the arguments of make_diloco_step
             raise UsageError(f"diloco_{error}") from None
         config: Any = self
-        if self.diloco_every > config.steps:
+        if config.epochs is None and self.diloco_every > config.steps:
             raise UsageError(f"diloco_every={self.diloco_every} is more than steps={config.steps}: the slices would "
                              "never be averaged.")
 

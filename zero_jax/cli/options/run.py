@@ -99,6 +99,9 @@ class RunOptions:
     steps: Count = 700
     """Optimizer steps."""
 
+    epochs: Count | None = None
+    """Passes over the part of the data to train on, in whole batches, in place of --steps. None: as --steps says."""
+
     weight_decay: Annotated[float, Within(0, 10)] = 0.1
     """Decoupled, per unit of learning rate."""
 

@@ -105,6 +105,10 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
     console = (console or make_console()) if is_first() else Console(quiet=True)
     all_or_none(lambda: make_folder(config.out) if is_first() else None)
     data = objective.load_data()
+    if config.epochs is not None:
+        epochs, (one_pass, _) = config.epochs, data.batches(None)
+        config = config.settled(one_pass.batches_per_epoch)
+        console.print(f"--epochs {epochs}: {one_pass.batches_per_epoch} batches each, {config.steps} steps.")
     placed, placement = with_chosen_offload(config, objective, devices)
     together = step_of(placed, choice, devices, loss=objective.loss)
     slices = slices_of(config, together)
