@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zero_jax.interop.programs import export_programs
     from zero_jax.layout.layout import Layout
     from zero_jax.offload.offload import Offload
+    from zero_jax.optim.narrow_moments import narrow_moments
     from zero_jax.optim.whole_matrices import whole_matrices
     from zero_jax.planning.offload_choice import OffloadChoice
     from zero_jax.planning.placement import choose_offload
@@ -84,6 +85,7 @@ __all__ = [
     "make_mesh",
     "make_zero_train_step",
     "merge_lora",
+    "narrow_moments",
     "next_token_loss",
     "plan",
     "remat",
@@ -139,6 +141,7 @@ _MODULES = {
     "make_mesh": "sharding.mesh",
     "make_zero_train_step": "step.make",
     "merge_lora": "interop.lora_files",
+    "narrow_moments": "optim.narrow_moments",
     "next_token_loss": "step.losses",
     "plan": "planning.plan",
     "remat": "frontends.model_functions",

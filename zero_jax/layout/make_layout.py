@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax import combinations
+from zero_jax.errors import UsageError
 from zero_jax.gather.gather import ParamUse, compute_spec
 from zero_jax.gather.quantized.leaves import Leaf, quantized_leaves
 from zero_jax.gather.quantized.policy import Communication
@@ -22,6 +23,7 @@ from zero_jax.precision import Precision
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess, Tiles
 from zero_jax.sharding.partition import (
+    BLOCK_SCALES,
     OWNED,
     SMALL_LEAF,
     SMALL_SHARE,
@@ -45,9 +47,16 @@ def partition_state(params: Any, optimizer: Any, sizes: Mapping[str, int],
     splits: what tensor parallelism splits, by parameter. Dims are merged only where all that the optimizer does with
     the leaf is elementwise.
     """
-    small = _small(params, sizes, reads, tiled, splits)
     state, axes = jax.eval_shape(optimizer.init, params), tuple(sizes)
     shapes = {name: leaf.shape for name, leaf in named_leaves(params)}
+    blocked = {ending(name, shapes) for name, _ in named_leaves(state) if BLOCK_SCALES in name.split("/")}
+    for name in blocked & splits.keys():
+        if splits[name].dim == len(shapes[name]) - 1:
+            raise UsageError(f"The parameter {name} has moments with a scale for each block of its last dim, which "
+                             f"{splits[name].axis!r} splits: give narrow_moments(optimizer, 16) instead of 8.")
+    reads = {**reads, **{name: dataclasses.replace(read, stacked=(*read.stacked, len(shapes[name]) - 1))
+                         for name in blocked for read in (reads.get(name, ParamAccess()),)}}
+    small = _small(params, sizes, reads, tiled, splits)
 
     def choose(name: str, leaf: Any) -> tuple[StoredShape, P]:
         read, split = reads.get(name), splits.get(name)
@@ -65,6 +74,10 @@ def partition_state(params: Any, optimizer: Any, sizes: Mapping[str, int],
         owner = ending(name, shapes)
         if not owner or not jnp.issubdtype(leaf.dtype, jnp.number):
             return identity_shape(leaf.shape), choose_spec(leaf.shape, sizes, tiled=tiled)
+        if BLOCK_SCALES in name.split("/"):  # sharded as the parameter, whose last dim it has a few numbers for
+            (param_shape, spec), number = chosen_by_name[owner], leaf.shape[-1]
+            return (StoredShape((*param_shape.dims[:-1], (number,)), (*param_shape.stored[:-1], number)),
+                    P(*spec[:-1]))
         extra = len(leaf.shape) - len(shapes[owner])
         if extra < 0 or leaf.shape[extra:] != shapes[owner]:
             return choose_stored_shape(leaf.shape, sizes, tiled=tiled, merge=False)  # adafactor's factors, say

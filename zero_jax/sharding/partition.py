@@ -16,6 +16,9 @@ from zero_jax.sharding.stored_shape import StoredShape, identity_shape
 OWNED = "owned"
 """In the names of optimizer states whose first dim is spread over the devices, whatever their shape."""
 
+BLOCK_SCALES = "block_scales"
+"""In the names of optimizer states with a number for each block of a parameter's last dim, which is not sharded."""
+
 SMALL_LEAF = 2**14
 """Bytes of the largest parameter that may stay replicated where its dims do not divide."""
 
