@@ -25,7 +25,7 @@ from zero_jax.contract import verify as contract
 
 LARGE = gpt2.Config(2, 2048, 16, vocab_size=8192, max_length=64)
 KEPT = (
-    "cpu stage 3", "h100 stage 0", "h100 stage 0, local", "h100 stage 2", "h100 stage 3", "h100 stage 3, local",
+    "cpu stage 3", "h100 stage 0", "h100 stage 2", "h100 stage 3",
     "h100 stage 3, reduce fp32", "h100 stage 3, fp32", "v5e stage 3")
 LONG = (
     "v5e stage 2",
@@ -149,7 +149,6 @@ def test_a_smaller_promise_is_broken():
 TINY = gpt2.Config(2, 256, 8, vocab_size=512, max_length=512)
 AXES = {"data": ({}, {}), "replica": ({"replica": 2}, {}), "context": ({"context": 2}, {}),
         "context alone": ({"context": 8}, {}),
-        "context alone, local": ({"context": 8}, {"view": "local"}),
         "hpz": ({"data": (2, 4)}, {"hpz_axes": "data_1"}),
         "tensor": ({"tensor": 2}, {"tensor_rules": gpt2.tensor_rules(TINY)}),
         "tensor and context": ({"tensor": 2, "context": 2}, {"tensor_rules": gpt2.tensor_rules(TINY)})}

@@ -100,8 +100,8 @@ def close(left, right, tolerance=2e-4):
 ROWS_OF_NUMBERS = [
     pytest.param(0, "nnx", {}, {}, id="0-nnx"),
     pytest.param(3, "linen", STREAMING, {}, id="3-streaming", marks=pytest.mark.slow),
-    pytest.param(3, "linen", {"fragments": 2}, {"view": "local"}, id="3-local"),
-    pytest.param(1, "linen", {"overlap": True}, {"view": "local", "accumulate": 2}, id="1-local",
+    pytest.param(3, "linen", {"fragments": 2}, {}, id="3-linen"),
+    pytest.param(1, "linen", {"overlap": True}, {"accumulate": 2}, id="1-accumulate",
                  marks=pytest.mark.slow),
     pytest.param(3, "linen", {**STREAMING, "fragments": 3}, {}, id="3-three", marks=pytest.mark.slow),
     pytest.param(0, "linen", {"fragments": 2}, {}, id="0-fragments", marks=pytest.mark.slow),
@@ -178,10 +178,9 @@ def check_contracts(diloco, batch):
     return sent
 
 
-@pytest.mark.parametrize("view", ["global", "local"])
-def test_nothing_crosses_between_slices_but_the_fragment_that_is_due(view):
+def test_nothing_crosses_between_slices_but_the_fragment_that_is_due():
     given = batches(1)[0]
-    sent = check_contracts(make(**STREAMING, step_options={"view": view}), given)
+    sent = check_contracts(make(**STREAMING), given)
     # Two slices of four devices: each sends its quarter of the parameters once. Padded, in float32.
     assert sum(sent.values()) == pytest.approx(4 * (4 * (WIDTH * 2 * WIDTH * 2 + 3 * WIDTH)
                                                     + (2 * WIDTH + 1) * VOCABULARY) / 4, rel=0.2)

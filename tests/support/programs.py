@@ -214,7 +214,6 @@ PROGRAMS: dict[str, Row] = {
         options={"combine_bytes": size}) for size in (None, 30 * 2**20)},  # XLA's own threshold
     "h100 stage 3, annotated": Row(H100, 3, change=annotated),
     "h100 stage 3, kept": Row(H100, 3, change=kept),
-    **{f"h100 stage {stage}, local": Row(H100, stage, options={"view": "local"}) for stage in (0, 3)},
     "h100 stage 3, padded after the sum": Row(H100, 3, gpt2.build(UNEVEN), change=partitioned),
     "h100 stage 3, activations everywhere": Row(H100, 3, Replicated, batch=(1, 64), change=partitioned),
     "h100 stage 3, read in a loop": Row(H100, 3, Recurrent(), batch=(1, 16), change=partitioned),

@@ -13,7 +13,7 @@ import optax
 
 import zero_jax
 from models import gpt2
-from support.oracle import Trained, by_name, in_view, oracle, param_difference
+from support.oracle import Trained, by_name, oracle, param_difference
 from support.workloads import FLAVOURS, KEY_BIAS, token_batches
 from zero_jax.errors import UsageError
 
@@ -112,7 +112,7 @@ def make(drawn: Drawn, folder: str) -> Any:
     return zero_jax.make_zero_train_step(
         FLAVOURS[drawn.flavour](drawn.config), drawn.stage, optimizer=OPTIMIZERS[drawn.optimizer],
         precision=drawn.precision, mesh=zero_jax.make_mesh(**sizes, devices=jax.devices()[:number]), **rules,
-        **in_view(options))
+        **options)
 
 
 def accepted(drawn: Drawn, folder: str) -> Drawn:

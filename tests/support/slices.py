@@ -8,7 +8,6 @@ import optax
 from flax import nnx
 
 import zero_jax
-from support.oracle import in_view
 from zero_jax.tree import named_leaves
 
 VOCABULARY, WIDTH, ROWS = 32, 9, 16
@@ -61,7 +60,7 @@ def batches(number, rows=ROWS):
 def make(stage=3, flavour="linen", replica=2, inner=INNER, step_options=None, **options):
     step = zero_jax.make_zero_train_step(
         MODELS[flavour], stage, optimizer=inner, mesh=zero_jax.make_mesh(replica=replica),
-        **in_view(step_options or {}))
+        **(step_options or {}))
     return zero_jax.make_diloco_step(step, **{"every": 3, **options})
 
 
