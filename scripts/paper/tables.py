@@ -160,7 +160,7 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="folder of figure1.png and tables.json")
     parser.add_argument("--compile", action="store_true", help="compiled steps beside the formulas")
     args = parser.parse_args(argv)
-    console, everything = make_console(), []
+    console, everything = make_console(120), []
     sections = SECTIONS | ({"Compiled for a target topology": compiled_evidence} if args.compile else {})
     for title, section in sections.items():
         results = list(section())

@@ -229,7 +229,7 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="folder for figures2to4.png")
     parser.add_argument("--compile", action="store_true", help="predict compiled steps of h100:8 and v5p:2x2x2 too")
     args = parser.parse_args(argv)
-    console = make_console()
+    console = make_console(120)
     p = Predictions({run: predict(run) for run in RUNS if run.figure in (2, 3, 4)})
     for figure in (2, 3, 4):
         console.print(runs_table(figure, p))

@@ -105,7 +105,7 @@ def main():
     parser.add_argument("--search", action="store_true", help="find the deepest model of each configuration")
     parser.add_argument("--only", nargs="*", default=[], help="names of configurations")
     args = parser.parse_args()
-    console, wrong, deepest_of = make_console(), [], {}
+    console, wrong, deepest_of = make_console(120), [], {}
     chosen = [case for case in cases() if not args.only or case.name in args.only]
     if unknown := set(args.only) - {case.name for case in chosen}:
         parser.error(f"--only {sorted(unknown)}: there are {[case.name for case in cases()]}.")

@@ -128,7 +128,7 @@ def main(argv=None):
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--out", type=Path, help="a Markdown file")
     args = parser.parse_args(argv)
-    console, rows, wrong = make_console(), [], []
+    console, rows, wrong = make_console(120), [], []
     mesh = zero_jax.make_mesh(devices=xla_devices.target_devices(TARGET))
     shown = Table(title=f"Stage 3 on {TARGET}, bf16 with fp32 master and Adam, {LENGTH} tokens a sequence: GB each",
                   box=box.SIMPLE, title_justify="left")

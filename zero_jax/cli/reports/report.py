@@ -21,9 +21,9 @@ PLAIN: dict[str, Any] = {
 """The style of a table, which holds at 100 columns."""
 
 
-def make_console() -> Console:
-    """Standard output; 100 columns wide where it is no terminal, which tables hold at."""
-    return Console(width=None if sys.stdout.isatty() else 100, highlight=False, markup=False, emoji=False)
+def make_console(width: int = 100) -> Console:
+    """Standard output; `width` columns wide where it is no terminal: the command line's tables hold at 100."""
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False, markup=False, emoji=False)
 
 
 def size_text(num_bytes: float) -> str:
