@@ -122,8 +122,7 @@ def test_numbers_are_those_of_a_plain_loop_over_slices(stage, flavour, options, 
     """Control: the loop with another momentum is another run. The wide model's fragments are sent in parts."""
     given, diloco = batches(8), make(stage, flavour, step_options=step_options, **options)
     losses, state = trained(diloco, given)
-    in_iterations = flavour == "wide" and not diloco.functions.inner.options.is_local(diloco.axes)
-    assert diloco.num_parts(0) == (8 * diloco.step.accumulation.microbatches if in_iterations else 1)
+    assert diloco.num_parts(0) == (8 * diloco.step.accumulation.microbatches if flavour == "wide" else 1)
     params = diloco.params(state)
     plain = {"slices": 2, "every": diloco.outer.every, "pieces": masks(diloco, params),
              "overlap": diloco.outer.overlap, "mix": diloco.outer.kept}
