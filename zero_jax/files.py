@@ -10,6 +10,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import xxhash
@@ -88,6 +89,17 @@ def writing(path: Any) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}): free space, or give another place.") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, which has all of `text` or what it had before, whenever the process ends; errors as `writing`."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def checksum(data: Any) -> str:

@@ -9,19 +9,12 @@ import numpy as np
 import optax
 import pytest
 from frontends.test_functional import BATCHES, OPTIMIZER, loss, make, plain
+from support.normed_net import losses_of
 
 import zero_jax
 from zero_jax.contract.verify import check
 from zero_jax.planning.plan import examine
 from zero_jax.tree import merge
-
-
-def trained(state, step, batches=BATCHES):
-    losses = []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return state, losses
 
 
 def with_adapters(base, adapters):
@@ -44,7 +37,7 @@ def test_adapters_by_rule_have_the_numbers_of_a_plain_loop_over_them(stage, opti
                 "out": tuple(stored["out"]["0"][f"weight_lora_{side}"] for side in "ab")}
     assert adapters["layers"][0].shape == (4, 32, 4) and adapters["out"][1].shape == (4, 64)
     wanted, losses = plain(adapters, BATCHES, lambda adapters, batch: loss(with_adapters(base, adapters), batch))
-    state, found = trained(state, step)
+    found, state = losses_of(step, state, BATCHES)
     np.testing.assert_allclose(found, losses, rtol=5e-6)
     assert not np.allclose(plain(base, BATCHES)[1], losses, rtol=1e-3)
     merged = zero_jax.merge_lora(step, state)
@@ -63,7 +56,7 @@ def test_a_quantised_base_and_adapters_with_dropout():
         step = zero_jax.make_zero_train_step(params=zero_jax.lora(make, 4, ("layers/0/weight",), **options), loss=loss,
                                              stage=3, optimizer=optax.sgd(0.0))
         state = step.init(jax.random.key(0), BATCHES[0])
-        return step, trained(state, step, BATCHES[:1] * 2)[1]
+        return step, losses_of(step, state, BATCHES[:1] * 2)[0]
 
     step, one = run(base="int8")
     assert "layers/0/weight_codes" in step.layout().reads and one[0] == pytest.approx(run()[1][0], rel=2e-3)
@@ -72,11 +65,11 @@ def test_a_quantised_base_and_adapters_with_dropout():
     for dropout in (0.0, 0.5):
         step = zero_jax.make_zero_train_step(params=zero_jax.lora(base, 4, "all-linear", dropout=dropout), loss=loss,
                                              stage=3, optimizer=optax.sgd(1.0))
-        state, _ = trained(step.init(jax.random.key(0), BATCHES[0]), step, BATCHES[:2])
+        _, state = losses_of(step, step.init(jax.random.key(0), BATCHES[0]), BATCHES[:2])
         step = zero_jax.make_zero_train_step(params=zero_jax.lora(base, 4, "all-linear", dropout=dropout), loss=loss,
                                              stage=3, optimizer=optax.sgd(0.0))
         moved = jax.device_get(merge(state.params, state.frozen))
-        _, losses = trained(step.with_params(step.init(jax.random.key(0), BATCHES[0]), moved), step, BATCHES[:1] * 2)
+        losses, _ = losses_of(step, step.with_params(step.init(jax.random.key(0), BATCHES[0]), moved), BATCHES[:1] * 2)
         assert (losses[0] == losses[1]) == (dropout == 0.0)
 
 
@@ -108,7 +101,7 @@ def test_variables_are_handed_on(stage, given):
         params, losses = optax.apply_updates(params, updates), [*losses, float(value)]
     step = zero_jax.make_zero_train_step(params=start, variables=given, loss=normalised, stage=stage,
                                          optimizer=OPTIMIZER)
-    state, found = trained(step.init(jax.random.key(0), BATCHES[0]), step)
+    found, state = losses_of(step, step.init(jax.random.key(0), BATCHES[0]), BATCHES)
     np.testing.assert_allclose(found, losses, rtol=5e-6)
     np.testing.assert_allclose(state.variables["norm"]["mean"], variables["norm"]["mean"], rtol=2e-5, atol=1e-7)
     assert int(state.variables["norm"]["count"]) == len(BATCHES) == int(seen["seen"])
@@ -153,14 +146,14 @@ def test_checkpoints_hold_parameters_and_variables(tmp_path):
             loss=normalised, stage=3, optimizer=OPTIMIZER)
 
     step = new()
-    state, _ = trained(step.init(jax.random.key(0), BATCHES[0]), step)
+    _, state = losses_of(step, step.init(jax.random.key(0), BATCHES[0]), BATCHES)
     with zero_jax.Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(step, state, data={"position": 3})
         other = new()
         restored = checkpoints.restore(other, BATCHES[0])
-    again, want = trained(restored.state, other), trained(state, step)
+    again, want = losses_of(other, restored.state, BATCHES), losses_of(step, state, BATCHES)
     assert again[1] == want[1] and int(again[0].variables["norm"]["count"]) == 6
-    assert trained(again[0], other)[1] != want[1]
+    assert losses_of(other, again[1], BATCHES)[0] != want[0]
 
 
 def test_a_plan_and_a_contract_are_those_of_its_parameters():

@@ -1,7 +1,7 @@
 """`zero_jax.audit`: what any jitted step sends, holds and waits for that it need not; in words, as JSON, as a page."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from zero_jax.auditing.roles import OPTIMIZER, PARAMS, Selector
 from zero_jax.auditing.same_step import same_at_stage_3
 from zero_jax.errors import few
 from zero_jax.frontends.nnx import is_nnx_jit, pure_step
-from zero_jax.xla.events import Event, Loop, Work, totals
+from zero_jax.xla.events import again, totals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Audit:
             "ideal_bytes": {str(key): value for key, value in ideal_bytes(program).items()},
             "memory": self.memory(), "peak": program.peak(), "device_bytes": program.device_bytes,
             "flops": sum(totals(program.schedule).flops.values()),
-            "recomputed_flops": _recomputed(program.schedule),
+            "recomputed_flops": sum(totals(program.schedule, of=again).flops.values()),
             "seconds": timing and timing.seconds,
             "exposed_seconds": timing and sum(timing.exposed_seconds.values()),
             "findings": [dataclasses.asdict(each) for each in self.findings],
@@ -137,14 +137,3 @@ def audit(jitted: Any, *shapes: Any, target: str | None = None, params: Selector
     program = compile_step(jitted, shapes, target=target, params=params, batch=batch, compiler_options=compiler_options)
     same = same_at_stage_3(jitted, shapes, program, loss)
     return Audit(program, tuple(findings(program)), None if same is None else audit(*same))
-
-
-def _recomputed(schedule: Iterable[Event]) -> float:
-    """FLOPs that are computed a second time: by `jax.checkpoint`, whose name stack says so, or by XLA itself."""
-    result = 0.0
-    for event in schedule:
-        if isinstance(event, Loop):
-            result += event.trips * _recomputed(event.body)
-        elif isinstance(event, Work) and ("rematted_computation" in event.op_name or ".remat" in event.name):
-            result += sum(event.flops.values())
-    return result

@@ -16,7 +16,7 @@ from typing import Any
 
 from zero_jax.auditing.compare import MIB, changes
 from zero_jax.errors import UsageError, named
-from zero_jax.files import read_regular
+from zero_jax.files import read_regular, write_text
 from zero_jax.xla.targets import target_of
 
 LIMITS = {"sent_mib": ("sent_bytes", MIB), "memory_gib": ("device_bytes", 2**30),
@@ -156,9 +156,9 @@ def update(budget: Budget, cache: Path | None = None) -> list[str]:
         body, found = re.subn(rf"(?m)^\s*{key}\s*=\s*[\w.+-]+", line, body)
         body = body if found else f"{body}\n{line}"
     body = f"{body.strip()}\n" + "\n" * bool(following)
-    budget.file.write_text(f"{text[:header.end()].rstrip()}\n{body}{text[end:].lstrip()}", encoding="utf-8")
+    write_text(budget.file, f"{text[:header.end()].rstrip()}\n{body}{text[end:].lstrip()}")
     reports = json.dumps(_reports(budget) | {budget.step: report}, indent=1, sort_keys=True)
-    budget.reports.write_text(reports + "\n", encoding="utf-8")
+    write_text(budget.reports, reports + "\n")
     return [f"{key} = {value:,.6g}" + (f" (was {budget.limits[key]:,.6g})" if key in budget.limits else "")
             for key, value in values.items()]
 

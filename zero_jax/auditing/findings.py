@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from zero_jax.auditing.compare import MIB
 from zero_jax.auditing.program import Program
 from zero_jax.auditing.roles import BATCH, OPTIMIZER, PARAMS, Leaf
 from zero_jax.contract.memory import HOST
@@ -16,7 +17,6 @@ from zero_jax.xla.events import Loop, Work, totals
 from zero_jax.xla.process_memory import memory_fraction
 from zero_jax.xla.shapes import shape_bytes
 
-MIB = 1 << 20
 REPLICATED_SHARE = 0.02
 """Share of the bytes of parameters, or of the optimizer's state, that may be replicated: norms and biases."""
 WHOLE_SHARE = 0.05

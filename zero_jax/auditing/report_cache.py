@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_jax.auditing.audit import audit
+from zero_jax.files import write_text
 from zero_jax.versions import installed_version
 
 PACKAGES = ("zero-jax", "jax", "jaxlib", "jax-cuda13-plugin", "libtpu")
@@ -30,9 +31,7 @@ def cached_report(folder: Path, jitted: Any, shapes: Sequence[Any], *, target: s
     if key is None:
         return report
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(report), encoding="utf-8")
-    unfinished.replace(path)
+    write_text(path, json.dumps(report))
     return report
 
 

@@ -8,7 +8,6 @@ contains them there. A checkout has them at its top, as `models/`, from where th
 import importlib
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
-from zero_jax.files import read_regular
+from zero_jax.files import read_regular, write_text
 from zero_jax.interop.safetensors_file import file_metadata
 
 OURS = "zero_jax.models"
@@ -153,7 +152,5 @@ def write_config(folder: Path, config: Mapping[str, Any], dtype: str) -> Path | 
     path = folder / CONFIG
     if path.exists():
         return None
-    temporary = path.with_name(f".{CONFIG}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps({**config, "torch_dtype": dtype}, indent=2) + "\n")
-    temporary.replace(path)
+    write_text(path, json.dumps({**config, "torch_dtype": dtype}, indent=2) + "\n")
     return path

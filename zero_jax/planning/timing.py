@@ -16,7 +16,7 @@ from typing import Any
 
 from zero_jax.xla.chip import Rates
 from zero_jax.xla.collective import Collective
-from zero_jax.xla.events import Done, Event, Loop, Start, Work, opaque_calls, totals
+from zero_jax.xla.events import Done, Event, Loop, Start, Work, again_by_xla, opaque_calls, totals
 from zero_jax.xla.targets import Target
 
 # Seconds to start a collective, and for each hop of its ring. GPU: NCCL's own model (src/graph/tuning.cc, ring, LL:
@@ -92,7 +92,7 @@ def predict(
         rates: default: those of the target's chip.
     """
     events, peak = tuple(events), target.chip.peak_flops["bf16"]
-    program, again = (sum(totals(events, recomputed=each).flops.values()) for each in (False, True))
+    program, again = (sum(each.flops.values()) for each in (totals(events), totals(events, of=again_by_xla)))
     device = _Device(target, coords, rates or target.chip.rates)
     device.run(events)
     clock, seconds = device.clock, device.clock["now"]

@@ -1,6 +1,6 @@
 """Gradient accumulation: one step's gradient from a loop over microbatches.
 
-The loop carries shards of the sum (`reduce="every"`, the memory of ZeRO-2), or in the local view each device's own sum,
+The loop carries shards of the sum (`reduce="every"`, the memory of ZeRO-2), or each device's own sum,
 as large as all parameters, which is reduced once behind it (`reduce="once"`, the communication of one batch).
 """
 
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from zero_jax.jaxpr.primitives import empty_on_host
 from zero_jax.layout.batch_layout import BatchLayout
@@ -43,8 +42,7 @@ class Microbatches:
 
     def _cut(self, leaf: jax.Array) -> jax.Array:
         by_device = leaf.reshape(self._axes.batch_shards, self.number, -1, *leaf.shape[1:]).swapaxes(0, 1)
-        parts = by_device.reshape(self.number, -1, *leaf.shape[1:])
-        return constrain(parts, NamedSharding(self._axes.mesh, P(None, self._axes.batch)))
+        return by_device.reshape(self.number, -1, *leaf.shape[1:])
 
     def one(self, examples: list[Any], index: Any) -> Batch:
         """The microbatch `index` of these `examples`."""

@@ -67,11 +67,6 @@ def microbatch_errors_explained(loss: Loss, accumulation: Accumulation) -> Itera
     """Around the trace of a loss that took the whole batch, with microbatches of it."""
     try:
         yield
-    except NotImplementedError as error:
-        if not accumulation.once:
-            raise
-        raise UsageError("reduce=\"once\" maps the loss over the devices' rows, as jax.vmap does, which JAX cannot do "
-                         f"with this model ({error}): give reduce=\"every\".") from error
     except (TypeError, ValueError) as error:
         frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         if isinstance(error, UsageError) or getattr(_target(loss), "__code__", None) not in frames:

@@ -118,9 +118,9 @@ def tile_products(jaxpr: Jaxpr, *, strict: bool = True) -> Jaxpr:
 
     Why: a weight whose gathered copy does not fit can be trained, chosen from outside of the model.
     Cost without: the gathered weight and its gradient, whole: see `scripts/tables/tiling.py`.
-    Order: after `mark_last_reads`, so that every read has one consumer; before the passes for loops, which leave
-    what this makes as it is: a `jax.custom_vjp` that keeps its operands alone, and a primitive of our own in forward,
-    since a checkpoint policy that saves products would save those of all tiles.
+    Order: after `mark_last_reads`, by which every read of such a weight has one consumer; before the passes for loops,
+    which leave what this makes as it is: a `jax.custom_vjp` that keeps its operands alone, and a primitive of our own
+    in forward, since a checkpoint policy that saves products would save those of all tiles.
 
     strict: raises ValueError where such a weight is used in another way; else it is gathered whole.
     """
@@ -294,8 +294,8 @@ def multiply_padded(jaxpr: Jaxpr) -> Jaxpr:
     the product that makes it. The derivative of a product with the padded weight is padded as it is made.
     Cost without: 2029 instead of 1471 MiB of temporaries (four layers of width 5120 on 7 H100, parameters in host
     memory, 4 x 64 tokens on each).
-    Order: after `mark_last_reads`, so that every read has one consumer, and `tile_products`, whose tiles are not
-    padded; before the passes for checkpoints and loops, which then see a weight that is stored as it is.
+    Order: after `tile_products`, whose tiles are not padded; before the passes for checkpoints and loops, which then
+    see a weight that is stored as it is.
     """
     for read in [eqn for eqn in jaxpr.eqns if _is_padded(use_of_read(eqn))]:
         found = weight_product(jaxpr, read)

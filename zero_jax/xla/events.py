@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from zero_jax.xla.collective import Collective
 
@@ -88,19 +88,26 @@ def collectives(events: Iterable[Event]) -> Iterator[Collective]:
             yield from collectives(event.body)
 
 
-def totals(events: Iterable[Event], *, recomputed: bool = False) -> Totals:
-    """All the work of `events`; that of a loop times its trips.
+def again_by_xla(work: Work) -> bool:
+    """Whether XLA itself runs it a second time to save memory: it names such instructions `.remat`."""
+    return ".remat" in work.name
 
-    recomputed: only what XLA itself runs again to save memory, whose instructions it names `.remat`.
-    """
+
+def again(work: Work) -> bool:
+    """Whether it runs a second time: by XLA, or by `jax.checkpoint`, whose name stack says so."""
+    return again_by_xla(work) or "rematted_computation" in work.op_name
+
+
+def totals(events: Iterable[Event], *, of: Callable[[Work], bool] = lambda work: True) -> Totals:
+    """The work of `events`, or that `of` which something holds; that of a loop times its trips."""
     flops: Counter[str] = Counter()
     hbm_bytes = 0.0
     for event in events:
-        if isinstance(event, Work) and (not recomputed or ".remat" in event.name):
+        if isinstance(event, Work) and of(event):
             flops.update(event.flops)
             hbm_bytes += event.hbm_bytes
         elif isinstance(event, Loop):
-            inside = totals(event.body, recomputed=recomputed)
+            inside = totals(event.body, of=of)
             flops.update({dtype: event.trips * amount for dtype, amount in inside.flops.items()})
             hbm_bytes += event.trips * inside.hbm_bytes
     return Totals(dict(flops), hbm_bytes)
