@@ -151,9 +151,9 @@ def test_checkpoints_hold_parameters_and_variables(tmp_path):
         checkpoints.save(step, state, data={"position": 3})
         other = new()
         restored = checkpoints.restore(other, BATCHES[0])
-    again, want = losses_of(other, restored.state, BATCHES), losses_of(step, state, BATCHES)
-    assert again[1] == want[1] and int(again[0].variables["norm"]["count"]) == 6
-    assert losses_of(other, again[1], BATCHES)[0] != want[0]
+    (again, after), (want, _) = losses_of(other, restored.state, BATCHES), losses_of(step, state, BATCHES)
+    assert again == want and int(after.variables["norm"]["count"]) == 6
+    assert losses_of(other, after, BATCHES)[0] != want
 
 
 def test_a_plan_and_a_contract_are_those_of_its_parameters():
