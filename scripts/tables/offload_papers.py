@@ -230,11 +230,11 @@ both directions at once, and what is read ahead hidden. Those of the other H100s
 On fewer than 64 H100s host memory is what 1T lacks. AdamW's 14 bytes for each of 1.008T parameters (4 of master
 weights, 8 of moments, 2 of what the model reads) are {trillion(14, 56)} GB on each of 56, of 250, and
 {trillion(14, 48)} on each of 48. With its momentum in bf16 they are 12: {trillion(12, 56)} GB on each of 56, which
-fits, and {trillion(12, 48)} on each of 48, which is 0.8 % more than there is; with both moments in bf16, which no
-optimizer here has, {trillion(10, 48)} (derived). Lion with its momentum in bf16 has 8 bytes, {trillion(8, 40)} GB on
+fits, and {trillion(12, 48)} on each of 48, which is 0.8 % more than there is; with both moments in bf16
+(`narrow_moments`) {trillion(10, 48)} (derived). Lion with its momentum in bf16 has 8 bytes, {trillion(8, 40)} GB on
 each of 40 and {trillion(8, 32)} on each of 32, 0.8 % more than there is. Bf16 gradients take {trillion(2, 56)},
 {trillion(2, 48)} and {trillion(2, 40)} GB of each device (derived). Most weights of this model have no dim that 56 or
-48 divides; they are stored padded, and products take them so (`multiply_padded` in [the passes](passes.md)).
+48 divides; they are stored padded.
 
 Slices of v5p have 4, 8, 32, 64, 128 chips and more, whose hosts have 112 GB for each. AdamW's states of 1T take 12
 bytes there with `optimizer`, {trillion(12, 128)} GB on each of 128 and {trillion(12, 64)} on each of 64, and 14 with

@@ -76,7 +76,6 @@ class ParamUse:
     secondary: mesh axes over which backward gathers once more, from a copy that the others gathered (hpZ).
     codes: how it is quantised to be gathered, None: it is sent in `dtype`. quantize_gradient: whether its gradient is.
     tiles: parts of a stored dim in which `tiled_products` uses it, None: whole. keep: what is gathered, for backward.
-    is_factor: whether one matrix product is all that uses it, which may then take it as it is stored, padded.
     """
 
     axes: MeshAxes
@@ -90,7 +89,6 @@ class ParamUse:
     quantize_gradient: bool = False
     tiles: Tiles | None = None
     keep: bool = False
-    is_factor: bool = False
 
     @property
     def mesh(self) -> Mesh:

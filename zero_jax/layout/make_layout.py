@@ -237,9 +237,6 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
         assert dim is not None, f"{name}: the dim of the tiles is stored as it is"
         return Tiles(name, dim, tiles.count)
 
-    def is_factor(name: str, stored_shape: StoredShape) -> bool:
-        return not stored_shape.merges and name in reads and reads[name].products == 1
-
     def use(name: str, leaf: jax.ShapeDtypeStruct, stored: Spec, reduced: Spec,
             stored_shape: StoredShape) -> ParamUse | None:
         dtype, reduce = precision.read_dtype(name, leaf.dtype), precision.reduce_dtype(name, leaf.dtype)
@@ -248,14 +245,13 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
         return ParamUse(axes, stored if stage.shards_params else compute_spec(stored, axes),
                         reduced if policy.reduce_at_use else None, dtype, reduce, stored_shape,
                         policy.hpz_axes if stage.shards_params else (), at_use.get(name),
-                        quantized is not None and name in quantized.gradients, tiles_of(name, stored_shape),
-                        is_factor=is_factor(name, stored_shape))
+                        quantized is not None and name in quantized.gradients, tiles_of(name, stored_shape))
 
     def use_frozen(name: str, leaf: jax.ShapeDtypeStruct, stored: Spec, stored_shape: StoredShape) -> ParamUse | None:
         if not stage.shards_params and name not in tensor_specs:
             return None
         return ParamUse(axes, stored, None, leaf.dtype, leaf.dtype, stored_shape, policy.hpz_axes, at_use.get(name),
-                        tiles=tiles_of(name, stored_shape), is_factor=is_factor(name, stored_shape))
+                        tiles=tiles_of(name, stored_shape))
 
     has_ema = state.ema is not None
     return Layout(

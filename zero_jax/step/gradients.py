@@ -34,7 +34,7 @@ from zero_jax.transforms.host_gradients import (
     wait_for_reads,
 )
 from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints
-from zero_jax.transforms.tiled_products import multiply_padded, tile_products
+from zero_jax.transforms.tiled_products import tile_products
 from zero_jax.tree import map_named, merge, named_leaves, with_dtypes_of
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
 from zero_jax.views.loops import read_before_loops, stack_narrow
@@ -119,7 +119,6 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         (True, read_before_loops),
         (True, mark_last_reads),
         (bool(layout.tiles), tile_products),
-        (not activations.sequence, multiply_padded),
         (activations.sequence, activations.split_sequence),
         (gathers or activations.stashes, functools.partial(
             isolate_inner_remat, activations=activations if activations.stashes else None,

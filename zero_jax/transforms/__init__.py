@@ -6,17 +6,16 @@ On the loss, before differentiation:
 1. `remat.checkpoint_blocks`, on the outermost jaxpr alone
 2. `views.loops.read_before_loops`, `gather_remat.mark_last_reads`
 3. `tiled_products.tile_products`
-4. `tiled_products.multiply_padded`
-5. `activation_partitioning.Activations.split_sequence`
-6. `gather_remat.isolate_inner_remat`
-7. `gather_remat.remat_scan_bodies`: each body with `gather_remat.tag_derived_as_gathered` and the policy
+4. `activation_partitioning.Activations.split_sequence`
+5. `gather_remat.isolate_inner_remat`
+6. `gather_remat.remat_scan_bodies`: each body with `gather_remat.tag_derived_as_gathered` and the policy
    `gather_remat.keep_all_but_gathered`
 
 On the differentiated loss, which `gather_again.value_and_grad` makes:
-8. `gather_again.gather_again`
-9. `views.loops.stack_narrow`
-10. `host_gradients.order_stacked_gradients`
-11. `host_gradients.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
+7. `gather_again.gather_again`
+8. `views.loops.stack_narrow`
+9. `host_gradients.order_stacked_gradients`
+10. `host_gradients.wait_for_reads`, on the outermost jaxpr alone, as `host_gradients.stack_on_host` and `add_on_host`
 
 The local view (`zero_jax.views`) then makes one `jax.shard_map` of it.
 
@@ -24,6 +23,6 @@ On a whole step, by `diloco` with `overlap`: `loop_iterations.run_in_iterations`
 
 Each says why it exists, what it costs to leave it out, and why it has its place in the order. Costs are those of the
 compiled program of one device. "The 124M program" is a step of GPT-2 124M (vocabulary 50304, tied embedding, scanned
-layers) at stage 3, bf16, on 4 x 1024 tokens for each of 8 H100 (`h100:8`, jax 0.10.2), and sends 5.25 bytes per
-parameter with 6295 MiB of temporaries.
+layers) at stage 3, bf16, on 4 x 1024 tokens for each of 8 H100 (`h100:8`, jax 0.10.2), and sends 5.24 bytes per
+parameter with 6691 MiB of temporaries.
 """

@@ -1,4 +1,4 @@
-"""Products with padded weights: the numbers of one device, and in programs for H100 no copy of a weight or gradient."""
+"""Products with weights that are stored padded: the numbers of one device."""
 
 import flax.linen as nn
 import jax
@@ -8,14 +8,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from support.oracle import ADAMW, by_name, loss_difference, oracle, param_difference, train
-from support.targets import mesh_of
+from support.program_controls import unsent_by_one_device
 
 import zero_jax
-from zero_jax.gather.gather import use_of_read
-from zero_jax.jaxpr.primitives import own_use
-from zero_jax.step import gradients
-from zero_jax.transforms import tiled_products as padded_products
-from zero_jax.transforms.tiled_products import multiply_padded
+from zero_jax.tree import named_leaves
 
 WIDE = 1023  # 1,024 over 8 devices: of less padding than merged dims are worth
 
@@ -69,25 +65,15 @@ def plain():
     return oracle(Net(), batches=batches())
 
 
-def test_numbers_are_those_of_one_device(plain, monkeypatch):
-    changed = []
-
-    def watched(jaxpr):
-        new = multiply_padded(jaxpr)
-        changed.extend(own_use(eqn) for eqn in new.eqns if use_of_read(eqn) and use_of_read(eqn) not in [
-            use_of_read(each) for each in jaxpr.eqns])
-        return new
-
-    monkeypatch.setattr(gradients, "multiply_padded", watched)
+def test_numbers_are_those_of_one_device(plain):
     run = train(Net(), 3, 8, batches=batches())
     assert loss_difference(run, plain) < 1e-6 and param_difference(run, plain) < 2e-6
     np.testing.assert_allclose(run.norms, plain.norms, rtol=1e-5)
-    assert {use.stored_shape.stored for use in changed} >= {(66, 1024), (1024, 66)}
+    stored = {use.stored_shape.stored for _, use in named_leaves(run.step.layout().uses) if use is not None}
+    assert stored >= {(66, 1024), (1024, 66)}
 
-    # Negative control: what is beside the weight is padded with ones, so that the padding gets a gradient.
-    pad = padded_products.lax.pad
-    monkeypatch.setattr(padded_products.lax, "pad", lambda value, zero, ends: pad(value, jnp.ones_like(zero), ends))
-    broken = train(Net(), 3, 8, batches=batches()[:1])
+    with unsent_by_one_device():  # negative control
+        broken = train(Net(), 3, 8, batches=batches()[:1])
     assert abs(broken.norms[0] - plain.norms[0]) > 1e-3
 
 
@@ -111,7 +97,7 @@ def test_models_have_the_numbers_of_one_device(model, precision, options):
 
 
 @pytest.mark.slow
-def test_weights_that_tensor_parallelism_splits_are_used_padded_too(plain):
+def test_weights_that_tensor_parallelism_splits_are_padded_too(plain):
     mesh = zero_jax.make_mesh(4, tensor=2)  # 1,023 are 1,024 over four devices of ZeRO
     step = zero_jax.make_zero_train_step(Net(), 3, mesh=mesh, optimizer=ADAMW, tensor_rules=[
         ("up/kernel", P("tensor", None))])
@@ -123,54 +109,3 @@ def test_weights_that_tensor_parallelism_splits_are_used_padded_too(plain):
     np.testing.assert_allclose(metrics["grad_norm"], plain.norms[0], rtol=1e-5)
     for name, value in by_name(step.params(state)).items():
         np.testing.assert_allclose(value, plain.params[name], atol=2e-6)
-
-
-class Layers(nn.Module):
-    """Layers whose weights 7 devices pad."""
-
-    @nn.compact
-    def __call__(self, x):
-        class Layer(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                y = nn.Dense(4096, name="down")(nn.gelu(nn.Dense(16384, name="up")(x)))
-                return x + y.astype(x.dtype), None
-
-        loop = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-        return loop()(x.astype(jnp.bfloat16), None)[0]
-
-
-def compiled(target, tokens=1024):
-    step = zero_jax.make_zero_train_step(
-        Layers(), 3, mesh=mesh_of(target), precision="bf16", offload="parameters", remat="full",
-        loss=lambda model, batch: jnp.square(model(batch["x"]).astype(jnp.float32)).mean())
-    return step.compiled_step({"x": jax.ShapeDtypeStruct((step.mesh.size, tokens, 4096), jnp.bfloat16)})
-
-
-@pytest.mark.slow
-def test_programs_for_h100_copy_no_padded_weight_and_no_gradient(monkeypatch):
-    even, uneven = compiled("h100:8"), compiled("h100:7")
-    assert not uneven.report.violations
-    ours = uneven.memory.temp_size_in_bytes
-    assert ours < 1.1 * even.memory.temp_size_in_bytes
-    # Negative control: without the pass.
-    monkeypatch.setattr(gradients, "multiply_padded", lambda jaxpr: jaxpr)
-    cut = compiled("h100:7")
-    weight = 2 * 4096 * 16384
-    assert cut.memory.temp_size_in_bytes > ours + weight / 2
-    sent = [sum(each.communication_bytes * each.count for each in program.collectives) for program in (uneven, cut)]
-    assert sent[0] == pytest.approx(sent[1], rel=1e-6)
-
-
-def test_where_what_is_beside_a_weight_is_larger_the_weight_is_cut():
-    seen = []
-    for rows in (16, 4096):
-        step = zero_jax.make_zero_train_step(Net(), 3)
-        batch = {name: jax.ShapeDtypeStruct((rows, 4), "int32") for name in ("inputs", "targets")}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gradients, "multiply_padded", lambda jaxpr: seen.append(
-                jaxpr is not multiply_padded(jaxpr)) or jaxpr)
-            step.lower(batch)
-        seen.append(None)
-    small, large = [seen[:seen.index(None)], seen[seen.index(None):-1]]
-    assert any(small) and not any(large)
