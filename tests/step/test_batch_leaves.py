@@ -108,15 +108,12 @@ def drawing_loss(model, batch, rng):
     return noisy_loss(model, {**batch, "key": rng})
 
 
-def microbatches_of(batch, number, num_devices, fold, name):
+def microbatches_of(batch, number, num_devices, name):
     """As the library cuts and folds: microbatch i has the i-th rows of every device."""
     rows = {leaf: batch[leaf].reshape(num_devices, number, -1, batch[leaf].shape[-1]) for leaf in ("x", "y")}
     for index in range(number):
-        for devices in ([range(num_devices)] if fold == "every" else [[device] for device in range(num_devices)]):
-            key = batch[name]
-            key = key if fold == "every" else jax.random.fold_in(key, devices[0])
-            cut = {leaf: np.concatenate([rows[leaf][device, index] for device in devices]) for leaf in rows}
-            yield {**batch, **cut, name: jax.random.fold_in(key, index)}
+        cut = {leaf: np.concatenate(rows[leaf][:, index]) for leaf in rows}
+        yield {**batch, **cut, name: jax.random.fold_in(batch[name], index)}
 
 
 @pytest.mark.grid
@@ -132,7 +129,7 @@ def test_microbatches(reduce, draws):
     step_key = jax.random.fold_in(state.rng, 0)
 
     def loss(model, batch, folded=True):
-        cut = list(microbatches_of({**batch, "key": step_key if draws else batch["key"]}, 2, 8, reduce, "key"))
+        cut = list(microbatches_of({**batch, "key": step_key if draws else batch["key"]}, 2, 8, "key"))
         keys = [jax.random.fold_in(each["key"], LOSS) if draws else each["key"] for each in cut]
         keys = keys if folded else [batch["key"]] * len(keys)
         return jnp.mean(jnp.stack([noisy_loss(model, {**each, "key": key})

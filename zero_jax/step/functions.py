@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -193,16 +193,17 @@ class StepFunctions:
         gradient = gradient_function(self.model, self._with_inputs_cast(loss), layout, options, activations,
                                      self._reads_of(loss, batch, key))
 
-        def run(weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar) -> tuple[ForwardOutput, Gradients]:
+        def run(weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar) -> tuple[Gradients, ForwardOutput]:
             if num_microbatches == 1:
-                return gradient(weights, inputs, batch, scale)
+                return gradient(weights, inputs, batch, scale)[::-1]
             microbatches = Microbatches(options.accumulation.microbatches, self.axes, self.batches, batch)
             with microbatch_errors_explained(loss, options.accumulation):
                 return accumulate_gradients(
-                    gradient, options.accumulation, layout, weights, inputs, microbatches, scale)
+                    gradient, options.accumulation, layout, weights, inputs, microbatches, scale)[::-1]
 
-        return in_parts(run, layout, self.batches)(
+        grads, output = in_parts(run, layout, self.batches, layout.gradients)(
             weights, ForwardInputs(frozen, state.variables, key), batch, scale)
+        return output, grads
 
     def update(self, state: ZeroState, output: ForwardOutput, grads: Gradients, key: PRNGKey,
                scale: Scalar | None = None) -> tuple[ZeroState, Metrics]:
@@ -222,11 +223,43 @@ class StepFunctions:
         return unscaled_gradients(
             state, grads, layout=self.layout(), guard=self.guard, stochastic=self.stochastic)
 
-    def evaluate(self, fun: Loss, state: ZeroState, batch: Batch, rng: PRNGKey | None, *, ema: bool) -> Any:
-        """`fun(model, batch)` in evaluation; ema: of the parameters' moving average."""
-        batch = self._cast(batch)
-        return evaluate(self.model, self._with_inputs_cast(fun), self.layout(), state, batch, ema=ema, rng=rng,
-                        reads=self._reads_of(fun, batch, rng))
+    def evaluate(self, fun: Loss, state: ZeroState, batch: Batch, rng: PRNGKey | None, *, ema: bool = False) -> Any:
+        """`fun(model, batch)` in evaluation, each `Metric` as its value; traceable.
+
+        rng: of the model's random streams, and of `fun` where it takes one; None: Linen modules get none, and NNX
+        modules go on with their own. ema: with the moving average of the parameters.
+        """
+        return in_parts(self.forward(fun, batch, rng), self.layout(), self.batches)(
+            *self.forward_inputs(state, rng, ema=ema), self._cast(batch))
+
+    def forward(self, fun: Loss, batch: Batch, rng: PRNGKey | None) -> Callable[..., Any]:
+        """`evaluate` as one device computes it: a function of `forward_inputs` and the batch."""
+        fun, model, layout = self._with_inputs_cast(fun), self.model, self.layout()
+        reads = self._reads_of(fun, self._cast(batch), rng)
+
+        def run(weights: Params, inputs: ForwardInputs, batch: Batch) -> Any:
+            out, _, _ = model.run(with_key(fun, inputs.rng), merge(weights, inputs.frozen), inputs.variables,
+                                  inputs.rng, batch, layout.uses, train=False, reads=reads)
+            return values(out)
+
+        # `fun` may use a weight otherwise than the loss does: that one is gathered whole.
+        tile = functools.partial(tile_products, strict=False)
+        return with_jaxpr_passes(run, mark_last_reads, tile) if layout.tiles else run
+
+    def forward_inputs(self, state: ZeroState, rng: PRNGKey | None, *, ema: bool = False
+                       ) -> tuple[Params, ForwardInputs]:
+        """What `evaluate` reads of a state."""
+        layout = self.layout()
+        weights, frozen = state.params if state.weights is None else state.weights, state.frozen
+        if ema:
+            average = jax.tree.map(
+                lambda leaf, param: leaf.astype(param.dtype), fetch(state.ema), state.params)
+            gathered = gather_compute_params(average, layout)
+            weights = jax.tree.map(constrain, average, layout.shardings.params) if gathered is None else gathered
+        else:
+            weights, frozen = params_as_placed(weights, frozen, layout)
+        variables = state.variables if rng is None else reseeded(self.model, state.variables, rng)
+        return weights, ForwardInputs(frozen, variables, rng)
 
     def _reads_of(self, fun: Loss, batch: Batch, rng: PRNGKey | None) -> Mapping[str, ParamAccess]:
         """How `fun(model, batch)` reads each parameter: another than the step's loss may read past the hooks."""
@@ -270,31 +303,3 @@ class StepFunctions:
     def batch_shardings(self, batch: Batch) -> Any:
         """The shardings of `batch`: one for all leaves, or a tree."""
         return self.axes.batch_sharding if self.batches.is_even(batch) else self.batches.shardings(batch)
-
-
-def evaluate(model: ModelFunctions, fun: Loss, layout: Layout, state: ZeroState, batch: Batch, *, ema: bool,
-             reads: Mapping[str, ParamAccess], rng: PRNGKey | None = None) -> Any:
-    """`fun(model, batch)`, each parameter gathered where it is used; `ema`: with their moving average. Traceable.
-
-    reads: how `fun` reads parameters. rng: of the model's random streams, and of `fun` where it takes one; None: Linen
-    modules get none, and NNX modules go on with their own. Each `Metric` is returned as its value.
-    """
-    weights = state.params if state.weights is None else state.weights
-    if ema:
-        average = jax.tree.map(
-            lambda leaf, param: leaf.astype(param.dtype), fetch(state.ema), state.params)
-        gathered = gather_compute_params(average, layout)
-        weights = jax.tree.map(constrain, average, layout.shardings.params) if gathered is None else gathered
-    frozen = state.frozen
-    if not ema:
-        weights, frozen = params_as_placed(weights, frozen, layout)
-    variables = state.variables if rng is None else reseeded(model, state.variables, rng)
-
-    def run(weights: Any, frozen: Any, variables: Any, batch: Any) -> Any:
-        out, _, _ = model.run(with_key(fun, rng), merge(weights, frozen), variables, rng, batch, layout.uses,
-                              train=False, reads=reads)
-        return values(out)
-
-    if layout.tiles:  # `fun` may use a weight otherwise than the loss does: that one is gathered whole
-        run = with_jaxpr_passes(run, mark_last_reads, functools.partial(tile_products, strict=False))
-    return run(weights, frozen, variables, batch)

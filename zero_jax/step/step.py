@@ -438,10 +438,15 @@ class ZeroTrainStep(AnyStep):
                            host_activations=self.options.partition_activations == "cpu")
 
     def trace_forward(self, batch: Batch) -> Any:
-        """The jaxpr of the loss in evaluation, of the whole state."""
+        """The jaxpr of the loss in evaluation, of the whole state and batch."""
         key = jax.eval_shape(lambda: jax.random.key(0))  # Linen modules draw in evaluation, too, unless told not to
         state = expanded(self.layout(batch), self.abstract_state(batch))
-        return trace(self.evaluator(), state, self.abstract_batch(batch), key)
+        functions = self.functions
+
+        def forward(state: ZeroState, batch: Batch, key: PRNGKey) -> Any:
+            return functions.forward(self.loss, batch, key)(*functions.forward_inputs(state, key), batch)
+
+        return trace(forward, state, self.abstract_batch(batch), key)
 
     def verify(self, batch: Batch) -> Report:
         """Compiles the step and checks it against its contract: what is sent for what, beside what was promised.

@@ -34,7 +34,7 @@ from zero_jax.layout.layout import Layout
 from zero_jax.layout.slices import on_one_slice
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import map_named, merge, named_leaves
-from zero_jax.typing import Batch, Params
+from zero_jax.typing import Batch, Gradients, Params
 from zero_jax.views.local import LocalView
 from zero_jax.views.spread import ndim_at, spread_of, whole
 
@@ -73,15 +73,17 @@ def local_view(closed: ClosedJaxpr, axes: MeshAxes, specs: Sequence[P], out_spec
     return one_by_one(local) if axes.platform == "cpu" else local
 
 
-def in_parts(gradient: Callable[..., Any], layout: Layout, batches: BatchLayout) -> Callable[..., Any]:
-    """`gradient(weights, inputs, batch, scale)`, which returns (output, gradients), in the local view.
+def in_parts(fun: Callable[..., Any], layout: Layout, batches: BatchLayout, gradients: Gradients = None
+             ) -> Callable[..., Any]:
+    """`fun(weights, inputs, batch, *others)` in the local view.
 
-    Weights and frozen parameters are as the state stores them, examples as `batches` says, gradients as the layout
-    stores them; everything else is whole on every device, but for outputs of each example.
+    Weights and frozen parameters are as the state stores them, examples as `batches` says, all of them on every device
+    where they do not divide; everything else is whole. gradients: the shardings of the first leaves that it returns;
+    others are as they are computed.
     """
     state = layout.state
     stored = dict(named_leaves(merge(state.params if state.weights is None else state.weights, state.frozen)))
-    grad_specs = [sharding.spec for sharding in jax.tree.leaves(layout.gradients)]
+    first_specs = [sharding.spec for sharding in jax.tree.leaves(gradients)]
 
     def of_params(tree: Params) -> Any:
         return map_named(lambda name, _: stored[name].sharding.spec, tree)
@@ -89,24 +91,18 @@ def in_parts(gradient: Callable[..., Any], layout: Layout, batches: BatchLayout)
     def everywhere(tree: Any) -> Any:
         return jax.tree.map(lambda _: P(), tree)
 
-    def gradients_first(*args: Any) -> tuple[Any, Any]:
-        output, grads = gradient(*args)
-        return grads, output
-
-    def run(weights: Params, inputs: Any, batch: Batch, scale: Any) -> tuple[Any, Any]:
-        specs = jax.tree.leaves((
-            of_params(weights), inputs._replace(
-                frozen=of_params(inputs.frozen), variables=everywhere(inputs.variables), rng=P()),
-            map_named(lambda name, leaf: batches.spec(name, leaf), batch), everywhere(scale)))
+    def run(weights: Params, inputs: Any, batch: Batch, *others: Any) -> Any:
+        of_batch = everywhere(batch) if batches.is_ragged(batch) else map_named(batches.spec, batch)
+        specs = jax.tree.leaves((of_params(weights), everywhere(inputs)._replace(frozen=of_params(inputs.frozen)),
+                                 of_batch, everywhere(others)))
 
         def local(closed: ClosedJaxpr) -> ClosedJaxpr:
-            others = [None] * (len(closed.jaxpr.outvars) - len(grad_specs))
+            rest = [None] * (len(closed.jaxpr.outvars) - len(first_specs))
             hops = () if layout.quantized is None else layout.quantized.hops
-            return local_view(closed, layout.axes, specs, [*grad_specs, *others], hops)
+            return local_view(closed, layout.axes, specs, [*first_specs, *rest], hops)
 
-        compute = with_jaxpr_passes(gradients_first, last=local, as_call="gradient")
-        grads, output = compute(weights, inputs, batch, scale)
-        return output, grads
+        return with_jaxpr_passes(fun, last=local, as_call="gradient" if gradients is not None else "evaluation")(
+            weights, inputs, batch, *others)
 
     return run
 
