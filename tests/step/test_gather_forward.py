@@ -46,8 +46,8 @@ def test_it_has_the_numbers_of_one_device(flavour, options):
 
 def test_weights_with_other_bits_are_caught(monkeypatch):
     """Negative control."""
-    original = local.gathered_param
-    monkeypatch.setattr(local, "gathered_param", lambda value, *args, **kwargs: original(
+    original = local.gathered
+    monkeypatch.setattr(local, "gathered", lambda value, *args, **kwargs: original(
         value.astype(jnp.bfloat16).astype(value.dtype), *args, **kwargs))
     assert differences("linen", remat="full")[1] > 3e-5
 

@@ -16,7 +16,7 @@ from zero_jax.views.local import LocalView
 def partitioned(step: Any = None, batch: Any = None) -> Iterator[None]:
     """The gradient is left to XLA's partitioner."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.step.functions.in_parts", lambda run, layout, batches: run)
+        patch.setattr("zero_jax.step.functions.in_parts", lambda run, *_: run)
         patch.setattr("zero_jax.step.gradients.read_before_loops", lambda jaxpr: jaxpr)
         yield
 

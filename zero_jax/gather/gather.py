@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.gather.quantized.gather import GatherCodes, constrain
+from zero_jax.gather.reduce_scatter import mesh_ordered_runs
 from zero_jax.jaxpr.equations import JaxprEqn, primitive_of
 from zero_jax.jaxpr.named_call import named_call, set_read
 from zero_jax.jaxpr.primitives import checkpoint_names, jit_name, out_shardings, own_use
@@ -206,14 +208,23 @@ def compute_spec(spec: P, axes: MeshAxes) -> P:
     return P(*[axes.tensor if axes.tensor in names_of(P(entry)) else None for entry in spec])
 
 
-def gather(value: jax.Array, axes: MeshAxes, spec: P, target: P | None = None) -> jax.Array:
-    """`value`, which is laid out by `spec`, as it is used: replicated, or split over `tensor` alone; or by `target`."""
-    remaining = set() if target is None else set(names_of(target)) - {axes.tensor}
+def gathered(shard: jax.Array, axes: MeshAxes, spec: P, kept: Sequence[str] = ()) -> jax.Array:
+    """A device's shard of what `spec` splits, gathered over all axes but `tensor` and those that are `kept`.
+
+    For `jax.shard_map`. In the order of `gather_sequence`, and of the axes of one dim always the minor ones first: what
+    is gathered is then one block of each device that is left.
+    """
+    left = [[name for name in names_of(P(entry)) if name != axes.tensor] for entry in spec]
+    steps = [[names_of(P(entry)) for entry in step] for step in gather_sequence(spec, axes, kept)]
+    steps = [step for step in steps if {*kept} <= {name for names in step for name in names}]
     with jax.named_scope(GATHER_SCOPE):
-        for step in gather_sequence(spec, axes, tuple(remaining)):
-            if set(names_of(step)) >= remaining:
-                value = constrain(value, axes.mesh, step)
-    return value
+        for before, after in itertools.pairwise(steps):
+            dim = next(dim for dim, (names, rest) in enumerate(zip(before, after, strict=True)) if names != rest)
+            count = len(before[dim]) - len(after[dim])
+            left[dim], names = left[dim][:-count], left[dim][-count:]
+            for run in reversed(mesh_ordered_runs(names, axes.mesh)):
+                shard = jax.lax.all_gather(shard, run, axis=dim, tiled=True)
+    return shard
 
 
 def secondary_spec(spec: P, axes: MeshAxes, secondary: Sequence[str]) -> P:
@@ -222,29 +233,14 @@ def secondary_spec(spec: P, axes: MeshAxes, secondary: Sequence[str]) -> P:
     return P(*[None if not names else names[0] if len(names) == 1 else names for names in kept])
 
 
-def _gathered_secondary(value: jax.Array, use: ParamUse) -> jax.Array:
-    value = use.cast(constrain(use.on_device(value), use.mesh, use.sent))
-    return gather(value, use.axes, use.sent, secondary_spec(use.sent, use.axes, use.secondary))
-
-
 def names_of(spec: P) -> list[str]:
     """The mesh axes of a spec, the major first."""
     return [name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry)]
 
 
 def _gathered(value: jax.Array, use: ParamUse) -> jax.Array:
-    # The first constraint matters: what backward gathers from passes an optimization barrier, and without it sharding
-    # propagation gathers before the barrier, so that forward and backward share one gather and the whole weight stays
-    # alive between them. The second keeps the cast on the shard: what is sent is of use.dtype.
-    value = use.codes.encode(value) if use.tiles and use.codes else value  # where no product takes its tiles
-    spec = secondary_spec(use.sent, use.axes, use.secondary) if use.secondary else use.sent
-    value = gather(use.cast(constrain(use.on_device(value), use.mesh, spec)), use.axes, spec)
-    if use.codes is not None:  # constrained: else the partitioner decodes in parts, and gathers what is decoded
-        with jax.named_scope(GATHER_SCOPE):
-            value = constrain(use.codes.decode(value, use.dtype), use.mesh, compute_spec(use.stored, use.axes))
-    value = use.stored_shape.load(value)
-    # XLA:GPU cannot tile a product that takes a slice of a merged weight as its operand.
-    return jax.lax.optimization_barrier(value) if use.stored_shape.merges else value
+    value = use.cast(use.on_device(value)) if use.codes is None else use.codes.decode(value, use.dtype)
+    return use.stored_shape.load(value)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -297,8 +293,9 @@ def _linear(value: jax.Array, use: ParamUse) -> jax.Array:
     return _gathered(value, dataclasses.replace(use, codes=None, secondary=()))
 
 
+# What these compute, on one device; how many do it together says `views.local`.
 _GATHER = named_call(GATHER_SCOPE, _gathered)
-_GATHER_SECONDARY = named_call("zero_gather_secondary", _gathered_secondary)
+_GATHER_SECONDARY = named_call("zero_gather_secondary", lambda value, use: use.cast(use.on_device(value)))
 _READ, _LAST_READ = (named_call(name, lambda carrier, gathered, use: gathered, mapped=_read)
                      for name in ("zero_read", "zero_last_read"))
 _TANGENT = named_call("zero_read_tangent", _linear, mapped=_linear)

@@ -3,7 +3,6 @@
 Stages 0 to 2 store one. A step of stage 3 may make one for its microbatches (`step_weights`).
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,9 +13,10 @@ from jax.lax import dynamic_update_slice_in_dim, slice_in_dim
 from jax.lax import optimization_barrier as barrier
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.gather.gather import GATHER_SCOPE, compute_spec, constrain, gather, gather_sequence, names_of
+from zero_jax.gather.gather import compute_spec, constrain, gather_sequence, gathered, names_of
 from zero_jax.gather.quantized.gather import GatherCodes
 from zero_jax.layout.layout import Layout
+from zero_jax.layout.slices import on_one_slice
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import leaf_bytes, map_named, named_leaves
 
@@ -71,13 +71,26 @@ def gather_copy(params: Any, shards: Any, likes: Any, stored_shapes: Any, layout
         return _gather_iterations(param, donated, layout.axes, shard.spec, layers, iterations, codes)
 
     def whole(param: jax.Array, spec: P, codes: GatherCodes | None, like: Any) -> jax.Array:
-        if codes is None:
-            return gather(param, layout.axes, spec, like.sharding.spec)
-        messages = gather(codes.encode(param), layout.axes, codes.sent)
-        with jax.named_scope(GATHER_SCOPE):
-            return constrain(codes.decode(messages, like.dtype), layout.mesh, like.sharding.spec)
+        return constrain(_from_all(param, layout.axes, spec, like.sharding.spec, codes, like.dtype), layout.mesh,
+                         like.sharding.spec)
 
     return map_named(copy, params, shards, likes, stored_shapes, *[] if donated is None else [donated])
+
+
+def _from_all(param: jax.Array, axes: MeshAxes, spec: P, target: P, codes: GatherCodes | None = None, dtype: Any = None
+              ) -> jax.Array:
+    """`param`, sharded by `spec`, gathered to be sharded by `target`; from codes whole, in `dtype`."""
+    kept, after = [name for name in names_of(target) if name != axes.tensor], target
+    if codes is not None:
+        kept, after = [], compute_spec(spec, axes)
+
+    def fun(shard: jax.Array) -> jax.Array:
+        if codes is None:
+            return gathered(shard, axes, spec, kept)
+        return codes.decode(gathered(codes.encode_shard(shard), axes, codes.sent), dtype, split=(axes.tensor,))
+
+    return jax.shard_map(on_one_slice(fun, axes), mesh=axes.mesh, in_specs=spec, out_specs=after, check_vma=False)(
+        param)
 
 
 def _codes(name: str, layout: Layout) -> GatherCodes | None:
@@ -99,20 +112,17 @@ def _gathered_pieces(params: Any, shards: Any, likes: Any, layout: Layout, donat
     first = {name: _gathered_first(leaves[name][1], layout) for name in names}
 
     def begin(name: str, param: jax.Array) -> jax.Array:
-        with jax.named_scope(GATHER_SCOPE):
-            for spec in first[name][1:]:
-                param = constrain(param, layout.mesh, spec)
-        return param
+        return _from_all(param, layout.axes, leaves[name][1], first[name]) if first[name] != leaves[name][1] else param
 
     def gather_piece(name: str, part: jax.Array) -> jax.Array:
-        return gather(part, layout.axes, first[name][-1], leaves[name][2].sharding.spec)
+        return _from_all(part, layout.axes, first[name], leaves[name][2].sharding.spec)
 
     return gather_pieces(pieces, {name: leaves[name][0] for name in names}, {
         name: leaves[name][3] for name in names}, gather_piece, begin)
 
 
-def _gathered_first(spec: P, layout: Layout) -> list[P]:
-    """The specs from `spec` to that of which pieces are gathered: on v5e whole over all axes but a long last one.
+def _gathered_first(spec: P, layout: Layout) -> P:
+    """From `spec`, that of which pieces are gathered: on v5e whole over all axes but a long last one.
 
     Within an update XLA for v5e sends one gather, whichever comes first: the few bytes of the first axis kept those of
     the second from being sent so (71.9 instead of 91.8 % asynchronous, 6.7B at stage 2 on `v5e:16x16`, 1 x 2048
@@ -122,7 +132,7 @@ def _gathered_first(spec: P, layout: Layout) -> list[P]:
     left = set(names_of(first[-1])) - set(names_of(last)) if first else set()
     is_long = layout.axes.built_for.sends_within_products and all(
         layout.mesh.shape[axis] >= LONG_AXIS for axis in left)
-    return first if first and is_long else [spec]
+    return first[-1] if first and is_long else spec
 
 
 def cast_compute_params(params: Any, layout: Layout) -> Any:
@@ -158,11 +168,7 @@ def _gather_iterations(param: jax.Array, donated: jax.Array, mesh_axes: MeshAxes
         def step(index: jax.Array, result: jax.Array) -> jax.Array:
             part = jax.lax.dynamic_slice_in_dim(param, index * size, size, dim)
             part = part if codes is None else codes.encode_shard(part)
-            with jax.named_scope(GATHER_SCOPE):
-                for before, after in itertools.pairwise(gather_sequence(sent, mesh_axes)):
-                    axes = tuple(axis for axis in names_of(before) if axis not in names_of(after))
-                    split = next(at for at, entry in enumerate(before) if axes[0] in names_of(P(entry)))
-                    part = jax.lax.all_gather(part, axes, axis=split, tiled=True)
+            part = gathered(part, mesh_axes, sent)
             part = part if codes is None else codes.decode(part, result.dtype, split=(mesh_axes.tensor,))
             if rows:
                 return jax.lax.dynamic_update_slice_in_dim(result, part.reshape(1, -1), index, 0)

@@ -195,11 +195,13 @@ class StepFunctions:
 
         def run(weights: Params, inputs: ForwardInputs, batch: Batch, scale: Scalar) -> tuple[Gradients, ForwardOutput]:
             if num_microbatches == 1:
-                return gradient(weights, inputs, batch, scale)[::-1]
+                output, grads = gradient(weights, inputs, batch, scale)
+                return grads, output
             microbatches = Microbatches(options.accumulation.microbatches, self.axes, self.batches, batch)
             with microbatch_errors_explained(loss, options.accumulation):
-                return accumulate_gradients(
-                    gradient, options.accumulation, layout, weights, inputs, microbatches, scale)[::-1]
+                output, grads = accumulate_gradients(
+                    gradient, options.accumulation, layout, weights, inputs, microbatches, scale)
+            return grads, output
 
         grads, output = in_parts(run, layout, self.batches, layout.gradients)(
             weights, ForwardInputs(frozen, state.variables, key), batch, scale)

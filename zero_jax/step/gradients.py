@@ -55,11 +55,14 @@ class ForwardOutput(NamedTuple):
 
 
 class ForwardInputs(NamedTuple):
-    """What a forward pass reads beside its batch and the weights in which it is differentiated."""
+    """What a forward pass reads beside its batch and the weights in which it is differentiated.
+
+    rng: a key; None in evaluation without one.
+    """
 
     frozen: Params
     variables: Variables
-    rng: PRNGKey
+    rng: Any
 
 
 class HostSums(NamedTuple):

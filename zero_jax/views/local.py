@@ -25,6 +25,7 @@ from zero_jax.gather.gather import (
     SCATTER,
     SCATTER_QUANTIZED,
     ParamUse,
+    gathered,
     names_of,
     secondary_spec,
 )
@@ -80,7 +81,6 @@ from zero_jax.views.spread import (
     Split,
     Spread,
     combined,
-    gathered_param,
     group_sizes,
     local_shape,
     moved,
@@ -374,19 +374,18 @@ class LocalView:
         ndim = len(stored.shape)
         shard = use.cast(use.on_device(self.to(stored, spread_of(use.sent, ndim, self.axes))))
         spec = self._copy_spec(use)
-        copy = on_tensor(lambda shard: gathered_param(shard, use.sent, self.axes, kept=use.secondary), [use.sent], spec,
-                         self.axes)
+        copy = on_tensor(lambda shard: gathered(shard, self.axes, use.sent, use.secondary), [use.sent], spec, self.axes)
         return _Value(copy(shard), spread_of(spec, ndim, self.axes), stored.shape)
 
     def _gathered(self, use: ParamUse, stored: _Value) -> _Value:
         spec = self._copy_spec(use) if use.secondary else use.sent
         shard = use.cast(use.on_device(self.to(stored, spread_of(spec, len(stored.shape), self.axes))))
 
-        def gathered(shard: jax.Array) -> jax.Array:
-            array = gathered_param(shard, spec, self.axes)
+        def from_all(shard: jax.Array) -> jax.Array:
+            array = gathered(shard, self.axes, spec)
             return array if use.codes is None else use.codes.decode(array, use.dtype, split=(self.axes.tensor,))
 
-        value = use.stored_shape.load(on_tensor(gathered, [spec], use.stored, self.axes)(shard))
+        value = use.stored_shape.load(on_tensor(from_all, [spec], use.stored, self.axes)(shard))
         return _Value(value, whole(value.ndim), value.shape)
 
     def _reduced(self, eqn: JaxprEqn, gradient: _Value) -> _Value:

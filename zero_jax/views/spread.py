@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.gather.gather import GATHER_SCOPE, compute_spec, gather_sequence, names_of
+from zero_jax.gather.gather import compute_spec, names_of
 from zero_jax.gather.reduce_scatter import mesh_ordered_runs, reduce_parts
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.typing import AxisNames, Shape
@@ -198,24 +198,6 @@ def on_tensor(fun: Callable[..., Any], before: Sequence[P], after: Any, axes: Me
 def summed_axes(axes: MeshAxes) -> set[str]:
     """The axes of several devices over which a gradient is summed."""
     return {name for name in axes.step_names if name != axes.tensor and axes.size(name) > 1}
-
-
-def gathered_param(value: jax.Array, spec: P, axes: MeshAxes, kept: Sequence[str] = ()) -> jax.Array:
-    """A parameter's shard, sharded by `spec`, gathered over all axes but `tensor` and those that are `kept`.
-
-    In the order of `gather_sequence`, and of the axes of one dim always the minor ones first: what is gathered is then
-    one block of each device that is left.
-    """
-    left = [[name for name in names_of(P(entry)) if name != axes.tensor] for entry in spec]
-    steps = [[names_of(P(entry)) for entry in step] for step in gather_sequence(spec, axes, kept)]
-    steps = [step for step in steps if {*kept} <= {name for names in step for name in names}]
-    with jax.named_scope(GATHER_SCOPE):
-        for before, after in itertools.pairwise(steps):
-            dim = next(dim for dim, (names, rest) in enumerate(zip(before, after, strict=True)) if names != rest)
-            count = len(before[dim]) - len(after[dim])
-            left[dim], names = left[dim][:-count], left[dim][-count:]
-            value = _each_run(_gathered, value, dim, Split(tuple(names)), 0, axes, major=False)
-    return value
 
 
 def positions(size: int, split: Split, axes: MeshAxes) -> jax.Array:
