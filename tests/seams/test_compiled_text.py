@@ -13,10 +13,12 @@ from support.seams import PARSER, PROVENANCE, mend
 
 import zero_jax
 from zero_jax.gather import gather
+from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.planning.plan import refused_bytes
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.stored_shape import identity_shape
 from zero_jax.state import ZeroState
+from zero_jax.views.in_parts import local_view
 from zero_jax.xla import hlo, parser, replica_groups, schedule, shapes
 
 
@@ -31,12 +33,15 @@ def compiled_text():
     state = ZeroState(**fields | {"params": {"blocks": {"qkv": jax.ShapeDtypeStruct(
         (64, 64), jnp.float32, sharding=stored)}}})
 
-    def step(state, batch):
-        def loss(params):
-            weight = use.read(*use.gather(params["blocks"]["qkv"]))
-            return jax.lax.scan(lambda x, _: (jnp.tanh(x @ weight), None), batch, None, length=3)[0].sum()
+    def loss(params, batch):
+        weight = use.read(*use.gather(params["blocks"]["qkv"]))
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ weight), None), batch, None, length=3)[0].sum()
 
-        grads = jax.grad(loss)(state.params)
+    gradient = with_jaxpr_passes(
+        jax.grad(loss), last=lambda closed: local_view(closed, use.axes, [P("data"), P("data")], [P("data")]))
+
+    def step(state, batch):
+        grads = gradient(state.params, batch)
         params = jax.tree.map(lambda p, g: gather.constrain(p - g, mesh, P("data")), state.params, grads)
         return dataclasses.replace(state, params=params)
 

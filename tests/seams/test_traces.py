@@ -34,10 +34,10 @@ def test_markers_of_a_parameter_are_visible_after_tracing():
         (scatter,) = [eqn for eqn in calls if primitives.jit_name(eqn) == gather.SCATTER]
         assert primitives.out_shardings(scatter)[0].spec == P("data", "tensor")
         mapped = jax.vmap(lambda x: use.read(*use.gather(x)))
-        for forward, array in ((lambda x: use.read(*use.gather(x)), X), (mapped, X[None])):
+        for forward, array, dim in ((lambda x: use.read(*use.gather(x)), X, 1), (mapped, X[None], 2)):
             reads = [eqn for eqn in trace(forward, array).jaxpr.eqns
                      if gather.GATHERED in primitives.checkpoint_names(eqn) and len(eqn.invars) == 2]
-            assert len(reads) == 1 and gather.split_dim(reads[0]) == 1
+            assert len(reads) == 1 and gather.split_dim(reads[0]) == dim
 
 
 def test_a_program_is_called_by_name_and_copied_into_scopes():

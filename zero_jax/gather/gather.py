@@ -16,7 +16,7 @@ from zero_jax.gather.quantized.gather import GatherCodes, constrain
 from zero_jax.gather.reduce_scatter import mesh_ordered_runs
 from zero_jax.jaxpr.equations import JaxprEqn, primitive_of
 from zero_jax.jaxpr.named_call import named_call, set_read
-from zero_jax.jaxpr.primitives import checkpoint_names, jit_name, out_shardings, own_use
+from zero_jax.jaxpr.primitives import jit_name, out_shardings, own_use
 from zero_jax.sharding.host_arrays import carrier_of, fetch, is_on_host
 from zero_jax.sharding.mesh import major_first
 from zero_jax.sharding.mesh_axes import MeshAxes
@@ -35,8 +35,6 @@ SCATTER = "zero_scatter"
 """The name of the jitted call that reduces and scatters a gradient."""
 SCATTER_QUANTIZED = "zero_scatter_quantized"
 """The same, of a gradient sent as codes (`quantized.reduce`)."""
-_SPLIT = "zero_tensor_"
-"""With a number, the `checkpoint_name` of a parameter whose dim of that number `tensor` splits."""
 GATHER_SCOPE = "zero_gather"
 """In the op_name of every collective that gathers parameters, and the name of the primitive that does."""
 HOST_READ_SCOPE = "zero_host_read"
@@ -156,8 +154,7 @@ class ParamUse:
 
     def read(self, carrier: jax.Array, gathered: jax.Array) -> jax.Array:
         """`gathered`, as a function of `carrier`: its transpose reduces and scatters the gradient of this read."""
-        split = (dim for dim, entry in enumerate(compute_spec(self.stored, self.axes)) if entry is not None)
-        return _READ.bind(carrier, gathered, use=self, names=(GATHERED, *(f"{_SPLIT}{dim}" for dim in split)))
+        return _READ.bind(carrier, gathered, use=self, names=(GATHERED,))
 
 
 def is_scatter(eqn: JaxprEqn) -> bool:
@@ -181,7 +178,9 @@ def differentiated_last(eqn: JaxprEqn) -> JaxprEqn:
 
 def split_dim(eqn: JaxprEqn) -> int | None:
     """The dim that `tensor` splits of the parameter that `eqn` reads; None where it reads none, or one not split."""
-    return next((int(name.removeprefix(_SPLIT)) for name in checkpoint_names(eqn) if name.startswith(_SPLIT)), None)
+    use = use_of_read(eqn)
+    entries = compute_spec(use.stored, use.axes) if use else ()
+    return next((dim for dim, entry in enumerate(entries) if entry is not None), None)
 
 
 def gather_sequence(spec: P, axes: MeshAxes, last: Sequence[str] = ()) -> list[P]:
@@ -253,14 +252,6 @@ _carrier.defvjp(
     lambda use, like, gradient: (gradient.astype(like.dtype),))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _read(carrier: jax.Array, gathered: jax.Array, use: ParamUse) -> jax.Array:
-    for dim, entry in enumerate(compute_spec(use.stored, use.axes)):
-        if entry is not None:
-            gathered = checkpoint_name(gathered, f"{_SPLIT}{dim}")
-    return checkpoint_name(gathered, GATHERED)
-
-
 def _reduce(gradient: jax.Array, use: ParamUse) -> jax.Array:
     # Unsharded first: a partial sum, which the next constraint turns into a reduce-scatter. Else the target layout
     # propagates into what computes the gradient: a dot becomes a ring that sends 1.29 times the bytes (v5e), and an
@@ -284,20 +275,16 @@ def _scatter(use: ParamUse) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(zero_scatter, out_shardings=NamedSharding(use.mesh, spec))
 
 
-_read.defvjp(lambda carrier, gathered, use: (_read(carrier, gathered, use), None),
-             lambda use, _, gradient: (_reduce(gradient, use), jnp.zeros_like(gradient)))
-
-
 def _linear(value: jax.Array, use: ParamUse) -> jax.Array:
     """What `ParamUse.read` is to the carrier: its cast, gathered."""
-    return _gathered(value, dataclasses.replace(use, codes=None, secondary=()))
+    return _gathered(value, dataclasses.replace(use, codes=None))
 
 
-# What these compute, on one device; how many do it together says `views.local`.
-_GATHER = named_call(GATHER_SCOPE, _gathered)
-_GATHER_SECONDARY = named_call("zero_gather_secondary", lambda value, use: use.cast(use.on_device(value)))
-_READ, _LAST_READ = (named_call(name, lambda carrier, gathered, use: gathered, mapped=_read)
-                     for name in ("zero_read", "zero_last_read"))
-_TANGENT = named_call("zero_read_tangent", _linear, mapped=_linear)
+# What these compute, as one device does; how many do it together says `views.local`.
+_GATHER, _GATHER_SECONDARY, _READ, _LAST_READ, _TANGENT = (
+    named_call(name, fun, add_dim=lambda use: use.add_dim(0)) for name, fun in (
+        (GATHER_SCOPE, _gathered), ("zero_gather_secondary", lambda value, use: use.cast(use.on_device(value))),
+        *((name, lambda carrier, gathered, use: gathered) for name in ("zero_read", "zero_last_read")),
+        ("zero_read_tangent", _linear)))
 set_read(_READ, _TANGENT, _reduce, last=False)
 set_read(_LAST_READ, _TANGENT, _reduce, last=True)

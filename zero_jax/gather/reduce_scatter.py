@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,17 +28,10 @@ MAX_PADDING = 1 / 20
 """How much of a matrix may be added so that its rows are sent as tiles: of 1600 x 1600 over eight chips a 23rd."""
 
 
-def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P, hops: Sequence[Hop] = (), *,
-                 in_tiles: bool = False, behind_first: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
+def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P, hops: Sequence[Hop] = ()) -> jax.Array:
     """The sum of the devices' `value`s, sharded by `spec`: each device returns its shard. For `jax.shard_map`.
 
     hops: in which formats they are sent; none: as they are.
-    in_tiles: on TPU v5e rows that fill tiles are sent as tiles over the last axis, in memory order, and not transposed.
-    For stages 1 and 2, where no weight is gathered beside them: XLA (jax 0.10) undoes the transposition, and pads rows
-    by up to an eighth, so that 1.09 instead of 1.01 times the bytes of gradients are sent (GPT-2 of 12 layers of width
-    2048 at stage 2 on `v5e:2x4`). At stage 3 it does not, and steps with tiles are up to 2 % slower. Over the first of
-    two axes they are 5 % slower (6.7B at stage 2 on `v5e:16x16`).
-    behind_first: what is made of the values when they are scattered for the first time: on a TPU over one axis.
     """
     if hops:
         return reduce_quantized(value, mesh_axes, spec, hops)
@@ -51,16 +44,13 @@ def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P, hops: Sequence[
         platform = mesh_axes.built_for
         order = _scatter_order(value.size, mesh, splits, platform)
         within_products = platform.sends_within_products
-        for number, (dim, axis) in enumerate(order, 1):
+        for dim, axis in order:
             block = tile_block(mesh, axis, platform)
-            value = _scatter_tiles(value, axis, mesh.shape[axis], dim, block, within_products,
-                                   in_tiles and number == len(order), len(order) == 1)
-            value, behind_first = value if behind_first is None else behind_first(value), None
+            value = _scatter_tiles(value, axis, mesh.shape[axis], dim, block, within_products, len(order) == 1)
     else:
         for dim, axes in splits:
             for together in mesh_ordered_runs(axes, mesh):
                 value = jax.lax.psum_scatter(value, together, scatter_dimension=dim, tiled=True)
-                value, behind_first = value if behind_first is None else behind_first(value), None
     return jax.lax.psum(value, rest) if rest else value
 
 
@@ -104,22 +94,21 @@ def _tile_rows(within_products: bool) -> int:
 
 
 def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block: int, within_products: bool,
-                   in_tiles: bool, widened: bool) -> jax.Array:
+                   widened: bool) -> jax.Array:
     """The sum of `value` over `axis`, of which each of `num_shards` chips keeps its part of `dim`.
 
     Shards that do not fill tiles are sent as blocks of `block` values, which do: in memory order where they consist of
     full tiles, or `widened` nearly do, else flat and padded. Where half of the bytes or more would be padding, the
     array is all-reduced and sliced: that sends no more, and XLA (jax 0.10) fails to compile some such scatters.
-    within_products: whether a v5e is to send them so; on it, in_tiles: also shards that fill tiles, where they are
-    rows; widened: whether columns may be added, as wide as memory has them: a v5e sends within products what products
-    make, and nothing that is flat. Not over two axes, where steps with them are 5 % slower (1.5B at stage 3 on
-    `v5e:16x16`).
+    within_products: whether a v5e is to send them so; widened: whether columns may be added, as wide as memory has
+    them: a v5e sends within products what products make, and nothing that is flat. Not over two axes, where steps with
+    them are 5 % slower (1.5B at stage 3 on `v5e:16x16`).
     """
     shape = (*value.shape[:dim], value.shape[dim] // num_shards, *value.shape[dim + 1:])
     part = math.prod(shape)
     keeps_order = value.ndim == 2 and dim == 0 and shape[0] % 8 == shape[1] % 128 == part % block == 0
     as_tiles = value.ndim == 1 and part > block and not within_products  # XLA all-reduces it flat: twice the bytes
-    if fills_tiles(shape[dim]) and not as_tiles and not (within_products and in_tiles and keeps_order):
+    if fills_tiles(shape[dim]) and not as_tiles:
         # At most one dim before and one after: dims of size 1, as in the kernel of a 1 x 1 convolution, change the
         # memory layout of the array, and XLA all-reduces it.
         merged = [math.prod(shape[:dim]), value.shape[dim], math.prod(shape[dim + 1:])]

@@ -10,18 +10,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from zero_jax.jaxpr.equations import ClosedJaxpr, JaxprEqn, trace, type_of
 
 
-def named_call(name: str, fun: Callable[..., Any], *, mapped: Callable[..., Any] | None = None) -> core.Primitive:
+def named_call(name: str, fun: Callable[..., Any], *, add_dim: Callable[[Any], Any] = lambda use: use
+               ) -> core.Primitive:
     """A primitive `bind(*arrays, use=, names=)` that computes `fun(*arrays, use)`, an array.
 
     use: hashable. names: its checkpoint names (`primitives.policy_names`). Its derivative is zero, unless `set_read`
-    gives another. mapped: what `jax.vmap` maps instead, as `fun`; default: a `jax.custom_vjp` of the same names.
+    gives another. add_dim: from a `use` to that of arrays with one more leading dim, over which `jax.vmap` maps.
     """
     primitive: Any = core.Primitive(name)
 
@@ -34,9 +34,9 @@ def named_call(name: str, fun: Callable[..., Any], *, mapped: Callable[..., Any]
     def batched(axis: Any, arrays: Any, dims: Any, *, use: Any, names: tuple[str, ...]) -> tuple[Any, int | None]:
         if all(dim is None for dim in dims):
             return primitive.bind(*arrays, use=use, names=names), None
-        each = functools.partial(mapped, use=use) if mapped else _opaque(fun, use, names)
-        over = jax.vmap(each, in_axes=tuple(dims), axis_size=axis.size, spmd_axis_name=axis.spmd_name)
-        return over(*arrays), 0
+        arrays = [jnp.broadcast_to(array, (axis.size, *array.shape)) if dim is None else jnp.moveaxis(array, dim, 0)
+                  for array, dim in zip(arrays, dims, strict=True)]
+        return primitive.bind(*arrays, use=add_dim(use), names=names), 0
 
     def derivative(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
         out = primitive.bind(*primals, **params)
@@ -85,16 +85,6 @@ def watched_identity(name: str) -> core.Primitive:
     batching.primitive_batchers[primitive] = batched
     ad.primitive_jvps[primitive] = derivative
     return primitive
-
-
-def _opaque(fun: Callable[..., Any], use: Any, names: tuple[str, ...]) -> Callable[..., Any]:
-    """`fun(*arrays, use)` as a call of these names without a derivative, which is no primitive of our own."""
-    @jax.custom_vjp
-    def call(*arrays: Any) -> Any:
-        return functools.reduce(checkpoint_name, names, fun(*arrays, use))
-
-    call.defvjp(lambda *arrays: (call(*arrays), arrays), lambda arrays, _: tuple(map(jnp.zeros_like, arrays)))
-    return call
 
 
 def computed_by(eqn: JaxprEqn) -> ClosedJaxpr:

@@ -36,7 +36,7 @@ from zero_jax.transforms.host_gradients import (
 from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints
 from zero_jax.transforms.tiled_products import tile_products
 from zero_jax.tree import map_named, merge, named_leaves, with_dtypes_of
-from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
+from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, Scalar, Variables
 from zero_jax.views.loops import read_before_loops, stack_narrow
 
 
