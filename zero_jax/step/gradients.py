@@ -20,12 +20,8 @@ from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.step.losses import loss_and_metrics, with_key
 from zero_jax.step.options import StepOptions
 from zero_jax.transforms.activation_partitioning import Activations
-from zero_jax.transforms.gather_again import gather_again, value_and_grad
-from zero_jax.transforms.gather_remat import (
-    isolate_inner_remat,
-    mark_last_reads,
-    remat_scan_bodies,
-)
+from zero_jax.transforms.gather_again import gather_again, gather_again_in_loops, value_and_grad
+from zero_jax.transforms.gather_remat import isolate_inner_remat, mark_last_reads
 from zero_jax.transforms.host_gradients import (
     add_on_host,
     check_on_host,
@@ -126,7 +122,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         (gathers or activations.stashes, functools.partial(
             isolate_inner_remat, activations=activations if activations.stashes else None,
             host_in_barriers=not layout.axes.is_tpu)),
-        (gathers, remat_scan_bodies),
+        (gathers, gather_again_in_loops),
     ]
     on_gradients = [
         (again, functools.partial(
