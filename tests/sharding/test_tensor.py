@@ -311,6 +311,6 @@ def test_remat_of_a_block(flavour):
 
     step = zero_jax.make_zero_train_step({"linen": Linen(), "nnx": made}[flavour], 0, loss=squares)
     batch = {"x": np.ones((8, 8), np.float32)}
-    assert has_checkpoints(jax.make_jaxpr(step.evaluator())(step.abstract_state(batch), batch).jaxpr)
+    assert has_checkpoints(step.trace_forward(batch).jaxpr)
     with pytest.raises(ValueError, match="give a Linen class"):
         zero_jax.remat(nn.Dense(8))

@@ -177,8 +177,8 @@ def _gather_iterations(param: jax.Array, donated: jax.Array, mesh_axes: MeshAxes
         result = donated.reshape(iterations, -1) if rows else donated
         return jax.lax.fori_loop(0, iterations, step, result).reshape(donated.shape)
 
-    gathered = compute_spec(spec, mesh_axes)
-    return jax.shard_map(fill, mesh=mesh_axes.mesh, in_specs=(spec, gathered), out_specs=gathered, check_vma=False)(
+    whole = compute_spec(spec, mesh_axes)
+    return jax.shard_map(fill, mesh=mesh_axes.mesh, in_specs=(spec, whole), out_specs=whole, check_vma=False)(
         param, donated)
 
 
