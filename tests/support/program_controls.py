@@ -9,14 +9,33 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from zero_jax.gather.gather import GATHER_SCOPE, compute_spec, constrain
+from zero_jax.jaxpr.equations import primitive_of, replace_eqn
+from zero_jax.jaxpr.passes import with_jaxpr_passes
+from zero_jax.jaxpr.primitives import own_use
 from zero_jax.views.local import LocalView
+
+
+def gathered_by_xla(jaxpr: Any) -> Any:
+    """What is gathered, by constraints."""
+    def gather(eqn: Any) -> Any:
+        use = own_use(eqn)
+
+        def run(value: Any) -> Any:
+            with jax.named_scope(GATHER_SCOPE):
+                value = constrain(use.cast(constrain(value, use.mesh, use.sent)), use.mesh, use.sent)
+                return use.stored_shape.load(constrain(value, use.mesh, compute_spec(use.sent, use.axes)))
+
+        return replace_eqn(eqn, run)
+
+    return jaxpr.replace(eqns=[gather(eqn) if primitive_of(eqn) == GATHER_SCOPE else eqn for eqn in jaxpr.eqns])
 
 
 @contextlib.contextmanager
 def partitioned(step: Any = None, batch: Any = None) -> Iterator[None]:
     """The gradient is left to XLA's partitioner."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.step.functions.in_parts", lambda run, *_: run)
+        patch.setattr("zero_jax.step.functions.in_parts", lambda run, *_: with_jaxpr_passes(run, gathered_by_xla))
         patch.setattr("zero_jax.step.gradients.read_before_loops", lambda jaxpr: jaxpr)
         yield
 
