@@ -22,7 +22,6 @@ import optax
 import zero_jax
 from models import gpt2
 from zero_jax.step import gradients
-from zero_jax.transforms import gather_remat
 from zero_jax.xla import hlo
 from zero_jax.xla.devices import target_devices
 
@@ -67,20 +66,12 @@ CASES = (
     Case("split_sequence", "6 layers, tensor=2, remat=\"full\"", tensor=2, config={"num_layers": 6},
          options={"remat": "full", "tensor_rules": gpt2.tensor_rules(GPT2), "sequence_parallel": True},
          without={"sequence_parallel": False}),
-    Case("tag_derived_as_gathered", "modules in bf16, parameters in fp32", config={"dtype": jnp.bfloat16},
-         options={"precision": None}),
     Case("isolate_inner_remat", "the model checkpoints its blocks", config={"remat": True}),
-    Case("remat_scan_bodies"),
-    Case("keep_all_but_gathered"),
+    Case("gather_again_in_loops"),
+    Case("gather_again_in_loops", "modules in bf16, parameters in fp32", config={"dtype": jnp.bfloat16},
+         options={"precision": None}),
     Case("gather_again", "6 layers, not scanned", config={"scan_layers": False, "num_layers": 6}),
 )
-
-
-def left_out(name):
-    """What stands for the pass `name`: the identity, or for the checkpoint policy one that saves everything."""
-    if name == "keep_all_but_gathered":
-        return jax.checkpoint_policies.everything_saveable
-    return lambda jaxpr, **_: jaxpr
 
 
 def measure(case):
@@ -110,9 +101,8 @@ def main():
         key = (case.target, case.step)
         temporaries, sent = measured[key] = measured.get(key) or measure(case)
         with contextlib.ExitStack() as patches:
-            for module in (gradients, gather_remat):  # the policy is used in both
-                if case.without is None and hasattr(module, case.name):
-                    patches.enter_context(mock.patch.object(module, case.name, left_out(case.name)))
+            if case.without is None:
+                patches.enter_context(mock.patch.object(gradients, case.name, lambda jaxpr, **_: jaxpr))
             temporaries_without, sent_without = measure(
                 dataclasses.replace(case, options={**case.options, **(case.without or {})}))
         print(f"| `{case.name}` | {case.step} | {temporaries:,.0f} | {temporaries_without:,.0f} | {sent:.2f} | "

@@ -12,7 +12,7 @@ from support.oracle import slow
 
 import zero_jax
 from zero_jax.frontends import nnx as nnx_frontend
-from zero_jax.transforms import gather_remat
+from zero_jax.transforms import remat
 from zero_jax.tree import named_leaves
 
 
@@ -393,7 +393,7 @@ def test_a_branch_between_blocks_that_are_computed_again():
 
 
 def test_without_their_tangents_removed_integers_of_a_block_choose_no_branch(monkeypatch):
-    monkeypatch.setattr(gather_remat, "_without_tangents_of_integers", lambda call: call)
+    monkeypatch.setattr(remat, "_without_tangents_of_integers", lambda call: call)
     step = zero_jax.make_zero_train_step(Chosen(17), 3, loss=squares, remat="full")
     state = step.init(jax.random.key(0), vectors(11)[0])
     with pytest.raises(AssertionError):

@@ -16,7 +16,7 @@ from zero_jax.gather import gather
 from zero_jax.jaxpr import equations, primitives
 from zero_jax.jaxpr.equations import primitive_of, trace
 from zero_jax.layout import stored_optimizer
-from zero_jax.transforms import gather_remat
+from zero_jax.transforms import gather_again
 
 
 def conv(x, w):
@@ -60,7 +60,7 @@ def test_primitives_have_the_names_by_which_passes_know_them(name):
 TABLES = {
     "sharding/stored_optimizer.py": {
         *primitives.ELEMENTWISE, primitives.BROADCAST, primitives.IOTA, *stored_optimizer._NEUTRAL},
-    "transforms/gather_remat.py": set(gather_remat.NEVER_SAVED) - {"stop_gradient"},  # among the samples
+    "transforms/gather_again.py": set(gather_again.NEVER_SAVED) - {"stop_gradient"},  # among the samples
     JAXPR: set(primitives.CALLS) - {"closed_call", "eval_jaxpr"},  # the one until JAX 0.12, the other since
 }
 

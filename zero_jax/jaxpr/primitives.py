@@ -182,16 +182,6 @@ def is_causal_kernel(attention: JaxprEqn) -> bool:
     return "CAUSAL" in str(attention.params.get("mask_type"))
 
 
-def policy_dtypes(avals: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """The dtype of the result of what a checkpoint policy is called with, if its parameters say it, else its operands'.
-
-    Of `policy(primitive, *avals, **params)`.
-    """
-    of_result = params.get("new_dtype") or params.get("preferred_element_type")
-    dtypes = [of_result] if of_result is not None else [getattr(aval, "dtype", None) for aval in avals]
-    return [dtype for dtype in dtypes if dtype is not None]
-
-
 @dataclasses.dataclass(frozen=True)
 class Scan:
     """The parameters of a scan. Its operands are constants, then the carry, then arrays that are scanned over."""

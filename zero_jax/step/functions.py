@@ -46,7 +46,7 @@ from zero_jax.step.start import initial_state
 from zero_jax.step.trace_layout import trace_layout
 from zero_jax.step.trainable import split_trainable
 from zero_jax.step.update import apply_update, loss_scale, step_metrics, unscaled_gradients
-from zero_jax.transforms.gather_remat import mark_last_reads
+from zero_jax.transforms.gather_again import mark_last_reads
 from zero_jax.transforms.tiled_products import tile_products
 from zero_jax.tree import cast_floating, map_named, merge
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables

@@ -20,8 +20,12 @@ from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.step.losses import loss_and_metrics, with_key
 from zero_jax.step.options import StepOptions
 from zero_jax.transforms.activation_partitioning import Activations
-from zero_jax.transforms.gather_again import gather_again, gather_again_in_loops, value_and_grad
-from zero_jax.transforms.gather_remat import isolate_inner_remat, mark_last_reads
+from zero_jax.transforms.gather_again import (
+    gather_again,
+    gather_again_in_loops,
+    mark_last_reads,
+    value_and_grad,
+)
 from zero_jax.transforms.host_gradients import (
     add_on_host,
     check_on_host,
@@ -29,7 +33,7 @@ from zero_jax.transforms.host_gradients import (
     stack_on_host,
     wait_for_reads,
 )
-from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints
+from zero_jax.transforms.remat import checkpoint_blocks, has_checkpoints, isolate_inner_remat
 from zero_jax.transforms.tiled_products import tile_products
 from zero_jax.tree import map_named, merge, named_leaves, with_dtypes_of
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, Scalar, Variables

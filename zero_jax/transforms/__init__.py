@@ -4,12 +4,11 @@ In the program of a model with adapters, before all others: `low_rank.split_low_
 
 On the loss, before differentiation:
 1. `remat.checkpoint_blocks`, on the outermost jaxpr alone
-2. `views.loops.read_before_loops`, `gather_remat.mark_last_reads`
+2. `views.loops.read_before_loops`, `gather_again.mark_last_reads`
 3. `tiled_products.tile_products`
 4. `activation_partitioning.Activations.split_sequence`
-5. `gather_remat.isolate_inner_remat`
-6. `gather_remat.remat_scan_bodies`: each body with `gather_remat.tag_derived_as_gathered` and the policy
-   `gather_remat.keep_all_but_gathered`
+5. `remat.isolate_inner_remat`
+6. `gather_again.gather_again_in_loops`
 
 On the differentiated loss, which `gather_again.value_and_grad` makes:
 7. `gather_again.gather_again`
@@ -24,5 +23,5 @@ On a whole step, by `diloco` with `overlap`: `loop_iterations.run_in_iterations`
 Each says why it exists, what it costs to leave it out, and why it has its place in the order. Costs are those of the
 compiled program of one device. "The 124M program" is a step of GPT-2 124M (vocabulary 50304, tied embedding, scanned
 layers) at stage 3, bf16, on 4 x 1024 tokens for each of 8 H100 (`h100:8`, jax 0.10.2), and sends 5.24 bytes per
-parameter with 6691 MiB of temporaries.
+parameter with 6673 MiB of temporaries.
 """

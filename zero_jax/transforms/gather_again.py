@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.gather.gather import GATHERED, KEPT
+from zero_jax.gather.gather import GATHERED, KEPT, differentiated_last, use_of_read
 from zero_jax.jaxpr.equations import (
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
+    Var,
     bind_in_scope,
     eqn_of,
     in_scope_of,
@@ -73,12 +74,39 @@ def value_and_grad(fun: Callable[..., Any], *, argnums: Sequence[int], barrier: 
     return wrapped
 
 
+def mark_last_reads(jaxpr: Jaxpr) -> Jaxpr:
+    """Marks reads of parameters as differentiated for the last time, and gives each use of a tiled one its own read.
+
+    Why: what the loss itself differentiates is behind: from here on a read has one derivative, and nothing of it is
+    left beside the gathered array (`differentiated_last`). And each product in tiles takes the place of a read.
+    Order: first.
+    """
+    reads: dict[Var, JaxprEqn] = {}  # of weights in tiles
+    consumed: set[Var] = set()
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        invars: list[Any] = list(eqn.invars)
+        for i, atom in enumerate(invars):
+            if not is_literal(atom) and atom in reads:
+                if atom in consumed:
+                    invars[i] = variable_like(atom)
+                    eqns.append(reads[atom].replace(outvars=[invars[i]]))
+                consumed.add(atom)
+        eqn = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
+        if (use := use_of_read(eqn)) is not None:
+            eqn = differentiated_last(eqn)
+            if use.tiles is not None:
+                reads[eqn.outvars[0]] = eqn
+        eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns)
+
+
 def gather_again_in_loops(jaxpr: Jaxpr) -> Jaxpr:
     """Makes the body of each loop that reads parameters one that gathers them again in backward.
 
     Why: a loop stacks what its iterations save, which would be the gathered weights of all layers, or copies of them (a
     cast, a transpose). No iteration needs a barrier: forward is another loop.
-    Cost without: 6860 instead of 6691 MiB of temporaries: all layers' weights at once (the 124M program).
+    Cost without: 6860 instead of 6673 MiB of temporaries: all layers' weights at once (the 124M program).
     Order: after `isolate_inner_remat`, so that a body that checkpoints itself is left alone.
     """
     def again(eqn: JaxprEqn) -> JaxprEqn:
@@ -137,7 +165,7 @@ def gather_again(jaxpr: Jaxpr, *, host_in_barriers: bool = True) -> Jaxpr:
     Cost without: 4093 instead of 4025 MiB of temporaries (the 124M program with 6 layers, not scanned).
     Order: first of the passes on the differentiated loss, of which the others see both parts.
 
-    host_in_barriers: as in `gather_remat.isolate_inner_remat`.
+    host_in_barriers: as in `remat.isolate_inner_remat`.
     """
     at = next((i for i, eqn in enumerate(jaxpr.eqns) if is_backward_barrier(eqn)), None)
     if at is None:
