@@ -15,6 +15,7 @@ import zero_jax
 from zero_jax.gather import gather
 from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.planning.plan import refused_bytes
+from zero_jax.sharding.mesh import constrain
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.stored_shape import identity_shape
 from zero_jax.state import ZeroState
@@ -42,7 +43,7 @@ def compiled_text():
 
     def step(state, batch):
         grads = gradient(state.params, batch)
-        params = jax.tree.map(lambda p, g: gather.constrain(p - g, mesh, P("data")), state.params, grads)
+        params = jax.tree.map(lambda p, g: constrain(p - g, mesh, P("data")), state.params, grads)
         return dataclasses.replace(state, params=params)
 
     return jax.jit(step, donate_argnums=0).lower(state, batch).compile().as_text()

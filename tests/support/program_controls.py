@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from zero_jax.gather.gather import GATHER_SCOPE, compute_spec, constrain
+from zero_jax.gather.gather import GATHER_SCOPE, compute_spec
 from zero_jax.jaxpr.equations import primitive_of, replace_eqn
 from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.jaxpr.primitives import own_use
+from zero_jax.sharding.mesh import constrain
 from zero_jax.views.local import LocalView
 
 

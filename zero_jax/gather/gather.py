@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.gather.quantized.gather import GatherCodes, constrain
+from zero_jax.gather.quantized.gather import GatherCodes
 from zero_jax.gather.reduce_scatter import mesh_ordered_runs
 from zero_jax.jaxpr.equations import JaxprEqn, primitive_of
 from zero_jax.jaxpr.named_call import named_call, set_read
@@ -253,23 +253,17 @@ _carrier.defvjp(
 
 
 def _reduce(gradient: jax.Array, use: ParamUse) -> jax.Array:
-    # Unsharded first: a partial sum, which the next constraint turns into a reduce-scatter. Else the target layout
-    # propagates into what computes the gradient: a dot becomes a ring that sends 1.29 times the bytes (v5e), and an
-    # embedding's updates, as large as the batch, are exchanged instead of its gradient.
     reduced = checkpoint_name(gradient.astype(use.reduce), REDUCED)
     return use.stored_shape.store(reduced) if use.reduced is None else _scatter(use)(reduced)
 
 
 @functools.lru_cache(maxsize=4096)
 def _scatter(use: ParamUse) -> Callable[[jax.Array], jax.Array]:
-    """From a gradient to what is stored, reduced and scattered: a call that `transforms` find by its name `SCATTER`."""
+    """From a gradient to what is stored: a call, found by its name by `transforms` and `views.local`, which reduces."""
     spec: Any = use.reduced
 
     def zero_scatter(value: jax.Array) -> jax.Array:
-        value = use.stored_shape.store(value)
-        for step in reversed(gather_sequence(spec, use.axes, use.secondary)):
-            value = constrain(value, use.mesh, step)
-        return value
+        return use.stored_shape.store(value)
 
     zero_scatter.__name__ = SCATTER_QUANTIZED if use.quantize_gradient else SCATTER
     return jax.jit(zero_scatter, out_shardings=NamedSharding(use.mesh, spec))

@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
-from zero_jax.gather.gather import constrain
 from zero_jax.jaxpr.equations import all_eqns, primitive_of, scope_of, trace, variables
 from zero_jax.jaxpr.primitives import SHARD_MAP, call_jaxpr, in_specs
 from zero_jax.layout.layout import Layout
 from zero_jax.layout.stored_optimizer import update_stored
 from zero_jax.optim.compatibility import takes_value
 from zero_jax.sharding.host_arrays import fetch
+from zero_jax.sharding.mesh import constrain
 from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
 from zero_jax.sharding.partition import OWNED, choose_spec
 from zero_jax.tree import named_leaves

@@ -205,3 +205,8 @@ def tile_block(mesh: Mesh, axis: str, platform: Platform) -> int:
     line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)[:, 0]
     dims = sum(len(set(along)) > 1 for along in zip(*map(platform.coords, line), strict=True))
     return 2048 if dims <= 1 else 4096
+
+
+def constrain(value: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
+    """`value` laid out by `spec`, under jit."""
+    return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
-from zero_jax.gather.gather import constrain, names_of, split_dim
+from zero_jax.gather.gather import names_of, split_dim
 from zero_jax.jaxpr.equations import (
     Jaxpr,
     JaxprEqn,
@@ -39,6 +39,7 @@ from zero_jax.jaxpr.primitives import (
     num_iterations,
     permutation,
 )
+from zero_jax.sharding.mesh import constrain
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.transforms.tiled_products import tiled_product
 from zero_jax.tree import leaf_bytes

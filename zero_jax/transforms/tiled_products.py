@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from zero_jax.errors import UsageError
 from zero_jax.gather.gather import ParamUse, compute_spec, use_of_read
-from zero_jax.gather.quantized.gather import constrain
 from zero_jax.jaxpr.equations import (
     Jaxpr,
     JaxprEqn,
@@ -38,6 +37,7 @@ from zero_jax.jaxpr.primitives import (
     own_use,
     permutation,
 )
+from zero_jax.sharding.mesh import constrain
 
 _MOVES = (CONVERT, NAME, "transpose", "copy")
 """Primitives of one operand through which a weight is followed to its product."""

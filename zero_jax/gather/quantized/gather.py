@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.gather.quantized.messages import BlockFormat, as_words, from_words, num_words
+from zero_jax.sharding.mesh import constrain
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.typing import AxisNames, DType, Shape
 
@@ -155,8 +155,3 @@ class GatherCodes:
         """For each dim the axes that shard it, major first."""
         padded = (*self.spec, *[None] * (len(self.local) - len(self.spec)))
         return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in padded]
-
-
-def constrain(value: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """`value` laid out by `spec`, under jit."""
-    return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
