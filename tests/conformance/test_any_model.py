@@ -26,11 +26,11 @@ def trained(name):
     return train(CASES[name].model, 3, 8, **options(CASES[name]))
 
 
-LONG = {"encoder-decoder", "convolutional net"}
+FAST = {"sows", "nnx mixture", "reads .variables", "own RNG stream", "L2 over all parameters", "nnx LoRA"}
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", [slow(name) if name in LONG else name for name in CASES])
+@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in CASES])
 def test_model_is_one_device(name):
     one, many = alone(name), trained(name)
     assert loss_difference(many, one) < 2e-6
@@ -39,7 +39,7 @@ def test_model_is_one_device(name):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", [slow(name) if name in LONG else name for name in CASES])
+@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in CASES])
 def test_what_cannot_be_read_through_a_box_is_listed(name):
     case, layout = CASES[name], trained(name).step.layout(CASES[name].batch)
     assert tuple(sorted(path for path, read in layout.reads.items() if read.on_entry)) == case.on_entry

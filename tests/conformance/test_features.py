@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.beside_plain_loop import OPTIMIZER, SIZES, STAGES, compare, factory, squares, up_front, vectors
+from support.covering import weekly
 from support.oracle import slow
 
 import zero_jax
@@ -55,7 +56,7 @@ class Bypassing(nnx.Module):
 
 @pytest.mark.grid
 @STAGES
-@pytest.mark.parametrize("module", [Clipped, Spectral, Bypassing])
+@weekly("module", [Clipped, Spectral, Bypassing])
 def test_parameters_that_are_overwritten_or_used_past_their_reads(module, stage, sizes):
     step, _ = compare(factory(module, SIZES[sizes]), stage, vectors(SIZES[sizes][0]))
     expected = {Clipped: {"linear/kernel"}, Spectral: {"normed/layer_instance/kernel"}, Bypassing: set()}[module]
@@ -159,7 +160,7 @@ class WeightNormed(nnx.Module):
 
 @pytest.mark.grid
 @STAGES
-@pytest.mark.parametrize("module", [Buffers, WeightNormed])
+@weekly("module", [Buffers, WeightNormed])
 def test_factories_of_modules_with_plain_arrays(module, stage, sizes):
     compare(factory(module, SIZES[sizes]), stage, vectors(SIZES[sizes][0]))
 
@@ -388,6 +389,7 @@ class Chosen(nn.Module):
         return nn.Dense(1)(x)
 
 
+@pytest.mark.slow
 def test_a_branch_between_blocks_that_are_computed_again():
     compare(Chosen(17), 3, vectors(11), remat="full")
 

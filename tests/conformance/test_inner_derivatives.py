@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from support.beside_plain_loop import compare, squares, up_front, vectors
+from support.covering import weekly
 from support.oracle import slow
 
 import zero_jax
@@ -168,8 +169,8 @@ BEFORE = {"MAML": (Dense(), adapted), "laplacian": (Dense(), laplacian), "penalt
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", [
-    name if name in ("MAML", "penalty by name", "map") else slow(name) for name in BEFORE])
+@weekly("name", [
+    name if name in ("MAML", "penalty by name", "map") else slow(name) for name in BEFORE], default=2)
 def test_a_loss_that_needs_variables_before_it_calls_the_model(name):
     """It starts from what the module's own `init` makes, which another key (the control) does not."""
     model, loss = BEFORE[name]

@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from support.covering import weekly
 from support.module_pieces import PIECES, WIDTH, squares
 from support.oracle import oracle, slow, train
 from support.random_modules import Drawn, batches, check
@@ -69,7 +70,7 @@ class NnxMapping(nnx.Module):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("flavour, stage", [("linen", 3), ("nnx", 2), slow("linen", 1), slow("nnx", 3)])
+@weekly("flavour, stage", [("linen", 3), ("nnx", 2), slow("linen", 1), slow("nnx", 3)])
 def test_a_module_with_a_shard_map_of_its_own(flavour, stage):
     def model(mesh):
         return Mapping(mesh) if flavour == "linen" else lambda rngs: NnxMapping(mesh, rngs)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support.beside_plain_loop import compare, squares, vectors
+from support.covering import weekly
 from support.oracle import slow
 
 import zero_jax
@@ -31,7 +32,7 @@ OWN_DTYPES = {"bf16 of fp32": (jnp.bfloat16, None), "fp32 of bf16": (jnp.float32
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("case", OWN_DTYPES)
+@weekly("case", OWN_DTYPES)
 @pytest.mark.parametrize("stage, sizes", [
     (3, "even"), slow(3, "uneven"), slow(2, "even"), slow(2, "uneven"), slow(1, "even")])
 def test_a_modules_own_dtype_keeps_the_reduce_scatter(case, stage, sizes):
@@ -53,7 +54,7 @@ def test_a_modules_own_dtype_keeps_the_reduce_scatter(case, stage, sizes):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("case", OWN_DTYPES)
+@weekly("case", OWN_DTYPES)
 @pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
 def test_a_modules_own_dtype_has_the_numbers_of_one_device(case, stage):
     dtype, precision = OWN_DTYPES[case]

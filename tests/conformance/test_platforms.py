@@ -126,7 +126,6 @@ def refused(platform, stage, option, hpz):
 
 FAST = {
     ("v5e:2x4", ("data_1", "data_0"), 3, "odd", "", ("data_1",)),
-    ("v5p:2x2x2", ("data_2", "data_0", "data_1"), 1, "even", "", ()),
     ("h100:8", ("data",), 3, "odd", "parameters", ())}
 
 

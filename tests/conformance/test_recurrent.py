@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from support.beside_plain_loop import STAGES, compare, factory, squares, vectors
+from support.covering import weekly
 from support.oracle import slow
 from support.program_controls import partitioned
 
@@ -55,7 +56,7 @@ RECURRENT = {
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("flavour", RECURRENT)
+@weekly("flavour", ["shared", "linen", "nnx"])
 @STAGES
 def test_recurrent_loops(flavour, stage, sizes):
     width, hidden = {"even": (64, 64), "uneven": (68, 71)}[sizes]

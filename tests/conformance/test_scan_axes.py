@@ -53,6 +53,7 @@ def test_layers_along_the_second_dim_are_gathered_one_after_another(stage, width
         step.verify(vectors(16)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [slow(24), 33])
 def test_nnx_does_not_overwrite_them(width):
     step, _ = compare(lambda rngs: NnxLayers(width, rngs), 3, vectors(16)[:2])

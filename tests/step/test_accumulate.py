@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.covering import weekly
 from support.oracle import loss_difference, oracle, param_difference, slow, train
 from support.plain_training import plain_training
 from support.programs import program
@@ -42,7 +43,7 @@ def one_device(flavour):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("reduce", ["every", "once"])
+@weekly("reduce", ["once", "every"])
 @pytest.mark.parametrize("flavour, stage", [
     slow("linen", 0), slow("linen", 1), ("linen", 3), slow("nnx", 2), slow("nnx", 3)])
 def test_microbatches_are_the_large_batch(flavour, stage, reduce):
@@ -97,7 +98,7 @@ def convolution_difference(rows, **options):
                             oracle(Convolutions(), **run))
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@weekly("rows", [2, 1])
 def test_gradients_of_convolutions_that_are_reduced_once(rows):
     assert convolution_difference(rows) < 1e-6
 
@@ -128,7 +129,7 @@ def of_valid(rows, values=1.0):
 
 @pytest.mark.parametrize("stage", [slow(0), 2, slow(3)])
 @pytest.mark.parametrize("reduce", ["every", "once"])
-@pytest.mark.parametrize("rows", [[0, 2, 3, 4, 7, 9, 11, 15], slice(None, None, 2)], ids=["rows", "a microbatch"])
+@weekly("rows", [[0, 2, 3, 4, 7, 9, 11, 15], slice(None, None, 2)], ids=["rows", "a microbatch"])
 def test_the_mean_of_nothing_has_no_weight(rows, reduce, stage):
     """Of a device's row, and of a whole microbatch; each is 0 / 0, and the whole batch is not."""
     batches, model = of_valid(rows), nn.Dense(8)
@@ -157,7 +158,7 @@ def test_a_batch_of_no_weight_is_what_its_loss_says(reduce):
 
 
 @pytest.mark.parametrize("reduce", ["every", "once"])
-@pytest.mark.parametrize("value", [np.nan, np.inf], ids=["nan", "inf"])
+@weekly("value", [np.nan, np.inf], ids=["nan", "inf"])
 def test_what_is_not_finite_and_has_a_weight_is_seen(value, reduce):
     """A weight that is NaN, and rows that overflow: only what has weight 0 is left out."""
     model = nn.Dense(8)
@@ -168,7 +169,7 @@ def test_what_is_not_finite_and_has_a_weight_is_seen(value, reduce):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("flavour, reduce", [
+@weekly("flavour, reduce", [
     ("linen", "once"), ("nnx", "every"), slow("linen", "every"), slow("nnx", "once")])
 def test_statistics_and_dropout(flavour, reduce):
     """Statistics are those of microbatches, finite and the same on all devices, and steps learn."""

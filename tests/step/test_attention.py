@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.covering import weekly
 from support.oracle import next_token, oracle, slow, train
 from support.targets import mesh_of, simulated
 
@@ -41,7 +42,7 @@ def off(one, other):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("sizes, changes, packed, causal", [
+@weekly("sizes, changes, packed, causal", [
     ({"data": 8}, {"batch": 8, "kv_heads": 2}, False, True),
     ({"data": 4, "context": 2}, {"kv_heads": 2}, False, True),
     slow({"data": 2, "tensor": 2, "context": 2}, {"kv_heads": 2}, True, True),
@@ -161,6 +162,7 @@ def test_a_given_kernel_that_cannot_is_refused():
         jax.eval_shape(attention(mesh_of("v5e:2x4"), kernel="splash"), q, q, q)
 
 
+@pytest.mark.slow
 def test_a_given_kernel_is_that_of_training_and_not_of_init(monkeypatch):
     """Parameters are made in float32, which cuDNN does not take, for a step that computes in bfloat16."""
     monkeypatch.setattr(module, "cudnn_is_installed", lambda: True)

@@ -181,6 +181,7 @@ def test_what_is_refused(options, change, message):
         step.lower({**batch_of(0), **change})
 
 
+@pytest.mark.slow
 def test_a_leaf_that_becomes_a_scalar_or_examples_compiles_once_more():
     """A batch of the same keys whose leaf has other dims is sharded otherwise than the first one."""
     def loss(model, batch):

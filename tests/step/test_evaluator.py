@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.covering import weekly
 from support.normed_net import KEY, batch_of, squared, step_of
 
 
@@ -40,7 +41,7 @@ class NnxNoisy(nnx.Module):
         return self.linear(x) + jax.random.normal(self.rngs.params(), (13,))[None]
 
 
-@pytest.mark.parametrize("model", [Noisy(), NnxNoisy], ids=["linen", "nnx"])
+@weekly("model", [Noisy(), NnxNoisy], ids=["linen", "nnx"])
 def test_an_evaluator_takes_a_key(model):
     step = step_of(model=model)
     state = step.init(KEY, batch_of())

@@ -44,6 +44,7 @@ def test_it_has_the_numbers_of_one_device(flavour, options):
     assert loss < 1e-6 and params < 3e-6
 
 
+@pytest.mark.slow
 def test_weights_with_other_bits_are_caught(monkeypatch):
     """Negative control."""
     original = local.gathered

@@ -46,6 +46,7 @@ def test_it_has_the_numbers_of_one_device(flavour, reduce):
     assert loss < 1e-6 and params < 3e-6
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_no_copy_is_caught(monkeypatch):
     """Negative control: weights of which the copies have other bits."""
     gather_copy = step_weights.gather_copy

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.covering import weekly
 
 import zero_jax
 from zero_jax.precision import LossScale
@@ -96,7 +97,7 @@ WHEN = {"first step": (0, 1), "step k": (3, 1), "k in a row": (2, SKIP), "k + 1 
 
 
 @pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@weekly("value", [np.nan, np.inf])
 @pytest.mark.parametrize("place", ["loss", "one leaf", "one device"])
 def test_overflow_walk(place, value, when):
     step = step_of()

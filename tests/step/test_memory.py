@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from support.covering import weekly
 from support.oracle import slow
 from support.programs import DEEP, program
 from support.targets import mesh_of
@@ -20,7 +21,7 @@ BATCH = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "
 EVEN = gpt2.Config(2, 64, 2, vocab_size=64, max_length=16)
 
 
-@pytest.mark.parametrize("num_devices", [2, 4, 8])
+@weekly("num_devices", [2, 4, 8])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_state_bytes_are_the_formula(stage, precision, num_devices):

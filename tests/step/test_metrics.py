@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.covering import weekly
 
 import zero_jax
 from zero_jax import Metric
@@ -52,7 +53,7 @@ def metrics_of(loss=reporting, stage=3, model=None, batch=None, **options):
     return step(jax.tree.map(jnp.copy, state), batch)[1], params
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "guard": zero_jax.Guard(), "ema": 0.5}], ids=str)
+@weekly("options", [{"accumulate": 2, "guard": zero_jax.Guard(), "ema": 0.5}, {}], ids=str)
 def test_metrics_of_float64_are_float64(options):
     """The control: in float32 they are others."""
     with jax.enable_x64():
@@ -66,7 +67,7 @@ def test_metrics_of_float64_are_float64(options):
             assert abs(np.float32(expected) / expected - 1) > 1e-11
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 4}, {"accumulate": 2, "reduce": "once"}], ids=str)
+@weekly("options", [{"accumulate": 2, "reduce": "once"}, {"accumulate": 4}, {}], ids=str)
 def test_metrics_are_those_of_the_whole_batch(options):
     """The oracle is the same loss of the same parameters on one device, over the whole batch."""
     found, params = metrics_of(**options)
@@ -88,7 +89,7 @@ def test_a_mean_of_maxima_is_not_the_maximum():
     assert metrics_of(bare, accumulate=4)[0]["largest"] < 0.95 * metrics_of(accumulate=4)[0]["largest"]
 
 
-@pytest.mark.parametrize("options", [{"accumulate": 4}, {"accumulate": 2, "reduce": "once"}], ids=str)
+@weekly("options", [{"accumulate": 2, "reduce": "once"}, {"accumulate": 4}], ids=str)
 def test_means_are_weighted_as_the_loss_is(options):
     def masked(model, batch):
         error = ((model(batch["x"]) - batch["y"]) ** 2) * batch["weights"][:, None]
@@ -103,7 +104,7 @@ def test_means_are_weighted_as_the_loss_is(options):
     assert found["valid"] == weights.sum()
 
 
-@pytest.mark.parametrize("options", [{"accumulate": 4}, {"accumulate": 2, "reduce": "once"}], ids=str)
+@weekly("options", [{"accumulate": 2, "reduce": "once"}, {"accumulate": 4}], ids=str)
 def test_what_is_0_over_0_of_no_rows_is_left_out_and_what_is_counted_there_is_not(options):
     def masked(model, batch):
         error = ((model(batch["x"]) - batch["y"]) ** 2).mean(1) * batch["weights"]
@@ -196,7 +197,7 @@ def seen(model, batch):
         "target": batch["y"].max(), "input": batch["x"].max(), "output_bits": 8 * out.dtype.itemsize}
 
 
-@pytest.mark.parametrize("model", [Net(), NnxNet], ids=["linen", "nnx"])
+@weekly("model", [Net(), NnxNet], ids=["linen", "nnx"])
 @pytest.mark.parametrize(("cast_batch", "target", "bits"), [
     ("inputs", TARGET, 16), (True, 1004, 16), (False, TARGET, 32)])
 def test_what_is_rounded_of_a_batch(model, cast_batch, target, bits):

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.covering import weekly
 
 import zero_jax
 from zero_jax.step.call_checks import check_is_state
@@ -244,7 +245,7 @@ def test_a_model_that_is_no_flax_module(model):
         step_of(model=failing)
 
 
-@pytest.mark.parametrize("labels", [
+@weekly("labels", [
     lambda scores: optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(16)).mean(),
     lambda scores: -(jnp.eye(16) * jax.nn.log_softmax(scores)).sum() / 16])
 def test_a_loss_of_a_batch_that_takes_no_microbatch(labels):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.covering import weekly
 from support.normed_net import (
     BATCHES,
     KEY,
@@ -25,8 +26,8 @@ import zero_jax
 GUARD = {"guard": zero_jax.Guard(skip=2)}
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"stage": 0}, {"accumulate": 2}, {"stage": 2, "precision": "bf16"}, {"precision": "fp16", **GUARD}], ids=str)
+@weekly("options", [
+    {"accumulate": 2}, {}, {"stage": 0}, {"stage": 2, "precision": "bf16"}, {"precision": "fp16", **GUARD}], ids=str)
 def test_gradients_and_their_application_are_a_step(options):
     step = step_of(**options)
     state = step.init(KEY, batch_of(), params=variables_of())
@@ -58,7 +59,7 @@ def ascended(params, grads, norm):
     return jax.tree.map(lambda param, grad: param + 0.5 * grad / norm, params, grads)
 
 
-@pytest.mark.parametrize("options", [{}, {"stage": 2, "precision": "bf16"}], ids=str)
+@weekly("options", [{"stage": 2, "precision": "bf16"}, {}], ids=str)
 def test_sam(options):
     """Sharpness-aware minimization: the gradient where the first one leads, applied here; SGD, so that it shows."""
     sgd = optax.sgd(0.1)
@@ -160,7 +161,7 @@ OPTIONS = [{}, {"precision": "fp16", **GUARD}, {"stage": 2, "accumulate": 2}]
 
 @pytest.mark.grid
 @pytest.mark.parametrize("way, options", [
-    row if row[0] == "multi" or row == ("scan", OPTIONS[1]) else slow(*row)
+    row if row in (("multi", {}), ("scan", OPTIONS[1])) else slow(*row)
     for row in itertools.product(("multi", "jit", "scan"), OPTIONS)], ids=str)
 def test_steps_inside_one_program(way, options):
     """`multi`, the user's own `jit` and the user's own `scan`: the numbers of single steps."""
@@ -186,7 +187,7 @@ def test_steps_inside_one_program(way, options):
     step(state, batch_of())
 
 
-@pytest.mark.parametrize("way", ["multi", "scan"])
+@weekly("way", ["multi", "scan"])
 def test_bad_steps_inside_one_program(way):
     """One in the middle is skipped; three in a row stop, and are told of by `check`."""
     step = step_of(**GUARD)

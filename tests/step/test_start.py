@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from flax.core import freeze
 from flax.training.train_state import TrainState
+from support.covering import weekly
 from support.normed_net import (
     ADAM,
     BATCHES,
@@ -59,8 +60,8 @@ def test_a_module_that_has_sown_starts_without():
         step_of(3, model=growing, loss=mean).init(KEY, batch)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("kind", ["dict", "numpy", "frozen", "bound"])
+@weekly("stage", [0, 3])
+@weekly("kind", ["dict", "numpy", "frozen", "bound"], default=2)
 def test_init_from_variables(stage, kind):
     """Losses, parameters and statistics of the plain loop; the user's arrays stay alive and unchanged."""
     variables = {"dict": variables_of(), "numpy": jax.device_get(variables_of()), "frozen": freeze(variables_of()),
@@ -86,7 +87,7 @@ def test_without_them_it_is_another_run():
     assert abs(losses_of(step, step.init(KEY, batch_of()))[0][0] / oracle()[0][0] - 1) > 1e-2
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@weekly("stage", [1, 3])
 def test_the_working_copy_and_the_average_follow(stage):
     """At stages 1 and 2 under bf16 the model reads a copy, which would be stale."""
     step = step_of(stage, precision="bf16", ema=0.9)
@@ -99,7 +100,7 @@ def test_the_working_copy_and_the_average_follow(stage):
         assert state.weights is not None
 
 
-@pytest.mark.parametrize("give", ["module", "state", "pure dict"])
+@weekly("give", ["state", "module", "pure dict"])
 def test_init_from_nnx(give):
     model = NnxNet(nnx.Rngs(3))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -137,7 +138,7 @@ def given_in(kind, linen):
 
 
 @pytest.mark.parametrize("linen", [True, False])
-@pytest.mark.parametrize("how", ["init", "with_params"])
+@weekly("how", ["with_params", "init"])
 def test_batch_statistics_are_taken_where_they_are_given_and_else_named(caplog, linen, how):
     lacking = {"params", "bare", "params of one"}
     for kind in ("collections", "train state", *(["bound"] if linen else ["module", "state"]), *sorted(lacking)):
@@ -164,7 +165,7 @@ def test_a_step_without_other_variables_names_none(caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@weekly("stage", [0, 3])
 def test_a_trained_nnx_module_comes_back(caplog, stage):
     """The loss of Flax alone in eval mode is the step's, and with the parameters alone it is not, which is said."""
     step = step_of(stage, model=NnxNet(nnx.Rngs(3)))
@@ -205,12 +206,12 @@ def test_frozen_parameters_are_given_too():
     assert_same(step.params(state), variables_of()["params"], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("change", "message"), [
+@weekly("change, message", [
     (lambda p: {"Dense_0": p["Dense_0"]}, r"params lacks 4 \(BatchNorm_0/bias, BatchNorm_0/scale, Dense_1/bias"),
     (lambda p: {**p, "more": {"kernel": np.ones(3)}}, r"has in addition 1 \(more/kernel\)"),
     (lambda p: {**p, "Dense_1": {**p["Dense_1"], "bias": np.ones(12, np.float32)}}, r"Dense_1/bias has shape \(12,\)"),
     (lambda p: {**p, "Dense_1": {**p["Dense_1"], "bias": np.ones(13, np.int32)}}, "Dense_1/bias has dtype int32"),
-    (lambda p: 3, "params is a int: give a tree"), (lambda p: Net(), "is not bound to variables")])
+    (lambda p: 3, "params is a int: give a tree"), (lambda p: Net(), "is not bound to variables")], default=3)
 def test_values_that_do_not_fit_leave_the_state_alone(change, message):
     step = step_of()
     state = step.init(KEY, batch_of())
@@ -219,7 +220,7 @@ def test_values_that_do_not_fit_leave_the_state_alone(change, message):
     losses_of(step, state)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@weekly("stage", [0, 3])
 def test_to_and_from_a_train_state(stage):
     """A plain loop's third step, taken here, and the same the other way round."""
     class WithStats(TrainState):

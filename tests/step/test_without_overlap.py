@@ -67,6 +67,7 @@ def test_so_does_each_of_its_programs(ask):
         ask(step, state)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_unknown_option")
 def test_so_do_slices():
     batch, step = slice_batches(1)[0], make()

@@ -21,7 +21,7 @@ RNG = np.random.default_rng(0)
 NUM_STEPS = 3
 SIZES = {"even": (64, 64), "uneven": (67, 71)}
 STAGES = pytest.mark.parametrize("stage, sizes", [
-    slow(0, "uneven"), slow(1, "uneven"), (2, "uneven"), slow(3, "even"), (3, "uneven")])
+    slow(0, "uneven"), slow(1, "uneven"), slow(2, "uneven"), slow(3, "even"), (3, "uneven")])
 
 
 def vectors(width, rows=16):

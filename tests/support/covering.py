@@ -1,10 +1,23 @@
-"""Grids of parametrized tests: rows that cover all pairs of values; with `pairwise` the others are slow."""
+"""Grids of parametrized tests: rows that run by default, named or covering all pairs; the others are slow."""
 
 import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+
+def weekly(names: str, values: Iterable[Any], *, default: int = 1, **options: Any) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` of which all but the first `default` rows that are not slow are rows of a slow grid."""
+    rows = []
+    for value in values:
+        row = value if isinstance(value, type(pytest.param())) else (
+            pytest.param(*value) if "," in names else pytest.param(value))
+        if not any(mark.name == "slow" for mark in row.marks):
+            default -= 1
+        rows.append(row if default >= 0 else pytest.param(
+            *row.values, id=row.id, marks=(*row.marks, pytest.mark.slow, pytest.mark.grid)))
+    return pytest.mark.parametrize(names, rows, **options)
 
 
 def pairwise(*factors: Iterable[Any]) -> list[Any]:
