@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.covering import weekly
 from support.oracle import loss_difference, param_difference, slow, train
 from support.scripts import script
 from support.targets import target_devices
@@ -20,6 +21,7 @@ from support.zoo import Ensemble, Mixture, Normalised
 import zero_jax
 from models import gpt2, gpt2_nnx
 from zero_jax.gather import gather
+from zero_jax.layout.layout import _loading
 from zero_jax.layout.stored_optimizer import StoredPlacement, needs_shape, run_on_stored
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.partition import choose_spec, choose_stored_shape
@@ -88,6 +90,7 @@ def test_shards_fill_tiles_on_tpus(shape, stacked, sizes, stored, spec):
     assert choose_stored_shape(shape, {"only": 1}, tiled=True)[0] == identity_shape(shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flavour", [slow("linen"), "nnx"])
 def test_rows_padded_as_on_tpus_are_one_device(flavour, monkeypatch):
     """And negative control: rows that are read from the wrong place have another loss."""
@@ -198,7 +201,7 @@ QUICK = ("transposed", "by parts")
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in UNEVEN])
+@weekly("name", [name if name in QUICK else slow(name) for name in UNEVEN])
 def test_any_optimizer_is_one_device(name):
     one, many = odd_run(name, 0, 1), odd_run(name, 3, 8)
     assert loss_difference(many, one) < 2e-6
@@ -231,6 +234,7 @@ class LoopsWithinLoops(nn.Module):
         return nn.Dense(8)(x)
 
 
+@pytest.mark.slow
 @pytest.mark.grid
 @pytest.mark.parametrize(("model", "num_devices"), [
     slow(Normalised(), 7), slow(Mixture, 5), slow(Ensemble(), 5), (LoopsWithinLoops(), 7)],
@@ -256,6 +260,20 @@ def test_a_state_comes_back_as_it_was_stored():
     again = layout.store(true)
     assert jax.tree.map(lambda leaf: leaf.sharding, again) == jax.tree.map(lambda leaf: leaf.sharding, run.state)
     chex.assert_trees_all_equal(without_key(again), without_key(run.state))
+
+
+def test_a_state_is_loaded_by_programs_that_are_compiled_once(caplog):
+    """The control: the first time they are compiled."""
+    run = odd_run("centred", 3, 8)
+    layout = run.step.layout(vectors()[0])
+    with jax.log_compiles():
+        _loading.cache_clear()
+        counts = []
+        for _ in range(2):
+            caplog.clear()
+            layout.load(run.state)
+            counts.append(sum("Compiling" in record.message for record in caplog.records))
+    assert counts[0] > 0 == counts[1]
 
 
 def test_one_stored_leaf_at_a_time_and_evaluation():
@@ -335,7 +353,7 @@ def table():
         yield module
 
 
-@pytest.mark.parametrize("name", ["GPT-2 1.5B", "BERT-Large", "Turing-NLG", "ResNet-50"])
+@weekly("name", ["GPT-2 1.5B", "BERT-Large", "Turing-NLG", "ResNet-50"])
 def test_99_percent_of_a_real_model_is_sharded(table, name, monkeypatch):
     """And negative control: with dims neither merged nor padded it is not."""
     target_devices("h100:8")

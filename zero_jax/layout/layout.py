@@ -1,8 +1,9 @@
 """The storage layout of a train step's state as data: for every leaf its stored shape, sharding and bytes."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -279,7 +280,7 @@ class Layout:
         leaf = jax.device_put(leaf, jax.memory.Space.Device) if leaf.sharding.memory_kind == "pinned_host" else leaf
         if stored_shape.is_identity:
             return leaf
-        return jax.jit(stored_shape.load, out_shardings=self.true_sharding(stored_shape, like))(leaf)
+        return _loading(stored_shape, self.true_sharding(stored_shape, like))(leaf)
 
     def true_sharding(self, stored_shape: StoredShape, like: jax.ShapeDtypeStruct) -> NamedSharding:
         """How a leaf that is stored as `like` is sharded in its true shape: in as many parts as that allows.
@@ -294,7 +295,19 @@ class Layout:
     def store(self, state: ZeroState) -> ZeroState:
         """`state`, of true shapes, as a step takes it."""
         def put(stored_shape: StoredShape, like: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
-            return jax.jit(stored_shape.store, out_shardings=like.sharding)(leaf)
+            return _storing(stored_shape, like.sharding)(leaf)
 
         with computing_on(self.mesh):
             return jax.tree.map(put, self.stored_shapes, self.state, on_auto_axes(state, self.mesh))
+
+
+@functools.lru_cache(maxsize=4096)
+def _loading(stored_shape: StoredShape, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """`stored_shape.load`, compiled once for leaves of a shape: jax.jit forgets a bound method after each call."""
+    return jax.jit(stored_shape.load, out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=4096)
+def _storing(stored_shape: StoredShape, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """`stored_shape.store`, likewise."""
+    return jax.jit(stored_shape.store, out_shardings=sharding)
