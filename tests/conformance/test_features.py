@@ -123,6 +123,7 @@ class Talkative(nnx.Module):
         return nnx.jit(lambda layer, x: layer(x))(self.out, x)
 
 
+@pytest.mark.slow
 @pytest.mark.grid
 @STAGES
 def test_a_module_that_is_printed_and_transformed_while_it_is_traced(stage, sizes):
@@ -192,6 +193,7 @@ def averaged(model, batch):
     return jax.lax.pmean(squares(model, batch), "batch")
 
 
+@pytest.mark.slow
 @pytest.mark.grid
 @STAGES
 def test_axis_names_of_models_written_for_pmap(stage, sizes):
@@ -243,6 +245,7 @@ class Eight(nn.Module):
         return nn.Dense(1)(nn.relu(nn.Dense(self.hidden, dot_general_cls=self.op)(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.grid
 @STAGES
 def test_scales_of_fp8_products_move_as_in_flax(stage, sizes):
@@ -268,6 +271,7 @@ class Looped(nn.Module):
         return nn.Dense(1)(carry)
 
 
+@pytest.mark.slow
 @pytest.mark.grid
 @STAGES
 def test_a_loop_fed_from_a_float_batch_in_bfloat16(stage, sizes):

@@ -260,6 +260,7 @@ def test_logits_never_exist_whole():
     assert sent(chunked, other).total() == pytest.approx(sent(text, step).total(), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.grid
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=() if stage == 3 else pytest.mark.slow)
                                    for stage in range(4)])

@@ -55,6 +55,7 @@ def trained(case, pieces, monkeypatch, *, wrong=False):
     return {name: np.asarray(leaf) for name, leaf in named_leaves(state) if not name.startswith("rng")}, text
 
 
+@pytest.mark.slow
 @pytest.mark.grid
 @pytest.mark.parametrize("case", [
     pytest.param(case, marks=[] if case in ("odd, fp32", "long axis") else pytest.mark.slow) for case in CASES])

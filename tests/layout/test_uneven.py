@@ -276,6 +276,7 @@ def test_a_state_is_loaded_by_programs_that_are_compiled_once(caplog):
     assert counts[0] > 0 == counts[1]
 
 
+@pytest.mark.slow
 def test_one_stored_leaf_at_a_time_and_evaluation():
     many, one = gpt2_run("linen", 3, 3, 3), gpt2_run("linen", 0, 1, 3)
     losses = [float(run.step.evaluator()(run.state, batches(3)[0])) for run in (many, one)]

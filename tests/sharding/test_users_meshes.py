@@ -160,6 +160,7 @@ def test_the_check_tells_other_numbers():
         check(train(Net(inside=half), 3, explicit()), "linen")
 
 
+@pytest.mark.slow
 def test_all_that_a_step_does_inside_of_set_mesh(tmp_path):
     with jax.set_mesh(explicit()):
         step = zero_jax.make_zero_train_step(NnxNet(nnx.Rngs(0)), 3, optimizer=SGD, loss=squares, ema=0.9)

@@ -241,7 +241,7 @@ def drawn_step(model, **options):
         model, 2, loss=lambda model, batch: model(batch["x"]).mean(), optimizer=optax.sgd(0.0), **options)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@weekly("stacked", [False, True])
 def test_raw_keys_that_all_slices_would_share_are_refused(stacked):
     batch = {"x": np.ones((16, 16), np.float32)}
     mesh = zero_jax.make_mesh(4, replica=2)
@@ -342,6 +342,7 @@ def test_a_batch_that_does_not_divide_into_microbatches():
         step.lower(BATCHES[0])
 
 
+@pytest.mark.slow
 def test_evaluation_takes_a_batch_of_any_size():
     step = zero_jax.make_zero_train_step(gpt2.build(GPT2), 3, mesh=zero_jax.make_mesh(8), accumulate=4)
     small = jax.tree.map(lambda leaf: leaf[:8], BATCHES[0])
@@ -394,7 +395,7 @@ def own_run(name, **options):
     return train(OWN[name], 2, 4, batches=batches, loss=classify, optimizer=SGD, accumulate=2, **options)
 
 
-@pytest.mark.parametrize("name", [name if name in ("calls", "rows", "shard_map") else slow(name) for name in OWN])
+@weekly("name", [name if name in ("calls", "rows", "shard_map") else slow(name) for name in OWN], default=2)
 def test_what_each_device_would_do_alone_is_right_or_refused(name):
     """The control: what is the same on all devices is not refused, and one device's rows are another number."""
     every = own_run(name, reduce="every")

@@ -34,7 +34,7 @@ def test_state_bytes_are_the_formula(stage, precision, num_devices):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("stage, precision", [
+@weekly("stage, precision", [
     row if row in {(1, "fp32"), (3, "bf16")} else slow(*row)
     for row in ((stage, precision) for stage in range(4) for precision in ("fp32", "bf16"))])
 def test_the_compiled_steps_arguments_are_that_state_and_updated_in_place(stage, precision):

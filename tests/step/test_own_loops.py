@@ -85,6 +85,7 @@ def test_sam(options):
             assert_same(step.params(state), other)
 
 
+@pytest.mark.slow
 def test_a_loss_for_each_part_of_a_model():
     """As a GAN does: two losses, each for its own part, one optimizer for each."""
     def half(model, batch):

@@ -247,6 +247,7 @@ def test_to_and_from_a_train_state(stage):
     assert_same(back.params, params)
 
 
+@pytest.mark.slow
 def test_an_optimizers_keys_come_from_the_train_state():
     """Not those that `init` makes: the noise goes on where it was."""
     def init(params):

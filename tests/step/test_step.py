@@ -64,6 +64,7 @@ def test_the_state_is_donated():
     assert all(leaf.is_deleted() for leaf in old)
 
 
+@pytest.mark.slow
 def test_the_default_step_runs():
     step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3)
     state = step.init(jax.random.PRNGKey(0), token_batches(1)[0])  # an old-style key too

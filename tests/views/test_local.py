@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.covering import weekly
 from support.oracle import loss_difference, oracle, param_difference, slow, train
 from support.random_modules import check as check_module
 from support.random_modules import draw
@@ -335,7 +336,7 @@ def gpt2_alone(flavour, scanned):
                   precision="fp32")
 
 
-FAST = [("linen", True, 3, 8), ("nnx", False, 2, (2, 4))]
+FAST = [("linen", True, 3, 8)]
 TENSOR = [("nnx", True, 3, {"tensor": 2}), ("linen", False, 1, {"data": (2, 2), "tensor": 2})]
 
 
@@ -364,7 +365,7 @@ class Uneven(nn.Module):
 RULES = [("up/kernel", P(None, "tensor")), ("up/bias", P("tensor")), ("down/kernel", P("tensor", None))]
 
 
-@pytest.mark.parametrize("stage, sizes", [(3, {"tensor": 2}), (1, {"tensor": 2}), *(
+@weekly("stage, sizes", [(3, {"tensor": 2}), (1, {"tensor": 2}), *(
     slow(stage, sizes) for stage, sizes in itertools.product(range(4), (
         {"tensor": 2}, {"data": (2, 2), "tensor": 2}, {"replica": 2, "tensor": 2}))
     if (stage, sizes) not in [(3, {"tensor": 2}), (1, {"tensor": 2})])])
@@ -392,7 +393,7 @@ def test_gpt2_of_split_sequences_is_one_device(stage, sizes):
 SGD = optax.sgd(0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("name", ["encoder-decoder", "convolutional net", "nnx mixture"])
+@weekly("name", ["nnx mixture", "convolutional net", "encoder-decoder"])
 def test_a_model_of_others_is_one_device(name):
     case = CASES[name]
     options = {"batches": [case.batch] * 4, "loss": case.loss, "rng_streams": case.rng_streams, "optimizer": SGD}
@@ -410,7 +411,7 @@ def test_modules_grown_from_a_seed_are_one_device(seeds, monkeypatch):
         jax.clear_caches()
 
 
-@pytest.mark.parametrize("remat, narrow", [("full", True), (None, True), ("full", False)], ids=str)
+@weekly("remat, narrow", [("full", True), (None, True), ("full", False)], ids=str)
 def test_gradients_of_layers_are_stacked_as_they_are_reduced(remat, narrow, monkeypatch):
     """Negative control: without the pass backward holds all of them in the optimizer's dtype."""
     if not narrow:
@@ -426,7 +427,7 @@ def test_gradients_of_layers_are_stacked_as_they_are_reduced(remat, narrow, monk
 
 
 @pytest.mark.parametrize("remat", ["full", zero_jax.Remat(every=2)], ids=str)
-@pytest.mark.parametrize("inside", [True, False])
+@weekly("inside", [True, False])
 def test_a_device_makes_masks_of_its_examples_alone(remat, inside, monkeypatch):
     """Of the whole batch a mask is as large as all scores. Negative control: made before the loop that needs it."""
     if not inside:
@@ -454,6 +455,7 @@ def test_microbatches_weights_and_metrics_of_each_example(reduce):
 CODES = zero_jax.Communication(weights="int8", gradients="int8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"hpz_axes": ("data_1",), "communication": CODES}, slow({"communication": CODES}),
                                      slow({"hpz_axes": ("data_1",)}), slow({"hpz_axes": ("data_0",)}),
                                      slow({"hpz_axes": ("data_0",), "communication": CODES})], ids=str)
