@@ -100,7 +100,7 @@ def close(left, right, tolerance=2e-4):
 ROWS_OF_NUMBERS = [
     pytest.param(0, "nnx", {}, {}, id="0-nnx"),
     pytest.param(3, "linen", STREAMING, {}, id="3-streaming", marks=pytest.mark.slow),
-    pytest.param(3, "linen", {"fragments": 2}, {}, id="3-linen"),
+    pytest.param(3, "linen", {"fragments": 2}, {}, id="3-linen", marks=pytest.mark.slow),
     pytest.param(1, "linen", {"overlap": True}, {"accumulate": 2}, id="1-accumulate",
                  marks=pytest.mark.slow),
     pytest.param(3, "linen", {**STREAMING, "fragments": 3}, {}, id="3-three", marks=pytest.mark.slow),
@@ -108,7 +108,7 @@ ROWS_OF_NUMBERS = [
     pytest.param(1, "linen", {"overlap": True}, {}, id="1-overlap", marks=pytest.mark.slow),
     pytest.param(2, "nnx", {"fragments": 2, "nesterov": False}, {}, id="2-nnx", marks=pytest.mark.slow),
     pytest.param(2, "linen", {"fragments": 3}, {"accumulate": 2}, id="2-accumulate", marks=pytest.mark.slow),
-    pytest.param(3, "wide", STREAMING, {}, id="3-in-parts"),
+    pytest.param(3, "wide", STREAMING, {}, id="3-in-parts", marks=pytest.mark.slow),
     pytest.param(2, "wide", {"overlap": True}, {"accumulate": 2}, id="2-in-parts", marks=pytest.mark.slow),
     pytest.param(3, "wide", STREAMING, {"accumulate": 2, "reduce": "once", "remat": "full"}, id="3-remat-in-parts",
                  marks=pytest.mark.slow),

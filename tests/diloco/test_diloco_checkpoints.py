@@ -66,6 +66,7 @@ def test_synchronous_training_goes_on_from_the_outer_parameters():
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_the_outer_parameters_alone(tmp_path):
     """Of a checkpoint with `only_params` as of one of the state; a larger model's are refused."""
     layers, given = [nn.Embed(VOCABULARY, 8), nn.Dense(VOCABULARY), nn.Dense(VOCABULARY)], batches(1)[0]

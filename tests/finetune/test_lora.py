@@ -261,6 +261,7 @@ class TestValues:
                                    rtol=1e-6)
 
 
+    @pytest.mark.slow
     def test_a_checkpoint_has_its_alpha(self, tmp_path):
         """Control: of the same alpha it is restored."""
         batch, mesh = token_batches(1)[0], zero_jax.make_mesh(2)

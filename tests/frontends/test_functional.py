@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.covering import weekly
 from support.targets import mesh_of
 from support.workloads import token_batches
 
@@ -68,7 +69,7 @@ def trained(params, stage, loss=loss, batches=BATCHES, **options):
     return step, state, losses
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@weekly("stage", [3, 0, 1, 2])
 @pytest.mark.parametrize("width, options", [(32, {}), (33, {"accumulate": 2})], ids=["even", "uneven"])
 def test_numbers_are_those_of_a_plain_loop(stage, width, options):
     """Control: a loop that leaves out an eighth of each batch."""
@@ -84,7 +85,7 @@ def test_numbers_are_those_of_a_plain_loop(stage, width, options):
     assert not np.allclose(plain(params, fewer)[1], losses, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options, rtol", [
+@weekly("options, rtol", [
     ({"offload": "parameters"}, 2e-6), ({"remat": "full", "gather": "forward"}, 2e-6),
     ({"precision": "bf16"}, 5e-3)], ids=str)
 def test_options_have_the_numbers_of_a_plain_loop(options, rtol):

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from frontends.test_functional import BATCHES, OPTIMIZER, loss, make, plain
+from support.covering import weekly
 from support.normed_net import losses_of
 
 import zero_jax
@@ -25,7 +26,7 @@ def with_adapters(base, adapters):
     return {**base, "layers": [layers], "out": (out, base["out"][1])}
 
 
-@pytest.mark.parametrize("stage, options", [(3, {}), (3, {"accumulate": 2}), (2, {}), (0, {})], ids=str)
+@weekly("stage, options", [(3, {"accumulate": 2}), (3, {}), (2, {}), (0, {})], ids=str)
 def test_adapters_by_rule_have_the_numbers_of_a_plain_loop_over_them(stage, options):
     """Control: the loop over all parameters has others, and the base does not change."""
     base = make(jax.random.key(1))
@@ -50,6 +51,7 @@ def test_adapters_by_rule_have_the_numbers_of_a_plain_loop_over_them(stage, opti
         step.verify(BATCHES[0])
 
 
+@pytest.mark.slow
 def test_a_quantised_base_and_adapters_with_dropout():
     """Control: without dropout two steps from one state on one batch have the same loss."""
     def run(**options):
@@ -87,7 +89,7 @@ def variables_of(rng=None):
     return {"norm": {"mean": jnp.zeros(32), "count": jnp.zeros((), jnp.int32)}}
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@weekly("stage", [3, 0])
 @pytest.mark.parametrize("given", [variables_of, variables_of()], ids=["made", "values"])
 def test_variables_are_handed_on(stage, given):
     """Control: the same loop, whose variables stay as they were."""

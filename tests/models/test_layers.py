@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.covering import weekly
 
 from models import gpt2, gpt2_nnx
 from models.layers import activations, norms
@@ -54,7 +55,7 @@ def saved_by_a_layer(module, config):
 
 
 @pytest.mark.parametrize("module", [gpt2, gpt2_nnx])
-@pytest.mark.parametrize("scanned", [True, False])
+@weekly("scanned", [True, False])
 def test_a_layer_in_bfloat16_saves_what_is_published(module, scanned, monkeypatch):
     """34 bytes per token and feature, of which two masks of dropout are 2 (arXiv 2205.05198); the control: Flax's."""
     config = dataclasses.replace(CONFIG, scan_layers=scanned)

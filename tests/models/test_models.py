@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx, traverse_util
+from support.covering import weekly
 from support.oracle import slow
 
 from models import gpt2, gpt2_nnx
@@ -142,7 +143,7 @@ def test_attention_is_causal(flavour):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(("flavour", "scan_layers"), [
+@weekly("flavour, scan_layers", [
     ("linen", True), slow("linen", False), slow("nnx", True), ("nnx", False)])
 def test_remat_does_not_change_gradients(flavour, scan_layers):
     config = dataclasses.replace(SMALL, dropout=0.2, scan_layers=scan_layers)
@@ -161,7 +162,7 @@ def test_remat_does_not_change_gradients(flavour, scan_layers):
 
 
 @LOOPS
-@pytest.mark.parametrize("remat", [True, False])
+@weekly("remat", [True, False])
 def test_linen_dropout_follows_its_stream(scan_layers, remat):
     config = dataclasses.replace(SMALL, dropout=0.2, scan_layers=scan_layers, remat=remat)
     flat, model = noise(shapes_of("linen", config)), gpt2.build(config)
@@ -179,7 +180,7 @@ def test_linen_dropout_follows_its_stream(scan_layers, remat):
 
 
 @LOOPS
-@pytest.mark.parametrize("remat", [True, False])
+@weekly("remat", [True, False])
 def test_nnx_dropout_draws_anew_at_each_call(scan_layers, remat):
     config = dataclasses.replace(SMALL, dropout=0.2, scan_layers=scan_layers, remat=remat)
     model = nnx.jit(lambda: gpt2_nnx.build(config)(nnx.Rngs(0)))()

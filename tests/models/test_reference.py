@@ -14,6 +14,7 @@ import pytest
 from flax import traverse_util
 from safetensors import numpy as safetensors_numpy
 from support import reference_models as ours
+from support.covering import weekly
 from support.oracle import loss_difference, oracle, param_difference, slow, train
 from support.workloads import token_batches
 
@@ -37,13 +38,13 @@ def difference(model, case):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(("case", "nnx"), [row if row in FAST else slow(*row) for row in FLAVOURS])
+@weekly("case, nnx", [row if row in FAST else slow(*row) for row in FLAVOURS])
 def test_numbers_are_those_of_transformers(case, nnx):
     assert difference(ours.model_of(case, nnx=nnx), case) < 1
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("case", [name if (name, False) in FAST else slow(name)
+@weekly("case", [name if (name, False) in FAST else slow(name)
                                   for name, each in ours.CASES.items() if each.wrong])
 def test_a_wrong_model_is_caught(case):
     """Negative control: one field of the config that changes no shape."""

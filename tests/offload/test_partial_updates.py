@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.covering import weekly
 from support.oracle import oracle, param_difference, slow, train
 
 import zero_jax
@@ -86,8 +87,8 @@ def difference(updates, shapes, stage, devices=4):
     return param_difference(train(model, stage, devices, **run), oracle(model, **run))
 
 
-@pytest.mark.parametrize("shape", [(64, 8), (67, 71)])
-@pytest.mark.parametrize("stage", [1, slow(2), 3])
+@weekly("shape", [(67, 71), (64, 8)])
+@weekly("stage", [3, 1, slow(2)])
 def test_updates_of_parts_are_those_of_one_device(stage, shape):
     assert difference(NAMED, [shape] * len(NAMED), stage) < 1e-5
 

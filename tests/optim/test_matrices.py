@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from support.covering import weekly
 from support.oracle import loss_difference, oracle, param_difference, slow, train
 from support.workloads import KEY_BIAS, classify, token_batches, vector_batches
 
@@ -78,7 +79,7 @@ def run(name, stage, placement):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(("name", "stage", "placement"), [
+@weekly("name, stage, placement", [
     ("muon", 3, "owner"), slow("muon", 1, "owner"), slow("muon", 3, "gather"), slow("whitened", 3, "owner"),
     ("whitened", 3, "gather")])
 def test_placements_are_one_device(name, stage, placement):
@@ -98,6 +99,7 @@ def test_each_device_holds_the_state_of_its_own_matrices_alone():
     assert all(row.device_bytes * 8 == row.bytes for row in rows.values())
 
 
+@pytest.mark.slow
 def test_the_loss_reaches_what_asks_for_it():
     """Each matrix has a step of its own: on one device, an optimizer of its own."""
     many = run("polyak", 3, "owner")
@@ -239,6 +241,7 @@ def test_what_breaks_the_contract_of_matrices(target):
     assert "bytes of whole matrices travel" in line
 
 
+@pytest.mark.slow
 def test_uneven_matrices_break_the_contract():
     """What is known not to keep it, and is told so: no dim of 100 x 300 divides by eight."""
     promised, text, _ = whole_step("cpu", "owner", 3, width=100)

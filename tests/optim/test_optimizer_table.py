@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.covering import weekly
 from support.oracle import loss_difference, oracle, param_difference, slow, train
 from support.updates import check_same, on_one_device, on_shards
 from support.workloads import classify, vector_batches
@@ -155,7 +156,7 @@ def alone(name):
     return oracle(Model(), batches=BATCHES[:2], loss=classify, optimizer=make(name))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@weekly("stage", [3, 1, 2])
 @pytest.mark.parametrize("name", EXTREME)
 def test_trajectory_is_one_device(name, stage):
     one = alone(name)
@@ -232,6 +233,7 @@ def test_injected_numbers_keep_their_dtype_beside_stochastic_rounding():
     assert {leaf.dtype for leaf in jax.tree.leaves(state.inner_state) if leaf.ndim} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.slow
 def test_a_state_of_numbers_beside_stochastic_rounding():
     """An `init` may return numbers of Python, which have no dtype."""
     def update(grads, state, params=None):

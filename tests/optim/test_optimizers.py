@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.covering import weekly
 from support.oracle import loss_difference, oracle, param_difference, slow, train
 from support.updates import check_same, on_one_device, on_shards
 from support.workloads import SCHEDULE, WRAPPERS, classify, kernels_apart, vector_batches
@@ -40,7 +41,7 @@ def test_updates_are_those_of_one_device(name, stage):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", [
+@weekly("name", [
     name if name in ("multi_transform", "every second step", "flattened") else slow(name) for name in WRAPPERS])
 def test_trajectory_is_one_device(name):
     one = oracle(Model(), batches=BATCHES, loss=classify, optimizer=WRAPPERS[name])

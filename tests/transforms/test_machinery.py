@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.covering import weekly
 from support.oracle import loss_difference, param_difference, slow, train
 from support.programs import SMALL, program
 from support.targets import mesh_of
@@ -56,6 +57,7 @@ class TestFrozen:
         moments = {name.split("mu/")[-1] for name, _ in named_leaves(many.state.opt_state) if "mu/" in name}
         assert moments == trained
 
+    @pytest.mark.slow
     def test_all_parameters_trained_is_another_run(self):
         """Negative control."""
         everything = train(gpt2.build(GPT2), 3, 8, batches=TOKENS, precision="fp32")
@@ -118,7 +120,7 @@ class TestFrozen:
 
 
 class TestAverage:
-    @pytest.mark.parametrize("stage, precision", [(0, None), (1, None), (2, "bf16"), (3, None)])
+    @weekly("stage, precision", [(3, None), (2, "bf16"), (0, None), (1, None)])
     def test_it_is_that_of_the_parameters(self, stage, precision):
         step = zero_jax.make_zero_train_step(
             Mlp(), stage, loss=classify, mesh=zero_jax.make_mesh(8), ema=0.8, precision=precision)
@@ -174,7 +176,7 @@ def mlp(optimizers, name, stage, num_devices):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("stage", [slow(1), 3])
-@pytest.mark.parametrize("name", MACHINERY)
+@weekly("name", MACHINERY, default=2)
 def test_machinery_is_one_device(name, stage):
     one, many = mlp("machinery", name, 0, 1), mlp("machinery", name, stage, 8)
     assert loss_difference(many, one) < 1e-6 and param_difference(many, one) < 1e-5

@@ -168,6 +168,7 @@ SPLIT = {"tensor_rules": [("up/kernel", P(None, "tensor")), ("down/kernel", P("t
 SPLIT_TILES = {"up/kernel": 3, "down/kernel": 97}  # along the dims that are not split
 
 
+@pytest.mark.slow
 def test_tiles_are_along_what_tensor_parallelism_does_not_split(small_oracle):
     mesh = zero_jax.make_mesh(4, tensor=2)
     step = zero_jax.make_zero_train_step(Small(), 3, mesh=mesh, optimizer=ADAMW, tiling=SPLIT_TILES, **SPLIT)
