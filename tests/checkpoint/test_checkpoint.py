@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.covering import weekly
 from support.oracle import slow
 from support.saved import BATCH, MODEL, advanced, batch_of, difference, dump, make_step, step_for, trained
 
@@ -49,7 +50,7 @@ def combinations():
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("stage, other, count, others", [*combinations()])
+@weekly("stage, other, count, others", [*combinations()], default=3)
 def test_every_stage_and_device_count_to_every_other(folder, stage, other, count, others):
     path, before, losses = source(folder, stage, count)
     step = step_for(other, others)
@@ -89,7 +90,7 @@ MESHES = {
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("stage, name", [
+@weekly("stage, name", [
     (3, "torus"), (3, "tensor"), slow(3, "hybrid"), slow(3, "reversed"), slow(1, "tensor")])
 def test_other_meshes(folder, tmp_path, stage, name):
     path, before, _ = source(folder, 3, 8)
@@ -261,6 +262,7 @@ def test_restored_states_compile_nothing_anew(tmp_path):
     assert len(compiled) == 1  # the control: compiling is seen
 
 
+@pytest.mark.slow
 def test_the_optimizer_reads_what_it_wrote(tmp_path):
     optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(1e-3, 1e-4, 10))
     step = make_step(2, 8, optimizer=optimizer)

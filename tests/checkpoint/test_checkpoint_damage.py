@@ -12,6 +12,7 @@ from pathlib import Path
 import flax.linen as nn
 import numpy as np
 import pytest
+from support.covering import weekly
 from support.oracle import slow
 from support.saved import BATCH, WORDS, difference, dump, make_step, step_for, trained
 
@@ -112,7 +113,7 @@ def damaged_loads(saved, kind, seed) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_damage_loads_in_silence(saved, kind):
-    found = [damaged_loads(saved, kind, seed) for seed in range(10)]
+    found = [damaged_loads(saved, kind, seed) for seed in range(5)]
     assert found.count("refused") >= 2, found
     root, step, before = saved
     assert difference(before, dump(step, zero_jax.Checkpoints(root).restore(step, BATCH).state)) == []
@@ -199,7 +200,7 @@ except zero_jax.CheckpointError as error:
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("trouble, wait", [
+@weekly("trouble, wait", [
     ("full", "wait"), ("read-only", "wait"), slow("full", "async"), slow("none", "async")])
 def test_a_disk_that_is_full_or_read_only(tmp_path, trouble, wait):
     root = tmp_path / "checkpoints"

@@ -69,6 +69,7 @@ CASES = {
 DTYPES = {"bf16": "bfloat16", "keys": "key<fry>", "adamw": "bfloat16"}
 
 
+@pytest.mark.slow
 @pytest.mark.grid
 @pytest.mark.parametrize("name", [name if name == "uneven" else slow(name) for name in CASES])
 def test_a_chain_of_restores(tmp_path, name):

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from support.covering import weekly
 from support.saved import BATCH, batch_of, make_step
 
 import zero_jax
@@ -29,7 +30,7 @@ def left_after_a_step(offload, count):
     return {name for name, leaf in on_host.items() if not leaf.is_deleted()}
 
 
-@pytest.mark.parametrize("offload, count", [("optimizer", 1), ("optimizer", 2)])
+@weekly("offload, count", [("optimizer", 1), ("optimizer", 2)])
 def test_the_next_step_updates_in_place_what_is_being_saved(offload, count, monkeypatch):
     assert left_after_a_step(offload, count) == set()
     monkeypatch.setattr(logical_state, "copied_on_host", lambda leaf: leaf)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from rich.console import Console
+from support.covering import weekly
 from support.saved import BATCH, advanced, dump, step_for, trained
 
 from zero_jax import Checkpoints
@@ -27,7 +28,7 @@ def found(path, step, heads=(None,), config="run"):
     return LocalCopies(path, config).restore(step, BATCH, heads=list(heads))
 
 
-@pytest.mark.parametrize(("stage", "count"), [(3, 2), (1, 4)])
+@weekly("stage, count", [(3, 2), (1, 4)])
 def test_the_last_copy_is_restored_bit_for_bit(tmp_path, stage, count):
     step = step_for(stage, count)
     states = copied(tmp_path, step, 4, 5, 6)

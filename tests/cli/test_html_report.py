@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
+from support.covering import weekly
 from support.program_controls import partitioned
 from support.programs import PROGRAMS, program
 
@@ -92,7 +93,7 @@ def test_it_has_the_numbers_of_the_run_and_needs_no_other_file(tmp_path, compile
     assert other.count("1.500") > text.count("1.500")
 
 
-@pytest.mark.parametrize(("taken", "steps", "rate"), [(30, "30 steps", True), (10, "10 of 30 steps", True),
+@weekly("taken, steps, rate", [(30, "30 steps", True), (10, "10 of 30 steps", True),
                                                       (0, "0 of 30 steps", False)])
 def test_time_and_speed_are_of_the_steps_that_this_process_took(tmp_path, compiled, taken, steps, rate):
     summary = SUMMARY | {"steps_taken": taken} | ({} if rate else {"items_per_second": 0.0})

@@ -164,7 +164,8 @@ def test_what_there_is_is_listed():
     assert run("models", "x").returncode == 2
 
 
-@pytest.mark.parametrize("more", [(), pytest.param(("--lora-rank", "2"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--lora-rank", "2")])
 def test_a_run_with_a_chunked_loss_has_the_same_losses(tmp_path, more):
     """Control: another learning rate has others."""
     def losses(name, *options):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from support import command_line
+from support.covering import weekly
 
 from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
@@ -147,7 +148,7 @@ def plain(small, tmp_path_factory):
     return losses(out)
 
 
-def test_more_steps_go_on_bit_for_bit(tmp_path):
+def test_more_steps_go_on_bit_for_bit(tmp_path, small):
     """The control: with a schedule that ends with the steps, a run of 8 of them is not how one of 12 begins."""
     def take(name: str, schedule: str, steps: int) -> dict[int, float]:
         text = resumed_text(tmp_path / name, schedule=schedule, steps=steps)
@@ -159,14 +160,15 @@ def test_more_steps_go_on_bit_for_bit(tmp_path):
     assert take("more", "constant", 8) == {step: expected[step] for step in range(1, 9)}
     assert take("more", "constant", 12) == expected and len(expected) == 12
     assert "Changed after step 8: steps 8 -> 12.\nThe schedule goes on at step 9, whose" in texts[-1]
-    assert take("less", "linear", 8) != {step: loss for step, loss in take("longer", "linear", 12).items() if step < 9}
+    assert take("less", SMALL.schedule, 8) != {step: loss for step, loss in losses(small).items() if step < 9}
 
 
-@pytest.mark.parametrize("changes, said, position", [
+@weekly("changes, said, position", [
     ({}, "", 14),
     ({"learning_rate": 0.03}, "; learning_rate 0.003 -> 0.03.", 14),
     ({"batch_size": 16}, "batch_size 8 -> 16; ", 8),  # 12 batches of 8 are 6 of 16
-    ({"data": ("models",)}, "data ['python'] -> ['models']; steps 12 -> 14. The data are read from their begin", 2)])
+    ({"data": ("models",)}, "data ['python'] -> ['models']; steps 12 -> 14. The data are read from their begin", 2)],
+        default=2)
 def test_what_changed_is_said_and_the_run_goes_on(small, plain, tmp_path, changes, said, position):
     """The control: without other changes than more steps the losses are those of a run that goes on so."""
     out = shutil.copytree(small, tmp_path / "run")

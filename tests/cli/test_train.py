@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from support.command_line import run, run_process
+from support.covering import weekly
 from support.oracle import slow
 
 import zero_jax
@@ -195,7 +196,7 @@ def test_the_choices_of_the_config_are_those_of_the_library():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@weekly("precision", ["fp32", "bf16"])
 def test_the_formulas_of_the_table_are_the_stages(stage, precision):
     step = zero_jax.make_zero_train_step(gpt2.build(gpt2.PRESETS["tiny"]), stage, precision=precision)
     batch = {name: jax.ShapeDtypeStruct((8, 16), np.int32) for name in ("inputs", "targets")}

@@ -30,7 +30,9 @@ from zero_jax.xla import devices
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 RUN = [page for page in PAGES if only("python", page.read_text()).strip()]
-LONG = ("fine_tuning.md",)
+LONG = ("fine_tuning.md", "from_functions.md", "from_train_state.md", "models.md", "models_and_losses.md",
+        "from_maxtext.md", "diloco.md", "parallelism.md", "audit.md", "checkpoints.md", "inspect_and_plan.md",
+        "communication.md", "offload.md")
 """Pages whose Python compiles several steps."""
 PASTED = [page for page in RUN if page.parent.name == "start"]
 """Pages that a stranger pastes into a fresh Python."""

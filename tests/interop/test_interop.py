@@ -15,6 +15,7 @@ import optax
 import pytest
 import safetensors.numpy as safetensors_numpy
 from rich.console import Console
+from support.covering import weekly
 from support.numpy_gpt2 import hugging_face, numpy_gpt2
 from support.oracle import slow
 
@@ -65,12 +66,12 @@ def logits(model, batch):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(("flavour", "scan", "stage", "devices", "config", "options"), [
+@weekly("flavour, scan, stage, devices, config, options", [
     ("linen", True, 3, 3, UNEVEN, {}), ("nnx", False, 3, 8, CONFIG, {}), ("linen", False, 0, 1, CONFIG, {}),
     slow("linen", False, 3, 8, CONFIG, {}), slow("nnx", True, 3, 3, UNEVEN, {"ema": 0.9}),
     slow("linen", True, 3, 8, CONFIG, {"replica": 2}), slow("nnx", True, 1, 8, UNEVEN, {}),
     slow("linen", True, 2, 8, CONFIG, {"frozen": ("wte", "ln_1")}),
-    slow("nnx", True, 3, 3, UNEVEN, {"frozen": ("wpe",)})])
+    slow("nnx", True, 3, 3, UNEVEN, {"frozen": ("wpe",)})], default=2)
 def test_logits_are_those_of_the_file(tmp_path, flavour, scan, stage, devices, config, options):
     tensors = hugging_face(config)
     safetensors_numpy.save_file(tensors, tmp_path / "model.safetensors")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from rich.console import Console
+from support.covering import weekly
 from support.programs import DEEP, PROGRAMS, program
 
 import zero_jax
@@ -51,7 +52,7 @@ def total(report, names, column):
     return sum(getattr(row, column) or 0 for row in report.rows if row.name in names)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@weekly("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("stage", range(4))
 def test_state_is_the_same_by_formula_as_placed_and_as_compiled(stage, precision):
     step = zero_jax.make_zero_train_step(
@@ -84,7 +85,7 @@ def test_what_is_in_host_memory_counts_there_and_is_told(offload, away):
     assert "in host memory" not in report["other state"].note
 
 
-@pytest.mark.parametrize("target", ["cpu", "h100", "v5e"])
+@weekly("target", ["h100", "cpu", "v5e"])
 def test_the_classes_are_all_there_is(target):
     """With fragmentation they are the compiler's temporaries, and fragmentation is not where things are hidden."""
     name = f"{target} stage 3"

@@ -136,6 +136,7 @@ def test_a_state_that_cannot_fit_is_not_compiled():
     assert any(line.startswith("stage 3") for line in result.advice)
 
 
+@pytest.mark.slow
 def test_a_width_that_does_not_divide_is_told():
     result = planned("h100:8x8", 3, EVEN)
     config = gpt2.Config(2, 36, 2, vocab_size=97, max_length=64)

@@ -29,6 +29,7 @@ def test_plan_as_json(monkeypatch):
     assert found["timing"]["bound"] in found["timing"]["spent"]
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_says_what_would_help():
     done = run("plan", "--model", "gpt2:1.5b", "--target", "v5e:2x2", "--stage", "0")
     assert done.returncode == DOES_NOT_FIT

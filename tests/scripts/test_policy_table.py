@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import policy
 import pytest
 from saved_activations import backward_peak_bytes, saved_activations, weight_bytes
+from support.covering import weekly
 from support.oracle import slow
 from support.targets import mesh_of
 
@@ -51,7 +52,7 @@ def stacked(text, iterations):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name, flavour", [
+@weekly("name, flavour", [
     row if row in {("dots", "linen"), ("both", "linen"), ("every 4", "nnx")} else slow(*row)
     for row in itertools.product(SAVED, FLAVOURS)])
 def test_saved_activations_are_those_of_the_policy(name, flavour):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.covering import weekly
 
 from scripts.reliability import third_party_functions
 from scripts.reliability.third_party_functions import as_function, cells, compared, is_right
@@ -46,7 +47,7 @@ def small_nnx():
     return nnx.Sequential(nnx.Linear(64, 128, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(128, 64, rngs=nnx.Rngs(1)))
 
 
-@pytest.mark.parametrize("make", [Normed, small_nnx, pytest.param(Stacked, marks=pytest.mark.slow)])
+@weekly("make", [small_nnx, Normed, pytest.param(Stacked, marks=pytest.mark.slow)])
 def test_a_flax_model_as_a_function_of_its_parameters_is_the_same(make):
     row = compared(make(), loss, BATCH)
     assert is_right(row) and row["sent"][0] > 0, row

@@ -12,6 +12,7 @@ import pytest
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.covering import weekly
 
 import zero_jax
 from zero_jax.xla import devices as xla_devices
@@ -168,7 +169,7 @@ def test_missing_compiler_names_the_extra(target, extra, monkeypatch):
         xla_devices.target_devices(target)
 
 
-@pytest.mark.parametrize("target", ["h100:8", "v5e:2x4"])
+@weekly("target", ["h100:8", "v5e:2x4"])
 def test_quiet_and_leaves_no_trace(target):
     """In a fresh process: nothing on stderr, no environment variable left or changed by us."""
     devices_or_skip(target)
