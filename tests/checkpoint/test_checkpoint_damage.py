@@ -199,6 +199,7 @@ except zero_jax.CheckpointError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.grid
 @weekly("trouble, wait", [
     ("full", "wait"), ("read-only", "wait"), slow("full", "async"), slow("none", "async")])

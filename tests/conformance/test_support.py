@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis.internal.conjecture import providers
 from support import slow_turn
-from support.covering import pairs, pairwise
+from support.covering import covering, pairs, weekly
 from support.short_random import use
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -32,14 +32,25 @@ def test_the_oracle_knows_nothing_of_the_library():
     assert "zero_jax" in imported("oracle")  # the control: an import is seen
 
 
-def test_default_rows_cover_every_pair_and_the_others_are_slow():
+def test_rows_cover_every_pair():
     factors = ("a", "b"), (True, False), (1, 2), range(4)
-    rows = pairwise(*factors)
-    assert [row.values for row in rows] == [*itertools.product(*factors)]
-    default = [row.values for row in rows if not row.marks]
-    every = set().union(*map(pairs, itertools.product(*factors)))
-    assert set().union(*map(pairs, default)) == every and len(default) == 8
-    assert set().union(*map(pairs, default[:-1])) != every  # the control
+    rows, every = covering(*factors), set().union(*map(pairs, itertools.product(*factors)))
+    assert set().union(*map(pairs, rows)) == every and len(rows) == 8
+    assert set().union(*map(pairs, rows[:-1])) != every  # the control
+
+
+def test_after_the_first_rows_the_others_are_slow_rows_of_a_grid():
+    def rows(**options):
+        return weekly("a, b", [pytest.param(0, 1, marks=pytest.mark.slow), (2, 3), pytest.param(4, 5, id="x"), (6, 7)],
+                      **options).args[1]
+
+    def marks(rows):
+        return [{mark.name for mark in row.marks} for row in rows]
+
+    assert [row.values for row in rows()] == [(0, 1), (2, 3), (4, 5), (6, 7)] and rows()[2].id == "x"
+    assert marks(rows()) == [{"slow"}, set(), {"slow", "grid"}, {"slow", "grid"}]
+    assert marks(rows(default=3)) == [{"slow"}, set(), set(), set()]  # the control
+    assert weekly("a", [(1, 2)]).args[1][0].values == ((1, 2),)
 
 
 def drawn() -> np.ndarray:

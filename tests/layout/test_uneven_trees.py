@@ -178,6 +178,7 @@ def test_one_step_of_every_tree_is_that_of_one_device(name, sizes):
     check_step(name, sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sizes"), [slow("adamw", (7,)), ("adafactor", (2, 3))])
 def test_one_step_of_a_few_trees_is_that_of_one_device(name, sizes):
     check_step(name, sizes, most=8)

@@ -198,6 +198,7 @@ def test_a_last_dim_that_tensor_parallelism_splits_is_refused_with_8_bits():
     assert layout(8, None, "tensor", None).device_bytes < layout(16, None, None, "tensor").device_bytes  # the controls
 
 
+@pytest.mark.slow
 def test_checkpoints_are_resharded(tmp_path):
     batches = token_batches(3)
     run = train(gpt2.build(SMALL), 3, 8, batches=batches, optimizer=adamw(8))

@@ -124,6 +124,7 @@ def test_what_grows_with_what():
     assert compiled_bytes("activations", f"{once} remat") < 0.3 * compiled_bytes("activations", once)
 
 
+@pytest.mark.slow
 def test_what_holds_the_memory_is_told_with_its_code():
     report = report_of(ACTIVE)
     largest = report.largest(20)

@@ -64,6 +64,7 @@ def test_saved_activations_are_those_of_the_policy(name, flavour):
     assert saved.total == saved.stacked + saved.other
 
 
+@pytest.mark.slow
 def test_a_model_that_checkpoints_itself_saves_the_same():
     own = saved_activations(step_of(None, config=dataclasses.replace(CONFIG, remat=True)), batch_of())
     assert own == saved_activations(step_of("full"), batch_of())

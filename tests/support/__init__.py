@@ -1,1 +1,1 @@
-"""What tests share: the single-device oracle, saved states, pairwise rows."""
+"""What tests share: the single-device oracle, saved states, rows of grids."""

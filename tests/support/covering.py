@@ -1,4 +1,4 @@
-"""Grids of parametrized tests: rows that run by default, named or covering all pairs; the others are slow."""
+"""Grids of parametrized tests: the first rows run by default and the others are slow; or rows that cover all pairs."""
 
 import itertools
 from collections.abc import Iterable
@@ -18,12 +18,6 @@ def weekly(names: str, values: Iterable[Any], *, default: int = 1, **options: An
         rows.append(row if default >= 0 else pytest.param(
             *row.values, id=row.id, marks=(*row.marks, pytest.mark.slow, pytest.mark.grid)))
     return pytest.mark.parametrize(names, rows, **options)
-
-
-def pairwise(*factors: Iterable[Any]) -> list[Any]:
-    """All combinations of `factors`; those that `covering` leaves out are slow."""
-    grid, chosen = list(itertools.product(*map(tuple, factors))), covering(*factors)
-    return [pytest.param(*row, marks=() if row in chosen else pytest.mark.slow) for row in grid]
 
 
 def covering(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:

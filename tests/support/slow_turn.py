@@ -9,7 +9,7 @@ import hashlib
 
 import pytest
 
-GRIDS, OTHERS = 24, 5
+GRIDS, OTHERS = 24, 6
 
 
 def pytest_addoption(parser):

@@ -393,6 +393,7 @@ def test_gpt2_of_split_sequences_is_one_device(stage, sizes):
 SGD = optax.sgd(0.1, momentum=0.9)
 
 
+@pytest.mark.slow
 @weekly("name", ["nnx mixture", "convolutional net", "encoder-decoder"])
 def test_a_model_of_others_is_one_device(name):
     case = CASES[name]
@@ -470,6 +471,7 @@ def test_secondary_shards_and_codes_have_the_numbers_of_the_step_without(options
 HOST = zero_jax.Offload(parameters="host", gradients="host", buffer_bytes=2**16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [
     {"offload": HOST, "accumulate": 2}, slow({"offload": "parameters"}),
     slow({"offload": "parameters", "partition_activations": "cpu", "remat": "full"}),

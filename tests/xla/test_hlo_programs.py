@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.covering import weekly
 
 from zero_jax.xla import devices as xla_devices
 from zero_jax.xla import hlo, replica_groups
@@ -266,7 +267,7 @@ def differences(found: dict, hand: dict) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("target", TARGETS)
+@weekly("target", TARGETS, default=3)
 def test_the_reader_agrees_with_the_hand_count(target, name):
     program = PROGRAMS[name]
     text = compiled(program, target)

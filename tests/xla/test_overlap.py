@@ -143,6 +143,7 @@ def test_a_tpu_gathers_no_whole_model_that_no_loop_runs_over():
     assert asynchronous("v5p stage 3, 6 small layers unrolled") > 0.9
 
 
+@pytest.mark.slow
 def test_options_of_models_that_no_loop_runs_over():
     """On GPUs reductions in parts, unless their size or no overlap is asked for; on TPUs no queue, where it gathers.
 
@@ -260,6 +261,7 @@ def test_a_plan_tells_what_it_changes():
     assert "exposed communication, seconds" in shown.getvalue()
 
 
+@pytest.mark.slow
 def test_gathers_that_come_last_go_to_the_sparse_cores():
     """At stages 1 and 2 in pieces of the old weights, which is for TPUs that are asked to overlap."""
     layouts = [layout("v5p:2x2x2", stage) for stage in (1, 2, 3)]
