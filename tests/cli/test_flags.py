@@ -66,7 +66,6 @@ def test_names_of_others_are_ours(args, field, value):
 @pytest.mark.parametrize("command, args, said", [
     ("train", ["--per-device-train-batch-size", "4"], "train has no option --per-device-train-batch-size: give"),
     ("train", ["--batch-per-device", "4"], "give --batch-size, the sequences of a step over all devices"),
-    ("plan", ["--batch-size", "4"], "plan has no option --batch-size: give --batch-per-device, the sequences"),
     ("train", ["--bf16"], "train has no option --bf16: give --precision bf16."),
     ("train", ["--deepspeed", "ds.json"], "zero_jax.interop.from_deepspeed reads its JSON"),
     ("chat", ["--bf16"], "chat has no option --bf16: zero-jax chat --help-all lists all.")])

@@ -74,8 +74,7 @@ OTHER_NAMES = {
     "warmup_steps": "give --warmup, a fraction of all steps",
     "deepspeed": "zero_jax.interop.from_deepspeed reads its JSON",
     "nproc_per_node": "zero-jax launch starts several processes",
-    "batch_per_device": "give --batch-size, the sequences of a step over all devices and microbatches",
-    "batch_size": "give --batch-per-device, the sequences of a step on each device"}
+    "batch_per_device": "give --batch-size, the sequences of a step over all devices and microbatches"}
 """What others call an option, by its name of ours; or, with spaces, what to give where a command has none of either."""
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from zero_jax.cli.chosen_microbatches import by_hand
 from zero_jax.cli.environment import simulates
 from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.options.of_step import AttentionName
@@ -52,6 +53,7 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device],
     loss: None: the model's own where it has one, else that of the next token. Where slices train by themselves it is
     what they take together, without a guard, which slices cannot have.
     """
+    settled = by_hand(config)  # what "auto" stands for in `train` is chosen before
     schedule = make_schedule(config.schedule, **config.schedule_arguments(config.steps))
     # The injected rate is part of the state, so that the step's metrics report it.
     make = functools.partial(OPTIMIZERS[config.optimizer], weight_decay=config.weight_decay)
@@ -63,7 +65,7 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device],
         config.adapted(choice.build(choice.config)), config.stage,
         loss=loss_of(config, choice, mesh, loss or choice.loss), optimizer=optimizer,
         mesh=mesh,
-        precision=config.precision, accumulate=config.accumulate, reduce=config.reduce, gather=config.gather,
+        precision=config.precision, accumulate=config.accumulate, reduce=settled.reduce, gather=settled.gather,
         ema=config.ema, guard=None if config.diloco_every else Guard(skip=config.max_bad_steps),
         **residual_options(config, choice))
 

@@ -131,6 +131,13 @@ def timeline(events: Iterable[Event], target: Target, coords: Sequence[tuple[int
     return device.spans
 
 
+def collective_seconds(target: Target, group: Sequence[tuple[int, ...]], kind: str) -> tuple[float, float]:
+    """(Seconds of latency of a collective over the devices at `group`, bytes/s that each sends), as in `predict`."""
+    route = _Device(target, group, target.chip.rates).route(group)
+    around = _PASSES.get(kind, 0) * route.once_around
+    return START_SECONDS[target.chip.platform] + (around or route.hop), route.bandwidth
+
+
 MAX_TRIPS = 1000
 """Iterations of a loop that a timeline has."""
 

@@ -12,7 +12,7 @@ from zero_jax.errors import UsageError
 
 PrecisionName = Literal["fp32", "bf16", "fp16", "bf16-stochastic"]
 
-Reduce = Literal["every", "once"]
+Reduce = Literal["every", "once", "auto"]
 Gather = Literal["use", "forward", "step", "auto"]
 
 Offloaded = Literal["no", "optimizer", "parameters", "gradients", "disk", "auto"]

@@ -103,7 +103,8 @@ def values_of(config: Any) -> dict[str, Any]:
     gradients, placed, precision = config.quantize_gradients, config.offload, config.precision
     switches = {"yes": True, "no": False}
     if "search" in own:
-        several = "--png" if config.png is not None else own["search"] and f"--search {config.search}"
+        varied = config.search if config.search in ("fit", "layers") else None  # mesh tries what goes together
+        several = "--png" if config.png is not None else varied and f"--search {varied}"
         own |= {"every_stage": None if several == "--search layers" else several, "other_steps": several}
     return own | {
         **{name: own[field] for name, field in FLAGS.items() if field in own},

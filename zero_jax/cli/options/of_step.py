@@ -91,12 +91,13 @@ class MicrobatchOptions:
     accumulate: Count = 1
     """Microbatches of a step, one after another: only one's activations are in memory at a time."""
 
-    reduce: Reduce = "every"
-    """Reduce-scatter every microbatch's gradient and sum the shards, or sum on each device and reduce once."""
+    reduce: Reduce = "auto"
+    """Reduce-scatter every microbatch's gradient and sum the shards, or sum on each device and reduce once. auto: what
+    is predicted fastest, with gather=auto, of what leaves half of a known device's memory to activations."""
 
-    gather: Gather = "use"
+    gather: Gather = "auto"
     """At stage 3: gather parameters at each use, in forward alone, which keeps them for backward, or once a step into a
-    copy that all microbatches read; auto: once a step where that takes at most half of a device's memory."""
+    copy that all microbatches read; auto: as with reduce=auto."""
 
     loss_chunks: Count = 1
     """The loss of the next token in so many parts, so that logits (tokens x vocabulary) never exist whole; they are

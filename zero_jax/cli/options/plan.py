@@ -28,6 +28,9 @@ class PlanOptions:
     batch_per_device: Count = 1
     """Sequences on each device, or each group of tensor x context devices that share them, over all microbatches."""
 
+    batch_size: Count | None = None
+    """Sequences per step, over all devices and microbatches, as of train. None: as batch_per_device says."""
+
     seq_len: Count | None = None
     """Tokens per sequence. None: the model's max_length, at most 8,192, as the report says."""
 
@@ -68,8 +71,10 @@ class PlanOptions:
     """On GPUs, TPU v5p and v6e at stage 3: each layer of a loop gathers the parameters of the next one while it
     computes. The step is compiled without it, too, to say what it changes."""
 
-    search: Literal["no", "fit", "layers"] = "no"
-    """fit: the stage, batch and remat that fit with most predicted tokens/s; layers: the deepest model."""
+    search: Literal["no", "fit", "layers", "mesh"] = "no"
+    """fit: the stage, batch and remat that fit with most predicted tokens/s; layers: the deepest model. mesh: of this
+    batch the stage, axes, remat, microbatches and what else is not given, ranked by formula, the best of it compiled.
+    """
 
     tokens: Annotated[int, Within(1)] | None = None
     """How many tokens are trained on, as 1e12: the report says how many days that takes at the predicted speed."""

@@ -7,10 +7,12 @@ from typing import Any
 from jax.sharding import Mesh
 from rich.console import Console
 
+from zero_jax.cli.chosen_microbatches import by_hand, with_chosen_microbatches
 from zero_jax.cli.chosen_offload import with_chosen_offload
 from zero_jax.cli.config_file import config_text
 from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.objectives.choose import objective_of
+from zero_jax.cli.planning.mesh_search import MeshSearch, mesh_table, search_mesh
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.planning.plan_report import (
     cost_table,
@@ -56,7 +58,7 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
     Raises ValueError for an invalid target, mesh, model or batch.
     """
     console = console or make_console()
-    setup = _Setup.of(config)
+    setup, asked = _Setup.of(config), config
     choice, target, options = setup.choice, setup.target, setup.options
     progress = Console(stderr=True, highlight=False)
 
@@ -72,7 +74,16 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
     chosen = result.plan if result else None
     placement: OffloadChoice | None = None
     helps: list[Remedy] = []
-    if result is None:
+    divided: MeshSearch | None = None
+    if config.search == "mesh":
+        batch = config.batch_size or config.batch_per_device * config.groups
+        divided = search_mesh(config, setup.step(None).layout(setup.batch(1)), choice, target, batch=batch,
+                              length=setup.length, plan_of=lambda other: _Setup.of(other).plan(), on_plan=report_trial)
+        if divided.best:
+            chosen, config = divided.best.plan, divided.best.config
+            setup = _Setup.of(config)
+            choice = setup.choice
+    elif result is None:
         with progress.status(f"Compiling {config.model} for {config.target} ..."):
             if config.offload == "auto":
                 placement = compare(setup.plan_of, lambda: files_on(target, setup.step, setup.batch()))
@@ -85,14 +96,19 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
             "model": config.model, "plan": chosen and plan_json(chosen), "cost": cost and cost.as_json(),
             "remedies": [{"changes": dict(each.changes), "plan": plan_json(each.plan)} for each in helps],
             "placement": placement and {"offload": placement.name, "reason": placement.reason},
+            "divisions": divided and divided.as_json(),
             "search": result and {"model": result.model, "size": result.size, "tried": [
                 {"stage": each.stage, "batch_size": each.batch_size, "needed_bytes": each.needed_bytes,
                  "fits": each.fits, "tokens_per_second": tokens_per_second(each)} for each in result.tried]}})))
     else:
         if result:
             console.print(search_table(result))
+        if divided:
+            console.print(mesh_table(asked, divided), *divided.lines(target), sep="\n")
         if placement:
             console.print(str(placement), soft_wrap=True)
+        if setup.microbatches:
+            console.print(setup.microbatches, soft_wrap=True)
         if chosen:
             console.print(plan_tables(chosen, advice=not config.remedies))
             console.print(attention_text(choice, batch=chosen.batch_size // config.accumulate, length=setup.length,
@@ -120,10 +136,18 @@ class _Setup:
     length: int | None
     mesh: Mesh
     options: dict[str, Any]
+    microbatches: str = ""
 
     @classmethod
     def of(cls, config: PlanConfig) -> "_Setup":
-        """Of a configuration; raises ValueError for what is wrong with it."""
+        """Of a configuration, with what its `gather` and `reduce` stand for; raises ValueError for what is wrong."""
+        first = cls._of(by_hand(config))
+        settled, why = with_chosen_microbatches(config, lambda: first.step(first.options["offload"]).layout(
+            first.batch()))
+        return dataclasses.replace(cls._of(settled), microbatches=why) if why else first
+
+    @classmethod
+    def _of(cls, config: PlanConfig) -> "_Setup":
         target, choice = config.check()
         length = config.length(choice)
         mesh = make_mesh(config.mesh or -1, tensor=config.tensor, context=config.context, replica=config.replica,
@@ -138,7 +162,7 @@ class _Setup:
 
     def batch(self, per_device: int | None = None) -> Any:
         """The global batch, abstract."""
-        return abstract_batch(self.choice, (per_device or self.config.batch_per_device) * self.config.groups,
+        return abstract_batch(self.choice, (per_device or self.config.sequences) * self.config.groups,
                               self.length)
 
     def step(self, offload: OffloadArgument) -> ZeroTrainStep:
@@ -148,7 +172,7 @@ class _Setup:
 
     def plan_of(self, offload: OffloadArgument) -> Plan:
         """The plan of that step."""
-        transformer = _transformer(self.choice.config, self.config, self.config.batch_per_device, self.length)
+        transformer = _transformer(self.choice.config, self.config, self.config.sequences, self.length)
         return examine(self.step(offload), self.batch(), self.target, transformer)
 
     def plan(self) -> Plan:
@@ -174,7 +198,11 @@ def inspect_command(config: TrainConfig, *, console: Console | None = None) -> b
     groups = len(devices) // (config.tensor * config.context)
     transformer = _transformer(choice.config, config, config.batch_size // groups, objective.length)
     config, placement = with_chosen_offload(config, objective, devices, target=target, transformer=transformer)
+    config, microbatches = with_chosen_microbatches(config, lambda: step_of(
+        config, choice, devices, loss=objective.loss).layout(objective.batch_shapes()))
     step = step_of(config, choice, devices, loss=objective.loss)
+    if microbatches:
+        console.print(microbatches, soft_wrap=True)
     if placement:
         console.print(str(placement), soft_wrap=True)
     fits, lines = True, []
@@ -233,4 +261,4 @@ def _draw(config: PlanConfig, choice: ModelChoice, target: Target, batch: Any, o
              plan(_model(choice, config), stage, target, batch, **options) for stage in range(len(STAGES))]
     assert config.png is not None
     config.png.parent.mkdir(parents=True, exist_ok=True)
-    draw_stages(config.png, plans, f"{config.model} on {config.target}, {config.batch_per_device} per device")
+    draw_stages(config.png, plans, f"{config.model} on {config.target}, {config.sequences} per device")

@@ -28,7 +28,18 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
 
     def __post_init__(self) -> None:
         settle(self)
-        if self.batch_per_device % self.accumulate:
+        if self.batch_size is not None:
+            if self.batch_per_device != 1:
+                raise UsageError(f"batch_size={self.batch_size} and batch_per_device={self.batch_per_device} both say "
+                                 "how large the batch is: give one.")
+            if self.search in ("fit", "layers"):
+                raise UsageError(f"batch_size={self.batch_size} with search={self.search}, which varies sizes: give "
+                                 "batch_per_device, or search=mesh.")
+            if self.search == "no" and self.batch_size % (self.groups * self.accumulate):
+                raise UsageError(f"batch_size={self.batch_size} does not divide over {self.groups} groups of devices "
+                                 f"and {self.accumulate} microbatches: give a multiple of "
+                                 f"{self.groups * self.accumulate}.")
+        elif self.batch_per_device % self.accumulate:
             raise UsageError(f"batch_per_device={self.batch_per_device} does not divide into {self.accumulate} "
                              "microbatches: give a multiple.")
         self.check_lora()
@@ -72,6 +83,11 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
         """Tokens of a sequence: as given, else the model's longest up to `MAX_DEFAULT_LENGTH`; None: no texts."""
         longest = getattr(choice.config, "max_length", None)
         return self.seq_len or (longest and min(longest, MAX_DEFAULT_LENGTH))
+
+    @property
+    def sequences(self) -> int:
+        """Of each group of devices, over all microbatches."""
+        return self.batch_per_device if self.batch_size is None else self.batch_size // self.groups
 
     @property
     def groups(self) -> int:

@@ -71,12 +71,12 @@ def candidates(config: PlanConfig, plan: Plan, sizes: Any) -> Iterator[dict[str,
     """What may make `plan`, of `config`, fit, about by what it costs; where the state is too large what lowers that."""
     if config.stage < 3:
         yield {"stage": 3}
-    tokens = (plan.length or 1) * config.batch_per_device // config.accumulate
+    tokens = (plan.length or 1) * config.sequences // config.accumulate
     if plan.layout.device_bytes <= (plan.memory_bytes or math.inf):
         if config.loss_chunks == 1 and plan.length and hasattr(sizes, "vocab_size"):
             yield {"loss_chunks": math.gcd(tokens, CHUNKS)}
-        if config.batch_per_device > config.accumulate:
-            yield {"accumulate": config.batch_per_device}
+        if config.sequences > config.accumulate:
+            yield {"accumulate": config.sequences}
         if config.remat in ("model", "no") and not (getattr(sizes, "remat", False) and config.remat == "model"):
             yield {"remat": "dots"}
             yield {"remat": "full"}
@@ -115,7 +115,7 @@ def train_lines(config: PlanConfig, plan: Plan) -> list[str]:
     """
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(PlanConfig)
-             if field.name in defaults and field.name not in ("target", "seq_len")}
+             if field.name in defaults and field.name not in ("target", "seq_len", "batch_size")}
     given |= {"batch_size": plan.batch_size} | ({"seq_len": plan.length} if plan.length else {})
     lines = ["To train it: zero-jax train " + flags(
         {name: value for name, value in given.items() if value != defaults[name]})]

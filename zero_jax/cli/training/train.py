@@ -14,6 +14,7 @@ from rich.console import Console
 from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.checkpoint.local_copies import LocalCopies
 from zero_jax.checkpoint.manifest import Manifest
+from zero_jax.cli.chosen_microbatches import with_chosen_microbatches
 from zero_jax.cli.chosen_offload import with_chosen_offload
 from zero_jax.cli.config_file import config_text, save_config
 from zero_jax.cli.objectives.choose import objective_of
@@ -110,6 +111,10 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         config = config.settled(one_pass.batches_per_epoch)
         console.print(f"--epochs {epochs}: {one_pass.batches_per_epoch} batches each, {config.steps} steps.")
     placed, placement = with_chosen_offload(config, objective, devices)
+    placed, microbatches = with_chosen_microbatches(placed, lambda: step_of(
+        placed, choice, devices, loss=objective.loss).layout(objective.batch_shapes()))
+    if microbatches:
+        console.print(microbatches, soft_wrap=True)
     together = step_of(placed, choice, devices, loss=objective.loss)
     slices = slices_of(config, together)
     step: Any = slices or together
