@@ -35,7 +35,7 @@ def best(count=10, **options):
     target_devices(config.target)
     target, choice = config.check()
     model = decoder_of(choice.config, choice.config.num_params)
-    found, _ = ranked(config, model, target, batch=config.batch_size, length=config.length(choice))
+    found, _ = ranked(config, model, target, batch=config.batch_size, length=config.seq_len)
     return list(itertools.islice(listed(config, found, choice.config, config.batch_size), count))
 
 

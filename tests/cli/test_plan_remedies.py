@@ -121,9 +121,13 @@ def test_the_default_length_is_said(monkeypatch):
     """LLaMA 3.1 takes 131,072 tokens; a plan takes 8,192 by itself, and what is asked for where it is."""
     llama = PlanConfig(model="llama:3.1-8b")
     choice = llama.check()[1]
-    assert llama.length(choice) == 8192 and choice.config.max_length == 131072
-    assert dataclasses.replace(llama, seq_len=131072).length(choice) == 131072
-    assert CONFIG.length(CONFIG.check()[1]) == 1024
+    assert llama.seq_len == 8192 and choice.config.max_length == 131072
+    longer = PlanConfig(model="llama:3.1-8b", seq_len=131072)
+    longer.check()
+    assert longer.seq_len == 131072
+    small = PlanConfig(model="gpt2:124m")
+    small.check()
+    assert small.seq_len == 1024
     assert "length" in {field.name for field in dataclasses.fields(Plan)}
 
 

@@ -17,10 +17,12 @@ from zero_jax.cli.options.data import DataOptions, check_eval_data, is_tokens
 from zero_jax.cli.options.diloco import DiLoCoOptions
 from zero_jax.cli.options.lora import LoraOptions
 from zero_jax.cli.options.of_step import (
+    SIMULATED_LENGTH,
     AttentionOptions,
     CommunicationOptions,
     MicrobatchOptions,
     ParallelOptions,
+    StepOptions,
     TilingOptions,
 )
 from zero_jax.cli.options.offload import check_no_states, check_placement
@@ -38,11 +40,15 @@ SIMULATED_DEVICES, MAX_SIMULATED_DEVICES = 8, 1024
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportOptions, EvaluationOptions,
                   ScheduleOptions, LoraOptions, ObjectiveOptions, DataOptions, TilingOptions, ParallelOptions,
-                  MicrobatchOptions, RunOptions):
+                  MicrobatchOptions, RunOptions, StepOptions):
     """Train a model of text or images at a ZeRO stage. --config run.toml: options from a file; flags win."""
 
     def __post_init__(self) -> None:
         check_path("out", self.out)
+        simulated = self.target is None and simulates()
+        self.settle_precision(simulated)
+        if self.seq_len is None and simulated:
+            object.__setattr__(self, "seq_len", SIMULATED_LENGTH)
         settle(self)
         check_placement(self)
         self.check_quantized()
@@ -97,6 +103,10 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
         elif self.devices is None and simulates() and not (self.distributed or COORDINATOR in os.environ):
             self.check_devices(SIMULATED_DEVICES)
         choice = with_remat(find_model(self.model), self.remat)
+        self.settle_length(choice)
+        if self.seq_len is None:  # which texts without a longest, and images, take as they always did
+            object.__setattr__(self, "seq_len", SIMULATED_LENGTH)
+        self._check_context()
         platform = target_of(self.target).chip.platform if self.target else "cpu" if simulates() else None
         self.check_attention(choice, platform)
         choice.tensor_rules(self.tensor)
@@ -129,7 +139,10 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
             many = f" and {self.accumulate} microbatches" * (self.accumulate > 1)
             raise UsageError(f"batch_size={self.batch_size} does not divide over {parts // self.accumulate} "
                              f"devices{many}: give a multiple, say {near}.")
-        if self.seq_len % self.context:
+        self._check_context()
+
+    def _check_context(self) -> None:
+        if self.seq_len is not None and self.seq_len % self.context:
             raise UsageError(f"seq_len={self.seq_len} does not divide over context={self.context} devices.")
 
     @property

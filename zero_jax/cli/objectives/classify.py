@@ -10,8 +10,8 @@ import numpy as np
 
 from zero_jax.cli.objectives.objective import Objective, RunData, batches_of
 from zero_jax.cli.objectives.text import counts_text
+from zero_jax.cli.options.of_step import SIMULATED_LENGTH
 from zero_jax.cli.reports.measures import Measure, Measures
-from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.evaluation import label_sums
 from zero_jax.data.images import DIGITS, LabeledImages, augmented, digits, load_images
 from zero_jax.data.objectives import Key
@@ -32,7 +32,7 @@ class Classify(Objective):
         if not config.reads_images:
             raise UsageError(f"data={config.data[0]} is text, and {self.choice.name} classifies images: give --data "
                              f"{DIGITS}, an .npz or a folder with the arrays images and labels.")
-        for name, default in (("seq_len", TrainConfig.seq_len), ("context", 1)):
+        for name, default in (("seq_len", SIMULATED_LENGTH), ("context", 1)):
             if getattr(config, name) != default:
                 raise UsageError(f"{name}={getattr(config, name)}: images have no tokens: leave it out.")
         classes, size = getattr(sizes, "num_classes", None), getattr(sizes, "image_size", None)

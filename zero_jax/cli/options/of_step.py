@@ -1,12 +1,23 @@
-"""The options of a step that `train`, `inspect` and `plan` share: communication, tiles, mesh, attention. No JAX."""
+"""The options of a step that `train`, `inspect` and `plan` share, with one default for all of them. No JAX."""
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from zero_jax.arguments import patterns
 from zero_jax.cli.model_lookup import ModelChoice
-from zero_jax.cli.options.choices import Count, Gather, Reduce, settle
+from zero_jax.cli.options.choices import (
+    Count,
+    Gather,
+    Offloaded,
+    OnOffAuto,
+    Optimizer,
+    PrecisionName,
+    Reduce,
+    RematName,
+    Within,
+    settle,
+)
 from zero_jax.cli.options.combinations import check_kernel
 from zero_jax.errors import UsageError
 
@@ -15,6 +26,69 @@ if TYPE_CHECKING:
 
 WeightFormat = Literal["no", "int8", "fp8", "int4"]
 GradientFormat = Literal["int8", "fp8", "int4", "fp4"]
+
+
+MAX_DEFAULT_LENGTH, SIMULATED_LENGTH = 8192, 128
+"""Tokens of a sequence where none are given, at most: of some models' far more, which few train with; and of simulated
+devices, which take seconds for more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """Which step of which model: the same options, and the same defaults, of a run and of a plan of it."""
+
+    stage: Literal[0, 1, 2, 3] = 3
+    """What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+
+    model: str = "gpt2:bytes"
+    """A preset, as gpt2:124m (zero-jax models lists them), or a folder with a config.json of Hugging Face's, of a
+    family that models/ covers: its weights are those of --init-from. Or MODULE:PRESET of any module on the path or in
+    this folder that has PRESETS and build(config)."""
+
+    seq_len: Count = None  # pyright: ignore[reportAssignmentType]  (None until the model is known: `check`)
+    """Tokens per sequence, at most the model's max_length. None: that, at most 8,192, and 128 on simulated devices."""
+
+    precision: PrecisionName = None  # pyright: ignore[reportAssignmentType]  (None until `settle_precision`)
+    """Of computation and communication. bf16 and fp16 store fp32 master weights, fp16 scales its loss; bf16-stochastic
+    stores all state in bf16 and rounds updates stochastically. None: bf16, and fp32 on simulated devices."""
+
+    optimizer: Optimizer = "adamw"
+    """AdamW's state is 8 bytes per parameter, that of the others less, as a plan says."""
+
+    remat: RematName = "model"
+    """Activation checkpointing. model: as the preset does it; no, yes: the model's own, off or on; full, dots, sqrt:
+    from outside, saving each block's input, also its products, or the input of every sqrt-th block."""
+
+    offload: Offloaded = "no"
+    """optimizer: the optimizer's states, the moving average and, with bf16, the fp32 master weights are in host memory
+    (ZeRO-Offload); the update streams them through the device. parameters: at stage 3 also what the model reads
+    (ZeRO-Infinity), layer by layer. gradients: these, and the gradients of stacked layers as they are made. disk: what
+    optimizer puts into host memory is in files, of a run in offload_disk. auto: compiles each, and takes the one that
+    fits with the least predicted time; gradients only where nothing that moves less fits, files only where the host's
+    memory is not enough."""
+
+    offload_fraction: Annotated[float, Within(1e-9, 1)] = 1.0
+    """With offload=optimizer: the share of these states that is in host memory, all of a parameter's or none; the rest
+    stays on the devices. auto finds the least that fits."""
+
+    overlap: OnOffAuto = "auto"
+    """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute; on v5e, at stages 1 to 3,
+    within matrix products and elementwise work. It costs memory and time to compile. auto: on those; no: never; yes: an
+    error on others, and a plan is compiled without it, too, to say what it changes."""
+
+    prefetch_weights: bool = False
+    """On GPUs, TPU v5p and v6e at stage 3: each layer of a loop gathers the parameters of the next one while it
+    computes. A plan is compiled without it, too, to say what it changes."""
+
+    def settle_precision(self, simulated: bool) -> None:
+        """Puts in place of no precision that of the devices."""
+        if self.precision is None:
+            object.__setattr__(self, "precision", "fp32" if simulated else "bf16")
+
+    def settle_length(self, choice: ModelChoice) -> None:
+        """Puts in place of no length the model's longest, as far as that goes; none where it has none."""
+        if self.seq_len is None and (longest := getattr(choice.config, "max_length", None)):
+            object.__setattr__(self, "seq_len", min(longest, MAX_DEFAULT_LENGTH))
 
 
 @dataclasses.dataclass(frozen=True)

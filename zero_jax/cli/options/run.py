@@ -10,11 +10,6 @@ from zero_jax.cli.options.choices import (
     FRACTION,
     MAX_COUNT,
     Count,
-    Offloaded,
-    OnOffAuto,
-    Optimizer,
-    PrecisionName,
-    RematName,
     Within,
 )
 from zero_jax.data.objectives import MASKED, NOISE, SPAN
@@ -26,14 +21,6 @@ from zero_jax.xla.targets import target_of
 class RunOptions:
     """What is trained, on what, and how it is divided."""
 
-    stage: Literal[0, 1, 2, 3] = 3
-    """What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
-
-    model: str = "gpt2:bytes"
-    """A preset, as gpt2:124m (zero-jax models lists them), or a folder with a config.json of Hugging Face's, of a
-    family that models/ covers: its weights are those of --init-from. Or MODULE:PRESET of any module on the path or in
-    this folder that has PRESETS and build(config)."""
-
     devices: Count | None = None
     """How many to use, over all processes. None: all accelerators, or 8 simulated CPU devices where there are none."""
 
@@ -44,17 +31,6 @@ class RunOptions:
     heartbeat: Annotated[int, Within(1, 86400)] = 100
     """Seconds without a heartbeat of another process after which it counts as failed, and this one ends."""
 
-    offload: Offloaded = "no"
-    """optimizer: the optimizer's states, the moving average and, with bf16, the fp32 master weights are in host memory
-    (ZeRO-Offload); the update streams them through the device. parameters: at stage 3 also what the model reads
-    (ZeRO-Infinity), layer by layer. gradients: these, and the gradients of stacked layers as they are made. disk: what
-    optimizer puts into host memory is in files in offload_disk. auto: compiles each, and takes the one that fits with
-    the least predicted time; gradients only where nothing that moves less fits."""
-
-    offload_fraction: Annotated[float, Within(1e-9, 1)] = 1.0
-    """With offload=optimizer: the share of these states that is in host memory, all of a parameter's or none; the rest
-    stays on the devices. auto finds the least that fits."""
-
     offload_disk: Path | None = None
     """With offload=disk or auto: a folder on a local disk of each host, for nothing else; twice the states must fit.
     auto compares files where the host's memory is not enough, and without a folder says what they would take."""
@@ -62,27 +38,6 @@ class RunOptions:
     offload_gib: float | None = None
     """With offload=auto: GiB of each device that a step may use. None: what the devices say, or those of the target of
     a dry run; simulated devices say nothing."""
-
-    overlap: OnOffAuto = "auto"
-    """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute; on v5e, at stages 1 to 3,
-    within matrix products and elementwise work. It costs memory and time to compile. auto: on those; yes: an error on
-    others; no: never."""
-
-    prefetch_weights: bool = False
-    """On GPUs, TPU v5p and v6e at stage 3: each layer of a loop gathers the parameters of the next one while it
-    computes."""
-
-    remat: RematName = "model"
-    """Activation checkpointing. model: as the preset does it; no, yes: the model's own, off or on; full, dots, sqrt:
-    from outside, saving each block's input, also its products, or the input of every sqrt-th block."""
-
-    precision: PrecisionName = "fp32"
-    """Of computation and communication. bf16 and fp16 store fp32 master weights, fp16 scales its loss; bf16-stochastic
-    stores all state in bf16 and rounds updates stochastically. For accelerators: half the communication, faster
-    arithmetic."""
-
-    optimizer: Optimizer = "adamw"
-    """AdamW's state is 8 bytes per parameter, that of the others less."""
 
     batch_size: Count = 16
     """Sequences per step, over all devices and microbatches, which it must divide over."""
@@ -92,9 +47,6 @@ class RunOptions:
 
     max_bad_steps: Annotated[int, Within(0, MAX_COUNT)] = 0
     """Consecutive steps that may be skipped because their loss or gradient is not finite; one more ends the run."""
-
-    seq_len: Count = 128
-    """Tokens per sequence, at most the model's max_length."""
 
     steps: Count = 700
     """Optimizer steps."""

@@ -149,7 +149,7 @@ class _Setup:
     @classmethod
     def _of(cls, config: PlanConfig) -> "_Setup":
         target, choice = config.check()
-        length = config.length(choice)
+        length: int | None = config.seq_len
         mesh = make_mesh(config.mesh or -1, tensor=config.tensor, context=config.context, replica=config.replica,
                          devices=target_devices(target))
         choice = with_attention(choice, mesh, config.attention)

@@ -13,9 +13,10 @@ from zero_jax.cli.options.of_step import (
     CommunicationOptions,
     MicrobatchOptions,
     ParallelOptions,
+    StepOptions,
     TilingOptions,
 )
-from zero_jax.cli.options.plan import MAX_DEFAULT_LENGTH, PlanOptions
+from zero_jax.cli.options.plan import PlanOptions
 from zero_jax.cli.planning.prices import price_of
 from zero_jax.errors import UsageError
 from zero_jax.xla.targets import Target, target_of
@@ -23,10 +24,11 @@ from zero_jax.xla.targets import Target, target_of
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOptions, ParallelOptions, MicrobatchOptions,
-                 PlanOptions):
+                 PlanOptions, StepOptions):
     """Compile a train step for a target topology, no accelerator needed: does it fit, and what does it send."""
 
     def __post_init__(self) -> None:
+        self.settle_precision(simulated=False)
         settle(self)
         if self.batch_size is not None:
             if self.batch_per_device != 1:
@@ -74,15 +76,11 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
             raise UsageError(f"{self.model} has no max_length in its config: give seq_len=....")
         if self.seq_len is not None and not hasattr(choice.config, "max_length") and choice.batch_shapes is not None:
             raise UsageError(f"seq_len={self.seq_len}: {self.model} takes no sequences: leave it out.")
+        self.settle_length(choice)
         choice.check(seq_len=self.seq_len or 1, vocab_size=None)
         choice.tensor_rules(self.tensor)
         self.check_adapters(choice)
         return target, choice
-
-    def length(self, choice: ModelChoice) -> int | None:
-        """Tokens of a sequence: as given, else the model's longest up to `MAX_DEFAULT_LENGTH`; None: no texts."""
-        longest = getattr(choice.config, "max_length", None)
-        return self.seq_len or (longest and min(longest, MAX_DEFAULT_LENGTH))
 
     @property
     def sequences(self) -> int:
