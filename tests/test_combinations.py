@@ -151,7 +151,8 @@ RUNS = {
     "communication.weights": "int8", "communication.gradients": "int8", "gather": "forward", "diloco_fragments": 2,
     "diloco_overlap": True, "diloco_learning_rate": 0.5, "diloco_momentum": 0.5, "diloco_nesterov": False,
     "diloco_mix": 0.5, "diloco_dtype": "bf16", "lora_targets": ("up",), "lora_alpha": 2.0, "lora_dropout": 0.5,
-    "lora_base": "nf4", "lora_trainable": ("ln_f",), "simulated": True, "every_stage": True, "other_steps": True}
+    "lora_base": "nf4", "lora_trainable": ("ln_f",), "simulated": True, "every_stage": True, "other_steps": True,
+    "betas": (0.9, 0.95), "eps": 1e-6, "moments": 8, "ema": 0.5, "offload": "optimizer"}
 """As `GIVEN`, of the rows of a run."""
 DEFAULT = {name: field.default for config in (PlanConfig, TrainConfig) for name, field in (
     config.__dataclass_fields__.items())}
@@ -159,7 +160,8 @@ CLI = {"tiling": ("up/kernel=2",), "guard": 2}
 STEP_FLAGS = {name: each for name, each in examples(
     [row for row in TABLE if row.names <= {*values_of(TrainConfig())}], {**GIVEN, **CLI},
     OTHERS).items() if not (each[1].get("hpz_axes") or "view" in each[1] or "offload.disk" in each[1])}
-RUN_FLAGS = examples(RUN, RUNS, {"offload": "no", "schedule": "cosine", "stage": 2, "save_every": 200})
+RUN_FLAGS = examples(RUN, RUNS, {"offload": "no", "schedule": "cosine", "stage": 2, "save_every": 200,
+                                "optimizer": "adamw", "precision": "fp32"})
 
 
 def made_from(values):
@@ -175,6 +177,7 @@ def made_from(values):
     fields |= {"diloco_every": 4} if "diloco.mix" in values else {}
     if "diloco_every" in fields or "check_replicas" in fields and "stage" not in fields:
         fields = {"replica": 2, **fields}
+    fields |= {"schedule": "constant"} if fields.get("optimizer") == "schedule-free" else {}
     if fields.get("target") and "dry_run" not in values:
         fields["dry_run"] = True
     if fields.get("local_checkpoints"):

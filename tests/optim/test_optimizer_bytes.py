@@ -16,7 +16,7 @@ from models import gpt2
 from zero_jax.cli.options.choices import Optimizer
 from zero_jax.cli.reports.report import optimizer_bytes, optimizer_text
 from zero_jax.cli.train_config import TrainConfig
-from zero_jax.optim.presets import OPTIMIZERS
+from zero_jax.optim.presets import NAMES, OPTIMIZERS
 from zero_jax.planning.memory import memory_report
 from zero_jax.xla import devices as xla_devices
 
@@ -79,7 +79,7 @@ def test_trajectory_is_one_device(name):
 
 
 def test_the_command_line_knows_the_same_names():
-    assert set(get_args(Optimizer)) == set(OPTIMIZERS)
+    assert set(get_args(Optimizer)) == set(NAMES) and len(NAMES) == len(OPTIMIZERS) + 1  # and muon, which takes a mesh
     with pytest.raises(ValueError, match="optimizer='adam' is unknown. Did you mean 'adamw'"):
         TrainConfig(optimizer="adam")
 

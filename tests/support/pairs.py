@@ -2,7 +2,7 @@
 
 import flax.linen as nn
 
-PRESETS = {"small": 16}
+PRESETS = {"small": 16, "wide": 128}
 
 
 def build(width: int) -> nn.Module:

@@ -28,8 +28,8 @@ FIRST = {
 """The options of a command that --help shows; --help-all has the others, too."""
 
 SUBJECTS = {
-    "Model and training": "model vocab_size init_from stage precision optimizer batch_size batch_per_device "
-                          "seq_len steps epochs weight_decay grad_clip_norm ema max_bad_steps seed",
+    "Model and training": "model vocab_size init_from stage precision optimizer moments betas eps batch_size "
+                          "batch_per_device seq_len steps epochs weight_decay grad_clip_norm ema max_bad_steps seed",
     "Devices": "devices distributed heartbeat mesh replica tensor context sequence_parallel partition_activations",
     "Memory": "remat loss_chunks tiling offload offload_fraction offload_disk offload_gib",
     "Microbatches and communication": "accumulate reduce gather overlap prefetch_weights quantize_weights "
@@ -63,6 +63,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("temp",), "temperature"), **dict.fromkeys(("max_new_tokens", "max_tokens"), "tokens"),
     "lr_scheduler_type": "schedule", "warmup_ratio": "warmup", "optim": "optimizer", "zero_stage": "stage",
     "save_steps": "save_every", "eval_steps": "eval_every", "save_total_limit": "max_to_keep", "wd": "weight_decay",
+    "adam_epsilon": "eps", "adam_betas": "betas",
     "lora_r": "lora_rank", "target_modules": "lora_targets", "dtype": "precision", "mixed_precision": "precision",
     "checkpoint_dir": "save_to", "report_to": "log_to", "checkpoint_path": "checkpoint", "ckpt": "checkpoint",
     # What none of ours is.
@@ -97,6 +98,8 @@ def read_flags(command: str, config: type, args: Sequence[str]) -> Any:
             texts = [text] if has_value else []
             while rest and not rest[0].startswith("--"):
                 texts.append(rest.popleft())
+            if {int, float} & {*kinds_of(hints[name])}:  # numbers may have commas between them, too
+                texts = [each for text in texts for each in text.split(",")]
             values[name] = tuple(_value(flag, each, hints[name]) for each in texts)
         else:
             if not has_value and (not rest or rest[0].startswith("--")):

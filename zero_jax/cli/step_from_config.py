@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.train_config import SIMULATED_DEVICES, TrainConfig
 from zero_jax.distributed.initialize import choose_devices
 from zero_jax.errors import UsageError
-from zero_jax.optim.presets import OPTIMIZERS, make_schedule
+from zero_jax.optim.presets import make_optimizer, make_schedule
 from zero_jax.sharding.mesh import make_mesh, simulate_devices
 from zero_jax.step.attention import Attention, attention
 from zero_jax.step.chunked_loss import chunked_next_token_loss
@@ -56,10 +57,10 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device],
     settled = by_hand(config)  # what "auto" stands for in `train` is chosen before
     schedule = make_schedule(config.schedule, **config.schedule_arguments(config.steps))
     # The injected rate is part of the state, so that the step's metrics report it.
-    make = functools.partial(OPTIMIZERS[config.optimizer], weight_decay=config.weight_decay)
-    injected = optax.inject_hyperparams(lambda learning_rate: make(learning_rate))(learning_rate=schedule)
-    optimizer = optax.chain(optax.clip_by_global_norm(config.grad_clip_norm), injected)
     mesh = make_mesh(replica=config.replica, tensor=config.tensor, context=config.context, devices=devices)
+    make = functools.partial(optimizer_of, config, mesh, weight_decay=config.weight_decay)
+    injected = optax.inject_hyperparams(lambda learning_rate: make(learning_rate=learning_rate))(learning_rate=schedule)
+    optimizer = optax.chain(optax.clip_by_global_norm(config.grad_clip_norm), injected)
     choice = with_attention(choice, mesh, config.attention)
     return make_zero_train_step(
         config.adapted(choice.build(choice.config)), config.stage,
@@ -68,6 +69,21 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device],
         precision=config.precision, accumulate=config.accumulate, reduce=settled.reduce, gather=settled.gather,
         ema=config.ema, guard=None if config.diloco_every else Guard(skip=config.max_bad_steps),
         **residual_options(config, choice))
+
+
+def optimizer_of(config: TrainConfig | PlanConfig, mesh: Mesh, *, learning_rate: Any, weight_decay: float
+                 ) -> optax.GradientTransformation:
+    """The optimizer of a configuration, without clipping."""
+    return make_optimizer(config.optimizer, mesh, learning_rate=learning_rate, weight_decay=weight_decay,
+                          bits=config.moments, betas=config.betas, eps=config.eps)
+
+
+def evaluator_of(config: TrainConfig, step: ZeroTrainStep, fun: Loss) -> Callable[..., Any]:
+    """`step.evaluator(fun)` of what a run is evaluated with: an average of the parameters, where it keeps one."""
+    evaluate = step.evaluator(fun, ema=config.ema is not None)
+    if config.optimizer != "schedule-free":
+        return evaluate
+    return lambda state, *args: evaluate(step.evaluation_state(state), *args)
 
 
 def loss_of(config: TrainConfig | PlanConfig, choice: ModelChoice, mesh: Mesh, loss: Loss | None) -> Loss | None:

@@ -26,6 +26,7 @@ from zero_jax.cli.options.of_step import (
     TilingOptions,
 )
 from zero_jax.cli.options.offload import check_no_states, check_placement
+from zero_jax.cli.options.optimizer import OptimizerOptions
 from zero_jax.cli.options.run import EvaluationOptions, ObjectiveOptions, ReportOptions, RunOptions, ScheduleOptions
 from zero_jax.data.tokenizer import TOKENIZERS
 from zero_jax.distributed.launch import COORDINATOR
@@ -40,7 +41,7 @@ SIMULATED_DEVICES, MAX_SIMULATED_DEVICES = 8, 1024
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportOptions, EvaluationOptions,
                   ScheduleOptions, LoraOptions, ObjectiveOptions, DataOptions, TilingOptions, ParallelOptions,
-                  MicrobatchOptions, RunOptions, StepOptions):
+                  MicrobatchOptions, OptimizerOptions, RunOptions, StepOptions):
     """Train a model of text or images at a ZeRO stage. --config run.toml: options from a file; flags win."""
 
     def __post_init__(self) -> None:
@@ -57,6 +58,7 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
         check_combinations(self)
         self.check_diloco()
         self.check_schedule()
+        self.check_optimizer(self.schedule)
         if self.epochs is not None and self.steps != TrainConfig.steps:
             raise UsageError(f"steps={self.steps} and epochs={self.epochs} both say when the run ends: give one.")
         self.check_objective_options()

@@ -1,11 +1,16 @@
 """The optimizers that the command line offers, with the bytes of state of each, and its schedules."""
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
+
+from zero_jax.optim.narrow_moments import narrow_moments
+from zero_jax.optim.whole_matrices import whole_matrices
+from zero_jax.tree import map_named
 
 
 def _adafactor(learning_rate: Any, weight_decay: Any) -> optax.GradientTransformation:
@@ -27,8 +32,52 @@ OPTIMIZERS: Mapping[str, Callable[..., optax.GradientTransformation]] = {
     "lion-bf16-momentum": functools.partial(optax.lion, mu_dtype=jnp.bfloat16),  # 2
     "sgd-momentum": _sgd,  # 4
     "lamb": optax.lamb,  # 8
+    "schedule-free": optax.contrib.schedule_free_adamw,  # 8: squares, and parameters that are averaged
 }
-"""By name, each a function of `learning_rate` and `weight_decay`. optax has no 8-bit states, but bf16 and factors."""
+"""By name, each a function of `learning_rate` and `weight_decay`; "muon" of `make_optimizer` needs a mesh, too."""
+
+NAMES = (*OPTIMIZERS, "muon")
+"""Of `make_optimizer`."""
+
+
+def make_optimizer(name: str, mesh: Mesh, *, learning_rate: Any, weight_decay: float = 0.0,
+                   bits: Literal[8, 16] | None = None, betas: Sequence[float] = (), eps: float | None = None
+                   ) -> optax.GradientTransformation:
+    """The optimizer of a name for a step on `mesh`.
+
+    Args:
+      name: one of NAMES.
+      mesh: that of the train step.
+      learning_rate: a number or a schedule.
+      weight_decay: decoupled, per unit of learning rate.
+      bits: of each number of its moments, by `narrow_moments`; None: as the optimizer stores them.
+      betas: the two decays of Adam's averages; empty: the optimizer's own.
+      eps: what is added to what Adam divides by; None: the optimizer's own.
+    """
+    options: dict[str, Any] = dict(zip(("b1", "b2"), betas, strict=False)) | ({} if eps is None else {"eps": eps})
+    make = _muon if name == "muon" else OPTIMIZERS[name]
+    optimizer = make(learning_rate=learning_rate, weight_decay=weight_decay,
+                     **options, **({"mesh": mesh} if name == "muon" else {}))
+    return optimizer if bits is None else narrow_moments(optimizer, bits)
+
+
+def _muon(learning_rate: Any, weight_decay: Any, mesh: Mesh, **adam: Any) -> optax.GradientTransformation:
+    """Muon for kernels, 4 bytes of state for each parameter, and AdamW for the rest, 8.
+
+    Its updates have AdamW's size (a root mean square of 0.2, arXiv 2502.16982), so that one rate and decay serve both.
+    """
+    direction = optax.contrib.muon(-1.0, consistent_rms=0.2)  # a step of 1 upwards: the rate's sign is put on below
+    matrices = optax.chain(whole_matrices(direction, mesh), optax.add_decayed_weights(weight_decay),
+                           optax.scale_by_learning_rate(learning_rate))
+    rest = optax.adamw(learning_rate, weight_decay=weight_decay, **adam)
+    return optax.partition({"matrix": matrices, "rest": rest}, lambda params: map_named(_kind, params))
+
+
+def _kind(name: str, leaf: Any) -> str:
+    """"matrix" for kernels within a network, (D, F) or (layers, D, F); "rest" for others, embeddings and heads."""
+    *modules, own = name.split("/")
+    inner = not any("embed" in module or "head" in module for module in modules)
+    return "matrix" if own == "kernel" and leaf.ndim in (2, 3) and inner else "rest"
 
 
 Shape = Callable[[float, float, int, int], optax.Schedule]

@@ -44,6 +44,7 @@ from zero_jax.step.call_checks import (
     state_explained,
 )
 from zero_jax.step.compiled import CompiledStep
+from zero_jax.step.evaluation_state import evaluation_state_of
 from zero_jax.step.functions import StepFunctions
 from zero_jax.step.guard import BadStepMonitor
 from zero_jax.step.losses import takes_key
@@ -393,6 +394,19 @@ class ZeroTrainStep(AnyStep):
                 return compiled[kind](read, batch, None if rng is None else typed_key(rng))
 
         return in_any_context(call, at=self)
+
+    def evaluation_state(self, state: ZeroState) -> ZeroState:
+        """`state` with the parameters that an `optax.contrib.schedule_free` optimizer is evaluated with: its average.
+
+        With any other optimizer `state` as it is. The average is one more copy of the parameters, sharded as they are;
+        training goes on from `state`.
+        """
+        check_is_state(state)
+        return self._averaged(state)
+
+    @functools.cached_property
+    def _averaged(self) -> Callable[[ZeroState], ZeroState]:
+        return evaluation_state_of(self.layout())
 
     # Before it runs: lowered, compiled, and checked against its contract, on live devices or target topologies.
 

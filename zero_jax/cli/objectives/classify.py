@@ -12,6 +12,7 @@ from zero_jax.cli.objectives.objective import Objective, RunData, batches_of
 from zero_jax.cli.objectives.text import counts_text
 from zero_jax.cli.options.of_step import SIMULATED_LENGTH
 from zero_jax.cli.reports.measures import Measure, Measures
+from zero_jax.cli.step_from_config import evaluator_of
 from zero_jax.cli.training.evaluation import label_sums
 from zero_jax.data.images import DIGITS, LabeledImages, augmented, digits, load_images
 from zero_jax.data.objectives import Key
@@ -115,7 +116,7 @@ class Classify(Objective):
         devices = step.batch_sharding.num_devices
         rows = [self._with_channels(data.held_out.row(k % len(data.held_out)), (0,))
                 for k in range(-(-number // devices) * devices)]
-        evaluate = step.evaluator(_likeliest, ema=self.config.ema is not None)
+        evaluate = evaluator_of(self.config, step, _likeliest)
         images = put_global({"inputs": np.stack([row["inputs"] for row in rows])}, step.batch_sharding)
         classes, chances = (on_host(each) for each in evaluate(state, images))
         return tuple(f"--- held-out image {k} of class {int(rows[k]['targets'])}: the model says {classes[k]} "

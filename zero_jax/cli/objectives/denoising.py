@@ -10,6 +10,7 @@ import numpy as np
 from zero_jax.cli.objectives.objective import Objective, RunData, check_text, token_shapes
 from zero_jax.cli.objectives.text import document_data, special_tokenizer
 from zero_jax.cli.reports.measures import TEXT, Measures
+from zero_jax.cli.step_from_config import evaluator_of
 from zero_jax.cli.training.evaluation import held_out_rows, label_sums, marked_text
 from zero_jax.data import extras
 from zero_jax.data.documents import Documents, Tokenized
@@ -75,7 +76,7 @@ class Masked(Denoising):
                           for k, row in enumerate(rows)])
         mask = self.tokenizer.specials.mask or 0  # `check` has seen it
         batch = {"inputs": np.where(masks, mask, rows).astype(np.int32)}
-        likeliest = on_host(step.evaluator(_likeliest, ema=self.config.ema is not None)(
+        likeliest = on_host(evaluator_of(self.config, step, _likeliest)(
             state, put_global(batch, step.batch_sharding)))
         text = functools.partial(marked_text, decode=data.text, marks={mask: "[?]"})
         return tuple(
@@ -202,7 +203,7 @@ class Span(Denoising):
         cut = [self._cut({"inputs": row}, (self.config.seed, k)) for k, row in enumerate(rows)]
         inputs, targets = (np.stack([row[name] for row in cut]) for name in ("inputs", "targets"))
         written = np.full_like(targets, self._start)
-        likeliest = step.evaluator(_likeliest_next, ema=self.config.ema is not None)
+        likeliest = evaluator_of(self.config, step, _likeliest_next)
         length = min(SAMPLE_TOKENS, targets.shape[1])
         for last in range(length):
             batch = {"inputs": inputs, "decoder_inputs": written, "last": np.full(len(rows), last, np.int32)}

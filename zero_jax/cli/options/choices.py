@@ -23,7 +23,8 @@ OnOffAuto = Literal["auto", "yes", "no"]
 RematName = Literal["model", "no", "yes", "full", "dots", "sqrt"]
 
 Optimizer = Literal[
-    "adamw", "adamw-bf16-momentum", "adafactor", "lion", "lion-bf16-momentum", "sgd-momentum", "lamb"]
+    "adamw", "adamw-bf16-momentum", "adafactor", "lion", "lion-bf16-momentum", "sgd-momentum", "lamb", "muon",
+    "schedule-free"]
 
 MAX_COUNT = 2**31 - 1
 """Steps and sizes are int32 on the devices."""

@@ -44,6 +44,27 @@ RUN = (
       for field in dataclasses.fields(DiLoCoOptions) if field.name not in ("diloco_every", "diloco_mix")),
     *(Row((given(field.name), left("lora")), "there are no adapters", "give {lora=16}, say, or leave it out")
       for field in dataclasses.fields(LoraOptions) if field.name != "lora_rank"),
+    # Optimizers, and what they store.
+    Row((given("betas"), among("optimizer", "adafactor", "sgd-momentum")), "it has no two such averages",
+        "leave {betas} out"),
+    Row((given("eps"), among("optimizer", "adafactor", "sgd-momentum", "lion", "lion-bf16-momentum")),
+        "it divides by no such sum", "leave {eps} out"),
+    Row((given("moments"), among("optimizer", "adamw-bf16-momentum", "lion-bf16-momentum")),
+        "it says by itself how its momentum is stored", "give {optimizer=adamw} or {optimizer=lion}"),
+    Row((given("moments"), among("optimizer", "muon")), "the momentum of a whole matrix is stored in float32",
+        "leave {moments} out"),
+    Row((given("moments"), among("optimizer", "schedule-free")), "what it stores are parameters, and no moments",
+        "leave {moments} out"),
+    Row((given("moments"), among("precision", "bf16-stochastic")), "that stores them in bfloat16 already",
+        "leave {moments} out, or give {precision=bf16}"),
+    Row((among("optimizer", "schedule-free"), given("ema")), "it keeps such an average by itself", "leave {ema} out"),
+    Row((among("optimizer", "schedule-free"), among("precision", "bf16-stochastic")),
+        "its average is of parameters in float32", "give {precision=bf16}"),
+    *(Row((among("optimizer", "muon", "schedule-free"), given(name)), reason, "give {optimizer=adamw}")
+      for name, reason in (("diloco.every", "what it stores is not averaged over slices"),
+                           ("offload", "what it stores is needed on the devices, whole"))),
+    Row((among("optimizer", "muon"), given("lora")), "adapters are no matrices of the model",
+        "give {optimizer=adamw}"),
     # A run, and what it keeps.
     Row((given("check_replicas"), among("stage", 3), left("replica")),
         "each device stores a shard of its own, and there are no copies to compare",

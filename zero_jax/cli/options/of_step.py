@@ -11,7 +11,6 @@ from zero_jax.cli.options.choices import (
     Gather,
     Offloaded,
     OnOffAuto,
-    Optimizer,
     PrecisionName,
     Reduce,
     RematName,
@@ -51,9 +50,6 @@ class StepOptions:
     precision: PrecisionName = None  # pyright: ignore[reportAssignmentType]  (None until `settle_precision`)
     """Of computation and communication. bf16 and fp16 store fp32 master weights, fp16 scales its loss; bf16-stochastic
     stores all state in bf16 and rounds updates stochastically. None: bf16, and fp32 on simulated devices."""
-
-    optimizer: Optimizer = "adamw"
-    """AdamW's state is 8 bytes per parameter, that of the others less, as a plan says."""
 
     remat: RematName = "model"
     """Activation checkpointing. model: as the preset does it; no, yes: the model's own, off or on; full, dots, sqrt:

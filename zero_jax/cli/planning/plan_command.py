@@ -32,13 +32,13 @@ from zero_jax.cli.step_from_config import (
     attention_text,
     devices_of,
     loss_of,
+    optimizer_of,
     residual_options,
     step_of,
     with_attention,
 )
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.run_programs import examine_slices, slices_of
-from zero_jax.optim.presets import OPTIMIZERS
 from zero_jax.planning.memory import Transformer
 from zero_jax.planning.offload_choice import OffloadArgument, OffloadChoice
 from zero_jax.planning.placement import compare, files_on
@@ -153,7 +153,7 @@ class _Setup:
         mesh = make_mesh(config.mesh or -1, tensor=config.tensor, context=config.context, replica=config.replica,
                          devices=target_devices(target))
         choice = with_attention(choice, mesh, config.attention)
-        optimizer = OPTIMIZERS[config.optimizer](learning_rate=1e-3, weight_decay=0.1)
+        optimizer = optimizer_of(config, mesh, learning_rate=1e-3, weight_decay=0.1)
         return cls(config, target, choice, length, mesh, {
             "precision": config.precision, "mesh": config.mesh or -1, "optimizer": optimizer,
             "accumulate": config.accumulate, "reduce": config.reduce, "gather": config.gather,

@@ -16,6 +16,7 @@ from zero_jax.cli.options.of_step import (
     StepOptions,
     TilingOptions,
 )
+from zero_jax.cli.options.optimizer import OptimizerOptions
 from zero_jax.cli.options.plan import PlanOptions
 from zero_jax.cli.planning.prices import price_of
 from zero_jax.errors import UsageError
@@ -24,7 +25,7 @@ from zero_jax.xla.targets import Target, target_of
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOptions, ParallelOptions, MicrobatchOptions,
-                 PlanOptions, StepOptions):
+                 OptimizerOptions, PlanOptions, StepOptions):
     """Compile a train step for a target topology, no accelerator needed: does it fit, and what does it send."""
 
     def __post_init__(self) -> None:
@@ -47,6 +48,7 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
         self.check_lora()
         self.check_quantized()
         self.check_tiling()
+        self.check_optimizer()
         check_combinations(self)
         for name, value in {"prices": self.prices, "deadline": self.deadline}.items():
             if value is not None and self.tokens is None:

@@ -63,7 +63,7 @@ def remedies(config: PlanConfig, plan: Plan, sizes: Any, plan_of: Callable[[Plan
             trial(together | changes)
         together |= changes
     return sorted(found, key=lambda each: (
-        "optimizer" in each.changes or (each.plan.batch_size, each.plan.length) != (plan.batch_size, plan.length),
+        "moments" in each.changes or (each.plan.batch_size, each.plan.length) != (plan.batch_size, plan.length),
         -each.plan.timing.tokens_per_second if each.plan.timing else 0.0))
 
 
@@ -86,8 +86,8 @@ def candidates(config: PlanConfig, plan: Plan, sizes: Any) -> Iterator[dict[str,
             yield {"seq_len": length}
     if plan.lacking_bytes > plan.layout.device_bytes:
         return  # no placement of the state suffices
-    if config.optimizer == "adamw":
-        yield {"optimizer": "adamw-bf16-momentum"}
+    if config.optimizer == "adamw" and config.moments is None:
+        yield from ({"moments": bits} for bits in (16, 8))
     if config.offload == "no":
         yield {"offload": "optimizer"}
         if config.stage == 3:

@@ -11,6 +11,7 @@ import optax
 
 from zero_jax.cli.environment import shown_text
 from zero_jax.cli.model_lookup import ModelChoice
+from zero_jax.cli.step_from_config import evaluator_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.weights.generate import generate, next_logits, sample_with_cache
 from zero_jax.distributed.initialize import on_host, put_global
@@ -112,12 +113,12 @@ def _with_cache(config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep, s
     new = min(SAMPLE_TOKENS, config.seq_len - prompts.shape[1])
     sample = sample_with_cache(choice.decoder_for(prompts.shape[1] + new), num_tokens=new, temperature=TEMPERATURE)
     batch = put_global({"inputs": prompts.astype(np.int32)}, step.batch_sharding)
-    return on_host(step.evaluator(sample, ema=config.ema is not None)(state, batch, jax.random.key(config.seed)))
+    return on_host(evaluator_of(config, step, sample)(state, batch, jax.random.key(config.seed)))
 
 
 def _without_cache(config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep, state: Any, prompts: np.ndarray
                    ) -> np.ndarray:
-    evaluate = step.evaluator(next_logits, ema=config.ema is not None)
+    evaluate = evaluator_of(config, step, next_logits)
 
     def logits(batch: Any) -> np.ndarray:
         # Sharded like any batch: otherwise every device would compute all rows.

@@ -31,7 +31,7 @@ from zero_jax.cli.reports.report import (
     summary_table,
 )
 from zero_jax.cli.start import check_start, first_state
-from zero_jax.cli.step_from_config import devices_of, step_of
+from zero_jax.cli.step_from_config import devices_of, evaluator_of, step_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.loop import Loop
 from zero_jax.cli.training.metrics_log import MetricsLog, make_folder, metric_writers
@@ -200,7 +200,7 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         elif config.profile and is_first():
             console.print(f"--profile {config.profile}: the run continues after step {after}, and traces nothing.")
         with ProgressReporter(console, total=config.steps, measures=objective.measures) as progress, watchdog, feed:
-            sums = step.evaluator(objective.sums, ema=config.ema is not None)
+            sums = evaluator_of(config, step, objective.sums)
             loop = Loop(
                 config, objective, programs.run, sums, feed, held_out, log,
                 progress, watchdog, preemption, data.baselines,

@@ -82,7 +82,8 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
         source = manifest.config.get("init_from") if isinstance(manifest.config, dict) else None
         return export_lora(config.out, step, state, names=names, base=source)
     if config.format != "safetensors":
-        trees = whole_model(checkpoints, step, batch, at=number, ema=config.ema, merge=config.merge)
+        trees = whole_model(checkpoints, step, batch, at=number, ema=config.ema, merge=config.merge,
+                            average=keeps_average(run))
         return export_for_serving(config, choice, *trees, number)
     files, ids = {}, {}
     options: dict[str, Any] = {
@@ -100,9 +101,9 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
     if run.lora_rank is not None:
         state = restored(checkpoints, step, batch, at=number, ema=config.ema)
         written = export_merged(config.file, step, state, **options)
-    elif config.ema:
-        state = checkpoints.restore(step, batch, at=number).state
-        written = export_params(config.file, state, step.layout(batch), ema=True, **options)
+    elif config.ema or keeps_average(run):
+        state = restored(checkpoints, step, batch, at=number, ema=config.ema)
+        written = export_params(config.file, state, step.layout(batch), **options)
     else:
         params, variables = checkpoints.load_params(step, batch, at=number)
         written = export_tree(config.file, params, variables, **options)
@@ -114,26 +115,37 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
 
 
 def restored(checkpoints: Checkpoints, step: ZeroTrainStep, batch: Any, *, at: int, ema: bool) -> ZeroState:
-    """The state of a checkpoint; ema: with the moving average as its parameters."""
+    """The state of a checkpoint; ema: with the moving average as its parameters, else with what evaluation takes."""
     state = checkpoints.restore(step, batch, at=at).state
-    return dataclasses.replace(state, params=state.ema) if ema else state
+    return dataclasses.replace(state, params=state.ema) if ema else step.evaluation_state(state)
 
 
-def saved_state(checkpoints: Checkpoints, step: ZeroTrainStep, batch: Any, manifest: Manifest) -> ZeroState:
+def keeps_average(run: TrainConfig) -> bool:
+    """Whether the optimizer's state is needed for the parameters that a run is evaluated with."""
+    return run.optimizer == "schedule-free"
+
+
+def saved_state(checkpoints: Checkpoints, step: ZeroTrainStep, batch: Any, manifest: Manifest, *, average: bool = False
+                ) -> ZeroState:
     """A new state with the parameters and variables of a checkpoint, of slices the outer ones; nothing else is read.
 
-    Where `step` has adapters or keeps an average, it is the state that was saved.
+    Where `step` has adapters or keeps an average, it is the state that was saved, with what evaluation takes.
+    average: whether its optimizer keeps one.
     """
-    if slices_in(manifest) is None and (step.options.ema is not None or getattr(step, "lora", None) is not None):
-        return checkpoints.restore(step, batch, at=manifest.step).state
+    lora = getattr(step, "lora", None)
+    if slices_in(manifest) is None and (average or step.options.ema is not None or lora is not None):
+        return step.evaluation_state(checkpoints.restore(step, batch, at=manifest.step).state)
     params, variables = checkpoints.load_params(step, batch, at=manifest.step)
     return step.init(jax.random.key(0), batch, params={**dict(named_leaves(params)), **dict(named_leaves(variables))})
 
 
-def whole_model(checkpoints: Checkpoints, step: ZeroTrainStep, batch: Any, *, at: int, ema: bool, merge: bool
-                ) -> tuple[Any, Any]:
-    """(parameters, variables) of a checkpoint in logical shapes; ema: their average; merge: with its adapters added."""
-    if not (ema or merge):
+def whole_model(checkpoints: Checkpoints, step: ZeroTrainStep, batch: Any, *, at: int, ema: bool, merge: bool,
+                average: bool = False) -> tuple[Any, Any]:
+    """(parameters, variables) of a checkpoint in logical shapes; ema: their average; merge: with its adapters added.
+
+    average: of an optimizer that keeps one of its own, which is taken.
+    """
+    if not (ema or merge or average):
         return checkpoints.load_params(step, batch, at=at)
     state = restored(checkpoints, step, batch, at=at, ema=ema)
     return merge_lora(step, state, dtype="float32") if merge else step.params(state), state.variables
@@ -171,7 +183,7 @@ def saved_run(checkpoint: str, given: str | None, saved: Any) -> TrainConfig:
     options = {name: saved[name] for name in NEEDED}
     options["grad_clip_norm"] = float(options["grad_clip_norm"])
     options |= {name: tuple(saved[name]) if isinstance(saved[name], list) else saved[name]
-                for name in LORA if name in saved}
+                for name in (*LORA, "moments", "schedule") if name in saved}
     return TrainConfig(model=model, stage=3, **options)
 
 

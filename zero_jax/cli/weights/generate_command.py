@@ -16,7 +16,7 @@ from zero_jax.cli.environment import shown_text, simulates
 from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.options.run import WITH_RESPONSES
 from zero_jax.cli.step_from_config import abstract_batch, step_of
-from zero_jax.cli.weights.export_command import saved_run, saved_state
+from zero_jax.cli.weights.export_command import keeps_average, saved_run, saved_state
 from zero_jax.cli.weights.file_configs import ChatConfig, GenerateConfig, SamplingConfig
 from zero_jax.cli.weights.generate import sample_with_cache
 from zero_jax.data.conversations import Conversation, Messages, Template, load_template
@@ -97,11 +97,15 @@ class Generator:
         if simulates():
             simulate_devices(1)
         devices, run = jax.devices(), self._run
-        if not self._config.ema and run.lora_rank is None:  # only parameters are read: an optimizer with little state
-            run = dataclasses.replace(run, ema=None, optimizer="sgd-momentum")
+        if not (self._config.ema or run.lora_rank or keeps_average(run)):
+            # Only parameters are read: an optimizer with little state.
+            run = dataclasses.replace(run, ema=None, optimizer="sgd-momentum", moments=None)
         step = step_of(run, self._choice, devices)
         batch = abstract_batch(self._choice, len(devices), run.seq_len)
-        return step, saved_state(self._checkpoints, step, batch, self._manifest), len(devices)
+        return step, self._saved(step, batch), len(devices)
+
+    def _saved(self, step: ZeroTrainStep, batch: Any) -> Any:
+        return saved_state(self._checkpoints, step, batch, self._manifest, average=keeps_average(self._run))
 
     @functools.cache  # noqa: B019 (there is one of these in a process)
     def _sampler(self, length: int) -> Any:
