@@ -53,13 +53,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", default=list(MOMENTS), choices=MOMENTS)
     args = parser.parse_args()
+    chosen = {name: bits for name, bits in MOMENTS.items() if name in (BASE, *args.only)}
     zero_jax.simulate_devices(4)
     train, held_out = corpus.split(corpus.python_source(4_000_000), length=LENGTH, holdout=0.05)
     text = train, Batches(held_out, batch_size=8 * ROWS, length=LENGTH, seed=0)
-    made = {bits: make_step(bits, args.steps) for bits in dict.fromkeys(MOMENTS.values())}
+    made = {bits: make_step(bits, args.steps) for bits in dict.fromkeys(chosen.values())}
     losses = {name: [loss_after(made[bits], text, seed, args.steps, reverse=name == CONTROL)
-                     for seed in range(args.seeds)] for name, bits in MOMENTS.items()}
+                     for seed in range(args.seeds)] for name, bits in chosen.items()}
     print("| moments | validation loss | over float32, by seed |", "| --- | --- | --- |", sep="\n")
     for name, each in losses.items():
         over = "-" if name == BASE else ", ".join(f"{own - base:+.4f}" for own, base in zip(

@@ -120,11 +120,12 @@ def wrong_options(command: str) -> list[str]:
     from zero_jax.cli.planning.plan_config import PlanConfig
     from zero_jax.cli.tokenize_command import TokenizeConfig
     from zero_jax.cli.train_config import InspectConfig, TrainConfig
-    from zero_jax.cli.weights.file_configs import ChatConfig, ExportConfig, GenerateConfig
+    from zero_jax.cli.weights.file_configs import ChatConfig, EvaluateConfig, ExportConfig, GenerateConfig
     from zero_jax.distributed.launch import LaunchConfig
 
     configs = {"train": TrainConfig, "inspect": InspectConfig, "plan": PlanConfig, "export": ExportConfig,
-               "tokenize": TokenizeConfig, "launch": LaunchConfig, "generate": GenerateConfig, "chat": ChatConfig}
+               "tokenize": TokenizeConfig, "launch": LaunchConfig, "generate": GenerateConfig, "chat": ChatConfig,
+               "evaluate": EvaluateConfig}
     wrong = []
     for part in re.findall(rf"(?:zero-jax|--) ({'|'.join(configs)})\b(.*?)(?= -- |\"|$)", command):
         fields = {f"--{name.replace('_', '-')}" for name in configs[part[0]].__dataclass_fields__}

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import platform
 import select
@@ -23,7 +24,7 @@ from zero_jax.cli.model_lookup import UsersModuleError, models_text, nearest, ra
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.tokenize_command import TokenizeConfig, tokenize_command
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
-from zero_jax.cli.weights.file_configs import ChatConfig, ExportConfig, GenerateConfig, ImportConfig
+from zero_jax.cli.weights.file_configs import ChatConfig, EvaluateConfig, ExportConfig, GenerateConfig, ImportConfig
 from zero_jax.distributed.launch import PREEMPTED, LaunchConfig, end_with_launcher, launch
 from zero_jax.errors import ReplicaError, UnwrittenCheckpointError, UsageError
 from zero_jax.versions import installed_version
@@ -44,14 +45,15 @@ _PLAN_ENVIRONMENT = {
 }
 
 
-Config = (TrainConfig | PlanConfig | ExportConfig | GenerateConfig | ChatConfig | ImportConfig | TokenizeConfig
-          | LaunchConfig | AuditConfig | DiffConfig | BudgetsConfig)
+Config = (TrainConfig | PlanConfig | ExportConfig | GenerateConfig | ChatConfig | EvaluateConfig | ImportConfig
+          | TokenizeConfig | LaunchConfig | AuditConfig | DiffConfig | BudgetsConfig)
 """Of any command."""
 
 COMMANDS: dict[str, type[Config]] = {
     "train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
-    "generate": GenerateConfig, "chat": ChatConfig, "import": ImportConfig, "tokenize": TokenizeConfig,
-    "launch": LaunchConfig, "audit": AuditConfig, "diff": DiffConfig, "budgets": BudgetsConfig}
+    "generate": GenerateConfig, "chat": ChatConfig, "evaluate": EvaluateConfig, "import": ImportConfig,
+    "tokenize": TokenizeConfig, "launch": LaunchConfig, "audit": AuditConfig, "diff": DiffConfig,
+    "budgets": BudgetsConfig}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -226,8 +228,8 @@ def _launch(args: Sequence[str]) -> int:
 
 def _parse(args: Sequence[str]) -> Config:
     command = _command(args)
-    by_place = {"chat": "--checkpoint", "generate": "--checkpoint", "audit": "--step",  # chat RUN, audit FILE.py:NAME
-                "budgets": "--action"}
+    by_place = {**dict.fromkeys(("chat", "generate", "evaluate"), "--checkpoint"), "audit": "--step",
+                "budgets": "--action"}  # chat RUN, audit FILE.py:NAME
     if command in by_place and args[1:] and not args[1].startswith("-"):
         args = [command, by_place[command], *args[1:]]
     if command == "diff" and len(args) > 2 and not any(each.startswith("-") for each in args[1:3]):
@@ -293,6 +295,12 @@ def _run(config: Config) -> int:
             print(f"--- {shown_text(prompt)}\n{shown_text(text)}")
         if config.out is not None:
             print(f"{len(texts)} texts in {config.out}")
+        return 0
+    if isinstance(config, EvaluateConfig):
+        from zero_jax.cli.weights.evaluate_command import evaluate_command
+
+        score = evaluate_command(config)
+        print(json.dumps(score.as_json()) if config.json else score)
         return 0
     if isinstance(config, ChatConfig):
         from zero_jax.cli.weights.generate_command import chat_command

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from zero_jax.checkpoint.object_store import check_scheme, is_remote, numbers_in
 from zero_jax.cli.environment import check_folder, checkpoints_of
 from zero_jax.cli.model_lookup import ModelChoice, find_model
-from zero_jax.cli.options.choices import Within, settle
-from zero_jax.data.text_sources import format_of, json_rows
+from zero_jax.cli.options.choices import Count, Within, settle
+from zero_jax.data.text_sources import check_file, files_of, format_of, json_rows
 from zero_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zero_jax.errors import UsageError
 from zero_jax.files import read_regular
@@ -200,11 +200,86 @@ class ImportConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingConfig:
-    """Which model generates, and how its tokens are drawn."""
+class SavedModelConfig:
+    """Which model of a run is used."""
 
     checkpoint: str
     """Folder of the run, or of its checkpoints, as runs/train or gs://bucket/folder."""
+
+    at: Annotated[int | None, Within(0, 1 << 62)] = None
+    """The checkpoint's number. None: the latest."""
+
+    ema: bool = False
+    """Of the moving average in place of the parameters."""
+
+    tokenizer: Path | None = None
+    """The run's tokenizer, as for train. None: where the run names it; bytes, or ids, for a run that names none."""
+
+    model: str | None = None
+    """MODULE:PRESET of the run. None: as the checkpoint says, if that is one of ours: importing a module runs it, and a
+    checkpoint may come from anywhere."""
+
+    def __post_init__(self) -> None:
+        check_scheme(self.checkpoint)
+        object.__setattr__(self, "checkpoint", checkpoints_of(self.checkpoint))
+        settle(self)
+
+    def check(self) -> Tokenizer | None:
+        """The tokenizer, if one is given; raises ValueError for what is wrong and known before JAX is imported."""
+        check_checkpoint(self.checkpoint)
+        return None if self.tokenizer is None else load_tokenizer(self.tokenizer)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig(SavedModelConfig):
+    """Measure how well the model of a run predicts texts: nats per token, perplexity and bits per byte of all of them.
+
+    Each text is cut into windows, the last of which may be short. Each token but the first of a text counts once.
+    """
+
+    text: tuple[str, ...] = ()
+    """Files, folders and globs of text, .jsonl, .parquet or .array_record; each file, line or row is a text."""
+
+    text_field: str = "text"
+    """The field of JSON lines, or column of Parquet, that has the text."""
+
+    seq_len: Count | None = None
+    """Tokens of a window. None: those of the run's sequences."""
+
+    stride: Count | None = None
+    """Tokens between the starts of two windows: with fewer than seq_len each token is predicted from at least
+    seq_len - stride before it, but for the first window's, and more is computed. None: seq_len."""
+
+    batch_size: Count = 8
+    """Windows at a time."""
+
+    json: bool = False
+    """Print JSON."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.text or "" in self.text:
+            raise UsageError("text is empty: name files of text.")
+        if self.seq_len is not None:
+            self.check_stride(self.seq_len)
+
+    def check_stride(self, seq_len: int) -> None:
+        """Raises UsageError where windows of so many tokens would leave some out."""
+        if self.stride is not None and self.stride > seq_len:
+            raise UsageError(f"stride={self.stride} is more than seq_len={seq_len}, and would leave tokens out: give "
+                             "at most that.")
+
+    def check(self) -> Tokenizer | None:
+        """As `SavedModelConfig`, and the files of text."""
+        for name in self.text:
+            for file in files_of(name):
+                check_file(file, field=self.text_field)
+        return super().check()
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig(SavedModelConfig):
+    """Which model generates, and how its tokens are drawn."""
 
     template: Literal["auto", "chat", "none"] = "auto"
     """How a prompt is read. chat: as a user's message, in the run's chat template; none: as a text; auto: chat for a
@@ -229,30 +304,10 @@ class SamplingConfig:
     seed: Annotated[int, Within(0, 2**32 - 1)] = 0
     """Of the draws."""
 
-    at: Annotated[int | None, Within(0, 1 << 62)] = None
-    """The checkpoint's number. None: the latest."""
-
-    ema: bool = False
-    """Of the moving average in place of the parameters."""
-
-    tokenizer: Path | None = None
-    """The run's tokenizer, as for train. None: where the run names it; bytes, or ids, for a run that names none."""
-
-    model: str | None = None
-    """MODULE:PRESET of the run. None: as the checkpoint says, if that is one of ours: importing a module runs it, and a
-    checkpoint may come from anywhere."""
-
     def __post_init__(self) -> None:
-        check_scheme(self.checkpoint)
-        object.__setattr__(self, "checkpoint", checkpoints_of(self.checkpoint))
-        settle(self)
+        super().__post_init__()
         if "" in self.stop:
             raise UsageError("stop has an empty text, which begins everywhere: leave it out.")
-
-    def check(self) -> Tokenizer | None:
-        """The tokenizer, if one is given; raises ValueError for what is wrong and known before JAX is imported."""
-        check_checkpoint(self.checkpoint)
-        return None if self.tokenizer is None else load_tokenizer(self.tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)

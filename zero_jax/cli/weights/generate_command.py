@@ -1,6 +1,5 @@
 """The commands `generate` and `chat`: prompts continued with the parameters of a checkpoint, by a cache."""
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -11,22 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from zero_jax.checkpoint.checkpoint import Checkpoints
-from zero_jax.cli.environment import shown_text, simulates
-from zero_jax.cli.model_lookup import find_model
+from zero_jax.cli.environment import shown_text
 from zero_jax.cli.options.run import WITH_RESPONSES
-from zero_jax.cli.step_from_config import abstract_batch, step_of
-from zero_jax.cli.weights.export_command import keeps_average, saved_run, saved_state
 from zero_jax.cli.weights.file_configs import ChatConfig, GenerateConfig, SamplingConfig
 from zero_jax.cli.weights.generate import sample_with_cache
+from zero_jax.cli.weights.saved_model import SavedModel
 from zero_jax.data.conversations import Conversation, Messages, Template, load_template
-from zero_jax.data.documents import is_tokenized
 from zero_jax.data.response_rows import prompt_ids, response_text
-from zero_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from zero_jax.distributed.initialize import on_host, put_global
 from zero_jax.errors import UsageError
-from zero_jax.sharding.mesh import simulate_devices
-from zero_jax.step.step import ZeroTrainStep
 
 
 class _Ids:
@@ -51,20 +43,13 @@ class Generator:
     """
 
     def __init__(self, config: SamplingConfig):
-        given = config.check()
-        self._config, self._checkpoints = config, Checkpoints(config.checkpoint, read_only=True)
-        self._manifest = self._checkpoints.manifest(config.at)
-        saved = self._manifest.config
-        self._run = saved_run(config.checkpoint, config.model, saved)
-        self._choice = find_model(self._run.model)
+        self._config, self._model = config, SavedModel(config)
+        saved, self._choice = self._model.saved, self._model.choice
         if self._choice.decoder is None:
-            raise UsageError(f"model={self._run.model}: its module has no decoder(config), which generates with a "
-                             "cache: export the checkpoint to a folder, and generate with transformers.")
-        if config.ema and self._run.ema is None:
-            raise UsageError("ema: the run kept no average: leave it out.")
-        source = config.tokenizer or _source_of(saved)
-        self._tokenizer = given or _tokenizer_of(saved, source)
-        self.template = _template_of(config, saved, source)
+            raise UsageError(f"model={self._model.run.model}: its module has no decoder(config), which generates with "
+                             "a cache: export the checkpoint to a folder, and generate with transformers.")
+        self._tokenizer = self._model.tokenizer or _Ids()
+        self.template = _template_of(config, saved, self._model.source)
         self._in_parts = self.template is not None or saved.get("objective") in WITH_RESPONSES
 
     def ids(self, prompt: str | Messages) -> Sequence[int]:
@@ -82,7 +67,7 @@ class Generator:
 
     def answer(self, ids: Sequence[int], number: int, length: int | None = None) -> str:
         """What follows `ids`, up to its end. number: of the draws. length: of the cache; None: what this takes."""
-        config, (step, state, devices) = self._config, self._loaded
+        config, (step, state, devices) = self._config, self._model.loaded
         sample = self._sampler(length or len(ids) + config.tokens)
         rows = put_global({"inputs": np.tile(np.array(ids, np.int32), (devices, 1))}, step.batch_sharding)
         key = jax.random.fold_in(jax.random.key(config.seed), number)
@@ -91,26 +76,10 @@ class Generator:
             found, self.template, self._tokenizer)
         return text[:min((text.find(stop) for stop in config.stop if stop in text), default=len(text))]
 
-    @functools.cached_property
-    def _loaded(self) -> tuple[ZeroTrainStep, Any, int]:
-        """The step and the state, sharded over all devices (of a CPU: one), and their number."""
-        if simulates():
-            simulate_devices(1)
-        devices, run = jax.devices(), self._run
-        if not (self._config.ema or run.lora_rank or keeps_average(run)):
-            # Only parameters are read: an optimizer with little state.
-            run = dataclasses.replace(run, ema=None, optimizer="sgd-momentum", moments=None)
-        step = step_of(run, self._choice, devices)
-        batch = abstract_batch(self._choice, len(devices), run.seq_len)
-        return step, self._saved(step, batch), len(devices)
-
-    def _saved(self, step: ZeroTrainStep, batch: Any) -> Any:
-        return saved_state(self._checkpoints, step, batch, self._manifest, average=keeps_average(self._run))
-
     @functools.cache  # noqa: B019 (there is one of these in a process)
     def _sampler(self, length: int) -> Any:
         config = self._config
-        return self._loaded[0].evaluator(sample_with_cache(
+        return self._model.loaded[0].evaluator(sample_with_cache(
             self._choice.decoder_for(length), num_tokens=config.tokens, temperature=config.temperature,
             top_k=config.top_k, top_p=config.top_p), ema=config.ema)
 
@@ -160,13 +129,6 @@ def chat_command(config: ChatConfig, read: Callable[[str], str] = input, write: 
             messages = [*messages, {"role": "assistant", "content": said}]
 
 
-def _source_of(saved: Any) -> Path | None:
-    """Where a run had its tokenizer: the file or folder that it names, or its folder of tokens; None for neither."""
-    data = saved.get("data") or []
-    name = saved.get("tokenizer") or next((name for name in data if is_tokenized(name)), None)
-    return None if name is None else Path(name).expanduser()
-
-
 def _template_of(config: SamplingConfig, saved: Any, source: Path | None) -> Template | None:
     """What makes a text of each prompt; None where it is one. Raises ValueError where it is not the run's."""
     chat = saved.get("chat")
@@ -177,16 +139,6 @@ def _template_of(config: SamplingConfig, saved: Any, source: Path | None) -> Tem
         raise UsageError(f"the run's messages became text by another template than {template.name}: give the folder of "
                          "the run's tokenizer as tokenizer, or template=none for prompts that are texts.")
     return template
-
-
-def _tokenizer_of(saved: Any, source: Path | None) -> Tokenizer | _Ids:
-    """The run's own, bytes or ids. Raises ValueError for one that is not where the run had it."""
-    if source is not None:
-        if not source.exists():
-            raise UsageError(f"the run's tokenizer was {source}: give it with --tokenizer.")
-        return load_tokenizer(source)
-    data = saved.get("data") or ["python"]
-    return _Ids() if any(str(each).endswith((".bin", ".npy")) for each in data) else ByteTokenizer()
 
 
 def check_prompt(what: str, ids: Any, tokens: int, sizes: Any) -> None:
