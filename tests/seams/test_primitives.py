@@ -142,3 +142,9 @@ def test_an_empty_array_in_host_memory():
     (out,) = closed.jaxpr.outvars
     assert equations.is_on_host_atom(out) and (out.aval.shape, out.aval.dtype) == ((3, 5), jnp.float32)
     assert not any(eqn.primitive.name == "device_put" for eqn in closed.jaxpr.eqns)  # of zeros made on the device
+
+
+def test_the_operands_that_a_jit_of_the_trace_donates():
+    with mend(JAXPR):
+        jaxpr = trace(lambda x, w: jnp.sin(jax.jit(jnp.matmul, donate_argnums=1)(x, w)), X, W).jaxpr
+        assert [primitives.donated_inputs(eqn) for eqn in jaxpr.eqns] == [[jaxpr.invars[1]], []]

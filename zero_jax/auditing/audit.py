@@ -7,11 +7,10 @@ from typing import Any
 
 from zero_jax.auditing.findings import MIB, Finding, findings, ideal_bytes, sent, stage
 from zero_jax.auditing.page import page, same_text
-from zero_jax.auditing.program import Program, compile_step
+from zero_jax.auditing.program import Program, compile_step, plain_step
 from zero_jax.auditing.roles import OPTIMIZER, PARAMS, Selector
 from zero_jax.auditing.same_step import same_at_stage_3
 from zero_jax.errors import few
-from zero_jax.frontends.nnx import is_nnx_jit, pure_step
 from zero_jax.xla.events import again, totals
 
 
@@ -122,8 +121,9 @@ def audit(jitted: Any, *shapes: Any, target: str | None = None, params: Selector
     Raises UsageError for a function that is not jitted, does not lower, or has no state.
 
     Args:
-        jitted: what `jax.jit` or `nnx.jit` returns, or a `ZeroTrainStep` (whose one argument is a batch).
-        shapes: arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+        jitted: what `jax.jit`, `nnx.jit` or Equinox's `filter_jit` returns, or a `ZeroTrainStep` (whose one argument
+            is a batch).
+        shapes: arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings; for `filter_jit` other values too.
         target: a topology that need not be here, as `h100:8`; None: the devices of the shardings.
         params: which inputs are parameters: the beginning of their labels (`"state.params"`), or a function of a label.
         batch: which inputs are the batch.
@@ -132,8 +132,7 @@ def audit(jitted: Any, *shapes: Any, target: str | None = None, params: Selector
             own.
         compiler_options: XLA's, for this compilation. With a target, give again those that `jax.jit` got.
     """
-    if is_nnx_jit(jitted):
-        jitted, shapes = pure_step(jitted, shapes)
+    jitted, shapes = plain_step(jitted, shapes)
     program = compile_step(jitted, shapes, target=target, params=params, batch=batch, compiler_options=compiler_options)
     same = same_at_stage_3(jitted, shapes, program, loss)
     return Audit(program, tuple(findings(program)), None if same is None else audit(*same))

@@ -14,8 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.auditing.roles import BATCH, PARAMS, Leaf, Selector, with_roles
 from zero_jax.errors import UsageError
-from zero_jax.jaxpr.equations import inner_jaxprs, primitive_of
-from zero_jax.jaxpr.primitives import SHARD_MAP
+from zero_jax.frontends.nnx import is_nnx_jit, pure_step
+from zero_jax.jaxpr.equations import inner_jaxprs, primitive_of, trace, variables
+from zero_jax.jaxpr.primitives import SHARD_MAP, donated_inputs
 from zero_jax.planning.flops import traced_flops
 from zero_jax.planning.temporaries import LiveTemporaries
 from zero_jax.planning.timing import Span, Timing, predict, timeline
@@ -201,8 +202,7 @@ def compile_step(jitted: Any, shapes: Sequence[Any], *, target: str | None = Non
     try:
         lowered = jitted.lower(*shapes)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"the step does not lower for these arguments ({_line(error)}): give the arguments of a call, "
-                         "as arrays or jax.ShapeDtypeStructs with shardings.") from error
+        raise _not_lowered(error) from error
     leaves, outputs = _inputs(jitted, shapes, lowered), _outputs(lowered)
     options = dict(compiler_options or {})
     if target is None:
@@ -229,6 +229,49 @@ def compile_step(jitted: Any, shapes: Sequence[Any], *, target: str | None = Non
         raise UsageError("no argument was found to be parameters: name them, as params=\"state.params\".")
     return Program(compiled.as_text() or "", compiled.memory_analysis(), tuple(leaves), kept, tuple(devices), topology,
                    _traced(jitted, shapes))
+
+
+def plain_step(jitted: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """(A `jax.jit` function, its arguments) of what `nnx.jit` or Equinox's `filter_jit` returns; the rest as it is."""
+    if is_nnx_jit(jitted):
+        return pure_step(jitted, args)
+    is_plain = not hasattr(jitted, "lower") or hasattr(jitted, "trace") or hasattr(jitted, "abstract_state")
+    return (jitted, args) if is_plain else _arrays_step(jitted, args)
+
+
+def _arrays_step(jitted: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """(A `jax.jit` function of arrays alone that computes what `jitted` does, its arguments).
+
+    Functions and settings among the arguments stay as they are, and None is in their place. An argument is donated
+    where each of its arrays is.
+    """
+    arrays = jax.tree.map(_array_or_none, args)
+
+    def step(*arrays: Any) -> Any:
+        whole = jax.tree.map(lambda array, own: own if array is None else array, arrays, args,
+                             is_leaf=lambda each: each is None)
+        return jax.tree.map(_array_or_none, jitted(*whole))
+
+    functools.update_wrapper(step, jitted, updated=())
+    try:
+        jaxpr = trace(step, *arrays).jaxpr
+    except (TypeError, ValueError) as error:
+        raise _not_lowered(error) from error
+    donated = {atom for eqn in jaxpr.eqns for atom in donated_inputs(eqn)}
+    kept = {atom for eqn in jaxpr.eqns for atom in variables(eqn.invars)} - donated
+    inputs = jax.tree.unflatten(jax.tree.structure(arrays), jaxpr.invars)
+    numbers = [number for number, each in enumerate(map(set, map(jax.tree.leaves, inputs)))
+               if donated & each and not kept & each]
+    return jax.jit(step, donate_argnums=numbers), arrays
+
+
+def _array_or_none(leaf: Any) -> Any:
+    return leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None
+
+
+def _not_lowered(error: Exception) -> UsageError:
+    return UsageError(f"the step does not lower for these arguments ({_line(error)}): give the arguments of a call, as "
+                      "arrays or jax.ShapeDtypeStructs with shardings.")
 
 
 def _line(error: Exception) -> str:

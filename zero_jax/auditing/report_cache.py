@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_jax.auditing.audit import audit
+from zero_jax.auditing.program import plain_step
 from zero_jax.files import write_text
 from zero_jax.versions import installed_version
 
@@ -23,6 +24,7 @@ def cached_report(folder: Path, jitted: Any, shapes: Sequence[Any], *, target: s
     Lines of source are those of the first audit: lines that move change no program. Without a target XLA's options of
     a plain `jax.jit` are not known, so that such a step is compiled each time.
     """
+    jitted, shapes = plain_step(jitted, tuple(shapes))
     key = _key(jitted, shapes, target, params)
     path = folder / f"{key}.json"
     if key is not None and path.is_file():

@@ -109,6 +109,12 @@ def jit_name(eqn: JaxprEqn) -> str | None:
     return eqn.params["name"] if eqn.primitive.name == JIT else None
 
 
+def donated_inputs(eqn: JaxprEqn) -> list[Any]:
+    """The operands that a `jit` of the trace donates; none of other equations."""
+    marks = eqn.params.get("donated_invars", ())
+    return [atom for atom, is_donated in zip(eqn.invars, marks, strict=False) if is_donated]
+
+
 def out_shardings(jit: JaxprEqn) -> tuple[Any, ...]:
     """The shardings that a jit was given for its results."""
     return tuple(jit.params["out_shardings"])
