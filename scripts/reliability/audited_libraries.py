@@ -1,6 +1,6 @@
 """Audits of train steps of other libraries, as their documentation writes them, for 8 H100: docs/guide/audits.md.
 
-    pip install equinox dm-haiku keras google-tunix levanter        # each library is optional, but for Flax
+    pip install equinox dm-haiku keras penzai google-tunix levanter # each library is optional, but for Flax
     python scripts/reliability/audited_libraries.py --page docs/guide/audits.md --out .
 
 Each step is compiled in a process of its own. The steps are as large as a layer or four, with 16,384 tokens or rows a
@@ -13,6 +13,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import documented_steps
 
 ROWS, WIDTH, LAYERS = 8 * 16384, 2048, 4
 PRINTED = ("haiku", "equinox", "tunix")
@@ -66,19 +68,30 @@ def plain(loss, params, *, cut):
 
 
 def equinox():
-    """Data parallelism as in Equinox's documentation: the model on every device, the batch cut."""
+    """Data parallelism as in Equinox's documentation: `filter_jit`, the model on every device, the batch cut."""
     import equinox as eqx
     import jax
     import jax.numpy as jnp
+    import optax
 
     model = eqx.filter_eval_shape(lambda: eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, LAYERS, key=jax.random.key(0)))
-    shapes, static = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    arrays, static = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    mesh, optimizer = mesh_of("data"), optax.adamw(1e-3)
 
-    def loss(params, batch):
-        low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        return (jax.vmap(eqx.combine(low, static))(batch).astype(jnp.float32) ** 2).mean()
+    def loss(model, batch):
+        arrays, rest = eqx.partition(model, eqx.is_array)
+        low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), arrays)
+        return (jax.vmap(eqx.combine(low, eqx.combine(rest, static)))(batch).astype(jnp.float32) ** 2).mean()
 
-    return plain(loss, shapes, cut=False)
+    @eqx.filter_jit(donate="all-except-first")
+    def train_step(batch, model, opt_state):
+        value, grads = eqx.filter_value_and_grad(loss)(model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), opt_state, value
+
+    batch = placed(jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16), mesh, "data")
+    state = placed(jax.eval_shape(optimizer.init, arrays), mesh)
+    return train_step, (batch, eqx.combine(placed(arrays, mesh), static), state), {"loss": loss}
 
 
 def haiku():
@@ -292,10 +305,46 @@ def levanter():
     return jax.jit(train_step, donate_argnums=0), arrays, {"params": "state.model"}
 
 
+def penzai():
+    """A trainer of Penzai: `StatefulTrainer` of its LLaMA, by names of axes: neurons, heads and vocabulary are cut."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from penzai import pz
+    from penzai.models.transformer.variants import llamalike_common
+    from penzai.toolshed import basic_training, sharding_util
+
+    mesh = mesh_of("data")
+    config = llamalike_common.LlamalikeTransformerConfig(
+        num_kv_heads=8, query_head_multiplier=1, embedding_dim=512, projection_dim=64, mlp_hidden_dim=2048,
+        num_decoder_blocks=LAYERS, vocab_size=4096, mlp_variant="swiglu", tie_embedder_and_logits=False)
+
+    def create():
+        return llamalike_common.build_llamalike_transformer(config, jax.random.key(0))
+
+    def loss(model, state, rng, tokens):
+        logits = model(tokens, token_positions=pz.nx.arange("seq", 512)).unwrap("batch", "seq", "vocabulary")
+        one_hot = optax.softmax_cross_entropy_with_integer_labels(logits, tokens.unwrap("batch", "seq"))
+        return one_hot.mean(), state, {}
+
+    axes = {"neurons": "data", "heads": "data", "vocabulary": "data", "batch": "data"}
+    trainer = basic_training.StatefulTrainer.build(
+        jax.random.key(0), sharding_util.sharded_init(create, mesh=mesh, axis_name_to_mesh_name=axes),
+        optax.adamw(1e-3), loss, donate_states=True)
+    stateless, variables = pz.unbind_variables(trainer.model)
+    params = pz.freeze_variables(tuple(variables))
+    tokens = pz.nx.wrap(jnp.ones((64, 512), jnp.int32)).tag("batch", "seq")
+    tokens = sharding_util.name_to_name_device_put(tokens, mesh, axes)
+    return trainer.step_fn, (trainer.root_rng, trainer.state.value, stateless, params, (), (), loss,
+                             trainer.optimizer_def, {"tokens": tokens}), {"params": "trainable_params"}
+
+
 STEPS = {"equinox": equinox, "haiku": haiku, "flax linen": flax_linen, "flax nnx": flax_nnx, "keras": keras,
-         "levanter": levanter, "tunix": tunix, "tunix as on a GPU": lambda: tunix(constrained=True)}
+         "levanter": levanter, "penzai": penzai, "maxtext, as documented": documented_steps.maxtext,
+         "easylm, as documented": documented_steps.easylm, "tunix": tunix,
+         "tunix as on a GPU": lambda: tunix(constrained=True)}
 PACKAGES = {"haiku": "dm-haiku", "flax linen": "flax", "flax nnx": "flax", "tunix": "google-tunix",
-            "tunix as on a GPU": "google-tunix"}
+            "tunix as on a GPU": "google-tunix", "maxtext, as documented": "flax", "easylm, as documented": "flax"}
 """Where the package has another name than the row."""
 
 

@@ -317,12 +317,19 @@ def wide_gathers(program: Program) -> Iterator[Finding]:
     narrow = flops.get("bf16", 0) + flops.get("f16", 0) > 0.5 * sum(flops.values())
     if program.platform == "cpu" or stage(program) < 3 or not narrow:
         return
-    wide = [each for each in _serving(program, ["all-gather"]) if "f32" in each.dtypes]
-    if sent(wide) > 0.1 * sent(_serving(program, ["all-gather"])):
+    gathers = _serving(program, ["all-gather"])
+    wide = [each for each in gathers if "f32" in each.dtypes]
+    num_bytes = sum(each.communication_bytes * each.count * _share(each, "f32") for each in wide)
+    if num_bytes > 0.1 * sent(gathers):
         yield _finding(program, "sent_in_fp32", "parameters are gathered in fp32, and products compute in 16 bits",
                        "Cast the shard before it is gathered: jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16), "
                        "sharding_of_the_shard).", leaves=[leaf for c in wide for leaf in program.served(c, PARAMS)],
-                       collectives=wide, num_bytes=sent(wide) / 2)
+                       collectives=wide, num_bytes=num_bytes / 2)
+
+
+def _share(collective: Collective, dtype: str) -> float:
+    """The share of a dtype in what it sends: XLA combines the gather of a norm's scale with those of kernels."""
+    return sum(shape_bytes(*each) for each in collective.shapes if each[0] == dtype) / collective.payload_bytes
 
 
 def not_donated(program: Program) -> Iterator[Finding]:

@@ -232,11 +232,17 @@ def compile_step(jitted: Any, shapes: Sequence[Any], *, target: str | None = Non
 
 
 def plain_step(jitted: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """(A `jax.jit` function, its arguments) of what `nnx.jit` or Equinox's `filter_jit` returns; the rest as it is."""
+    """(A `jax.jit` function of arrays, its arguments) of what `nnx.jit` or Equinox's `filter_jit` returns.
+
+    So, too, where `jax.jit` has static arguments. The rest as it is.
+    """
     if is_nnx_jit(jitted):
         return pure_step(jitted, args)
-    is_plain = not hasattr(jitted, "lower") or hasattr(jitted, "trace") or hasattr(jitted, "abstract_state")
-    return (jitted, args) if is_plain else _arrays_step(jitted, args)
+    if not hasattr(jitted, "lower") or hasattr(jitted, "abstract_state"):
+        return jitted, args
+    has_static = any(_array_or_none(leaf) is None and not isinstance(leaf, int | float | complex)
+                     for leaf in jax.tree.leaves(args))
+    return _arrays_step(jitted, args) if has_static or not hasattr(jitted, "trace") else (jitted, args)
 
 
 def _arrays_step(jitted: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
