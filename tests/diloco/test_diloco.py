@@ -98,9 +98,9 @@ def close(left, right, tolerance=2e-4):
 
 
 ROWS_OF_NUMBERS = [
-    pytest.param(0, "nnx", {}, {}, id="0-nnx"),
+    pytest.param(0, "nnx", {}, {}, id="0-nnx", marks=pytest.mark.slow),
     pytest.param(3, "linen", STREAMING, {}, id="3-streaming", marks=pytest.mark.slow),
-    pytest.param(3, "linen", {"fragments": 2}, {}, id="3-linen", marks=pytest.mark.slow),
+    pytest.param(3, "linen", {"fragments": 2}, {}, id="3-linen"),
     pytest.param(1, "linen", {"overlap": True}, {"accumulate": 2}, id="1-accumulate",
                  marks=pytest.mark.slow),
     pytest.param(3, "linen", {**STREAMING, "fragments": 3}, {}, id="3-three", marks=pytest.mark.slow),
