@@ -7,7 +7,7 @@ from types import ModuleType
 from zero_jax.errors import UsageError
 
 PACKAGES = {"grain": "grain", "tokenizers": "tokenizers", "sentencepiece": "sentencepiece", "pyarrow": "pyarrow",
-            "scipy": "scipy", "sklearn": "scikit-learn", "jinja2": "jinja2"}
+            "scipy": "scipy", "sklearn": "scikit-learn", "jinja2": "jinja2", "PIL": "pillow"}
 """Modules of the extra, with the names under which they are installed."""
 
 

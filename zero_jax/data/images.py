@@ -1,8 +1,10 @@
 """Images and labels from .npz files, folders of .npy arrays, or scikit-learn, as a source of examples."""
 
+import abc
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -14,13 +16,49 @@ DIGITS = "digits"
 """The name of the images of scikit-learn, as data of a run."""
 
 
-def is_images(name: str) -> bool:
-    """Whether data of that name are images: "digits", an .npz file, or a folder with images.npy."""
-    path = Path(name).expanduser()
-    return name == DIGITS or path.suffix == ".npz" or (path / "images.npy").is_file()
+class Images(abc.ABC):
+    """Images with a class each, as examples {"inputs": float32 (height, width, channels), "targets": int32 ()}.
+
+    Attributes:
+        num_examples: of them. classes: their names, by label, where they have some. fingerprint: of all that they hold.
+    """
+
+    num_examples: int
+    classes: tuple[str, ...] = ()
+    fingerprint: int
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, int, int]:
+        """Height, width and channels of an image."""
+
+    @property
+    @abc.abstractmethod
+    def num_classes(self) -> int:
+        """The largest label, and one."""
+
+    @abc.abstractmethod
+    def row(self, number: int) -> dict[str, np.ndarray]:
+        """Image `number` and its label."""
+
+    @abc.abstractmethod
+    def part(self, numbers: np.ndarray) -> Self:
+        """Those of these numbers."""
+
+    def split(self, fraction: float, *, seed: int = 0) -> tuple[Self, Self]:
+        """(training part, held-out part): at random, and no image is in both."""
+        held_out = round(fraction * self.num_examples)
+        if not 0 < held_out < self.num_examples:
+            raise UsageError(f"fraction={fraction} of {self.num_examples} images: one part would be empty.")
+        words = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(self.num_examples)
+        order = np.argsort(words, kind="stable")
+        return self.part(order[held_out:]), self.part(order[:held_out])
 
 
-class LabeledImages:
+class LabeledImages(Images):
     """Examples {"inputs": float32 (height, width, channels), "targets": int32 ()}.
 
     images: (number, height, width) or (number, height, width, channels); uint8 is divided by 255, other numbers
@@ -49,9 +87,6 @@ class LabeledImages:
         self._scale = np.float32(1 / 255 if images.dtype == np.uint8 else 1)
         self.fingerprint = zlib.crc32(labels.tobytes(), zlib.crc32(images.tobytes()))
 
-    def __len__(self) -> int:
-        return self.num_examples
-
     @property
     def shape(self) -> tuple[int, int, int]:
         """Height, width and channels of an image."""
@@ -67,16 +102,9 @@ class LabeledImages:
         return {"inputs": self._images[number].astype(np.float32) * self._scale,
                 "targets": np.asarray(self._labels[number], np.int32)}
 
-    def split(self, fraction: float, *, seed: int = 0) -> tuple["LabeledImages", "LabeledImages"]:
-        """(training part, held-out part): at random, and no image is in both."""
-        held_out = round(fraction * self.num_examples)
-        if not 0 < held_out < self.num_examples:
-            raise UsageError(f"fraction={fraction} of {self.num_examples} images: one part would be empty.")
-        words = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(self.num_examples)
-        order = np.argsort(words, kind="stable")
-        parts = order[held_out:], order[:held_out]
-        train, held = (LabeledImages(self._images[part], self._labels[part]) for part in parts)
-        return train, held
+    def part(self, numbers: np.ndarray) -> "LabeledImages":
+        """As `Images`."""
+        return LabeledImages(self._images[numbers], self._labels[numbers])
 
 
 def augmented(image: np.ndarray, key: Key, *, shift: int = 0, flip: bool = False, warp: float = 0.0) -> np.ndarray:

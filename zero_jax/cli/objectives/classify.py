@@ -14,7 +14,8 @@ from zero_jax.cli.options.of_step import SIMULATED_LENGTH
 from zero_jax.cli.reports.measures import Measure, Measures
 from zero_jax.cli.step_from_config import evaluator_of
 from zero_jax.cli.training.evaluation import label_sums
-from zero_jax.data.images import DIGITS, LabeledImages, augmented, digits, load_images
+from zero_jax.data.image_files import read_images
+from zero_jax.data.images import DIGITS, Images, augmented
 from zero_jax.data.objectives import Key
 from zero_jax.distributed.initialize import on_host, put_global
 from zero_jax.errors import UsageError
@@ -32,7 +33,7 @@ class Classify(Objective):
         config, sizes = self.config, self.choice.config
         if not config.reads_images:
             raise UsageError(f"data={config.data[0]} is text, and {self.choice.name} classifies images: give --data "
-                             f"{DIGITS}, an .npz or a folder with the arrays images and labels.")
+                             f"{DIGITS}, a folder of pictures for each class, Parquet of them, or arrays in an .npz.")
         for name, default in (("seq_len", SIMULATED_LENGTH), ("context", 1)):
             if getattr(config, name) != default:
                 raise UsageError(f"{name}={getattr(config, name)}: images have no tokens: leave it out.")
@@ -51,6 +52,9 @@ class Classify(Objective):
             if config.image_shift >= min(height, width):
                 raise UsageError(f"image_shift={config.image_shift} moves images of {height} x {width} pixels out of "
                                  "sight: give less.")
+        if self._parts[0].classes != self._parts[1].classes:
+            raise UsageError(f"eval_data: its classes are {', '.join(self._parts[1].classes) or 'numbers'}, and those "
+                             f"of data {', '.join(self._parts[0].classes) or 'numbers'}: give the same folders.")
         if self._parts[0].shape[:2] != self._parts[1].shape[:2]:
             raise UsageError(f"eval_data: its images have the shape {self._parts[1].shape}, and those of data "
                              f"{self._parts[0].shape}: give images of one size.")
@@ -123,19 +127,23 @@ class Classify(Objective):
                      f"({100 * chances[k]:.1f} %)" for k in range(number))
 
     @functools.cached_property
-    def _parts(self) -> tuple[LabeledImages, LabeledImages]:
+    def _parts(self) -> tuple[Images, Images]:
         """(To train on, held out); which ones are held out does not depend on the seed of a run."""
         data, config = self._read(self.config.data[0]), self.config
         return (data, self._read(config.eval_data[0])) if config.eval_data else data.split(config.eval_fraction)
 
-    def _read(self, name: str) -> LabeledImages:
-        return digits() if name == DIGITS else load_images(name)
+    def _read(self, name: str) -> Images:
+        return read_images(name, self._taken[1], self._channels)
 
-    @functools.cached_property
-    def _channels(self) -> int:
-        """Of the images that the model takes."""
+    @property
+    def _taken(self) -> tuple[int, ...]:
+        """The shape of the images that the model takes, as one."""
         assert self.choice.batch_shapes is not None
-        return self.choice.batch_shapes(self.choice.config, 1, None)["inputs"].shape[-1]
+        return self.choice.batch_shapes(self.choice.config, 1, None)["inputs"].shape
+
+    @property
+    def _channels(self) -> int:
+        return self._taken[-1]
 
     def _with_channels(self, row: dict[str, np.ndarray], _: Key) -> dict[str, np.ndarray]:
         """Grey images, in as many equal channels as the model takes."""

@@ -10,7 +10,8 @@ from zero_jax.cli.options.choices import Within
 from zero_jax.cli.options.run import WITH_RESPONSES
 from zero_jax.data import extras
 from zero_jax.data.documents import Tokenized, is_tokenized, open_tokenized
-from zero_jax.data.images import DIGITS, is_images
+from zero_jax.data.image_files import is_images
+from zero_jax.data.images import DIGITS
 from zero_jax.data.mixture import check_weights
 from zero_jax.data.text_sources import check_file, check_not_compressed, files_of, format_of, has_documents
 from zero_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -29,8 +30,9 @@ class DataOptions:
     data: tuple[str, ...] = ("python",)
     """Files, folders and globs of text, .jsonl, .parquet or .array_record; folders that `tokenize` has written; or one
     file of tokens (.bin, .npy); or "python", its own library. What several names stand for is read once. Text is read
-    as bytes where there is no tokenizer. For models of images: one .npz or folder with the arrays images and labels, or
-    "digits", those of scikit-learn."""
+    as bytes where there is no tokenizer. For models of images: a folder with one of pictures
+    for each class, .parquet of pictures and classes, one .npz or folder with the arrays images and labels, or "digits",
+    those of scikit-learn."""
 
     data_weights: tuple[float, ...] | None = None
     """Fractions of the sequences, one for each name in data, whose sum is 1. None: by their sizes."""
@@ -128,7 +130,7 @@ class DataOptions:
         extras.check_installed("grain", "data of images")
         for option, names in (("data", self.data), ("eval_data", getattr(self, "eval_data", ()))):
             if len(names) > 1:
-                raise UsageError(f"{option}: images come from one .npz or folder, and not {len(names)}: give one.")
+                raise UsageError(f"{option}: images come from one file or folder, and not {len(names)}: give one.")
             if names == (DIGITS,):
                 extras.check_installed("sklearn", "the images of digits")
             else:

@@ -1,0 +1,102 @@
+"""Pictures in folders and in Parquet: what a model gets of them, and a run that trains on them."""
+
+import io
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from PIL import Image
+from support.command_line import run
+
+from zero_jax.data.image_files import PictureFiles, is_images, read_images
+from zero_jax.errors import UsageError
+
+COLOURS = {"blue": (10, 20, 250), "green": (10, 240, 30), "red": (250, 10, 20)}
+
+
+def picture(colour, kind, size=(24, 16)):
+    """A file of a picture whose middle square is of one colour, and the rest white."""
+    wide = Image.new("RGB", size, (255, 255, 255))
+    wide.paste(colour, ((size[0] - size[1]) // 2, 0, (size[0] + size[1]) // 2, size[1]))
+    file = io.BytesIO()
+    wide.save(file, kind)
+    return file.getvalue()
+
+
+def folders(path, number=8):
+    for name, colour in COLOURS.items():
+        (path / name).mkdir(parents=True)
+        for each in range(number):
+            kind = "JPEG" if each % 2 else "PNG"
+            (path / name / f"{each}.{kind.lower()}").write_bytes(picture(colour, kind))
+    return path
+
+
+def parquet(path, number=8):
+    rows = [({"bytes": picture(colour, "PNG"), "path": None}, label)
+            for label, colour in enumerate(COLOURS.values()) for _ in range(number)]
+    pyarrow.parquet.write_table(pa.table({"image": [row[0] for row in rows], "label": [row[1] for row in rows]}), path)
+    return path
+
+
+@pytest.mark.parametrize("write", [folders, parquet])
+def test_pictures_are_squares_of_the_size_of_the_model_with_their_class(write, tmp_path):
+    path = write(tmp_path / ("data" if write is folders else "data.parquet"))
+    assert is_images(str(path))
+    images = read_images(str(path), 8, 3)
+    assert (len(images), images.shape, images.num_classes) == (24, (8, 8, 3), 3)
+    for number in range(24):
+        row = images.row(number)
+        found = row["inputs"].mean((0, 1)) * 255
+        distances = [np.abs(found - colour).max() for colour in COLOURS.values()]
+        assert np.argmin(distances) == row["targets"] and min(distances) < 12  # the white is cut off
+    train, held_out = images.split(0.25)
+    assert (len(train), len(held_out)) == (18, 6) and train.num_classes == 3
+    assert read_images(str(path), 8, 3).fingerprint == images.fingerprint != read_images(str(path), 16, 3).fingerprint
+    grey = read_images(str(path), 8, 1).row(0)["inputs"]
+    assert grey.shape == (8, 8, 1) and 0.1 < grey.mean() < 0.3
+
+
+def test_pictures_lie_as_their_camera_says(tmp_path):
+    half = Image.new("RGB", (16, 16))
+    half.paste((255, 255, 255), (0, 0, 16, 8))
+    turned, plain = io.BytesIO(), io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 3  # by half a turn
+    half.save(turned, "JPEG", exif=exif)
+    half.save(plain, "JPEG")
+    up, down = (PictureFiles([file.getvalue()], np.array([0]), (), 16, 1).row(0)["inputs"] for file in (plain, turned))
+    assert up[:4].mean() > 0.9 > 0.1 > up[-4:].mean() and np.abs(up[::-1] - down).max() < 0.1
+
+
+def test_what_is_no_picture_is_named(tmp_path):
+    path = folders(tmp_path / "data")
+    assert not is_images(str(tmp_path)) and not is_images(str(path / "red"))
+    (path / "red" / "0.png").write_bytes(b"no picture")
+    images = read_images(str(path), 8, 3)
+    with pytest.raises(UsageError, match=r"red.0\.png cannot be read"):
+        [images.row(number) for number in range(24)]
+    rows = pa.table({"image": [{"bytes": None, "path": "x"}], "label": [0]}, pa.schema({
+        "image": pa.struct({"bytes": pa.binary(), "path": pa.string()}), "label": pa.int64()}))
+    pyarrow.parquet.write_table(rows, tmp_path / "none.parquet")
+    with pytest.raises(UsageError, match="row 1 lacks a picture"):
+        read_images(str(tmp_path / "none.parquet"), 8, 3)
+
+
+def test_a_run_learns_the_classes_of_a_folder(tmp_path):
+    """And negative controls: an evaluation set of other classes, and a model for other images."""
+    data = folders(tmp_path / "data", 24)
+    done = run("train", "--model", "vit:tiny", "--data", str(data), "--steps", "40", "--batch-size", "16",
+               "--learning-rate", "2e-3", "--samples", "2", "--image-flip")
+    assert done.returncode == 0, done.stderr
+    accuracy = [float(found) for found in re.findall(r"accuracy ([0-9.]+) %", done.stdout)]
+    assert "the class of an image" in done.stdout and accuracy[-1] > 90, done.stdout
+    other = tmp_path / "other"
+    folders(other, 8)
+    (other / "red").rename(other / "rose")
+    done = run("train", "--model", "vit:tiny", "--data", str(data), "--eval-data", str(other), "--steps", "1")
+    assert done.returncode == 2 and "its classes are blue, green, rose" in done.stderr
+    done = run("train", "--model", "gpt2:bytes", "--data", str(data), "--steps", "1")
+    assert done.returncode == 2, done.stdout
