@@ -71,7 +71,7 @@ def test_what_is_exported_is_what_was_saved(tmp_path, saved, dtype, names, ema):
 @pytest.mark.slow
 def test_generate_reads_parameters_alone_but_for_the_average(saved, monkeypatch):
     # There are 8 already.
-    monkeypatch.setattr("zero_jax.cli.weights.generate_command.simulate_devices", lambda number: None)
+    monkeypatch.setattr("zero_jax.cli.weights.saved_model.simulate_devices", lambda number: None)
     read, kinds = checkpoint.read_arrays, []
 
     def noted(path, arrays):

@@ -154,7 +154,7 @@ def chat(config: ChatConfig, *lines: str) -> list[str]:
 @pytest.mark.slow
 def test_the_command_continues_prompts_with_the_parameters_of_a_checkpoint(tmp_path, monkeypatch):
     # There are 8 already.
-    monkeypatch.setattr("zero_jax.cli.weights.generate_command.simulate_devices", lambda number: None)
+    monkeypatch.setattr("zero_jax.cli.weights.saved_model.simulate_devices", lambda number: None)
     config = TrainConfig(model="gpt2:tiny", batch_size=8, seq_len=16)
     step = step_of(config, find_model(config.model), jax.devices())
     batch = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")}
@@ -241,7 +241,7 @@ def test_a_response_ends_where_the_template_ends_it(tokenizer):
 @pytest.mark.slow
 def test_a_chat_tuned_run_is_asked_in_its_template(tmp_path, tokenizer, monkeypatch):
     """Tuned on one answer until it knows it: the template and the end token of the run give it back, alone."""
-    monkeypatch.setattr("zero_jax.cli.weights.generate_command.simulate_devices", lambda number: None)  # there are 8
+    monkeypatch.setattr("zero_jax.cli.weights.saved_model.simulate_devices", lambda number: None)  # there are 8
     rows = [{"messages": [{"role": "user", "content": f"{n} + {n}?"}, {"role": "assistant", "content": "eight"}]}
             for n in range(16)]
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -67,7 +67,7 @@ def test_a_file_becomes_the_base_as_its_values_do(base, codes, stage):
 
 @pytest.mark.slow
 def test_a_run_from_a_folder_to_adapters_a_model_and_text(base, tmp_path, monkeypatch):
-    for module in ("weights.generate_command", "weights.export_command"):  # there are 8 devices already
+    for module in ("weights.saved_model", "weights.export_command"):  # there are 8 devices already
         monkeypatch.setattr(f"zero_jax.cli.{module}.simulate_devices", lambda number: None)
     run = dataclasses.replace(RUN, init_from=base[0], out=tmp_path / "run")
     quiet = Console(quiet=True)
