@@ -14,7 +14,7 @@ from support.targets import target_devices
 
 import zero_jax
 from zero_jax.auditing.roles import Leaf, with_roles
-from zero_jax.xla.assembler import is_described_gpu
+from zero_jax.xla.devices import is_described_gpu
 
 MIB = 2**20
 PARAMS = LAYERS * 2 * WIDTH * HIDDEN

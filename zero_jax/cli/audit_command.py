@@ -1,4 +1,4 @@
-"""`zero-jax audit`: the audit of a step that a file defines."""
+"""`zero-jax audit`, `budgets` and `diff`: audits of steps that files define, their budgets, and what changed."""
 
 import dataclasses
 import importlib.util
@@ -6,8 +6,9 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from zero_jax.auditing.budgets import checked, read_budgets, update
 from zero_jax.errors import UsageError, named
 from zero_jax.xla.targets import Target, target_of
 
@@ -50,6 +51,30 @@ class AuditConfig:
         return None if self.target is None else target_of(self.target)
 
 
+@dataclasses.dataclass(frozen=True)
+class BudgetsConfig:
+    """Audit the steps of budgets.toml, and compare them with their budgets, or write these anew. Nothing runs."""
+
+    action: Literal["check", "update"]
+    """check: status 1 where a step exceeds its budget. update: writes the limits of the steps as they are now."""
+    file: Path = Path("budgets.toml")
+    """The file; paths of steps are relative to its folder."""
+    cache: Path | None = None
+    """Folder for reports, so that a program which is in it is not compiled again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffConfig:
+    """Compare two reports of `zero-jax audit --json`: bytes, memory, FLOPs, time, and findings that came or went."""
+
+    old: Path
+    """The report before."""
+    new: Path
+    """The report after."""
+    tolerance: float = 0.01
+    """Share by which a number may change without a line."""
+
+
 def audit_command(config: AuditConfig) -> int:
     """Prints the audit, and returns 0 where nothing was found, else 1."""
     target = config.check()
@@ -75,6 +100,28 @@ def audit_command(config: AuditConfig) -> int:
         report.to_html(config.html)
     print(json.dumps(report.to_json()) if config.json else report)
     return FOUND if report.findings else 0
+
+
+def budgets_command(config: BudgetsConfig) -> int:
+    """Prints a line for each step and what is the matter; returns 1 where a budget is exceeded, else 0."""
+    exceeded = False
+    for budget in read_budgets(config.file):
+        if config.action == "update":
+            print(f"{budget.step}: updated", *update(budget, config.cache), sep="\n  ")
+            continue
+        over, below = checked(budget, config.cache)
+        exceeded |= bool(over)
+        print(f"{budget.step}: {'exceeds' if over else 'within'} its budget", *over, *below, sep="\n  ")
+    return FOUND if exceeded else 0
+
+
+def diff_command(config: DiffConfig) -> int:
+    """Prints a line for each change, and returns 0 where there is none, else 1."""
+    from zero_jax.auditing.compare import changes
+
+    lines = changes(_report(config.old), _report(config.new), tolerance=config.tolerance)
+    print(*(lines or ["nothing changed"]), sep="\n")
+    return FOUND if lines else 0
 
 
 def _split(text: str) -> tuple[Path, str]:
@@ -119,3 +166,14 @@ def _arguments(config: AuditConfig, module: Any, path: Path, step: str) -> tuple
         value = getattr(module, name)
     value = value() if callable(value) else value
     return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _report(path: Path) -> Any:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is no report that can be read ({error}): give a file of zero-jax audit --json."
+                         ) from error
+    if not isinstance(data, dict) or "findings" not in data:
+        raise UsageError(f"{path} is no report of an audit: give a file of zero-jax audit --json.")
+    return data

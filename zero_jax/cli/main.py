@@ -14,10 +14,15 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from zero_jax.cli.audit_command import AuditConfig, audit_command
-from zero_jax.cli.budgets_command import BudgetsConfig, budgets_command
+from zero_jax.cli.audit_command import (
+    AuditConfig,
+    BudgetsConfig,
+    DiffConfig,
+    audit_command,
+    budgets_command,
+    diff_command,
+)
 from zero_jax.cli.config_file import expand_config
-from zero_jax.cli.diff_command import DiffConfig, diff_command
 from zero_jax.cli.environment import shown_text
 from zero_jax.cli.flags import MAX_WIDTH, TAKE_FILE, commands_text, help_text, in_flags, read_flags
 from zero_jax.cli.model_lookup import UsersModuleError, models_text, nearest, raised_text, users_line

@@ -4,13 +4,17 @@
 an H100 or a TPU pod, and its memory, on a laptop. The chips are described in `zero_jax.xla.chip`.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
 import os
+import pathlib
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +22,6 @@ import jax
 from jax.experimental import topologies
 
 from zero_jax.errors import UsageError
-from zero_jax.xla.assembler import is_described_gpu, no_machine_code
 from zero_jax.xla.chip import Chip, Gpu
 from zero_jax.xla.live_chip import chip_of_kind
 from zero_jax.xla.platform import is_gpu
@@ -55,6 +58,16 @@ _COMPILERS = {
         },
     ),
 }
+
+# What stands in for the CUDA toolkit. XLA:GPU starts `ptxas` once for each kernel: 142 processes and half of the CPU
+# time for the step of a small GPT-2. It compiles nothing where it finds neither that nor libdevice, the toolkit's
+# library of functions. A program that never runs needs no machine code, and XLA decides nothing by it: the scheduled
+# text and the memory are the same (tests/xla/test_devices_no_toolkit.py), but for the size of the code.
+_VERSION = "Cuda compilation tools, release 13.0, V13.0.88"  # XLA asks how much of PTX it may use
+# $1 and $3: as XLA:GPU calls both, `ptxas INPUT -o OUTPUT ...`.
+_SCRIPT = f"""#!/bin/sh
+if [ "$1" = --version ]; then echo "{_VERSION}"; else : > "$3"; fi
+"""
 
 # XLA's device description, as text of its protocol buffer GpuTargetConfigProto. The limits are those of every
 # data center GPU since Volta (CUDA C programming guide, compute capabilities).
@@ -248,3 +261,29 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
+
+
+@functools.cache
+def _toolkit() -> str:
+    """A folder that XLA takes for that of a CUDA toolkit; it is removed when the process ends."""
+    folder = tempfile.mkdtemp(prefix="zero_jax_no_machine_code_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    programs = pathlib.Path(folder, "bin")
+    programs.mkdir()
+    for name in ("ptxas", "nvlink"):
+        (programs / name).write_text(_SCRIPT)
+        (programs / name).chmod(0o755)
+    library = pathlib.Path(folder, "nvvm", "libdevice")
+    library.mkdir(parents=True)
+    (library / "libdevice.10.bc").touch()  # LLVM takes a file without text for a module without functions
+    return folder
+
+
+def is_described_gpu(device: jax.Device) -> bool:
+    """Whether `device` is a GPU of a target topology, for which programs are compiled and cannot run."""
+    return is_gpu(device) and device.client.runtime_type == "compile_only_runtime"
+
+
+def no_machine_code(device: jax.Device) -> dict[str, Any]:
+    """XLA's option to write no machine code for `device`, a GPU of a target topology; nothing for any other device."""
+    return {"xla_gpu_cuda_data_dir": _toolkit()} if is_described_gpu(device) else {}

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.targets import target_devices
 
-from zero_jax.xla.assembler import no_machine_code
+from zero_jax.xla.devices import no_machine_code
 
 # Compiles with and without the option; a machine without a toolkit is one where XLA's usual places are empty.
 SCRIPT = """
