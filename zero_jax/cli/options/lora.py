@@ -1,4 +1,4 @@
-"""The options of LoRA, which `train`, `inspect` and `plan` share. No JAX."""
+"""The options of LoRA, which `train`, `inspect` and `plan` share. JAX is imported only where a model is traced."""
 
 import dataclasses
 from typing import Annotated, Any, Literal
@@ -50,12 +50,26 @@ class LoraOptions:
                     base=None if self.lora_base == "model" else self.lora_base)
 
     def check_adapters(self, choice: ModelChoice) -> None:
-        """Raises UsageError for targets that the model does not have, and for a rank that is too large for one.
+        """Raises UsageError for targets that match no kernel, with the nearest names, and for a rank too large.
 
         The model is traced, without any device.
         """
         if self.lora_rank is None:
             return
-        from zero_jax.cli.lora_check import check_adapters
+        import jax
+        import jax.numpy as jnp
 
-        check_adapters(self.adapted(choice.build(choice.config)), choice)
+        from zero_jax.frontends.model_functions import to_model_functions
+        from zero_jax.step.losses import next_token_loss, with_key
+
+        loss: Any = choice.loss or next_token_loss
+        if choice.batch_shapes is not None:
+            batch = choice.batch_shapes(choice.config, 1, None)
+        else:
+            batch = {name: jax.ShapeDtypeStruct((1, 8), jnp.int32) for name in ("inputs", "targets")}
+        functions = to_model_functions(self.adapted(choice.build(choice.config)), ("dropout",))
+
+        def init(rng: Any, given: Any, batch: Any) -> Any:
+            return functions.init(with_key(loss, rng), rng, batch, given)
+
+        jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)), functions.given, batch)
