@@ -51,6 +51,28 @@ def test_each_format_gives_its_documents(tmp_path):
     assert next(read_documents("python"))  # of the library
 
 
+def test_a_folder_of_hugging_face_datasets(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import ipc
+
+    table = pyarrow.table({"text": ["one", "", "two"], "prompt": ["a", "b", "c"]})
+    path = tmp_path / "data-00000-of-00001.arrow"
+    with ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "state.json").write_text("{}")
+    check_file(path)
+    assert [*read_documents(str(tmp_path))] == ["one", "two"]
+    assert [row["prompt"] for _, row in read_rows([str(tmp_path)])] == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="no column 'body', but"):
+        check_file(path, field="body")
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ValueError, match="no whole Arrow stream"):
+        check_file(path)
+    path.unlink()  # the control: without Arrow files, these are text as any other
+    assert [*read_documents(str(tmp_path))] == ["{}", "{}"]
+
+
 def test_folders_and_globs(tmp_path):
     jsonl(tmp_path / "b.jsonl", [{"text": "two"}])
     (tmp_path / "a.txt").write_text("one")

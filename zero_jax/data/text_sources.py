@@ -16,8 +16,13 @@ from zero_jax.errors import UsageError, few, named, printable
 from zero_jax.files import open_regular
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".array_record": "array_record",
-           ".arrayrecord": "array_record"}
-"""By the end of a file's name; any other file is plain text, which is one document."""
+           ".arrayrecord": "array_record", ".arrow": "parquet"}
+"""By the end of a file's name; any other file is plain text, which is one document.
+
+An Arrow stream, as `save_to_disk` of Hugging Face `datasets` writes it, has columns and rows as Parquet has.
+"""
+
+_ABOUT_DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")
 
 HEAD_LINES, HEAD_BYTES, MAX_LINE_BYTES = 100, 8192, 1 << 28
 
@@ -40,6 +45,8 @@ def files_of(name: str) -> list[Path]:
     if path.is_dir():
         files = [file for file in sorted(path.rglob("*")) if _counts(file, path)
                  and (format_of(file) != "text" or not _is_binary(file))]
+        if any(file.suffix.lower() == ".arrow" for file in files):
+            files = [file for file in files if file.name not in _ABOUT_DATASETS]
     else:
         files = [path] if path.is_file() else [
             file for file in map(Path, sorted(glob.glob(str(path), recursive=True))) if file.is_file()]
@@ -218,7 +225,7 @@ def parquet_rows(path: Path, columns: list[str] | None = None) -> Iterator[tuple
     """
     pyarrow, row = extras.load("pyarrow", str(path)), 0
     try:
-        for batch in _open_parquet(path).iter_batches(batch_size=1024, columns=columns):
+        for batch in _record_batches(path, columns):
             for values in batch.to_pylist():
                 row += 1
                 yield f"{path}, row {row}", _without_nulls(values)
@@ -232,6 +239,25 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _record_batches(path: Path, columns: list[str] | None) -> Iterator[Any]:
+    """The record batches of a Parquet file, or of an Arrow stream, with `columns` alone where they are named."""
+    if path.suffix.lower() != ".arrow":
+        yield from _open_parquet(path).iter_batches(batch_size=1024, columns=columns)
+        return
+    for batch in _open_arrow(path):
+        yield batch if columns is None else batch.select(columns)
+
+
+def _open_arrow(path: Path) -> Any:
+    pyarrow = extras.load("pyarrow", str(path))
+    ipc = extras.load("pyarrow.ipc", str(path))
+    try:
+        return ipc.open_stream(pyarrow.memory_map(str(path)))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UsageError(f"{path} is no whole Arrow stream ({printable(str(error))}): write or copy it again."
+                         ) from error
 
 
 def _open_parquet(path: Path) -> Any:
@@ -250,7 +276,8 @@ def _open_parquet(path: Path) -> Any:
 
 def _check_column(path: Path, field: str) -> None:
     """Raises ValueError unless a Parquet file has text in the column `field`."""
-    pyarrow, schema = extras.load("pyarrow", str(path)), _open_parquet(path).schema_arrow
+    pyarrow = extras.load("pyarrow", str(path))
+    schema = _open_arrow(path).schema if path.suffix.lower() == ".arrow" else _open_parquet(path).schema_arrow
     if field not in schema.names:
         raise UsageError(f"{path}: it has no column {named(field)}, but {few(schema.names)}: {_mend(schema.names)}.")
     kind = schema.field(field).type
