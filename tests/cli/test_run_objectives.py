@@ -236,7 +236,7 @@ BAD_INPUT = {
     "channels": ("resnet:digits", {"data": "two.npz"}, "its images have 2 channels, and resnet:digits takes 3"),
     "no labels": ("vit:digits", {"data": "none.npz"}, "none.npz lacks labels"),
     "no such images": ("vit:digits", {"data": "nowhere.npz"}, "nowhere.npz: no such file"),
-    "images and more": ("vit:digits", {"data": ("digits", "images.npz")}, "images come from one .npz or folder"),
+    "images and more": ("vit:digits", {"data": ("digits", "images.npz")}, "images come from one file or folder"),
     "images and text": ("vit:digits", {"data": "digits", "eval_data": "lines.jsonl"}, "give two of a kind"),
     "the same images": ("vit:digits", {"data": "digits", "eval_data": "digits"}, "digits is in data, too"),
     "length of images": ("vit:digits", {"data": "digits", "seq_len": 64}, "images have no tokens"),
