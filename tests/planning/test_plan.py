@@ -336,6 +336,10 @@ def test_tables_json_and_figure(tmp_path, capsys):
     sent = [c["communication_bytes"] * c["count"] for kind in row["communication"]["purposes"]
             for c in kind["collectives"]]
     assert sum(sent) == pytest.approx(result.communication.communication_bytes)
+    assert "ms exposed" in text and "asynchronous" not in text
+    for kind, seconds in (("seconds", result.timing.communication_seconds),
+                          ("exposed_seconds", result.timing.exposed_seconds)):  # by purpose as much as by link
+        assert sum(each[kind] for each in row["communication"]["purposes"]) == pytest.approx(sum(seconds.values()))
     plan_report.draw_stages(tmp_path / "stages.png", [dataclasses.replace(result, stage=0), result], "memory")
     assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
     resident = plan_report.memory_by_kind(result)

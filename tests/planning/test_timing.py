@@ -14,6 +14,7 @@ from support.programs import DEEP, program
 from support.targets import mesh_of
 
 from zero_jax.cli.planning.plan_report import recomputed_text
+from zero_jax.contract.report import Contract, Report, TrafficBudget, TrafficResult
 from zero_jax.planning import timing
 from zero_jax.planning.timing import Rates
 from zero_jax.xla import devices as xla_devices
@@ -150,6 +151,16 @@ def test_a_measured_step():
     events, seconds = measured_step()
     assert run(*events, target=target_of("h100:1"), rates=None).seconds == pytest.approx(seconds, rel=0.05)
     assert run(*events, target=target_of("h100:1"), rates=Rates()).seconds < 0.8 * seconds
+
+
+def test_seconds_by_purpose():
+    """A collective that serves two purposes is shared by bytes; one that nothing waits for is exposed for no second."""
+    both, hidden = (dataclasses.replace(seconds_of("nvlink", 4), name=name) for name in ("both", "hidden"))
+    timed = run(Start(both), compute(1), Done(both), Start(hidden), compute(5), Done(hidden))
+    quarter, rest = (dataclasses.replace(both, payload_bytes=round(both.payload_bytes * part)) for part in (0.25, 0.75))
+    results = [TrafficResult(TrafficBudget("", (), (), 0.0), each) for each in ((quarter,), (rest, hidden), ())]
+    found = timing.purpose_seconds(timed, Report(Contract(3, {}, "cuda", 0, ()), tuple(results), ()))
+    assert [*itertools.chain(*found)] == pytest.approx([1, 0.75, 3 + 4, 2.25, 0, 0])
 
 
 def test_overlapped_collective():

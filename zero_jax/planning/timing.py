@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from zero_jax.contract.report import Report, TrafficResult
 from zero_jax.xla.chip import Rates
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.events import Done, Event, Loop, Start, Work, again_by_xla, opaque_calls, totals
@@ -44,6 +45,7 @@ class Timing:
             known as a transformer, or parts of it are frozen, whose gradients that formula counts.
         recomputed: the share of the program's FLOPs that XLA runs again to save memory, unasked.
         uncounted: custom calls whose FLOPs are in none of these, as "target (op_name)".
+        collectives: of each collective, by its computation and its name, seconds alone and seconds exposed.
     """
 
     seconds: float
@@ -57,6 +59,7 @@ class Timing:
     palm_mfu: float | None = None
     recomputed: float = 0.0
     uncounted: tuple[str, ...] = ()
+    collectives: Mapping[tuple[str, str], tuple[float, float]] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def exposed_seconds(self) -> dict[str, float]:
@@ -98,13 +101,33 @@ def predict(
     clock, seconds = device.clock, device.clock["now"]
     links, spent = ({key[1]: value for key, value in clock.items() if key[0] == kind} for kind in ("link", "spent"))
     each = 1 / seconds if seconds else 0.0
+    collectives = {key[1:]: (value, clock["exposed", *key[1:]]) for key, value in tuple(clock.items())
+                   if key[0] == "alone"}
     uncounted = dict.fromkeys(f"{call.opaque} ({call.op_name or call.name})" for call in opaque_calls(events))
     return Timing(
         seconds=seconds, compute_seconds=clock["flops"], hbm_seconds=clock["bytes"], communication_seconds=links,
         spent=dict.fromkeys(("compute", "memory", *links), 0.0) | spent, tokens_per_second=tokens * each,
         mfu=model_flops * each / len(coords) / peak, hfu=program * each / peak,
         recomputed=again / program if program else 0.0,
-        palm_mfu=None if palm_flops is None else palm_flops * each / len(coords) / peak, uncounted=tuple(uncounted))
+        palm_mfu=None if palm_flops is None else palm_flops * each / len(coords) / peak, uncounted=tuple(uncounted),
+        collectives=collectives)
+
+
+def purpose_seconds(timing: Timing, report: Report) -> list[tuple[float, float]]:
+    """For each result of `report` the seconds that its collectives take alone, and those of them that are exposed.
+
+    A collective that is combined of several purposes is shared among them by its bytes.
+    """
+    total: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for result in report.results:
+        for each in result.collectives:
+            total[each.computation, each.name] += each.communication_bytes * each.count
+
+    def seconds(result: TrafficResult, number: int) -> float:
+        keys = (((each.computation, each.name), each.communication_bytes * each.count) for each in result.collectives)
+        return sum(timing.collectives.get(key, (0.0, 0.0))[number] * sent / total[key] for key, sent in keys if sent)
+
+    return [(seconds(result, 0), seconds(result, 1)) for result in report.results]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +220,7 @@ class _Device:
         seconds = latency + collective.communication_bytes / route.bandwidth
         end = seconds + max(clock["now"], *(clock["free", lane] for lane in route.lanes))
         clock["link", route.name] += seconds
+        clock["alone", collective.computation, collective.name] += seconds
         self.record(route.name, end - seconds, end, collective)
         clock["end", id(collective)] = end
         for lane in route.lanes:
@@ -206,6 +230,7 @@ class _Device:
         clock, key = self.clock, ("end", id(event.collective))
         if key in clock and clock[key] > clock["now"]:
             clock["spent", self.routes[event.collective.group].name] += clock[key] - clock["now"]
+            clock["exposed", event.collective.computation, event.collective.name] += clock[key] - clock["now"]
             self.record("waiting", clock["now"], clock[key], event.collective)
             clock["now"] = clock[key]
 

@@ -1,6 +1,7 @@
 """A plan as tables, as JSON, and as the paper's Figure 1 for any model."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from zero_jax.layout.host_leaves import update_bytes_of
 from zero_jax.layout.layout import Layout
 from zero_jax.planning.plan import Plan
 from zero_jax.planning.search import SearchResult, tokens_per_second
-from zero_jax.planning.timing import OverlapEffect
+from zero_jax.planning.timing import OverlapEffect, Timing, purpose_seconds
 from zero_jax.xla.process_memory import FRACTION, fraction_text, memory_fraction
 
 
@@ -39,7 +40,7 @@ def plan_tables(plan: Plan, *, advice: bool = True) -> RenderableType:
     if plan.memory is not None:
         parts += [memory_table(plan.memory), largest_table(plan.memory)]
     if plan.communication is not None:
-        parts.append(communication_table(plan.communication))
+        parts.append(communication_table(plan.communication, plan.timing))
     if plan.links:
         parts.append(_links_table(plan))
     if plan.timing is not None:
@@ -153,16 +154,21 @@ def offloaded_text(layout: Layout, memory: str = "host") -> str:
     return ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items())
 
 
-def communication_table(report: Report) -> Table:
-    """The bytes that a step sends for each purpose, beside the budget of its stage."""
+def communication_table(report: Report, timing: Timing | None) -> Table:
+    """The bytes that a step sends for each purpose, beside the budget of its stage; predicted milliseconds of them.
+
+    alone: of its collectives, were nothing else to run. exposed: in which nothing else does.
+    """
+    seconds = None if timing is None else purpose_seconds(timing, report)
     table = _table("Communication by purpose: bytes that each device sends per step", "purpose", "collectives", "over",
-                   "sent", "budget", "asynchronous")
-    for result in report.results:
+                   "sent", "budget", *(("asynchronous",) if seconds is None else ("ms alone", "ms exposed")))
+    for number, result in enumerate(report.results):
         sent, budget = result.communication_bytes, result.budget
         overlapped = sum(c.communication_bytes * c.count for c in result.collectives if c.asynchronous)
+        last = ([f"{overlapped / sent:.0%}" if sent else ""] if seconds is None
+                else [f"{each * 1e3:,.2f}" if sent else "" for each in seconds[number]])
         table.add_row(budget.purpose, ", ".join(sorted({c.kind for c in result.collectives})), " x ".join(budget.axes),
-                      size_text(sent), size_text(budget.communication_bytes),
-                      f"{overlapped / sent:.0%}" if sent else "")
+                      size_text(sent), size_text(budget.communication_bytes), *last)
         for note in result.notes:
             table.add_row(f"  {note}")
     for line in report.violations:
@@ -200,13 +206,17 @@ def cost_table(cost: TrainingCost) -> Table:
 def plan_json(plan: Plan) -> dict[str, Any]:
     """A plan as plain JSON; sizes in bytes per device, times in seconds."""
     report = plan.communication
+    seconds: Iterable[Any] = itertools.repeat((None, None), len(report.results) if report else 0)
+    if report and plan.timing:
+        seconds = purpose_seconds(plan.timing, report)
     communication = report and {
         "sent": report.communication_bytes, "budget": report.contract.communication_bytes,
         "violations": report.violations,
         "purposes": [{"purpose": result.budget.purpose, "sent": result.communication_bytes,
                       "budget": result.budget.communication_bytes,
+                      "seconds": alone, "exposed_seconds": exposed,
                       "collectives": [_collective(c, plan.mesh) for c in result.collectives]}
-                     for result in report.results]}
+                     for result, (alone, exposed) in zip(report.results, seconds, strict=True)]}
     return {
         "target": plan.target and plan.target.text, "note": plan.target.chip.note if plan.target else "",
         "stage": plan.stage, "devices": plan.num_devices, "mesh": dict(plan.mesh), "batch_size": plan.batch_size,
@@ -218,7 +228,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "communication": communication,
         "memory": plan.memory and [dataclasses.asdict(row) for row in plan.memory.rows],
         "links": [{"link": link, "axes": axes, "bytes": sent} for (link, axes), sent in plan.links.items()],
-        "timing": plan.timing and dataclasses.asdict(plan.timing) | {
+        "timing": plan.timing and dataclasses.asdict(dataclasses.replace(plan.timing, collectives={})) | {
             "bound": plan.timing.bound, "useful": plan.timing.useful,
             "band": [each * plan.timing.seconds for each in plan.target.chip.rates.band] if plan.target else []},
         **dict(zip(("optimizer_bytes", "adamw_bytes"), optimizer_bytes(plan.layout), strict=True)),
