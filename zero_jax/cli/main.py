@@ -22,6 +22,7 @@ from zero_jax.cli.audit_command import (
     budgets_command,
     diff_command,
 )
+from zero_jax.cli.calibrate_command import CalibrateConfig, calibrate_command
 from zero_jax.cli.config_file import expand_config
 from zero_jax.cli.environment import shown_text
 from zero_jax.cli.flags import MAX_WIDTH, TAKE_FILE, commands_text, help_text, in_flags, read_flags
@@ -51,14 +52,14 @@ _PLAN_ENVIRONMENT = {
 
 
 Config = (TrainConfig | PlanConfig | ExportConfig | GenerateConfig | ChatConfig | EvaluateConfig | ImportConfig
-          | TokenizeConfig | LaunchConfig | AuditConfig | DiffConfig | BudgetsConfig)
+          | TokenizeConfig | LaunchConfig | AuditConfig | DiffConfig | BudgetsConfig | CalibrateConfig)
 """Of any command."""
 
 COMMANDS: dict[str, type[Config]] = {
     "train": TrainConfig, "plan": PlanConfig, "inspect": InspectConfig, "export": ExportConfig,
     "generate": GenerateConfig, "chat": ChatConfig, "evaluate": EvaluateConfig, "import": ImportConfig,
     "tokenize": TokenizeConfig, "launch": LaunchConfig, "audit": AuditConfig, "diff": DiffConfig,
-    "budgets": BudgetsConfig}
+    "budgets": BudgetsConfig, "calibrate": CalibrateConfig}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -288,6 +289,9 @@ def _run(config: Config) -> int:
         return budgets_command(config)
     if isinstance(config, AuditConfig):
         return audit_command(config)
+    if isinstance(config, CalibrateConfig):
+        calibrate_command(config)
+        return 0
     config.check()
     if isinstance(config, TokenizeConfig):
         print(*tokenize_command(config), sep="\n")
