@@ -1,6 +1,6 @@
 """Train steps in Flax as MaxText's and EasyLM's documentation writes them, in our own words: neither is installed.
 
-MaxText needs some 300 packages, and EasyLM has no release that the package index has. What is here is what their steps
+MaxText needs very many packages, and EasyLM has no release that the package index has. What is here is what their steps
 have in common with them: where parameters are stored, what is constrained, cast, checkpointed and scanned. Each
 argument but the sizes is a fault where it is not the default (tests/auditing/test_held_out.py).
 """

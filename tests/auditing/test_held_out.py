@@ -1,8 +1,9 @@
 """The audit of steps that its thresholds were not chosen by.
 
 Of four that were written to be clean it had no finding in two. MaxText's had a false one, which is mended
-(`sent_in_fp32`: norms' scales in fp32 are gathered in one collective with kernels in bf16); EasyLM's are true. It named
-each of seven planted faults. An eighth is none: of MaxText's layers without `nn.remat` XLA gathers the weights again.
+(`sent_in_fp32`: norms' scales in fp32 are gathered in one collective with kernels in bf16); EasyLM's
+`activations_moved` is true. It named each of seven planted faults. An eighth is none: of MaxText's layers without
+`nn.remat` XLA gathers the weights again.
 """
 
 import contextlib

@@ -69,6 +69,16 @@ def test_a_folder_of_hugging_face_datasets(tmp_path):
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(ValueError, match="no whole Arrow stream"):
         check_file(path)
+    with ipc.new_stream(str(path), table.schema):
+        pass
+    with pytest.raises(ValueError, match="no rows"):
+        [*read_documents(str(path))]
+    for split in ("test", "train"):
+        (tmp_path / "splits" / split).mkdir(parents=True)
+    (tmp_path / "splits" / "dataset_dict.json").write_text("{}")
+    with pytest.raises(ValueError, match="has the splits test, train of a dataset: name one"):
+        files_of(str(tmp_path / "splits"))
+    (tmp_path / "splits" / "dataset_dict.json").unlink()
     path.unlink()  # the control: without Arrow files, these are text as any other
     assert [*read_documents(str(tmp_path))] == ["{}", "{}"]
 

@@ -22,7 +22,7 @@ FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".array
 An Arrow stream, as `save_to_disk` of Hugging Face `datasets` writes it, has columns and rows as Parquet has.
 """
 
-_ABOUT_DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")
+_ABOUT_DATASETS = ("dataset_info.json", "state.json")
 
 HEAD_LINES, HEAD_BYTES, MAX_LINE_BYTES = 100, 8192, 1 << 28
 
@@ -42,6 +42,10 @@ def files_of(name: str) -> list[Path]:
     In order of their paths; hidden and empty ones of a folder are left out. Raises ValueError where there are none.
     """
     path = Path(name).expanduser()
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(each.name for each in path.iterdir() if each.is_dir())
+        raise UsageError(f"{path} has the splits {few(splits)} of a dataset: name one of them, as {path / splits[0]}, "
+                         "and another one to evaluate on." if splits else f"{path} has no splits: write it again.")
     if path.is_dir():
         files = [file for file in sorted(path.rglob("*")) if _counts(file, path)
                  and (format_of(file) != "text" or not _is_binary(file))]
@@ -246,8 +250,12 @@ def _record_batches(path: Path, columns: list[str] | None) -> Iterator[Any]:
     if path.suffix.lower() != ".arrow":
         yield from _open_parquet(path).iter_batches(batch_size=1024, columns=columns)
         return
+    rows = 0
     for batch in _open_arrow(path):
+        rows += batch.num_rows
         yield batch if columns is None else batch.select(columns)
+    if not rows:
+        raise UsageError(f"{path}: the file has no rows: leave it out, or give one with text.")
 
 
 def _open_arrow(path: Path) -> Any:

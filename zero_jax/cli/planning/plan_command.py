@@ -244,7 +244,7 @@ def _without_axes(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model(choice: ModelChoice, config: PlanConfig, **changes: Any) -> Any:
-    return config.adapted(choice.build(dataclasses.replace(choice.config, **changes)))
+    return config.adapted(choice.build(dataclasses.replace(choice.config, **changes) if changes else choice.config))
 
 
 def _models(choice: ModelChoice, config: PlanConfig) -> dict[str, Any]:

@@ -78,6 +78,9 @@ def verdict(plan: Plan) -> str:
     elif plan.fits:
         head += (f"Fits: {size_text(plan.needed_bytes)} of {size_text(plan.memory_bytes)} on each device, "
                  f"{size_text(plan.free_bytes)} left.")
+    elif plan.free_bytes >= 0 and not plan.refused:
+        head += (f"Does not fit: {size_text(plan.needed_bytes)} of {size_text(plan.memory_bytes)} on each device "
+                 "would, and what is on the host or on disk does not.")
     else:
         state = plan.layout.device_bytes
         head += (f"Does not fit: {size_text(plan.needed_bytes)} needed of {size_text(plan.memory_bytes)} on each "
@@ -228,7 +231,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "communication": communication,
         "memory": plan.memory and [dataclasses.asdict(row) for row in plan.memory.rows],
         "links": [{"link": link, "axes": axes, "bytes": sent} for (link, axes), sent in plan.links.items()],
-        "timing": plan.timing and dataclasses.asdict(dataclasses.replace(plan.timing, collectives={})) | {
+        "timing": plan.timing and {
+            **{name: value for name, value in vars(plan.timing).items() if name != "collectives"},
             "bound": plan.timing.bound, "useful": plan.timing.useful,
             "band": [each * plan.timing.seconds for each in plan.target.chip.rates.band] if plan.target else []},
         **dict(zip(("optimizer_bytes", "adamw_bytes"), optimizer_bytes(plan.layout), strict=True)),
