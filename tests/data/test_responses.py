@@ -5,7 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from zero_jax.data.conversations import ChatTemplate, SimpleTemplate, instruction, load_template, preference, read_rows
+from zero_jax.data.conversations import (
+    ChatTemplate,
+    Conversation,
+    SimpleTemplate,
+    instruction,
+    load_template,
+    preference,
+    read_rows,
+)
 from zero_jax.data.response_rows import PairRows, ResponseRows, encode, fitting, fitting_pairs, split_examples
 from zero_jax.data.tokenizer import ByteTokenizer, SpecialByteTokenizer
 from zero_jax.errors import UsageError
@@ -185,6 +193,48 @@ def test_lines_without_a_response_are_told(tmp_path, row, message):
         for where, each in read_rows(str(tmp_path / "x.jsonl")):
             instruction(each, SimpleTemplate(), where)
     assert message in str(error.value)
+
+
+BLOCKS = ("{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
+          "{% if loop.last %}({{ m.reasoning_content }}){% endif %}{{ m.content }};{% endgeneration %}{% else %}"
+          "{{ m.content }}{% endif %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
+
+
+def test_blocks_of_generation_are_what_is_learned():
+    """Thoughts are written of the last message alone, as Qwen 3 does: without the blocks that has no place."""
+    messages = [*CHAT[:4], CHAT[4] | {"reasoning_content": "Hm"}]
+    template = ChatTemplate(BLOCKS, {}, "t.json")
+    whole, parts, _ = learned({"messages": messages}, template)
+    assert parts == ["4;", "(Hm)Yes;"]
+    assert whole == ("<system>Be kind.\n<user>2 + 2?\n<assistant>4;\n<user>Sure?\n<assistant>(Hm)Yes;\n")
+    first = [*CHAT[:2], CHAT[2] | {"weight": 0}, *messages[3:]]
+    assert learned({"messages": first}, template)[:2] == (whole, ["(Hm)Yes;"])
+    history = template.prompt(Conversation(messages[:3]), "x")
+    assert history == "<system>Be kind.\n<user>2 + 2?\n<assistant>()4;\n<assistant>"
+    chosen, _ = preference({"prompt": messages[:4], "chosen": messages[4:], "rejected": CHAT[4:]}, template, "x")
+    assert [piece.text for piece in chosen if piece.response] == ["(Hm)Yes;"]
+    without = BLOCKS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    with pytest.raises(UsageError, match="writes earlier messages otherwise"):  # the control
+        learned({"messages": messages}, ChatTemplate(without, {}, "t.json"))
+
+
+@pytest.mark.parametrize(("source", "row", "message"), [
+    ("{% if false %}{% generation %}{% endgeneration %}{% endif %}x", CHAT, "no block {% generation %} for it"),
+    ("{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}", CHAT, "one within another"),
+    (BLOCKS, [CHAT[1], CHAT[2] | {"content": "\ufdd0"}], "a text has U.FDD0"),
+    ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+     [*CHAT[:2], CHAT[2] | {"weight": 0}, *CHAT[3:]], "5 blocks {% generation %} for 2 messages .* a weight of 0"),
+    ("{% generation %}", CHAT, "is no template of Jinja2")])
+def test_blocks_without_a_place_are_refused(source, row, message):
+    with pytest.raises(UsageError, match=message):
+        learned({"messages": row}, ChatTemplate(source, {}, "t.json"))
+
+
+def test_a_preference_needs_a_block_for_each_message():
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    with pytest.raises(UsageError, match="chosen: .* writes 2 blocks {% generation %}, not one for each"):
+        preference({"prompt": [CHAT[1]], "chosen": CHAT[2:3], "rejected": CHAT[4:]},
+                   ChatTemplate(source, {}, "t.json"), "x")
 
 
 @pytest.mark.parametrize(("source", "message"), [

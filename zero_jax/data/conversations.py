@@ -7,6 +7,7 @@ preferences has `prompt`, `chosen` and `rejected`, each a text, or messages. Row
 
 import contextlib
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from zero_jax.files import read_regular
 ROLES = ("system", "user", "assistant", "tool")
 MAX_BYTES = 1 << 20
 """Of a template."""
+_BEGINS, _ENDS = "\ufdd0", "\ufdd1"
+"""Noncharacters of Unicode that stand, within what is rendered, where a block {% generation %} begins and ends."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -81,6 +84,7 @@ class SimpleTemplate:
 class ChatTemplate:
     """The `chat_template` of a tokenizer_config.json, rendered in Jinja2's immutable sandbox as transformers does.
 
+    Where it has blocks {% generation %}, these are the responses, as in transformers' return_assistant_tokens_mask.
     variables: that it reads of what it is rendered with. fingerprint: of its source. unread: fields of rows that were
     not read so far. used: whether a row had messages.
     """
@@ -88,7 +92,8 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str], name: str):
         """tokens: bos_token, eos_token and so on. name: of the file."""
         sandbox = extras.load("jinja2.sandbox", f"the chat_template of {name}")
-        environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(name), "jinja2.ext.loopcontrols"])
         environment.globals["raise_exception"] = _refuse
         environment.filters["tojson"] = _json
         self.name, self._tokens = f"the chat_template of {name}", tokens
@@ -96,6 +101,8 @@ class ChatTemplate:
             self._template, nodes = environment.from_string(source), environment.parse(source)
         except Exception as error:  # jinja2.TemplateError, RecursionError
             raise UsageError(f"{self.name} is no template of Jinja2: {printable(str(error))}.") from error
+        extension = extras.load("jinja2.nodes", self.name).ExtensionAttribute
+        self._has_blocks = nodes.find(extension) is not None
         self.variables = frozenset(extras.load("jinja2.meta", self.name).find_undeclared_variables(nodes))
         self.unread, self.used, self.fingerprint = set[str](), False, f"{zlib.crc32(source.encode()):08x}"
 
@@ -114,15 +121,19 @@ class ChatTemplate:
 
     def prompt(self, conversation: Conversation, where: str) -> str:
         """The text after which a response begins."""
-        return self._rendered(conversation, where, add_generation_prompt=True)
+        text = self._rendered(conversation, where, add_generation_prompt=True)
+        return text.replace(_BEGINS, "").replace(_ENDS, "")
 
     def pieces(self, conversation: Conversation, where: str) -> list[Piece]:
         """The pieces of a conversation: each message of the assistant, with what ends it, is a response.
 
-        Those of weight 0 are none. Raises ValueError where what is rendered of some messages is not how what is
-        rendered of more begins.
+        In a template with blocks {% generation %} these are, and all is rendered once: earlier messages may then be
+        written otherwise than last ones. Messages of weight 0 are no responses. Raises ValueError where what is
+        rendered of some messages is not how what is rendered of more begins.
         """
         pieces, done, messages = [], "", conversation.messages
+        if self._has_blocks:
+            return self._blocks(conversation, where)
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -135,6 +146,23 @@ class ChatTemplate:
             pieces += [Piece(prompt[len(done):], False), Piece(whole[len(prompt):], _is_learned(message))]
             done = whole
         return pieces
+
+    def _blocks(self, conversation: Conversation, where: str) -> list[Piece]:
+        """The pieces of a conversation, whose responses are what the blocks {% generation %} wrote."""
+        text = self._rendered(conversation, where, add_generation_prompt=False)
+        parts = re.split(f"[{_BEGINS}{_ENDS}]", text)
+        marks = "".join(mark for mark in text if mark in (_BEGINS, _ENDS))
+        if not marks or marks != (_BEGINS + _ENDS) * (len(marks) // 2):
+            raise UsageError(f"{where}: {self.name} writes no block {{% generation %}} for it, or one within another, "
+                             "or a text has U+FDD0 or U+FDD1: there is no response to learn: leave it out.")
+        learned = [_is_learned(message) for message in conversation.messages if message["role"] == "assistant"]
+        if len(learned) != len(parts) // 2:
+            if not all(learned):
+                raise UsageError(f"{where}: {self.name} writes {len(parts) // 2} blocks {{% generation %}} for "
+                                 f"{len(learned)} messages of the assistant, so that a weight of 0 has no place: leave "
+                                 "it out.")
+            learned = [True] * (len(parts) // 2)
+        return [Piece(part, number % 2 == 1 and learned[number // 2]) for number, part in enumerate(parts)]
 
     def _rendered(self, conversation: Conversation, where: str, *, add_generation_prompt: bool) -> str:
         messages = [{name: value for name, value in message.items() if name != "weight"}
@@ -174,6 +202,24 @@ def load_template(tokenizer: Path | None) -> Template:
     tokens = {key: value["content"] if isinstance(value, dict) else value for key, value in config.items()
               if key.endswith("_token") and (isinstance(value, str) or isinstance(value, dict) and "content" in value)}
     return ChatTemplate(source, tokens, str(path))
+
+
+def _generation_tag(name: str) -> type:
+    """The extension of Jinja2 for {% generation %}: what the block writes, between two marks."""
+    nodes, extension = extras.load("jinja2.nodes", name), extras.load("jinja2.ext", name).Extension
+
+    class Generation(extension):
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return _BEGINS + caller() + _ENDS
+
+    return Generation
 
 
 def _json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
@@ -268,7 +314,11 @@ def _answer(row: Row, field: str, template: Template, where: str) -> list[Piece]
         raise UsageError(f"{where}: {field}: a message has a weight, and of preferences the last response alone is "
                          "compared: leave it out.")
     pieces = template.pieces(conversation, where)
-    last = max(number for number, piece in enumerate(pieces) if piece.response)
+    responses = [number for number, piece in enumerate(pieces) if piece.response]
+    if len(responses) != sum(message["role"] == "assistant" for message in conversation.messages):
+        raise UsageError(f"{where}: {field}: {template.name} writes {len(responses)} blocks {{% generation %}}, not "
+                         "one for each message of the assistant: the last response has no place: leave it out.")
+    last = responses[-1]
     return [piece if number == last else piece._replace(response=False) for number, piece in enumerate(pieces)]
 
 
