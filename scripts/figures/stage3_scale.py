@@ -1,11 +1,11 @@
 """How far stage 3 scales: the exposed share of a step of Llama 3.1 8B, on 8 to 4,096 H100s with the same batch on each.
 
-    python scripts/figures/stage3_scale.py --programs FOLDER --compile    # seven programs, kept there; 3 CPU minutes
+    python scripts/figures/stage3_scale.py --programs FOLDER --compile    # 15 programs, kept there; 5 CPU minutes
     python scripts/figures/stage3_scale.py --programs FOLDER              # docs/images/stage3_scale.svg, and the table
 
 Compiled are steps for 16 GPUs. Other numbers are derived from those programs: the group of each collective becomes that
 of the new devices, with the same payload, and the time model runs again. Compute stays as it is for 16 GPUs, since the
-batch on each does; the update, which would shrink, stays too. Programs for 128 and 1,024 GPUs show how far off that is.
+batch on each does; the update, which would shrink, stays too. Programs for 1,024 and 4,096 show how far off that is.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from zero_jax.xla.targets import Target, target_of
 
 ROOT = Path(__file__).parents[2]
 DEVICES = tuple(2**power for power in range(3, 13))
-COMPILED, CHECKED, NODE, LENGTH = 16, (128, 1024), 8, 4096
+COMPILED, CHECKED, NODE, LENGTH = 16, (1024, 4096), 8, 4096
 PROGRAMS = {  # sequences on each GPU, hpZ, quantised collectives
     "1 sequence": (1, False, False), "2 sequences": (2, False, False), "4 sequences": (4, False, False),
     "1 sequence, hpZ": (1, True, False), "1 sequence, ZeRO++": (1, True, True)}
@@ -172,11 +172,14 @@ def main() -> None:
     for name, shares in found.items():
         seconds, _ = seconds_of(programs.get(name, programs["1 sequence"]), COMPILED)
         print(f"| {name} | {seconds:.2f} | " + " | ".join(f"{100 * share:.1f}" for share in shares) + " |")
-    for count in CHECKED:
-        whole = schedule(kept(options.programs, "1 sequence", count, options.compile))
-        for what, events in (("derived", rescaled(programs["1 sequence"], COMPILED, count)), ("compiled", whole)):
-            seconds, exposed = seconds_of(events, count)
-            print(f"{count:,} GPUs, {what}: {seconds:.3f} s, {100 * exposed / seconds:.1f} % of it exposed")
+    print("\nDerived / compiled for as many:\n\n| of each GPU | " + " | ".join(f"{each:,}" for each in CHECKED) + " |")
+    print("| --- |" + " --- |" * len(CHECKED))
+    for name in PROGRAMS:
+        cells = []
+        for count in CHECKED:
+            seconds, exposed = seconds_of(schedule(kept(options.programs, name, count, options.compile)), count)
+            cells.append(f"{100 * found[name][DEVICES.index(count)]:.1f} / {100 * exposed / seconds:.1f}")
+        print(f"| {name} | {' | '.join(cells)} |")
     draw(found, options.out)
 
 
