@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 from support.oracle import slow
 from support.programs import ADAMW, SMALL, program
-from support.targets import target_devices
+from support.targets import mesh_of, target_devices
 
 import zero_jax
-from models import gpt2, gpt2_nnx
+from models import gpt2, gpt2_nnx, llama
 from zero_jax.cli.planning import plan_command, plan_report
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.reports import report
@@ -28,6 +28,7 @@ from zero_jax.planning.memory import Transformer
 from zero_jax.planning.plan import examine, plan, refused_bytes
 from zero_jax.planning.search import deepest, largest, search
 from zero_jax.stages import STAGES
+from zero_jax.step.attention import attention
 from zero_jax.xla.targets import target_of
 
 LENGTH = SMALL.max_length
@@ -344,3 +345,19 @@ def test_tables_json_and_figure(tmp_path, capsys):
     assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
     resident = plan_report.memory_by_kind(result)
     assert sum(resident.values()) == pytest.approx(result.needed_bytes)
+
+
+@pytest.mark.slow
+def test_attention_by_a_kernel_of_pallas_is_counted():
+    """Control: the same without the scopes by which it is known."""
+    config = llama.Config(2, 128, 4, 2, 256, 128, vocab_size=256, max_length=512)
+    mesh = mesh_of("v5e:2x4")
+
+    def timing(length):
+        model = llama.build(dataclasses.replace(config, attention=attention(mesh)))
+        return plan(model, 3, target_of("v5e:2x4"), tokens(8, length=length), precision="bf16", optimizer=ADAMW).timing
+
+    assert not timing(512).uncounted
+    with pytest.MonkeyPatch.context() as patch:  # another length: JAX's cache knows a program without its scopes
+        patch.setattr("zero_jax.views.local.scope_of", lambda eqn: "")
+        assert timing(384).uncounted

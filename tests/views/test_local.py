@@ -22,7 +22,7 @@ from support.zoo import CASES
 
 import zero_jax
 from models import gpt2
-from zero_jax.jaxpr.equations import all_eqns, primitive_of
+from zero_jax.jaxpr.equations import all_eqns, primitive_of, scope_of
 from zero_jax.jaxpr.primitives import RAGGED_DOT, SCAN
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.step import gradients
@@ -553,3 +553,21 @@ def test_steps_for_targets_keep_the_contract(target, stage, sizes):
                                          tensor_rules=gpt2.tensor_rules(config) if tensor > 1 else ())
     report = step.verify({"inputs": tokens, "targets": tokens})
     assert report.communication_bytes < 1.03 * report.contract.communication_bytes
+
+
+def test_the_body_of_a_shard_map_keeps_its_scopes():
+    """By which the plan knows a kernel of Pallas, and that it is causal."""
+    mesh = zero_jax.make_mesh(8)
+
+    def body(x):
+        with jax.named_scope("my_kernel"):
+            return jax.jit(jnp.sin)(x)
+
+    def fun(x, w):
+        with jax.named_scope("outside"):
+            return jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x) @ w
+
+    closed = jax.make_jaxpr(fun)(*arrays())
+    seen = local_view(closed, MeshAxes.of(mesh), (P("data"), P()), [None])
+    (scope,) = {scope_of(eqn) for eqn in all_eqns(seen.jaxpr) if primitive_of(eqn) == "sin"}
+    assert scope.startswith("outside") and scope.rstrip("/").endswith("my_kernel")

@@ -539,7 +539,8 @@ def _run_manual(closed: ClosedJaxpr, *args: Any) -> list[Any]:
             return args
         if primitive_of(eqn) == "psum_invariant":
             return jax.lax.psum(args, eqn.params["axes"])
-        return _run_manual(call_jaxpr(eqn), *args) if primitive_of(eqn) in CALLS else bind_eqn(eqn, args)
+        with jax.named_scope(scope_of(eqn)):  # by which the plan knows kernels of Pallas
+            return _run_manual(call_jaxpr(eqn), *args) if primitive_of(eqn) in CALLS else bind_eqn(eqn, args)
 
     jaxpr = closed.jaxpr
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
