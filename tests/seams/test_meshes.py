@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 from support.seams import X, mend
 
 import zero_jax
-from zero_jax.gather import gather
 from zero_jax.jaxpr import equations, primitives
 from zero_jax.jaxpr.equations import primitive_of, trace
 from zero_jax.layout.slices import on_one_slice
+from zero_jax.sharding.mesh import constrain
 from zero_jax.sharding.mesh_axes import MeshAxes
 
 
@@ -29,7 +29,7 @@ def test_axes_are_part_of_an_arrays_type_and_moved_by_device_put():
 
     def on_auto(x):
         with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
-            total = gather.constrain(jax.device_put(x, NamedSharding(auto, P())) * 2, auto, P("data")).sum()
+            total = constrain(jax.device_put(x, NamedSharding(auto, P())) * 2, auto, P("data")).sum()
         return jax.sharding.reshard(total, NamedSharding(jax.sharding.get_abstract_mesh(), P())) + 1
 
     with mend("sharding/auto_axes.py"):
@@ -64,7 +64,7 @@ SHARDINGS = {
     "requires a non-empty mesh": (lambda x: jax.lax.with_sharding_constraint(x, P("data")), None),
     "mesh cannot be empty": (lambda x: jax.shard_map(jnp.sin, in_specs=P("data"), out_specs=P("data"))(x), None),
     "of type Auto or Manual": (lambda x: jax.sharding.reshard(x, P("data")), AxisType.Auto),
-    "can only refer to Auto axes": (lambda x: gather.constrain(x, on_axes(AxisType.Explicit)[0], P("data")), None),
+    "can only refer to Auto axes": (lambda x: constrain(x, on_axes(AxisType.Explicit)[0], P("data")), None),
     "should match the": (lambda x: on_axes(AxisType.Explicit)[1] * 2, AxisType.Auto),
     "is not found in mesh": (lambda x: jax.lax.with_sharding_constraint(x, P("embed")), AxisType.Auto),
 }

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 from support.seams import JAXPR, W, X, eqns, mend, named
 
 import zero_jax
-from zero_jax.gather import gather
 from zero_jax.jaxpr import equations, primitives
 from zero_jax.jaxpr.equations import primitive_of, trace
 from zero_jax.layout import stored_optimizer
+from zero_jax.sharding.mesh import constrain
 from zero_jax.transforms import gather_again
 
 
@@ -38,7 +38,7 @@ SAMPLES = {
     primitives.SCATTER_ADD: (lambda x: x.at[jnp.arange(3)].add(1.0), X),
     primitives.SHARD_MAP: (lambda x: jax.shard_map(
         jnp.sin, mesh=zero_jax.make_mesh(8), in_specs=P("data"), out_specs=P("data"))(x), X),
-    primitives.CONSTRAINT: (lambda x: gather.constrain(x, zero_jax.make_mesh(8), P("data")), X),
+    primitives.CONSTRAINT: (lambda x: constrain(x, zero_jax.make_mesh(8), P("data")), X),
     primitives.PALLAS: (pl.pallas_call(lambda x, out: None, grid=(4, 2), out_shape=X), X),
     "transpose": (jnp.transpose, X), "reduce_sum": (jnp.sum, X), "copy": (jax.lax.copy_p.bind, X),
     primitives.RESHAPE: (lambda x: x.reshape(-1), X), primitives.SQUEEZE: (lambda x: jax.lax.squeeze(x[None], [0]), X),

@@ -8,17 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from zero_jax.gather.gather import GATHER_SCOPE, compute_spec
-from zero_jax.jaxpr.equations import primitive_of, replace_eqn
+from zero_jax.gather.gather import GATHER_SCOPE, compute_spec, is_scatter
+from zero_jax.jaxpr.equations import jaxpr_to_fun, primitive_of, replace_eqn
 from zero_jax.jaxpr.passes import with_jaxpr_passes
-from zero_jax.jaxpr.primitives import own_use
+from zero_jax.jaxpr.primitives import call_jaxpr, out_shardings, own_use
 from zero_jax.sharding.mesh import constrain
 from zero_jax.views.local import LocalView
 
 
-def gathered_by_xla(jaxpr: Any) -> Any:
-    """What is gathered, by constraints."""
+def sent_by_xla(jaxpr: Any) -> Any:
+    """What is gathered, and what is scattered, by constraints."""
     def gather(eqn: Any) -> Any:
         use = own_use(eqn)
 
@@ -29,14 +30,20 @@ def gathered_by_xla(jaxpr: Any) -> Any:
 
         return replace_eqn(eqn, run)
 
-    return jaxpr.replace(eqns=[gather(eqn) if primitive_of(eqn) == GATHER_SCOPE else eqn for eqn in jaxpr.eqns])
+    def scatter(eqn: Any) -> Any:
+        call, sharding = jaxpr_to_fun(call_jaxpr(eqn)), out_shardings(eqn)[0]
+        return replace_eqn(eqn, lambda value: constrain(
+            constrain(call(value)[0], sharding.mesh, P()), sharding.mesh, sharding.spec))
+
+    return jaxpr.replace(eqns=[gather(eqn) if primitive_of(eqn) == GATHER_SCOPE else scatter(eqn) if is_scatter(eqn)
+                               else eqn for eqn in jaxpr.eqns])
 
 
 @contextlib.contextmanager
 def partitioned(step: Any = None, batch: Any = None) -> Iterator[None]:
     """The gradient is left to XLA's partitioner."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_jax.step.functions.in_parts", lambda run, *_: with_jaxpr_passes(run, gathered_by_xla))
+        patch.setattr("zero_jax.step.functions.in_parts", lambda run, *_: with_jaxpr_passes(run, sent_by_xla))
         patch.setattr("zero_jax.step.gradients.read_before_loops", lambda jaxpr: jaxpr)
         yield
 
