@@ -165,7 +165,7 @@ class LocalView:
         if name == SHARD_MAP:
             return [spread_of(spec, ndim_at(var), self.axes)
                     for spec, var in zip(eqn.params["out_specs"], eqn.outvars, strict=True)]
-        if jit_name(eqn) in _SCATTERS:
+        if _scatters(eqn):
             return [self._scattered(eqn)]
         if all(spread.is_whole for spread in ins) and not _holds_own(eqn):
             return plan_whole(eqn).outs
@@ -282,7 +282,7 @@ class LocalView:
             return [self._constrained(eqn, operands[0])]
         if name == SHARD_MAP:
             return self._mapped(eqn, operands)
-        if jit_name(eqn) in _SCATTERS:
+        if _scatters(eqn):
             return [self._reduced(eqn, operands[0])]
         if name in _CALLBACKS and not self.axes.tensor_enabled:
             return self._called_back(eqn, operands)
@@ -492,6 +492,11 @@ class LocalView:
         return self._values(eqn, run(*args), self._outs(eqn, wants))
 
 
+def _scatters(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` reduces a gradient. Derivatives in a loss have its name, too: those may have other operands."""
+    return jit_name(eqn) in _SCATTERS and len(eqn.invars) == len(eqn.outvars) == 1
+
+
 def _scatter_spec(eqn: JaxprEqn) -> P:
     """How a gradient is stored; as it is where a loss itself differentiates."""
     return getattr(out_shardings(eqn)[0], "spec", P())
@@ -550,7 +555,7 @@ def _run_manual(closed: ClosedJaxpr, *args: Any) -> list[Any]:
 
 def _holds_own(eqn: JaxprEqn) -> bool:
     """Whether a loop, branch or call holds a read or a gradient of a parameter."""
-    return any(primitive_of(inner).startswith("zero_") or jit_name(inner) in _SCATTERS or _holds_own(inner)
+    return any(primitive_of(inner).startswith("zero_") or _scatters(inner) or _holds_own(inner)
                for jaxpr in inner_jaxprs(eqn) for inner in closed_jaxpr(jaxpr).jaxpr.eqns)
 
 
