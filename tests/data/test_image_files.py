@@ -74,6 +74,9 @@ def test_pictures_lie_as_their_camera_says(tmp_path):
 def test_what_is_no_picture_is_named(tmp_path):
     path = folders(tmp_path / "data")
     assert not is_images(str(tmp_path)) and not is_images(str(path / "red"))
+    (path / "notes.txt").write_text("Text with folders of pictures beside it is text.")
+    assert not is_images(str(path))
+    (path / "notes.txt").unlink()
     (path / "red" / "0.png").write_bytes(b"no picture")
     images = read_images(str(path), 8, 3)
     with pytest.raises(UsageError, match=r"red.0\.png cannot be read"):

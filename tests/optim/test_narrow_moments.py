@@ -187,6 +187,15 @@ def test_other_numbers_of_bits_are_refused():
         zero_jax.narrow_moments(optax.adamw(1e-3), 4)
 
 
+@pytest.mark.parametrize("bits, inner, words", [
+    (16, optax.sgd(0.1), "changes: leave it out"), (8, optax.adam(0.1), "at least 128 rows of 32: give 16 bits, or")])
+def test_an_optimizer_without_such_moments_is_refused(bits, inner, words):
+    params = {"kernel": jnp.zeros((64, 64))}
+    with pytest.raises(ValueError, match=words):
+        zero_jax.narrow_moments(inner, bits).init(params)
+    zero_jax.narrow_moments(optax.adam(0.1), bits).init({"kernel": jnp.zeros((128, 64))})  # the control
+
+
 def test_a_last_dim_that_tensor_parallelism_splits_is_refused_with_8_bits():
     def layout(bits, *spec):
         return zero_jax.make_zero_train_step(

@@ -13,6 +13,7 @@ from support.covering import weekly
 
 import zero_jax
 from zero_jax import Metric
+from zero_jax.jaxpr.equations import all_eqns, primitive_of
 from zero_jax.step.metrics import OWNED
 
 SGD = optax.sgd(0.1)
@@ -207,6 +208,16 @@ def test_what_is_rounded_of_a_batch(model, cast_batch, target, bits):
     assert abs(float(found["target"]) - target) < 1e-3
     assert int(found["output_bits"]) == bits
     assert found["input"].dtype == (jnp.bfloat16 if cast_batch is True else jnp.float32)
+
+
+@pytest.mark.parametrize(("cast_batch", "dtypes"), [(True, {jnp.bfloat16}), (False, {jnp.float32})])
+def test_what_is_planned_of_a_loss_has_the_batch_that_it_gets(cast_batch, dtypes):
+    precision = zero_jax.Precision(params="float32", compute="bfloat16", cast_batch=cast_batch)
+    step = zero_jax.make_zero_train_step(Net(), 3, loss=lambda model, batch: jnp.mean(model(batch["x"]) ** 2),
+                                         precision=precision)
+    products = [eqn for eqn in all_eqns(step.trace_forward(batch_of()).jaxpr) if primitive_of(eqn) == "dot_general"]
+    assert products and {jnp.dtype(atom.aval.dtype) for eqn in products for atom in eqn.invars} == {
+        *map(jnp.dtype, dtypes)}
 
 
 def test_submodules_and_models_of_the_loss_itself():

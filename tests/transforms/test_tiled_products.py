@@ -164,6 +164,25 @@ def test_what_an_evaluator_reads_is_in_tiles_too():
     assert model_flops(step, batch) == model_flops(other, batch) > 0
 
 
+def test_an_evaluator_takes_a_tiled_weight_for_more_than_a_product():
+    """As codes where it is sent so. Control: without codes the numbers are others."""
+    class Wide(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(97)(nn.Dense(64, name="up")(nn.Embed(96, 32)(x)))
+
+    def size(model, batch):
+        return jnp.sum(model.variables["params"]["up"]["kernel"] ** 2)
+
+    def found(**options):
+        step, batch = zero_jax.make_zero_train_step(Wide(), 3, **options), batches(1)[0]
+        return float(step.evaluator(size)(step.init(jax.random.key(0), batch), batch))
+
+    tiles = {"tiling": {"up/kernel": 4}}
+    codes, exact = found(**tiles, **INT8), found(**tiles)
+    assert abs(codes / found(**INT8) - 1) < 1e-6 < 1e-5 < abs(codes / exact - 1) < 1e-2
+
+
 SPLIT = {"tensor_rules": [("up/kernel", P(None, "tensor")), ("down/kernel", P("tensor", None))]}
 SPLIT_TILES = {"up/kernel": 3, "down/kernel": 97}  # along the dims that are not split
 

@@ -88,9 +88,13 @@ class PictureFiles(Images):
 
 
 def class_folders(folder: Path) -> list[Path]:
-    """The folders with pictures in `folder`, by name: its classes."""
-    return [each for each in sorted(folder.iterdir()) if each.is_dir() and not each.name.startswith(".")
-            and any(file.suffix.lower() in SUFFIXES for file in each.iterdir())] if folder.is_dir() else []
+    """The folders in `folder`, by name, which are its classes; none where it has other files, or one without pictures.
+
+    Documents have folders of pictures, too, beside their text.
+    """
+    found = [each for each in sorted(folder.iterdir()) if each.name[0] != "."] if folder.is_dir() else []
+    return found if all(each.is_dir() and any(file.suffix.lower() in SUFFIXES for file in each.iterdir())
+                        for each in found) else []
 
 
 def picture_columns(path: Path) -> tuple[str, str] | None:

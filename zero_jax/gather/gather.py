@@ -238,8 +238,10 @@ def names_of(spec: P) -> list[str]:
 
 
 def _gathered(value: jax.Array, use: ParamUse) -> jax.Array:
-    value = use.cast(use.on_device(value)) if use.codes is None else use.codes.decode(value, use.dtype)
-    return use.stored_shape.load(value)
+    if use.codes is None:
+        return use.stored_shape.load(use.cast(use.on_device(value)))
+    value = use.codes.encode(value) if use.tiles else value
+    return use.stored_shape.load(use.codes.decode(value, use.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -49,7 +49,7 @@ def narrow_moments(inner: optax.GradientTransformation, bits: Literal[8, 16]) ->
       inner: any optax transform: `optax.adamw(1e-3)`, say.
       bits: 8 or 16.
 
-    Raises ValueError for another number of bits.
+    Raises ValueError for another number of bits, and, when it makes its state, where no moment is narrowed.
 
     >>> import optax, zero_jax
     >>> optimizer = zero_jax.narrow_moments(optax.adamw(1e-3), 8)
@@ -75,6 +75,10 @@ def narrow_moments(inner: optax.GradientTransformation, bits: Literal[8, 16]) ->
             return _to_bfloat16(leaf, _noise(leaf.shape, seeds[name])) if bits == 16 and is_moment(name, leaf) else leaf
 
         scales = map_named(scale, state)
+        if not jax.tree.leaves(scales) and not (bits == 16 and any(is_moment(*each) for each in named_leaves(state))):
+            raise UsageError(f"narrow_moments(bits={bits}): the optimizer has no moment that it changes" + (
+                f", of at least {MIN_ROWS} rows of {MIN_ROW}: give 16 bits, or" if bits == 8 else ":")
+                + " leave it out.")
         return NarrowState(count, map_named(narrowed, state, scales), scales)
 
     def decode(name: str, leaf: Any, scales: Any) -> Any:

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from zero_jax.tree import leaf_bytes
 from zero_jax.typing import Pytree
 
-DEVICE, HOST = "device", "pinned_host"
-"""JAX's names of the memories. Only pinned host memory is copied without the processor's help."""
+HOST = "pinned_host"
+"""JAX's name of the memory: only pinned host memory is copied without the processor's help."""
 
 GROUP_BYTES = 2**28
 """Bytes on a device of the leaves that one program makes; a larger leaf has a program of its own."""

@@ -232,7 +232,7 @@ class StepFunctions:
         modules go on with their own. ema: with the moving average of the parameters.
         """
         return in_parts(self.forward(fun, batch, rng), self.layout(), self.batches)(
-            *self.forward_inputs(state, rng, ema=ema), self._cast(batch))
+            *self.forward_inputs(state, rng, ema=ema), batch)
 
     def forward(self, fun: Loss, batch: Batch, rng: PRNGKey | None) -> Callable[..., Any]:
         """`evaluate` as one device computes it: a function of `forward_inputs` and the batch."""
@@ -241,7 +241,7 @@ class StepFunctions:
 
         def run(weights: Params, inputs: ForwardInputs, batch: Batch) -> Any:
             out, _, _ = model.run(with_key(fun, inputs.rng), merge(weights, inputs.frozen), inputs.variables,
-                                  inputs.rng, batch, layout.uses, train=False, reads=reads)
+                                  inputs.rng, self._cast(batch), layout.uses, train=False, reads=reads)
             return values(out)
 
         # `fun` may use a weight otherwise than the loss does: that one is gathered whole.

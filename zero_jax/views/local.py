@@ -378,6 +378,10 @@ class LocalView:
         return _Value(copy(shard), spread_of(spec, ndim, self.axes), stored.shape)
 
     def _gathered(self, use: ParamUse, stored: _Value) -> _Value:
+        if use.codes is not None and use.tiles:  # and no product takes its tiles, each of which is encoded by itself
+            shard = self.to(stored, spread_of(use.stored, len(stored.shape), self.axes))
+            message = on_tensor(use.codes.encode_shard, [use.stored], use.sent, self.axes)(shard)
+            stored = _Value(message, spread_of(use.sent, message.ndim, self.axes), message.shape)
         spec = self._copy_spec(use) if use.secondary else use.sent
         shard = use.cast(use.on_device(self.to(stored, spread_of(spec, len(stored.shape), self.axes))))
 

@@ -35,16 +35,3 @@ def set_memory_kinds(lowered: jax.stages.Lowered, arguments: Sequence[str | None
                     given[_KIND] = ir.StringAttr.get(kind)
             main.attributes[name] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in attributes])
     return lowered
-
-
-def memory_kinds(lowered: jax.stages.Lowered) -> tuple[list[str | None], list[str | None]]:
-    """The memory kinds that are written on the arguments and the results of a lowered program."""
-    module = lowered.compiler_ir("stablehlo")
-    main = next(op for op in module.body.operations  # type: ignore[union-attr]
-                if "sym_name" in op.attributes and ir.StringAttr(op.attributes["sym_name"]).value == "main")
-
-    def kinds(name: str) -> list[str | None]:
-        given = [{each.name: each.attr for each in ir.DictAttr(one)} for one in main.attributes[name]]
-        return [ir.StringAttr(each[_KIND]).value if _KIND in each else None for each in given]
-
-    return kinds("arg_attrs"), kinds("res_attrs")
