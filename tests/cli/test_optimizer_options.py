@@ -78,7 +78,8 @@ def test_a_run_goes_on_with_its_optimizer(tmp_path, options):
 @pytest.mark.parametrize("stage", [slow(1), 3])
 def test_schedule_free_is_evaluated_and_exported_with_its_average(tmp_path, stage):
     summary, _ = run(tmp_path / "run", optimizer="schedule-free", steps=4, stage=stage, precision="bf16")
-    config = dataclasses.replace(SMALL, optimizer="schedule-free", steps=4, stage=stage, precision="bf16")
+    config = dataclasses.replace(SMALL, optimizer="schedule-free", steps=4, stage=stage, precision="bf16",
+                                 out=tmp_path / "none")
     step = step_of(config, find_model(config.model), jax.devices())
     _, held_out = objective_of(config).load_data().batches(step.batch_sharding)
     with Checkpoints(tmp_path / "run/checkpoints", read_only=True) as checkpoints:

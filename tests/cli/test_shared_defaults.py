@@ -42,14 +42,14 @@ def test_the_same_flags_mean_the_same(flags, tmp_path):
     assert both([*flags, "--accumulate", "1", "--stage", "1"], "--out", str(tmp_path / "run"))[0] != plan
 
 
-def test_accelerators_that_are_here_count_as_targets(monkeypatch):
+def test_accelerators_that_are_here_count_as_targets(tmp_path, monkeypatch):
     """Controls: simulated devices keep what they can compute in seconds; what is given is kept on both."""
-    simulated = TrainConfig(model="gpt2:124m", steps=1)
+    simulated = TrainConfig(model="gpt2:124m", steps=1, out=tmp_path)
     assert (simulated.precision, simulated.seq_len) == ("fp32", SIMULATED_LENGTH)
     monkeypatch.setattr("zero_jax.cli.train_config.simulates", lambda: False)
-    live = TrainConfig(model="gpt2:124m", steps=1)
+    live = TrainConfig(model="gpt2:124m", steps=1, out=tmp_path)
     live.check()
     assert (live.precision, live.seq_len) == ("bf16", 1024)
-    given = TrainConfig(model="gpt2:124m", steps=1, seq_len=64, precision="fp32")
+    given = TrainConfig(model="gpt2:124m", steps=1, seq_len=64, precision="fp32", out=tmp_path)
     given.check()
     assert (given.precision, given.seq_len) == ("fp32", 64)
