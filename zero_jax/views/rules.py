@@ -20,7 +20,7 @@ Rule = Callable[[JaxprEqn, Sequence[Spread], Ways], Plan | None]
 
 ELEMENTWISE = primitives.ELEMENTWISE | frozenset(
     "bessel_i0e bessel_i1e clz complex eq_to igamma igamma_grad_a igammac le_to log2 lt_to mulhi one_minus_square "
-    "polygamma random_clone random_gamma_grad regularized_incomplete_beta stop_gradient zeta".split())
+    "polygamma polynomial random_clone random_gamma_grad regularized_incomplete_beta stop_gradient zeta".split())
 
 LINEAR = frozenset("neg copy name real imag add sub add_any mul div select_n convert_element_type".split())
 """Elementwise primitives that, of values that are yet to be summed over devices, may be taken before the sum."""
