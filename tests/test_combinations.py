@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.flat import flat_step
 from support.pages import ROOT
 from support.scripts import script
 
@@ -90,7 +91,7 @@ def make(values):
     if places := {name.partition(".")[2]: value for name, value in values.items() if name.startswith("offload.")}:
         options["offload"] = zero_jax.Offload(**places)
     model = gpt2.build(CONFIG)
-    step = zero_jax.make_zero_train_step(
+    step = flat_step(
         zero_jax.lora(model, 2, "up/kernel") if values.get("lora") else model, values["stage"],
         precision="bf16" if values.get("copy", True) else None,
         mesh=zero_jax.make_mesh(data, **sizes, devices=jax.devices()[:number]), **options)

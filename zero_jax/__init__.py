@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from zero_jax.errors import CheckpointError, DamagedCheckpointError, ReplicaError, UsageError
     from zero_jax.frontends.lora import lora
     from zero_jax.frontends.model_functions import remat
-    from zero_jax.gather.quantized.policy import Communication
     from zero_jax.interop.deepspeed import DeepSpeedOptions, from_deepspeed
     from zero_jax.interop.lora_files import export_lora, export_merged, import_lora, merge_lora
     from zero_jax.interop.naming import Names
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from zero_jax.step.losses import dpo_loss, next_token_loss, response_log_probs
     from zero_jax.step.make import make_zero_train_step
     from zero_jax.step.metrics import Metric
+    from zero_jax.step.options import Communication, Parallelism
     from zero_jax.step.step import ZeroTrainStep
     from zero_jax.transforms.remat import Remat
 
@@ -58,6 +58,7 @@ __all__ = [
     "Names",
     "Offload",
     "OffloadChoice",
+    "Parallelism",
     "Precision",
     "Remat",
     "ReplicaError",
@@ -101,7 +102,7 @@ _MODULES = {
     "BadStepError": "step.guard",
     "CheckpointError": "errors",
     "Checkpoints": "checkpoint.checkpoint",
-    "Communication": "gather.quantized.policy",
+    "Communication": "step.options",
     "ContractError": "contract.verify",
     "DamagedCheckpointError": "errors",
     "DeepSpeedOptions": "interop.deepspeed",
@@ -114,6 +115,7 @@ _MODULES = {
     "Names": "interop.naming",
     "Offload": "offload.offload",
     "OffloadChoice": "planning.offload_choice",
+    "Parallelism": "step.options",
     "Precision": "precision",
     "Remat": "transforms.remat",
     "ReplicaError": "errors",

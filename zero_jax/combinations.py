@@ -24,8 +24,10 @@ AXES = ("tensor", "context", "replica")
 """Names of the mesh's axes, whose values are their sizes."""
 
 OWNERS = {"offload": "Offload", "communication": "Communication", "diloco": "make_diloco_step",
-          "attention": "attention"}
-"""Who takes what is named with a dot."""
+          "attention": "attention",
+          **dict.fromkeys(("gather", "reduce", "hpz_axes", "overlap", "prefetch"), "Communication"),
+          **dict.fromkeys(("tensor_rules", "sequence_parallel"), "Parallelism")}
+"""Who takes what is named so, or with this before a dot."""
 
 FACTS = {"stage": "at stage {}", "platform": "on platform {}", "shards": "where ZeRO shards over one device",
          "one_hop": "where gradients are sent in one hop", "copy": "where the model reads the master weights"}
@@ -104,7 +106,8 @@ class Arguments:
         text = f"{field}={value}" if value else field
         if name in AXES:
             return f"make_mesh({text})" if value else f"a mesh axis {name!r}"
-        return f"{OWNERS[owner]}({text})" if owner and value else text
+        owner = OWNERS.get(owner or name)
+        return f"{owner}({text})" if owner and value else text
 
     def value(self, value: Any) -> str:
         """A value as it is written there."""

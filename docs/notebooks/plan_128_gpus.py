@@ -88,8 +88,8 @@ for (link, over), size in best.links.items():
 # rings. Ask for the ones that you would consider; each takes seconds of a laptop.
 
 # %%
-for name, options in (("tensor=8", {"tensor": 8, "tensor_rules": llama.tensor_rules(config),
-                                    "sequence_parallel": True}), ("replica=4", {"replica": 4})):
+split = zero_jax.Parallelism(tensor_rules=llama.tensor_rules(config), sequence_parallel=True)
+for name, options in (("tensor=8", {"tensor": 8, "parallelism": split}), ("replica=4", {"replica": 4})):
     plans[name] = zero_jax.plan(model, 3, "h100:16x8", batch, precision="bf16", **options)
     print(shown(name, plans[name]))
 

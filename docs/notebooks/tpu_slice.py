@@ -36,7 +36,8 @@ for length in (2048, 100):
 # %%
 config = gpt2.Config(2, 512, 4, vocab_size=4096, max_length=1024, remat=True)  # attention=kernel for the real run
 batch = {name: jax.ShapeDtypeStruct((4, 1024), jnp.int32) for name in ("inputs", "targets")}
-answer = zero_jax.plan(gpt2.build(config), 3, TARGET, batch, precision="bf16", overlap=True)
+answer = zero_jax.plan(gpt2.build(config), 3, TARGET, batch, precision="bf16",
+                       communication=zero_jax.Communication(overlap=True))
 print("fits:", answer.fits)
 
 # %% [markdown]

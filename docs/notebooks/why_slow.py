@@ -115,15 +115,15 @@ for rows, answer in plans.items():
 # %% [markdown]
 # ## What do microbatches send?
 #
-# At stage 3 every microbatch gathers the parameters twice and reduces its gradients. `reduce="once"` and
-# `gather="step"` send what a single batch would, and pay with memory. Count it in the compiled program, in units of one
-# copy of the parameters:
+# At stage 3 every microbatch gathers the parameters twice and reduces its gradients. `Communication(gather="step",
+# reduce="once")` sends what a single batch would, and pays with memory. Count it in the compiled program, in units of
+# one copy of the parameters:
 
 # %%
+once = zero_jax.Communication(gather="step", reduce="once")
 rows = {}
 for name, answer in (("one batch", plans[64]), ("4 microbatches", planned(64, accumulate=4)),
-                     ("gathered and reduced once",
-                      planned(64, accumulate=4, reduce="once", gather="step"))):
+                     ("gathered and reduced once", planned(64, accumulate=4, communication=once))):
     rows[name] = (sum(answer.links.values()) / answer.layout.num_params, answer.needed_bytes / 2**20)
     print(f"{name}: {rows[name][0]:.1f} bytes sent per parameter, {rows[name][1]:.0f} MiB on each GPU")
 

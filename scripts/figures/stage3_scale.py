@@ -101,13 +101,12 @@ def compiled(name: str, devices: int) -> str:
 
     batch, hpz, codes = PROGRAMS[name]
     mesh = zero_jax.make_mesh((devices // NODE, NODE) if hpz else -1, devices=target_devices(target_for(devices)))
-    options = {"hpz_axes": "data_1"} if hpz else {}
-    if codes:
-        options["communication"] = zero_jax.Communication(weights="int8", gradients=("int8", "fp4"))
+    options = {"weights": "int8", "gradients": ("int8", "fp4")} if codes else {}
+    sent = zero_jax.Communication(hpz_axes="data_1" if hpz else (), **options)
     config = dataclasses.replace(llama.PRESETS["3.1-8b"], max_length=LENGTH, remat=True,
                                  attention=zero_jax.attention(mesh))
     step = zero_jax.make_zero_train_step(llama.build(config), 3, mesh=mesh, precision="bf16",
-                                         optimizer=optax.adamw(1e-4), **options)
+                                         optimizer=optax.adamw(1e-4), communication=sent)
     shape = jax.ShapeDtypeStruct((batch * devices, LENGTH), jnp.int32)
     return step.compiled_step({"inputs": shape, "targets": shape}).text
 

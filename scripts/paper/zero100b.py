@@ -58,7 +58,8 @@ class Case:
         shape = (self.batch * self.target.num_devices // self.tensor, LENGTH)
         batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}
         return self.stage, self.target, batch, {
-            "tensor": self.tensor, "tensor_rules": gpt2.tensor_rules(self.config), "precision": "fp16", **self.options}
+            "tensor": self.tensor, "precision": "fp16",
+            "parallelism": zero_jax.Parallelism(tensor_rules=gpt2.tensor_rules(self.config)), **self.options}
 
 
 def cases():

@@ -27,12 +27,24 @@ print(f"zero_jax {zero_jax.__version__}: loss {first['loss']:.4f}, then {second[
 """What the wheel must do: two steps at stage 3, of which the second has the smaller loss."""
 
 
+def wrong_tag(wheel: str, tags: list[str]) -> str:
+    """What is wrong where a commit with these tags builds `wheel`: a tag v1.2.3 is of version 1.2.3; "": nothing."""
+    versions = [tag[1:] for tag in tags if tag[:1] == "v" and tag[1:2].isdigit()]
+    version = wheel.split("-")[1]
+    return "" if not versions or version in versions else (
+        f"{wheel} is of version {version}, and its commit has the tag v{versions[0]}: set version in pyproject.toml, or "
+        "move the tag.")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Installs a wheel and trains with it.")
     parser.add_argument("folder", type=Path)
     wheels = sorted(parser.parse_args().folder.resolve().glob("*.whl"))
     if len(wheels) != 1:
         sys.exit(f"There are {len(wheels)} wheels, and one is needed: run make dist.")
+    tags = subprocess.run(["git", "tag", "--points-at", "HEAD"], capture_output=True, text=True, check=False).stdout
+    if wrong := wrong_tag(wheels[0].name, tags.split()):
+        sys.exit(wrong)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "XLA_FLAGS")}

@@ -74,7 +74,7 @@ def stage_3(model, mesh, batch, bf16, **options):
 
 
 WAYS = {"annotated": annotated, "constrained": constrained, "stage 3": stage_3,
-        "without overlap": functools.partial(stage_3, overlap=False)}
+        "without overlap": functools.partial(stage_3, communication=zero_jax.Communication(overlap=False))}
 
 
 def rows(target, config, rows_of_device, ways, bf16):

@@ -107,7 +107,8 @@ def step_of(target, model, stage, overlap):
     devices, module = xla_devices.target_devices(target), MODELS[model]
     step = zero_jax.make_zero_train_step(
         module.build(module.PRESETS[model]), stage, loss=classify if module is resnet else None, precision="bf16",
-        mesh=zero_jax.make_mesh(devices=devices), overlap="auto" if overlap else False)
+        mesh=zero_jax.make_mesh(devices=devices),
+        communication=zero_jax.Communication(overlap="auto" if overlap else False))
     return step, batch_of(model, len(devices))
 
 

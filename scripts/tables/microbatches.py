@@ -23,7 +23,7 @@ def measure(gather: str, reduce: str) -> tuple[float, float]:
     mesh = zero_jax.make_mesh(devices=target_devices("h100:8"))
     step = zero_jax.make_zero_train_step(
         gpt2.build(gpt2.Config(2, 256, 4, vocab_size=2048, max_length=32)), 3, mesh=mesh, precision="bf16",
-        accumulate=MICROBATCHES, gather=gather, reduce=reduce)
+        accumulate=MICROBATCHES, communication=zero_jax.Communication(gather=gather, reduce=reduce))
     tokens = jax.ShapeDtypeStruct((MICROBATCHES * mesh.size, 32), jnp.int32)
     compiled = step.compiled_step({"inputs": tokens, "targets": tokens})
     params = compiled.layout.num_params

@@ -3,13 +3,13 @@
     python scripts/tables/overlap.py v5p:2x2x2 3 1.5b '{"overlap": false}' '{}'    # 10 minutes on 2 idle cores
     python scripts/tables/overlap.py h100:8 3 1.5b '{"overlap": false}' '{}'       # 3 minutes
 
-Each argument behind target, stage and model is a set of arguments of `make_zero_train_step`, as JSON; what it has under
-"xla" are options of XLA, under "communication" the arguments of `Communication`, under "clip" the norm of all gradients
-that AdamW clips by, so that no update begins before the last of them; with "attention": true attention runs the kernel
-of the devices (cuDNN's where `zero-jax[cudnn]` is installed, or splash). Of each it prints the shares of the bytes of
-gathers and reductions that are sent asynchronously and, of these, beside a matrix product; temporaries, and as
-predicted from the schedule the seconds in which nothing but communication runs, those of a step, and MFU. Blocks are
-rematerialised; the batch is `MODELS`', or that behind "@": `1.5b@1` has one sequence on each device.
+Each argument behind target, stage and model is a set of arguments of `make_zero_train_step` and of its `Communication`,
+as JSON; what it has under "xla" are options of XLA, under "clip" the norm of all gradients that AdamW clips by, so that
+no update begins before the last of them; with "attention": true attention runs the kernel of the devices (cuDNN's where
+`zero-jax[cudnn]` is installed, or splash). Of each it prints the shares of the bytes of gathers and reductions that are
+sent asynchronously and, of these, beside a matrix product; temporaries, and as predicted from the schedule the seconds
+in which nothing but communication runs, those of a step, and MFU. Blocks are rematerialised; the batch is `MODELS`', or
+that behind "@": `1.5b@1` has one sequence on each device.
 """
 
 import dataclasses
@@ -55,10 +55,9 @@ def measure(target: str, stage: int, model: str, arguments: dict[str, Any]) -> s
         config = dataclasses.replace(config, attention=attention(mesh))
     if "clip" in arguments:
         options["optimizer"] = optax.chain(optax.clip_by_global_norm(arguments["clip"]), optax.adamw(1e-3))
-    if "communication" in options:
-        options["communication"] = Communication(**options["communication"])
+    sent = {name: options.pop(name) for name in list(options) if hasattr(Communication, name)}
     step = make_zero_train_step(gpt2.build(dataclasses.replace(config, remat=True)), stage, mesh=mesh,
-                                precision="bf16", **options)
+                                precision="bf16", communication=Communication(**sent), **options)
     tokens = jax.ShapeDtypeStruct((batch * mesh.size, config.max_length), jnp.int32)
     step.layout({"inputs": tokens, "targets": tokens})  # by which XLA's options are known
     step.programs.compiler_options |= arguments.get("xla", {})

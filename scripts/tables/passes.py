@@ -28,6 +28,7 @@ from zero_jax.xla.devices import target_devices
 LENGTH = 1024
 BATCH_PER_DEVICE = 4
 GPT2 = gpt2.PRESETS["124m"]
+RULES = gpt2.tensor_rules(GPT2)
 SLICE = {"num_layers": 4, "width": 1024, "num_heads": 16}
 REDUCED_IN_FLOAT32 = zero_jax.Precision(params=jnp.float32, compute=jnp.bfloat16, reduce=jnp.float32)
 
@@ -64,8 +65,8 @@ CASES = (
     Case("tile_products", "an MLP of width 8192, 16 tiles each", model=Mlp(), length=64,
          options={"tiling": {"up/kernel": 16, "down/kernel": 16}}, without={"tiling": None}),
     Case("split_sequence", "6 layers, tensor=2, remat=\"full\"", tensor=2, config={"num_layers": 6},
-         options={"remat": "full", "tensor_rules": gpt2.tensor_rules(GPT2), "sequence_parallel": True},
-         without={"sequence_parallel": False}),
+         options={"remat": "full", "parallelism": zero_jax.Parallelism(tensor_rules=RULES, sequence_parallel=True)},
+         without={"parallelism": zero_jax.Parallelism(tensor_rules=RULES)}),
     Case("isolate_inner_remat", "the model checkpoints its blocks", config={"remat": True}),
     Case("gather_again_in_loops"),
     Case("gather_again_in_loops", "modules in bf16, parameters in fp32", config={"dtype": jnp.bfloat16},

@@ -86,7 +86,7 @@ def compiled(row, path):
     mesh = zero_jax.make_mesh(tensor=row["tensor"], replica=row["replica"], devices=devices)
     module, config = config_of(row)
     model = module.build(dataclasses.replace(config, attention=zero_jax.attention(mesh), remat=row["remat"] == "full"))
-    extra = {"tensor_rules": module.tensor_rules(config)} if row["tensor"] > 1 else {}
+    extra = {"parallelism": zero_jax.Parallelism(tensor_rules=module.tensor_rules(config))} if row["tensor"] > 1 else {}
     if row["remat"] not in ("none", "full"):
         extra["remat"] = row["remat"]
     if row["target"][0] == "v":  # a TPU's memory has no room for whole logits beside what these runs hold

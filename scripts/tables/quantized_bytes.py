@@ -71,8 +71,8 @@ def measure(row: Row) -> tuple[float, float, float]:
     """Bytes sent per parameter, those across hosts, and the share of them that is asynchronous."""
     mesh = zero_jax.make_mesh(8 if row.hosts == 1 else (row.hosts, 8), devices=target_devices(row.target))
     step = zero_jax.make_zero_train_step(
-        gpt2.build(MODEL), 3, mesh=mesh, precision="bf16", hpz_axes="data_1" if row.hpz else (),
-        communication=None if row.weights is None else Communication(weights=row.weights, gradients=row.gradients))
+        gpt2.build(MODEL), 3, mesh=mesh, precision="bf16", communication=Communication(
+            hpz_axes="data_1" if row.hpz else (), weights=row.weights, gradients=row.gradients))
     tokens = jax.ShapeDtypeStruct((mesh.size, 1024), jnp.int32)
     compiled = step.compiled_step({"inputs": tokens, "targets": tokens})
     compiled.verify()

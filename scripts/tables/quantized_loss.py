@@ -13,6 +13,7 @@ docs/images/quantized_loss.svg. --json keeps all that was measured, and goes on 
 """
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -44,8 +45,8 @@ def make_step(policy, steps):
     """The train step, and the evaluator of its loss."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-3, steps // 10, steps, 0.0)
     step = zero_jax.make_zero_train_step(
-        gpt2.build(gpt2.Config(LAYERS, WIDTH, 4, vocab_size=256, max_length=LENGTH)), 3, hpz_axes="data_1",
-        mesh=zero_jax.make_mesh((2, 2)), precision="bf16", communication=policy,
+        gpt2.build(gpt2.Config(LAYERS, WIDTH, 4, vocab_size=256, max_length=LENGTH)), 3,
+        mesh=zero_jax.make_mesh((2, 2)), precision="bf16", communication=dataclasses.replace(policy, hpz_axes="data_1"),
         optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1)))
     return step, step.evaluator()
 

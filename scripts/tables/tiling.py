@@ -61,7 +61,8 @@ def compiled_step(model, batch, target, tiles, offload, *, tensor=1, split="none
     """The compiled step."""
     mesh = zero_jax.make_mesh(tensor=tensor, devices=target_devices(target))
     step = zero_jax.make_zero_train_step(model, 3, loss=squared, mesh=mesh, precision="bf16", offload=offload,
-                                         tiling={"kernel": tiles} if tiles > 1 else None, tensor_rules=SPLITS[split])
+                                         tiling={"kernel": tiles} if tiles > 1 else None,
+                                         parallelism=zero_jax.Parallelism(tensor_rules=SPLITS[split]))
     return step.compiled_step({"x": jax.ShapeDtypeStruct((batch[0] * mesh.size, *batch[1:]), jnp.bfloat16)})
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.reliability.installed_wheel import PROGRAM
+from scripts.reliability.installed_wheel import PROGRAM, wrong_tag
 
 ROOT = Path(__file__).parents[2]
 OWN_MODEL = "PRESETS = {'small': None}\nbuild = print\n"
@@ -106,3 +106,9 @@ def test_the_wheel_trains_where_no_source_is(installed, project):
     # Negative control: with the checkout on the path it is not the wheel that trains.
     done = python("-c", PROGRAM, str(installed), cwd=project, path=ROOT)
     assert done.returncode == 1 and "is not what was installed" in done.stderr, done.stderr
+
+
+def test_a_tag_that_is_of_another_version_is_refused(wheel):
+    version = wheel.name.split("-")[1]
+    assert "and its commit has the tag v9.9.9" in wrong_tag(wheel.name, ["v9.9.9", "nightly"])
+    assert not any(wrong_tag(wheel.name, tags) for tags in ([], ["nightly"], [f"v{version}", "v9.9.9"]))

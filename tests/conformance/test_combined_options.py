@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.flat import flat_step
 from support.workloads import token_batches
 
 import zero_jax
@@ -15,7 +16,7 @@ INT8 = zero_jax.Communication(weights="int8")
 
 def losses(**options):
     batches = token_batches(3, 16, 32, 250)
-    step = zero_jax.make_zero_train_step(
+    step = flat_step(
         gpt2.build(CONFIG), 3, optimizer=optax.adamw(1e-3, eps=1e-6), accumulate=2, mesh=zero_jax.make_mesh(8),
         **options)
     state, found = step.init(jax.random.key(0), batches[0]), []

@@ -17,6 +17,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.flat import flat_step
 from support.hostile import SETTINGS, VALUES, clear, mutated
 
 import zero_jax
@@ -64,7 +65,7 @@ def options(table, most=3):
 
 
 def make(model=Net(), stage=1, **options):  # noqa: B008
-    return zero_jax.make_zero_train_step(model, stage, **{"loss": squared, **options})
+    return flat_step(model, stage, **{"loss": squared, **options})
 
 
 CLASSES = [

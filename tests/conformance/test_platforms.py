@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.flat import flat_step
 from support.oracle import oracle, param_difference, train
 from support.targets import simulated
 
@@ -91,7 +92,7 @@ def trained(platform, axis, stage, net, option="", hpz=(), replica=1):
 
 def step_of(platform, stage, net, **options):
     with simulated(platform):
-        return zero_jax.make_zero_train_step(
+        return flat_step(
             NETS[net], stage, mesh=zero_jax.make_mesh(options.pop("data", 8)), optimizer=SGD, loss=loss, **options)
 
 

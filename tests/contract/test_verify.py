@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from support.flat import flat_step
 from support.oracle import slow
 from support.program_controls import partitioned
 from support.programs import PROGRAMS, Row, program
@@ -206,7 +207,7 @@ def tiny_on(target, sizes, options, kernel=None):
     rows = mesh.size // math.prod(mesh.shape.get(name, 1) for name in ("tensor", "context"))
     batch = {name: jax.ShapeDtypeStruct((rows, 512), jnp.int32) for name in ("inputs", "targets")}
     model = gpt2.GPT2(dataclasses.replace(TINY, attention=zero_jax.attention(mesh, kernel=kernel)))
-    return zero_jax.make_zero_train_step(model, 3, mesh=mesh, precision="bf16", **options).compiled_step(batch)
+    return flat_step(model, 3, mesh=mesh, precision="bf16", **options).compiled_step(batch)
 
 
 def assert_kept(compiled):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.flat import flat_step
 from support.hand_lora import applied, by_path, merged_by_hand, nested, plain_lora
 from support.oracle import ADAMW, by_name, next_token, slow
 from support.programs import Row, compiled_once
@@ -37,7 +38,7 @@ class Run:
 
 def tuned(model, stage, *, targets=QKV_UP, num_devices=8, batches=None, alpha=ALPHA, lora=None, **options):
     batches = batches or token_batches(3)
-    step = zero_jax.make_zero_train_step(
+    step = flat_step(
         zero_jax.lora(model, RANK, targets, alpha=alpha, **(lora or {})), stage,
         **{"mesh": zero_jax.make_mesh(num_devices), "optimizer": ADAMW} | options)
     state = step.init(jax.random.key(0), batches[0])

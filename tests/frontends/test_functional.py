@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from support.covering import weekly
+from support.flat import flat_step
 from support.targets import mesh_of
 from support.workloads import token_batches
 
@@ -60,7 +61,7 @@ def plain(params, batches, loss=loss):
 
 
 def trained(params, stage, loss=loss, batches=BATCHES, **options):
-    step = zero_jax.make_zero_train_step(
+    step = flat_step(
         params=params, loss=loss, stage=stage, optimizer=OPTIMIZER, mesh=zero_jax.make_mesh(8), **options)
     state, losses = step.init(jax.random.key(0), batches[0]), []
     for batch in batches:
@@ -167,7 +168,7 @@ def test_values_come_from_arrays_and_from_a_key():
 ])
 def test_what_is_no_function_of_parameters_is_refused(arguments, message):
     with pytest.raises(zero_jax.UsageError, match=message):
-        zero_jax.make_zero_train_step(stage=3, **arguments)
+        flat_step(stage=3, **arguments)
 
 
 @pytest.mark.parametrize("in_files", [False, True])

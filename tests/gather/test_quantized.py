@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from support.flat import flat_step
 from support.oracle import by_name, slow
 from support.plain_training import linen_functions, nnx_functions
 from support.programs import program
@@ -30,14 +31,14 @@ SGD = optax.sgd(0.5)
 NET = gpt2.Config(2, 32, 2, vocab_size=64, max_length=16)
 ODD = gpt2.Config(3, 20, 2, vocab_size=65, max_length=17)
 STEPS = {
-    "linen": (gpt2.build(NET), 3, (8,), {}, Communication("int4", block=16)),
-    "nnx hpZ": (gpt2_nnx.build(NET), 3, (2, 4), {"hpz_axes": "data_1"}, Communication("int4", block=32)),
-    "odd": (gpt2.build(ODD), 3, (5,), {}, Communication("int4", block=16)),
-    "tensor": (gpt2.build(NET), 3, (2, 2), {"tensor": 2}, Communication("int4", block=16)),
+    "linen": (gpt2.build(NET), 3, (8,), {}, Communication(weights="int4", block=16)),
+    "nnx hpZ": (gpt2_nnx.build(NET), 3, (2, 4), {"hpz_axes": "data_1"}, Communication(weights="int4", block=32)),
+    "odd": (gpt2.build(ODD), 3, (5,), {}, Communication(weights="int4", block=16)),
+    "tensor": (gpt2.build(NET), 3, (2, 2), {"tensor": 2}, Communication(weights="int4", block=16)),
     "nnx unrolled": (gpt2_nnx.build(dataclasses.replace(NET, scan_layers=False)), 3, (8,), {},
-                     Communication("fp8", block=16)),
-    "accumulated": (gpt2.build(NET), 3, (4,), {"accumulate": 2}, Communication("int4", block=16)),
-    "once": (gpt2.build(NET), 3, (4,), {"accumulate": 2, "reduce": "once"}, Communication("int4", block=16)),
+                     Communication(weights="fp8", block=16)),
+    "accumulated": (gpt2.build(NET), 3, (4,), {"accumulate": 2}, Communication(weights="int4", block=16)),
+    "once": (gpt2.build(NET), 3, (4,), {"accumulate": 2, "reduce": "once"}, Communication(weights="int4", block=16)),
 }
 
 
@@ -45,7 +46,7 @@ def step_of(model, stage, data, options, communication, **more):
     options = dict(options)
     mesh = zero_jax.make_mesh(data if len(data) > 1 else data[0], tensor=options.pop("tensor", 1))
     rules = gpt2.tensor_rules(NET) if "tensor" in mesh.axis_names else ()
-    return zero_jax.make_zero_train_step(model, stage, mesh=mesh, optimizer=SGD, tensor_rules=rules,
+    return flat_step(model, stage, mesh=mesh, optimizer=SGD, tensor_rules=rules,
                                          communication=communication, **options, **more)
 
 
@@ -225,12 +226,13 @@ def test_a_pair_of_one_format_is_that_format():
     """On a mesh of one hop nothing is said of nodes."""
     assert Communication(gradients=("int8", "int8")) == Communication(gradients="int8")
     assert "nodes" not in str(Communication(gradients=("int8", "int8")))
-    assert str(Communication(gradients=("int8", "fp4"))).startswith("gradients int8 inside, fp4 across nodes")
+    assert str(Communication(gradients=("int8", "fp4")).codes).startswith("gradients int8 inside, fp4 across nodes")
 
 
 @pytest.mark.parametrize(("stage", "data", "communication", "options", "message"), [
-    (3, (8,), Communication("int8", exclude=("wpe", "blokcs")), {}, "exclude: 'blokcs' matches no parameter"),
-    (3, (8,), Communication("int8", block=2**16), {}, r"weights='int8' would change nothing: .*down/kernel \(fewer"),
+    (3, (8,), Communication(weights="int8", exclude=("wpe", "blokcs")), {}, "exclude: 'blokcs' matches no parameter"),
+    (3, (8,), Communication(weights="int8", block=2**16), {},
+     r"weights='int8' would change nothing: .*down/kernel \(fewer"),
     (2, (8,), Communication(gradients="fp4", exclude=""), {}, "gradients='fp4' would change nothing: .*excluded"),
     (3, (8,), "int8", {}, "is a str")])
 def test_what_cannot_take_effect_is_refused(stage, data, communication, options, message):
@@ -241,7 +243,7 @@ def test_what_cannot_take_effect_is_refused(stage, data, communication, options,
 def test_what_is_sent_as_it_is_is_listed():
     """And negative control: without a policy nothing is said of it."""
     batch = token_batches(1, 16)[0]
-    policy = Communication("int8", "int4", block=256, exclude="wpe")
+    policy = Communication(weights="int8", gradients="int4", block=256, exclude="wpe")
     layout = step_of(gpt2.build(NET), 3, (8,), {}, policy).layout(batch)
     text = layout.describe()
     assert "communication: weights int8, gradients int4, blocks of 256; " in text
@@ -253,7 +255,7 @@ def test_what_is_sent_as_it_is_is_listed():
 
 def test_the_copy_of_stage_2_is_what_numpy_rounds():
     """Bit for bit, in bfloat16; and negative control: a cast is another copy."""
-    policy = Communication("int4", block=16)
+    policy = Communication(weights="int4", block=16)
     step = step_of(gpt2.build(NET), 2, (2, 4), {"precision": "bf16"}, policy)
     state = step.init(jax.random.key(0), token_batches(1, 16)[0])
     params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), step.params(state))

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.covering import covering
+from support.flat import flat_step
 from support.oracle import ADAMW, Trained, loss_difference, param_difference, slow, train
 from support.targets import simulated
 from support.workloads import FLAVOURS, MLPS, classify, token_batches, vector_batches
@@ -67,7 +68,7 @@ def run(name, stage, mesh) -> Trained:
         options = {"optimizer": optax.sgd(0.1, momentum=0.9), "loss": classify}
     if not mesh:
         return train(model, 0, 1, batches=batches, precision="fp32", **options)
-    step = zero_jax.make_zero_train_step(model, stage, mesh=zero_jax.make_mesh(**mesh), precision="fp32", **options)
+    step = flat_step(model, stage, mesh=zero_jax.make_mesh(**mesh), precision="fp32", **options)
     state, losses, norms = step.init(jax.random.key(0), batches[0]), [], []
     for batch in batches:
         state, metrics = step(state, batch)

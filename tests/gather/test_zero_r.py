@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.flat import flat_step
 from support.oracle import slow
 from support.program_controls import partitioned
 from support.programs import Row, compiled_once
@@ -175,7 +176,7 @@ def test_checkpoints_come_up_a_iteration_ahead():
 
 
 def test_on_a_cpu_the_transfer_is_in_the_program_and_moves_nothing():
-    step = zero_jax.make_zero_train_step(gpt2.build(config(2)), 3, partition_activations="cpu", **CHECKPOINTED)
+    step = flat_step(gpt2.build(config(2)), 3, partition_activations="cpu", **CHECKPOINTED)
     text = str(jax.make_jaxpr(step.functions.step)(step.abstract_state(batch()), batch()))
     assert "MemorySpace.Host" in text and "<host>" in text
 
@@ -284,7 +285,7 @@ def test_temporaries_grow_by_checkpoints_and_sharded_gradients_alone():
 @pytest.mark.slow
 def test_nothing_grows_over_a_thousand_steps():
     small = gpt2.Config(2, 32, 4, vocab_size=64, max_length=16, remat=True)
-    step = zero_jax.make_zero_train_step(
+    step = flat_step(
         gpt2.build(small), 3, mesh=zero_jax.make_mesh(tensor=2), tensor_rules=gpt2.tensor_rules(small),
         partition_activations=True)
     tokens = np.zeros((8, 16), np.int32)

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.flat import flat_step
 from support.targets import simulated
 from support.workloads import token_batches
 
@@ -44,7 +45,7 @@ def trained(case, pieces, monkeypatch, *, wrong=False):
         monkeypatch.setattr(gather_pieces, "dynamic_update_slice_in_dim", lambda into, value, start, dim: right(
             into, value, max(0, start - value.shape[dim]), dim))
     with simulated("v5e:2x4" if "long axis" in case else None):  # gathers over one axis after another
-        step = zero_jax.make_zero_train_step(gpt2.build(config), stage, mesh=zero_jax.make_mesh(**sizes), **{
+        step = flat_step(gpt2.build(config), stage, mesh=zero_jax.make_mesh(**sizes), **{
             "precision": "bf16", "tensor_rules": gpt2.tensor_rules(config) if "tensor" in sizes else ()} | options)
     batches = token_batches(3)
     state = step.init(jax.random.key(0), batches[0])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from support.flat import flat_step
 from support.oracle import ADAMW, by_name, loss_difference, oracle, param_difference, train
 from support.program_controls import unsent_by_one_device
 
@@ -99,7 +100,7 @@ def test_models_have_the_numbers_of_one_device(model, precision, options):
 @pytest.mark.slow
 def test_weights_that_tensor_parallelism_splits_are_padded_too(plain):
     mesh = zero_jax.make_mesh(4, tensor=2)  # 1,023 are 1,024 over four devices of ZeRO
-    step = zero_jax.make_zero_train_step(Net(), 3, mesh=mesh, optimizer=ADAMW, tensor_rules=[
+    step = flat_step(Net(), 3, mesh=mesh, optimizer=ADAMW, tensor_rules=[
         ("up/kernel", P("tensor", None))])
     state, (first, second) = step.init(jax.random.key(0), batches()[0]), batches()
     assert step.layout().uses["blocks"]["up"]["kernel"].stored_shape.stored == (66, 1024)

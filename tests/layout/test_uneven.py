@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from support.covering import weekly
+from support.flat import flat_step
 from support.oracle import loss_difference, param_difference, slow, train
 from support.scripts import script
 from support.targets import target_devices
@@ -123,7 +124,7 @@ def test_rows_padded_as_on_tpus_are_one_device(flavour, monkeypatch):
 ])
 def test_rows_padded_on_tpus_are_sent_as_promised(target, sizes, stage, options):
     mesh = zero_jax.make_mesh(sizes, devices=target_devices(target))
-    step = zero_jax.make_zero_train_step(
+    step = flat_step(
         gpt2.build(gpt2.Config(2, 192, 2, vocab_size=8185, max_length=128)), stage,
         **{"mesh": mesh, "precision": "bf16", **options})
     tokens = jax.ShapeDtypeStruct((2 * mesh.size, 128), jnp.int32)

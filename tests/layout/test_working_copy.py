@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.flat import flat_step
 from support.targets import mesh_of
 from support.workloads import token_batches
 
@@ -24,7 +25,7 @@ MESHES = {
 
 
 def step_of(config, sizes, stage=2, **options):
-    return zero_jax.make_zero_train_step(
+    return flat_step(
         gpt2.build(config), stage, mesh=zero_jax.make_mesh(**sizes), precision="bf16",
         tensor_rules=gpt2.tensor_rules(config) if "tensor" in sizes else (), **options)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx, traverse_util
+from support.flat import flat_step, nested
 from support.oracle import loss_difference, next_token, oracle, param_difference, slow, train
 from support.program_controls import partitioned
 
@@ -88,7 +89,7 @@ def test_another_model_is_caught():
 
 def run_on(mesh, name, rules=True):
     options = {"tensor_rules": module_of(name).tensor_rules(config_of(name))} if rules else {}
-    step = zero_jax.make_zero_train_step(module_of(name).build(config_of(name)), 3, mesh=mesh, loss=loss_of(name),
+    step = flat_step(module_of(name).build(config_of(name)), 3, mesh=mesh, loss=loss_of(name),
                                          **options)
     return step, step.init(jax.random.key(0), batches(name)[0])
 
@@ -234,7 +235,7 @@ def plan_of(name, stage, length=32, **options):
     batch = module.batch_shapes(config, 16, length) if hasattr(module, "batch_shapes") else {
         key: jax.ShapeDtypeStruct((16, length), jnp.int32) for key in ("inputs", "targets")}
     return zero_jax.plan(module.build(config), stage, "h100:8", batch, loss=getattr(module, "loss", None),
-                         precision="bf16", **options)
+                         precision="bf16", **nested(options))
 
 
 @pytest.mark.grid

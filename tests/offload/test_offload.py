@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.flat import flat_step
 from support.offloaded import BATCH, Stacked, Unstacked, plain
 from support.targets import mesh_of
 
@@ -27,7 +28,7 @@ SMALL_BUFFER = zero_jax.Offload(buffer_bytes=2**16)
 def trained(stage, offload, *, model=None, steps=3, optimizer=None, **options):
     """(step, its state after some steps, losses and norms)."""
     optimizer = optimizer or optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
-    step = zero_jax.make_zero_train_step(
+    step = flat_step(
         Stacked() if model is None else model, stage, optimizer=optimizer, offload=offload, **options)
     state, numbers = step.init(jax.random.key(0), BATCH), []
     for _ in range(steps):

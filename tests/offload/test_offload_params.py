@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.flat import flat_step
 from support.offloaded import BATCH
 from support.stacked_nnx import NnxBlock, NnxStacked
 from support.targets import mesh_of
@@ -58,7 +59,7 @@ def trained(offload, *, model=Stacked, optimizer=None, **options):
     """(step, its state after three steps, losses and norms)."""
     made = model() if issubclass(model, nn.Module) else model(rngs=nnx.Rngs(0))
     optimizer = optimizer or optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
-    step = zero_jax.make_zero_train_step(made, 3, optimizer=optimizer, offload=offload, **options)
+    step = flat_step(made, 3, optimizer=optimizer, offload=offload, **options)
     state, numbers = step.init(jax.random.key(0), BATCH), []
     for _ in range(3):
         state, metrics = step(state, BATCH)

@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.covering import weekly
+from support.flat import flat_step
 from support.oracle import by_name, loss_difference, oracle, slow, train
 from support.targets import mesh_of
 from support.workloads import token_batches
@@ -198,7 +199,7 @@ def test_an_optimizer_without_such_moments_is_refused(bits, inner, words):
 
 def test_a_last_dim_that_tensor_parallelism_splits_is_refused_with_8_bits():
     def layout(bits, *spec):
-        return zero_jax.make_zero_train_step(
+        return flat_step(
             gpt2.build(CONFIG), 3, optimizer=adamw(bits), mesh=zero_jax.make_mesh(4, tensor=2),
             tensor_rules=[("up/kernel", P(*spec))]).layout(BATCH)
 

@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from support.flat import flat_step
 from support.targets import mesh_of, target_devices
 
-import zero_jax
 from models import gpt2
 from zero_jax.cli.chosen_microbatches import by_hand, with_chosen_microbatches
 from zero_jax.cli.planning.plan_config import PlanConfig
@@ -23,7 +23,7 @@ def step_of(text, stage, **options):
     """(The step of 8 microbatches, its batch)."""
     mesh = mesh_of(text)
     tokens = jax.ShapeDtypeStruct((8 * mesh.size, 64), jnp.int32)
-    return zero_jax.make_zero_train_step(gpt2.build(CONFIG), stage, mesh=mesh, precision="bf16", accumulate=8,
+    return flat_step(gpt2.build(CONFIG), stage, mesh=mesh, precision="bf16", accumulate=8,
                                          **options), {"inputs": tokens, "targets": tokens}
 
 

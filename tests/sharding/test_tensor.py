@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from support.covering import covering, weekly
+from support.flat import flat_step
 from support.oracle import slow
 from support.trained_losses import BATCH, CONFIG, FLAVOURS, LENGTH, VOCAB, batches, losses
 
@@ -103,7 +104,7 @@ def test_a_model_with_dropout_is_verified(sizes):
     batch = {"x": np.ones((8, 16, 8), np.float32)}
 
     def step_with(streams):
-        return zero_jax.make_zero_train_step(
+        return flat_step(
             Dropped(), 3, mesh=zero_jax.make_mesh(**sizes), tensor_rules=rules, rng_streams=streams,
             loss=lambda model, batch: jnp.mean(model(batch["x"]) ** 2))
 
@@ -142,7 +143,7 @@ def test_loss_in_chunks_is_weighted():
     batch = batches(1)[0] | {"weights": np.tile(np.arange(LENGTH) % 3, (BATCH, 1)).astype(np.float32)}
     found = []
     for loss in (None, zero_jax.chunked_next_token_loss(mesh, 2)):
-        step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 1, mesh=mesh, tensor_rules=RULES, loss=loss)
+        step = flat_step(gpt2.build(CONFIG), 1, mesh=mesh, tensor_rules=RULES, loss=loss)
         _, metrics = step(step.init(jax.random.key(0), batch), batch)
         found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     np.testing.assert_allclose(*found, rtol=1e-6)
@@ -151,7 +152,7 @@ def test_loss_in_chunks_is_weighted():
 
 def test_state_falls_by_both_degrees():
     sizes = {"stage": 3, "mesh": zero_jax.make_mesh(tensor=4), "tensor_rules": RULES}
-    layout = zero_jax.make_zero_train_step(gpt2.build(CONFIG), **sizes).layout(batches()[0])
+    layout = flat_step(gpt2.build(CONFIG), **sizes).layout(batches()[0])
     split = [row for row in layout.placements() if "tensor" in str(row.spec)]
     assert all(row.device_bytes * 8 == row.bytes for row in split)
     assert {row.name.split("/", 1)[1] for row in split if row.name.startswith("params")} == {
@@ -252,7 +253,7 @@ def test_settings_that_are_refused(sizes, options, message):
     options = {"stage": 3, "length": LENGTH, **options}
     length, batch = options.pop("length"), batches()[0]
     with pytest.raises(ValueError, match=message):
-        step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), mesh=zero_jax.make_mesh(**sizes), **options)
+        step = flat_step(gpt2.build(CONFIG), mesh=zero_jax.make_mesh(**sizes), **options)
         step.lower({name: leaf[:, :length] for name, leaf in batch.items()})
 
 
@@ -264,7 +265,7 @@ def test_settings_that_are_refused(sizes, options, message):
 ])
 def test_blocks_that_do_not_fit(options, config, message):
     with pytest.raises(ValueError, match=message):
-        zero_jax.make_zero_train_step(gpt2.build(config), 3, **options).lower(batches()[0])
+        flat_step(gpt2.build(config), 3, **options).lower(batches()[0])
 
 
 def test_a_name_that_a_rule_for_forward_alone_gives_is_found():

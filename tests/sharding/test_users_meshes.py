@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.covering import covering
+from support.flat import flat_step
 from support.oracle import by_name, oracle, slow
 
 import zero_jax
@@ -93,7 +94,7 @@ WAYS = {
 def train(model, stage, mesh=None, context=None, **options):
     """Losses, and parameters, with arrays that are made where the step runs."""
     with jax.set_mesh(context) if context is not None else contextlib.nullcontext():
-        step = zero_jax.make_zero_train_step(model, stage, mesh=mesh, optimizer=SGD, loss=squares, **options)
+        step = flat_step(model, stage, mesh=mesh, optimizer=SGD, loss=squares, **options)
         batches = [BATCHES[0], jax.tree.map(jnp.asarray, BATCHES[1])]
         state = step.init(jax.random.key(0), batches[0])
         losses = []
@@ -268,7 +269,7 @@ def test_specs_without_their_mesh_are_refused(model, context, message):
     (("fsdp", "tp"), (4, 2), {**TP, "sequence_parallel": True}, "'tp'|sequence")])
 def test_errors_name_the_users_axes(names, sizes, options, message):
     with pytest.raises(ValueError, match=message):
-        step = zero_jax.make_zero_train_step(Net(), 3, mesh=explicit(names, sizes), loss=squares, **options)
+        step = flat_step(Net(), 3, mesh=explicit(names, sizes), loss=squares, **options)
         step.lower(BATCHES[0])
 
 

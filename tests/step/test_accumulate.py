@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from support.covering import weekly
+from support.flat import flat_step
 from support.oracle import loss_difference, oracle, param_difference, slow, train
 from support.plain_training import plain_training
 from support.programs import program
@@ -58,7 +59,7 @@ def test_microbatches_on_one_device_and_on_a_factored_hybrid_mesh():
     one = one_device("linen")
     for mesh, options in ((zero_jax.make_mesh(1), {}), (zero_jax.make_mesh((2, 2), replica=2), {"reduce": "once"}),
                           (zero_jax.make_mesh((2, 2), replica=2), {})):
-        step = zero_jax.make_zero_train_step(
+        step = flat_step(
             gpt2.build(GPT2), 3, mesh=mesh, optimizer=SGD, accumulate=4, **options)
         state = step.init(jax.random.key(0), BATCHES[0])
         for batch in BATCHES:
@@ -198,7 +199,7 @@ class Walk(nn.Module):
 
 @pytest.mark.parametrize("reduce", ["every", "once"])
 def test_a_key_that_the_model_writes_moves_on(reduce):
-    step = zero_jax.make_zero_train_step(
+    step = flat_step(
         Walk(), 2, loss=lambda model, batch: model(batch["x"]).mean(), mesh=zero_jax.make_mesh(8), accumulate=2,
         reduce=reduce, optimizer=optax.sgd(0.0))
     batch = {"x": np.ones((16, 16), np.float32)}
@@ -237,7 +238,7 @@ class Draws(nn.Module):
 
 
 def drawn_step(model, **options):
-    return zero_jax.make_zero_train_step(
+    return flat_step(
         model, 2, loss=lambda model, batch: model(batch["x"]).mean(), optimizer=optax.sgd(0.0), **options)
 
 
@@ -272,7 +273,7 @@ def test_devices_drop_different_units():
         kept = (model(batch["x"]) != 0).astype(jnp.float32).mean()
         return kept, {"square": kept**2}
 
-    step = zero_jax.make_zero_train_step(
+    step = flat_step(
         Masks(), 3, loss=loss, mesh=zero_jax.make_mesh(8), accumulate=2, reduce="once", optimizer=optax.sgd(0.0))
     batch = {"x": np.ones((16, 16), np.float32)}
     _, metrics = step(step.init(jax.random.key(0), batch), batch)
@@ -324,7 +325,7 @@ def test_an_embedding_is_reduced_in_the_loop():
     ({"accumulate": 2, "reduce": "twice"}, "reduce='twice'")])
 def test_what_cannot_be_is_refused(options, told):
     with pytest.raises(ValueError, match=told):
-        zero_jax.make_zero_train_step(gpt2.build(GPT2), 3, **options)
+        flat_step(gpt2.build(GPT2), 3, **options)
 
 
 def test_counts_are_integers_of_any_type(tmp_path):

@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from support.flat import flat_step
 
 import zero_jax
 from zero_jax import Guard, LossScale, Metric, Names, Precision, Remat, TensorRule, make_mesh
@@ -33,7 +34,7 @@ def batch_of(**more):
 
 
 def step_of(loss=squared, model=None, **options):
-    return zero_jax.make_zero_train_step(model or Net(), 3, loss=loss, optimizer=optax.sgd(0.1), **options)
+    return flat_step(model or Net(), 3, loss=loss, optimizer=optax.sgd(0.1), **options)
 
 
 def layout_of(batch=None, **options):

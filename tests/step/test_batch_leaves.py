@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.flat import flat_step
 from support.oracle import slow
 
 import zero_jax
@@ -67,7 +68,7 @@ def assert_trains_as_plain(step, state, batches, loss):
 @pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
 def test_a_graph_with_a_scalar_and_a_key(stage):
     batches = [batch_of(number) for number in range(3)]
-    step = zero_jax.make_zero_train_step(Net(), stage, loss=graph_loss, optimizer=SGD, batch_specs=EDGES)
+    step = flat_step(Net(), stage, loss=graph_loss, optimizer=SGD, batch_specs=EDGES)
     state = step.init(jax.random.key(0), step.abstract_batch(batches[0]))
     shardings = {name: leaf.sharding.spec for name, leaf in step.abstract_batch(batches[0]).items()}
     assert shardings["senders"] == shardings["x"] == P(("data",)) or shardings["senders"] == P("data")
@@ -85,7 +86,7 @@ def test_a_graph_with_a_scalar_and_a_key(stage):
 
 def test_leaves_that_do_not_divide_are_whole_by_a_rule():
     batch = batch_of(0, num_edges=23)
-    step = zero_jax.make_zero_train_step(Net(), 3, loss=graph_loss, optimizer=SGD, batch_specs=[("ers$", None)])
+    step = flat_step(Net(), 3, loss=graph_loss, optimizer=SGD, batch_specs=[("ers$", None)])
     assert_trains_as_plain(step, step.init(jax.random.key(0), batch), [batch], graph_loss)
     assert step.layout().replicated_batch == ("key", "receivers", "scale", "senders")
 
@@ -93,7 +94,7 @@ def test_leaves_that_do_not_divide_are_whole_by_a_rule():
 def test_several_steps_at_once():
     batches = [batch_of(number) for number in range(2)]
     stacked = {name: jnp.stack([batch[name] for batch in batches]) for name in batches[0]}
-    step = zero_jax.make_zero_train_step(Net(), 3, loss=graph_loss, optimizer=SGD, batch_specs=EDGES)
+    step = flat_step(Net(), 3, loss=graph_loss, optimizer=SGD, batch_specs=EDGES)
     state = step.init(jax.random.key(0), batches[0])
     expected, _ = plain(graph_loss, jax.device_get(step.params(state)), batches)
     np.testing.assert_allclose(step.multi(state, stacked)[1]["loss"], expected, rtol=1e-5)
@@ -123,7 +124,7 @@ def test_microbatches(reduce, draws):
     """Each has all of what is whole, and a key of its own: of the batch, or of the step."""
     batch = {name: leaf for name, leaf in batch_of(0).items() if name in ("x", "y", "scale", "key")}
     batch["table"] = np.float32([[2.0]])
-    step = zero_jax.make_zero_train_step(Net(), 3, loss=drawing_loss if draws else noisy_loss, optimizer=SGD,
+    step = flat_step(Net(), 3, loss=drawing_loss if draws else noisy_loss, optimizer=SGD,
                                          accumulate=2, reduce=reduce, batch_specs=[("table", None)])
     state = step.init(jax.random.key(0), batch)
     step_key = jax.random.fold_in(state.rng, 0)
@@ -147,7 +148,7 @@ def test_a_loss_that_takes_the_key_of_the_step(precision):
     batch = {**{name: leaf for name, leaf in batch_of(0).items() if name in ("x", "y", "scale")}}
     batch["table"] = np.float32([[1.0]])
     options = {"batch_specs": [("table", None)], "precision": precision}
-    step = zero_jax.make_zero_train_step(Net(), 3, loss=drawing_loss, optimizer=SGD, **options)
+    step = flat_step(Net(), 3, loss=drawing_loss, optimizer=SGD, **options)
     state = step.init(jax.random.key(0), batch)
     bound, tolerance = Net().bind({"params": jax.device_get(step.params(state))}), 2e-2 if precision else 1e-5
 
@@ -177,7 +178,7 @@ def test_a_loss_that_takes_the_key_of_the_step(precision):
 ])
 def test_what_is_refused(options, change, message):
     with pytest.raises(ValueError, match=message):
-        step = zero_jax.make_zero_train_step(Net(), 3, loss=graph_loss, **options)
+        step = flat_step(Net(), 3, loss=graph_loss, **options)
         step.lower({**batch_of(0), **change})
 
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh
+from support.flat import flat_step
 
 import zero_jax
 from models import gpt2
@@ -83,7 +84,7 @@ def test_a_batch_that_does_not_fit_at_a_step_leaves_the_state_alone():
 def test_meshes_that_do_not_fit(mesh, axis, message):
     devices = np.array(jax.devices()).reshape(4, 2)
     with pytest.raises(ValueError, match=message):
-        zero_jax.make_zero_train_step(model(), 3, mesh=Mesh(devices, mesh), axis=axis)
+        flat_step(model(), 3, mesh=Mesh(devices, mesh), axis=axis)
 
 
 def test_what_is_no_mesh():

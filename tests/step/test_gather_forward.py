@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from support.flat import flat_step
 from support.oracle import loss_difference, param_difference, slow, train
 from support.programs import asynchronous, program
 from support.workloads import token_batches
@@ -98,7 +99,7 @@ def test_at_the_end_of_a_step_they_are_not():
 
 def test_the_layout_tells_its_bytes():
     mesh = zero_jax.make_mesh(8)
-    step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, mesh=mesh, precision="bf16", gather="forward")
+    step = flat_step(gpt2.build(CONFIG), 3, mesh=mesh, precision="bf16", gather="forward")
     layout = step.layout(BATCHES[0])
     stored = sum(leaf.size for leaf in jax.tree.leaves(layout.state.params))
     assert layout.kept_bytes == 2 * stored

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.flat import flat_step
 from support.oracle import loss_difference, param_difference, slow, train
 from support.programs import program
 from support.targets import mesh_of
@@ -63,8 +64,8 @@ def test_on_a_factored_mesh(options, reduce):
     """Where the copy is sharded inside the node, too, and where some parameters are not trained."""
     options = {"mesh": zero_jax.make_mesh((2, 4)), "optimizer": SGD, "accumulate": 4, "reduce": reduce, **options}
     one = {name: value for name, value in options.items() if name == "frozen"}
-    steps = (zero_jax.make_zero_train_step(gpt2.build(UNEVEN), 3, gather="step", **options),
-             zero_jax.make_zero_train_step(gpt2.build(UNEVEN), 0, mesh=zero_jax.make_mesh(1), optimizer=SGD, **one))
+    steps = (flat_step(gpt2.build(UNEVEN), 3, gather="step", **options),
+             flat_step(gpt2.build(UNEVEN), 0, mesh=zero_jax.make_mesh(1), optimizer=SGD, **one))
     states = [step.init(jax.random.key(0), BATCHES[0]) for step in steps]
     for batch in BATCHES:
         states = [step(state, batch)[0] for step, state in zip(steps, states, strict=True)]
@@ -127,7 +128,7 @@ def test_the_copy_takes_two_bytes_per_parameter():
 
 def layout(model, target, stage=3, *, mesh=None, rows=8, **options):
     mesh = mesh or mesh_of(target)
-    step = zero_jax.make_zero_train_step(model, stage, mesh=mesh, precision="bf16", **{"accumulate": 2, **options})
+    step = flat_step(model, stage, mesh=mesh, precision="bf16", **{"accumulate": 2, **options})
     return step.layout({name: jax.ShapeDtypeStruct((rows * mesh.size, 16), jnp.int32)
                         for name in ("inputs", "targets")})
 
@@ -152,7 +153,7 @@ def test_auto_where_nothing_is_known():
 @pytest.mark.parametrize("gather", ["twice", 1])
 def test_what_cannot_be_is_refused(gather):
     with pytest.raises(zero_jax.UsageError, match=f"gather={gather!r}: give"):
-        zero_jax.make_zero_train_step(gpt2.build(UNEVEN), 3, accumulate=2, gather=gather)
+        flat_step(gpt2.build(UNEVEN), 3, accumulate=2, gather=gather)
 
 
 def test_a_copy_that_does_not_fit_is_refused():

@@ -4,6 +4,7 @@ import warnings
 
 import jax
 import pytest
+from support.flat import flat_step
 from support.slices import batches as slice_batches
 from support.slices import make
 from support.workloads import token_batches
@@ -26,7 +27,7 @@ def _unknown_option(monkeypatch):
 
 
 def trained(**asked):
-    step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, mesh=zero_jax.make_mesh(8), **asked)
+    step = flat_step(gpt2.build(CONFIG), 3, mesh=zero_jax.make_mesh(8), **asked)
     state, losses = step.init(jax.random.key(0), BATCHES[0]), []
     for batch in BATCHES:
         state, metrics = step(state, batch)

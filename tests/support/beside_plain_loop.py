@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-import zero_jax
+from support.flat import flat_step
 from support.oracle import slow
 from zero_jax.tree import named_leaves
 
@@ -84,7 +84,7 @@ def compare(model, stage, batches, loss=squares, *, plain=None, dtype=None, tole
 
     plain: the model of the plain loop, where it is not the same.
     """
-    step = zero_jax.make_zero_train_step(model, stage, optimizer=OPTIMIZER, loss=loss, **options)
+    step = flat_step(model, stage, optimizer=OPTIMIZER, loss=loss, **options)
     state = step.init(jax.random.key(0), batches[0])
     start = jax.device_get((step.params(state), state.variables))
     flavour = {"dtype": dtype} if isinstance(model, nn.Module) else {}

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-import zero_jax
+from support.flat import flat_step
 
 ADAM = optax.adam(1e-2)
 
@@ -77,7 +77,7 @@ def plain_gradients(params, stats, batch):
 
 
 def step_of(stage=3, model=None, loss=squared, optimizer=ADAM, **options):
-    return zero_jax.make_zero_train_step(model or Net(), stage, loss=loss, optimizer=optimizer, **options)
+    return flat_step(model or Net(), stage, loss=loss, optimizer=optimizer, **options)
 
 
 def losses_of(step, state, batches=BATCHES):

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 import zero_jax
+from support.flat import flat_step
 from zero_jax.tree import named_leaves
 
 BATCH = {name: jax.random.randint(jax.random.key(seed), (16, 8), 0, 96) for seed, name in enumerate(
@@ -54,7 +55,7 @@ def plain(leaf):
 
 def made(stage, folder, *, model=None, optimizer=CLIPPED, buffer_bytes=2**16, **options):
     offload = None if folder is None else zero_jax.Offload(disk=folder, buffer_bytes=buffer_bytes)
-    return zero_jax.make_zero_train_step(
+    return flat_step(
         Stacked() if model is None else model(), stage, optimizer=optimizer, offload=offload, **options)
 
 

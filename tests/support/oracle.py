@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import zero_jax
+from support.flat import flat_step
 from support.plain_training import plain_training
 from zero_jax.tree import named_leaves
 
@@ -54,7 +55,7 @@ def train(model, stage, devices, *, batches, optimizer=None, seed=0, **options) 
     passes through zero amplify rounding. 1e-6 keeps the comparison one of gradients.
     """
     mesh = devices if isinstance(devices, jax.sharding.Mesh) else zero_jax.make_mesh(devices)
-    step = zero_jax.make_zero_train_step(
+    step = flat_step(
         model, stage, mesh=mesh, optimizer=optimizer or ADAMW, **options)
     state = step.init(jax.random.key(seed), batches[0])
     losses, norms = [], []

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import zero_jax
 from models import gpt2, gpt2_nnx, resnet
+from support.flat import flat_step
 from support.once import one_at_a_time
 from support.program_controls import (
     annotated,
@@ -100,7 +101,7 @@ class Row:
         mesh = mesh_of(self.target, **self.sizes)
         model = Replicated(mesh) if self.model is Replicated else self.model or LINEN
         options = {"precision": "bf16", "optimizer": ADAMW} | self.options
-        step = zero_jax.make_zero_train_step(model, self.stage, mesh=mesh, **options)
+        step = flat_step(model, self.stage, mesh=mesh, **options)
         rows, length = self.global_batch or self.batch[0] * mesh.size, self.batch[1]
         if options.get("loss") is classify_images:
             return step, {"images": jax.ShapeDtypeStruct((rows, 16, 16, 3), jnp.float32),

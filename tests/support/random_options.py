@@ -13,6 +13,7 @@ import optax
 
 import zero_jax
 from models import gpt2
+from support.flat import flat_step
 from support.oracle import Trained, by_name, oracle, param_difference
 from support.workloads import FLAVOURS, KEY_BIAS, token_batches
 from zero_jax.errors import UsageError
@@ -109,7 +110,7 @@ def make(drawn: Drawn, folder: str) -> Any:
     rules = {"tensor_rules": gpt2.tensor_rules(drawn.config)} if "tensor" in drawn.mesh else {}
     sizes = MESHES[drawn.mesh]
     number = int(np.prod([np.prod(size) for size in sizes.values()]))
-    return zero_jax.make_zero_train_step(
+    return flat_step(
         FLAVOURS[drawn.flavour](drawn.config), drawn.stage, optimizer=OPTIMIZERS[drawn.optimizer],
         precision=drawn.precision, mesh=zero_jax.make_mesh(**sizes, devices=jax.devices()[:number]), **rules,
         **options)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 import zero_jax
+from support.flat import flat_step
 from zero_jax.tree import named_leaves
 
 LENGTH, WORDS = 4, 61
@@ -30,7 +31,7 @@ def mesh_of(count: int, **options):
 
 
 def make_step(stage, count, model=MODEL, *, optimizer=ADAMW, mesh=None, **options):
-    return zero_jax.make_zero_train_step(model, stage, optimizer=optimizer, mesh=mesh or mesh_of(count), **options)
+    return flat_step(model, stage, optimizer=optimizer, mesh=mesh or mesh_of(count), **options)
 
 
 @functools.cache

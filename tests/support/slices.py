@@ -8,6 +8,7 @@ import optax
 from flax import nnx
 
 import zero_jax
+from support.flat import flat_step
 from zero_jax.tree import named_leaves
 
 VOCABULARY, WIDTH, ROWS = 32, 9, 16
@@ -58,7 +59,7 @@ def batches(number, rows=ROWS):
 
 
 def make(stage=3, flavour="linen", replica=2, inner=INNER, step_options=None, **options):
-    step = zero_jax.make_zero_train_step(
+    step = flat_step(
         MODELS[flavour], stage, optimizer=inner, mesh=zero_jax.make_mesh(replica=replica),
         **(step_options or {}))
     return zero_jax.make_diloco_step(step, **{"every": 3, **options})

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import optax
 
-import zero_jax
 from models import gpt2, gpt2_nnx
+from support.flat import flat_step
 
 LENGTH, BATCH, VOCAB = 16, 8, 64
 CONFIG = gpt2.Config(2, 32, 4, vocab_size=VOCAB, max_length=LENGTH, remat=True)
@@ -19,7 +19,7 @@ def batches(steps=3):
 
 
 def losses(flavour, stage, mesh, config=CONFIG, **options):
-    step = zero_jax.make_zero_train_step(FLAVOURS[flavour].build(config), stage, mesh=mesh,
+    step = flat_step(FLAVOURS[flavour].build(config), stage, mesh=mesh,
                                          optimizer=optax.adamw(1e-3, eps=1e-6), **options)
     given = batches()
     state, found = step.init(jax.random.key(0), given[0]), []

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from support.flat import flat_step
 from support.oracle import ADAMW, by_name, loss_difference, oracle, param_difference, train
 from support.targets import mesh_of
 
@@ -175,7 +176,7 @@ def test_an_evaluator_takes_a_tiled_weight_for_more_than_a_product():
         return jnp.sum(model.variables["params"]["up"]["kernel"] ** 2)
 
     def found(**options):
-        step, batch = zero_jax.make_zero_train_step(Wide(), 3, **options), batches(1)[0]
+        step, batch = flat_step(Wide(), 3, **options), batches(1)[0]
         return float(step.evaluator(size)(step.init(jax.random.key(0), batch), batch))
 
     tiles = {"tiling": {"up/kernel": 4}}
@@ -190,10 +191,10 @@ SPLIT_TILES = {"up/kernel": 3, "down/kernel": 97}  # along the dims that are not
 @pytest.mark.slow
 def test_tiles_are_along_what_tensor_parallelism_does_not_split(small_oracle):
     mesh = zero_jax.make_mesh(4, tensor=2)
-    step = zero_jax.make_zero_train_step(Small(), 3, mesh=mesh, optimizer=ADAMW, tiling=SPLIT_TILES, **SPLIT)
+    step = flat_step(Small(), 3, mesh=mesh, optimizer=ADAMW, tiling=SPLIT_TILES, **SPLIT)
     lines = step.layout(batches(1)[0]).describe()
     assert "up/kernel, 3 along dim 0" in lines and "down/kernel, 97 along dim 1" in lines
-    plain = zero_jax.make_zero_train_step(Small(), 3, mesh=mesh, optimizer=ADAMW, **SPLIT)
+    plain = flat_step(Small(), 3, mesh=mesh, optimizer=ADAMW, **SPLIT)
     promised = [each.contract(batches(1)[0]).budget("activations").communication_bytes for each in (step, plain)]
     assert promised[0] == promised[1] > 0
     state = step.init(jax.random.key(0), batches(1)[0])
@@ -220,7 +221,7 @@ TARGET_BATCH = {name: jax.ShapeDtypeStruct((32, 64), jnp.int32) for name in ("in
     ("h100:8", {}), ("h100:8", {"remat": "full"}), ("h100:8", {"offload": "parameters"}), ("v5e:2x4", {})])
 def test_targets_keep_the_contract(target, options, monkeypatch):
     def compiled():
-        step = zero_jax.make_zero_train_step(lambda rngs: NnxNet(rngs, 256), 3, mesh=mesh_of(target), precision="bf16",
+        step = flat_step(lambda rngs: NnxNet(rngs, 256), 3, mesh=mesh_of(target), precision="bf16",
                                              tiling={"up/kernel": 8, "down/kernel": 4}, **options)
         return step.compiled_step(TARGET_BATCH)
 
@@ -243,7 +244,7 @@ def test_targets_keep_the_contract(target, options, monkeypatch):
     ("h100:2x4", {"data": (2, 4)}, {"hpz_axes": "data_1"}), ("h100:8", {}, INT8)])
 def test_targets_send_copies_once_and_codes_in_tiles(target, sizes, options, monkeypatch):
     def compiled(**tiling):
-        step = zero_jax.make_zero_train_step(lambda rngs: NnxNet(rngs, 256), 3, mesh=mesh_of(target, **sizes),
+        step = flat_step(lambda rngs: NnxNet(rngs, 256), 3, mesh=mesh_of(target, **sizes),
                                              precision="bf16", **tiling, **options)
         return step.compiled_step(TARGET_BATCH)
 
@@ -268,7 +269,7 @@ class Wide(nn.Module):
 def assert_tiles_save(target, tensor, **options):
     """The product of one wide layer: a tile and its gradient, the gradient's shard, and no whole weight."""
     def compiled(tiling):
-        step = zero_jax.make_zero_train_step(
+        step = flat_step(
             Wide(), 3, loss=lambda model, batch: jnp.square(model(batch["x"]).astype(jnp.float32)).mean(),
             mesh=mesh_of(target, tensor=tensor), precision="bf16", tiling=tiling, **options)
         return step.compiled_step({"x": jax.ShapeDtypeStruct((64, 16384), jnp.bfloat16)})
@@ -301,7 +302,7 @@ def test_temporaries_of_one_device_are_those_of_a_tile():
 
 
 def make(model=None, stage=3, **options):
-    return zero_jax.make_zero_train_step(model or Small(), stage, **{"tiling": {"up/kernel": 4}, **options})
+    return flat_step(model or Small(), stage, **{"tiling": {"up/kernel": 4}, **options})
 
 
 class Tied(nn.Module):

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.covering import weekly
+from support.flat import flat_step
 from support.oracle import loss_difference, oracle, param_difference, slow, train
 from support.random_modules import check as check_module
 from support.random_modules import draw
@@ -561,7 +562,7 @@ def test_steps_for_targets_keep_the_contract(target, stage, sizes):
     config = gpt2.Config(4, 512, 8, vocab_size=2048, max_length=256,
                          attention=zero_jax.attention(mesh) if tensor > 1 else None)
     tokens = jax.ShapeDtypeStruct((mesh.devices.size // tensor, 256), jnp.int32)
-    step = zero_jax.make_zero_train_step(gpt2.build(config), stage, mesh=mesh, precision="bf16",
+    step = flat_step(gpt2.build(config), stage, mesh=mesh, precision="bf16",
                                          tensor_rules=gpt2.tensor_rules(config) if tensor > 1 else ())
     report = step.verify({"inputs": tokens, "targets": tokens})
     assert report.communication_bytes < 1.03 * report.contract.communication_bytes

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
+from support.flat import flat_step
 from support.programs import BESIDE_PREFETCH, asynchronous, beside_products, program
 from support.targets import mesh_of
 
@@ -227,7 +228,7 @@ def test_live_and_described_chips_get_the_same_options(names):
 
 def layout(target, stage=3, model=CONFIG, **options):
     mesh = mesh_of(target) if target else zero_jax.make_mesh(8)
-    step = zero_jax.make_zero_train_step(gpt2.build(model), stage, mesh=mesh, precision="bf16", **options)
+    step = flat_step(gpt2.build(model), stage, mesh=mesh, precision="bf16", **options)
     return step.layout({name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")})
 
 
@@ -249,8 +250,8 @@ def test_the_layout_tells_the_options():
 def test_a_plan_tells_what_it_changes():
     """The same step is compiled twice; where overlap is not asked for, once."""
     batch = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")}
-    made = zero_jax.plan(gpt2.build(CONFIG), 3, "v5p:2x2x2", batch, precision="bf16", overlap=True)
-    plain = zero_jax.plan(gpt2.build(CONFIG), 3, "v5p:2x2x2", batch, precision="bf16", overlap=False)
+    made, plain = (zero_jax.plan(gpt2.build(CONFIG), 3, "v5p:2x2x2", batch, precision="bf16",
+                                 communication=zero_jax.Communication(overlap=overlap)) for overlap in (True, False))
     assert plain.overlap is None and made.overlap is not None
     assert made.overlap.seconds == pytest.approx((plain.timing.seconds, made.timing.seconds), rel=0.01)
     exposed = [sum(each.timing.exposed_seconds.values()) for each in (plain, made)]
@@ -290,7 +291,7 @@ def test_what_does_not_fit_is_told_to_do_without():
     """Of what is too large to be compiled at all."""
     batch = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")}
     for overlap in ("auto", False):
-        step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, mesh=mesh_of("v5p:2x2x2"), overlap=overlap)
+        step = flat_step(gpt2.build(CONFIG), 3, mesh=mesh_of("v5p:2x2x2"), overlap=overlap)
         told = examine(step, batch, target_of("v5p:2x2x2"), memory_bytes=1).advice
         assert told and any("overlap=False" in line for line in told) == bool(overlap)
 
@@ -323,7 +324,7 @@ def test_temporaries_are_laid_out_by_the_better_search():
     found = {}
     for overlap in ("auto", {"xla_tpu_buffer_assignment_enable_fast_merge_fallback": True}):
         model = gpt2.build(gpt2.Config(6, 2048, 16, vocab_size=8192, max_length=1024, remat=True))
-        step = zero_jax.make_zero_train_step(model, 3, mesh=mesh_of("v6e:2x4"), precision="bf16", overlap=overlap)
+        step = flat_step(model, 3, mesh=mesh_of("v6e:2x4"), precision="bf16", overlap=overlap)
         tokens = jax.ShapeDtypeStruct((32, 1024), jnp.int32)
         program = step.compiled_step({"inputs": tokens, "targets": tokens})
         found[str(overlap)] = program.memory.temp_size_in_bytes, program.memory.peak_memory_in_bytes

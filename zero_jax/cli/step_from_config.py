@@ -25,6 +25,7 @@ from zero_jax.step.attention import Attention, attention
 from zero_jax.step.chunked_loss import chunked_next_token_loss
 from zero_jax.step.guard import Guard
 from zero_jax.step.make import make_zero_train_step
+from zero_jax.step.options import Communication, Parallelism
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.transforms.remat import Remat
 from zero_jax.typing import Loss
@@ -54,7 +55,6 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device],
     loss: None: the model's own where it has one, else that of the next token. Where slices train by themselves it is
     what they take together, without a guard, which slices cannot have.
     """
-    settled = by_hand(config)  # what "auto" stands for in `train` is chosen before
     schedule = make_schedule(config.schedule, **config.schedule_arguments(config.steps))
     # The injected rate is part of the state, so that the step's metrics report it.
     mesh = make_mesh(replica=config.replica, tensor=config.tensor, context=config.context, devices=devices)
@@ -66,8 +66,8 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device],
         config.adapted(choice.build(choice.config)), config.stage,
         loss=loss_of(config, choice, mesh, loss or choice.loss), optimizer=optimizer,
         mesh=mesh,
-        precision=config.precision, accumulate=config.accumulate, reduce=settled.reduce, gather=settled.gather,
-        ema=config.ema, guard=None if config.diloco_every else Guard(skip=config.max_bad_steps),
+        precision=config.precision, accumulate=config.accumulate, ema=config.ema,
+        guard=None if config.diloco_every else Guard(skip=config.max_bad_steps),
         **residual_options(config, choice))
 
 
@@ -137,11 +137,16 @@ def attention_text(choice: ModelChoice, *, batch: int, length: int | None, preci
 
 
 def residual_options(config: TrainConfig | PlanConfig, choice: ModelChoice) -> dict[str, Any]:
-    """Model parallelism and activation options of a configuration, as arguments of `make_zero_train_step`."""
+    """Parallelism, communication and memory of a configuration, as arguments of `make_zero_train_step`."""
+    settled = by_hand(config)  # what "auto" stands for is chosen before
+    formats: Any = config.quantize_gradients or None
     return {
-        "tensor_rules": choice.tensor_rules(config.tensor), "sequence_parallel": config.sequence_parallel,
-        "overlap": {"yes": True, "no": False}.get(config.overlap, config.overlap),
-        "prefetch": config.prefetch_weights, "communication": config.communication,
+        "parallelism": Parallelism(tensor_rules=choice.tensor_rules(config.tensor),
+                                   sequence_parallel=config.sequence_parallel),
+        "communication": Communication(
+            gather=settled.gather, reduce=settled.reduce, gradients=formats,
+            weights=None if config.quantize_weights == "no" else config.quantize_weights,
+            overlap={"yes": True, "no": False}.get(config.overlap, config.overlap), prefetch=config.prefetch_weights),
         "offload": offload_argument(config.offload, getattr(config, "offload_disk", None), config.offload_fraction),
         "tiling": config.tiles,
         "remat": {"full": "full", "dots": "dots", "sqrt": Remat(every="sqrt")}.get(config.remat),

@@ -48,7 +48,7 @@ class DiLoCoFunctions:
         """
         combinations.check({**step.options.values(step.axes), "diloco.every": outer.every})
         replica = step.axes.replica
-        if crossing := [rule for rule in step.options.batch_specs if replica in names_of(rule[1] or P())]:
+        if crossing := [rule for rule in step.options.parallelism.batch_specs if replica in names_of(rule[1] or P())]:
             raise UsageError(f"batch_specs: {crossing[0]!r} splits a leaf over the slices, {replica!r}, between which "
                              "nothing is sent: give None, or axes of a slice.")
         self.step, self.outer = step, outer
@@ -79,7 +79,8 @@ class DiLoCoFunctions:
 
         1 without, where all-reduces block, and where the step has no such loops or a fragment next to nothing to send.
         """
-        if fragment is None or not self.outer.overlap or blocks(self.axes.built_for, self.step.options.overlap):
+        overlap = self.step.options.communication.overlap
+        if fragment is None or not self.outer.overlap or blocks(self.axes.built_for, overlap):
             return 1
         layout = self.layout(batch)
         if self._iterations is None:

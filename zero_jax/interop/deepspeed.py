@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.errors import UsageError, few, named
-from zero_jax.gather.quantized.policy import Communication
 from zero_jax.offload.offload import Offload
 from zero_jax.precision import LossScale, Precision
+from zero_jax.step.options import Communication
 
 AUTO = "auto"
 """What transformers' Trainer fills in: such a value says nothing here."""
@@ -88,7 +88,8 @@ _WHOLE_SECTIONS: Mapping[str, str] = {
     "checkpoint": "zero_jax.Checkpoints", "data_types": "Precision(reduce=...): sums of microbatches are float32",
     "pipeline": "none: there is no pipeline parallelism", "progressive_layer_drop": "none: the model is yours",
     "amp": "none: Apex; bf16 or fp16 is precision=", "moe": "none: experts are the model's",
-    "eigenvalue": "none: the model is yours", "tensor_parallel": "an axis `tensor` of the mesh, with tensor_rules=",
+    "eigenvalue": "none: the model is yours",
+    "tensor_parallel": "an axis `tensor` of the mesh, with Parallelism(tensor_rules=)",
     "inference": "none: of serving", "compile": "none needed: the step is one compiled program",
 }
 
@@ -111,7 +112,7 @@ _NOTED: Mapping[str, str] = {
     "bf16.immediate_grad_update": "none: gradients are one program's",
     "bf16.check_grad_overflow": "guard=zero_jax.Guard()",
     "optimizer.legacy_fusion": NOT_STEERED,
-    "zero_optimization.overlap_comm": "overlap=",
+    "zero_optimization.overlap_comm": "Communication(overlap=)",
     "zero_optimization.stage3_param_persistence_threshold": "none: small leaves are sharded where a dim divides",
     "zero_optimization.stage3_model_persistence_threshold": "none: small leaves are sharded where a dim divides",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "zero_jax.export_params",
@@ -134,7 +135,8 @@ _NOTED: Mapping[str, str] = {
         "stage3_max_live_parameters", "stage3_max_reuse_distance", "allgather_partitions", "grad_hooks",
         "stage3_use_all_reduce_for_fetch_params", "use_multi_rank_bucket_allreduce", "legacy_stage1",
         "override_module_apply", "module_granularity_threshold", "pipeline_loading_checkpoint")},
-    **{f"zero_optimization.{key}": "combine_bytes= is the largest buffer of XLA's combiner; without it XLA chooses"
+    **{f"zero_optimization.{key}": ("Communication(combine_bytes=) is the largest buffer of XLA's combiner; without it "
+                                    "XLA chooses")
        for key in ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size",
                    "prefetch_bucket_size")},
     **{f"zero_optimization.{part}.{key}": NOT_STEERED
@@ -188,10 +190,6 @@ class _Reader:
         result |= {name: value for name, value in (
             ("precision", self.precision()), ("optimizer", self.optimizer()), ("offload", self.offload(int(stage))),
             ("communication", self.communication(int(stage)))) if value is not None}
-        if self.number_of_node(int(stage)):
-            result["hpz_axes"] = ("data_1",)
-        if self.values.get("zero_optimization.overlap_comm") is False:
-            result["overlap"] = False
         result |= self.checkpoints()
         self.rest()
         return result
@@ -297,21 +295,27 @@ class _Reader:
         return None
 
     def communication(self, stage: int) -> Communication | None:
-        """ZeRO++'s quantised weights and gradients."""
+        """ZeRO++'s quantised weights and gradients and its hpZ, and whether anything is sent beside compute."""
         weights = self.take("zero_optimization.zero_quantized_weights", False,
                             "Communication(weights=\"int8\")" if stage == 3 else "none: weights are sent at stage 3")
         gradients = self.take("zero_optimization.zero_quantized_gradients", False, "Communication(gradients=\"int8\"); "
                               "(\"int8\", \"int4\") inside a node and across nodes, on a mesh that has both")
-        if not (weights and stage == 3) and not gradients:
-            return None
-        return Communication(weights="int8" if weights and stage == 3 else None,
-                             gradients="int8" if gradients else None)
+        options: dict[str, Any] = {}
+        if weights and stage == 3:
+            options["weights"] = "int8"
+        if gradients:
+            options["gradients"] = "int8"
+        if self.number_of_node(stage):
+            options["hpz_axes"] = ("data_1",)
+        if self.values.get("zero_optimization.overlap_comm") is False:
+            options["overlap"] = False
+        return Communication(**options) if options else None
 
     def number_of_node(self, stage: int) -> bool:
         """Whether hpZ is asked for."""
         size = self.number("zero_optimization.zero_hpz_partition_size", 1, lambda value: (
-            f"hpz_axes=(\"data_1\",), with mesh=zero_jax.make_mesh((-1, {value}))" if value > 1 and stage == 3 else
-            "none: no secondary partition"))
+            f"Communication(hpz_axes=(\"data_1\",)), with mesh=zero_jax.make_mesh((-1, {value}))"
+            if value > 1 and stage == 3 else "none: no secondary partition"))
         return size > 1 and stage == 3
 
     def checkpoints(self) -> dict[str, Any]:

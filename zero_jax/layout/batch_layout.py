@@ -33,12 +33,12 @@ class BatchLayout:
 
     Attributes:
         axes: the mesh.
-        rules: as `make_zero_train_step(batch_specs=...)` takes them. Raises ValueError for one that is malformed, or
+        rules: as `Parallelism(batch_specs=...)` takes them. Raises ValueError for one that is malformed, or
             names no axis of the mesh.
     """
 
     axes: MeshAxes
-    rules: tuple[BatchRule, ...] = ()
+    rules: Sequence[BatchRule] = ()
 
     def __post_init__(self) -> None:
         for rule in self.rules:
@@ -172,7 +172,7 @@ class BatchLayout:
             raise UsageError(
                 "The leaves of the batch differ in their leading dim, the global batch: "
                 + ", ".join(f"{name} {size}" for name, size in sizes.items()) + ". Give rules for those that are no "
-                "examples: make_zero_train_step(batch_specs=[(\"edges\", P(\"data\")), (\"table\", None)]).")
+                "examples: Parallelism(batch_specs=[(\"edges\", P(\"data\")), (\"table\", None)]).")
         size = next(iter(sizes.values()))
         devices = f"the {num_shards} devices of the axes {', '.join(axes.batch)} of the mesh {axes.sizes}"
         if size and not size % num_shards and size % (num_shards * num_microbatches):

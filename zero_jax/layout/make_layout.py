@@ -16,7 +16,7 @@ from zero_jax import combinations
 from zero_jax.errors import UsageError
 from zero_jax.gather.gather import ParamUse, compute_spec
 from zero_jax.gather.quantized.leaves import Leaf, quantized_leaves
-from zero_jax.gather.quantized.policy import Communication
+from zero_jax.gather.quantized.policy import Codes
 from zero_jax.layout.layout import Layout
 from zero_jax.layout.stored_optimizer import StoredPlacement, needs_shape
 from zero_jax.precision import Precision
@@ -148,7 +148,7 @@ class LayoutPolicy:
         reduce_at_use: whether backward reduces a gradient where the parameter is read; False: the sum of the
             microbatches is reduced after the last of them.
         hpz_axes: ZeRO axes among which backward gathers what forward gathered over the others (ZeRO++'s hpZ).
-        communication: in which formats weights and gradients are sent; None: as they are.
+        codes: in which formats weights and gradients are sent; None: as they are.
         compute_shards: whether stage 3, too, stores a copy in the dtype of computation, sharded as the master weights.
     """
 
@@ -156,7 +156,7 @@ class LayoutPolicy:
     precision: Precision = Precision()
     reduce_at_use: bool = True
     hpz_axes: AxisNames = ()
-    communication: Communication | None = None
+    codes: Codes | None = None
     compute_shards: bool = False
 
 
@@ -219,10 +219,10 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
                     gathered=trained or stage.shards_params, trained=trained)
 
     quantized = None
-    if policy.communication is not None:
-        combinations.check({"communication.weights": policy.communication.weights, "stage": stage.number,
+    if policy.codes is not None:
+        combinations.check({"communication.weights": policy.codes.weights, "stage": stage.number,
                             "copy": has_weights})
-        quantized = quantized_leaves(policy.communication, dict(named_leaves(merge(
+        quantized = quantized_leaves(policy.codes, dict(named_leaves(merge(
             map_named(functools.partial(leaf, trained=True), params, sharded_specs, param_shapes),
             map_named(functools.partial(leaf, trained=False), frozen, frozen_specs, frozen_shapes)))),
             axes, policy.hpz_axes)

@@ -31,7 +31,7 @@ MIN_LAYER_BYTES = 4096
 """The same of stacked parameters, of each layer: every one is a copy of its own, forward and backward."""
 
 _NO_COPY = ("the model reads the parameters as they are stored, so that there is no master copy beside them (there is "
-            "one with precision=\"bf16\"; at stage 3 not with communication=, gather= or another dtype of reduction)")
+            "one with precision=\"bf16\"; at stage 3 not with codes, gather= or another dtype of reduction)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,7 +69,7 @@ class StepFunctions:
         options.check(axes)
         model.given = on_auto_axes(model.given, axes.mesh)
         self.axes, self.options = axes, options
-        self.batches = BatchLayout(axes, options.batch_specs)
+        self.batches = BatchLayout(axes, options.parallelism.batch_specs)
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.guard = GuardLogic(options.guard, options.precision.loss_scale)
         self.known_layout: Layout | None = None
@@ -104,7 +104,7 @@ class StepFunctions:
                 layout = trace_layout(
                     self.model, self._model_init, self._with_inputs_cast(self.loss), self.optimizer, self.axes,
                     self.options, jax.eval_shape(self.guard.init), batch)
-            if self.options.prefetch and not any(access.stacked for access in layout.reads.values()):
+            if self.options.communication.prefetch and not any(access.stacked for access in layout.reads.values()):
                 raise UsageError("prefetch=True, and no loop of this model runs over its parameters: there is no next "
                                  "round to gather for. Put its layers in nn.scan or nnx.scan, or leave prefetch out.")
             self.known_layout = with_overlap(

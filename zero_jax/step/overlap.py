@@ -30,17 +30,17 @@ def gathers_in_pieces(options: StepOptions, layout: Layout) -> bool:
 
 def _sparse_cores_gather(options: StepOptions, layout: Layout) -> bool:
     """Whether SparseCores are asked to gather whole weights and those of layers."""
-    return options.overlap is not False and layout.axes.built_for.has_sparse_cores
+    return options.communication.overlap is not False and layout.axes.built_for.has_sparse_cores
 
 
 def _sends_within_work(options: StepOptions, layout: Layout) -> bool:
     """Whether v5e is asked to send within products and elementwise work."""
-    return options.overlap is not False and layout.axes.built_for.sends_within_products
+    return options.communication.overlap is not False and layout.axes.built_for.sends_within_products
 
 
 def overlaps_by_default(options: StepOptions, layout: Layout) -> bool:
     """Whether XLA's options are those that `overlap="auto"` gives, and nothing else that was asked for needs them."""
-    return options.overlap == "auto" and not options.prefetch and bool(
+    return options.communication.overlap == "auto" and not options.communication.prefetch and bool(
         overlap_options(layout.mesh.devices.flat[0], "auto", scatters=options.stage.shards_optimizer))
 
 
@@ -50,10 +50,11 @@ def step_overlap_options(options: StepOptions, layout: Layout) -> dict[str, Any]
     None on one device, where nothing is sent.
     """
     device, in_loops = layout.mesh.devices.flat[0], any(access.stacked for access in layout.reads.values())
-    overlap = False if options.overlap == "auto" and layout.mesh.size == 1 else options.overlap
-    codes = options.communication is not None and options.communication.gradients is not None
+    sent = options.communication
+    overlap = False if sent.overlap == "auto" and layout.mesh.size == 1 else sent.overlap
+    codes = sent.gradients is not None
     scatters = options.stage.shards_optimizer and not codes  # codes are sent by all-to-alls, which nothing combines
-    in_parts = scatters and not in_loops and options.combine_bytes is None and overlap is not False
+    in_parts = scatters and not in_loops and sent.combine_bytes is None and overlap is not False
     # Unrolled twice, loops read nothing from host memory an iteration ahead, write blocks by indices unknown, and have
     # two tiles of a weight; reduced an iteration later, the gradient of a tile is there beside that of the next.
     buffered = (in_loops and overlap is not False and layout.mesh.size > 1 and not layout.tiles
@@ -61,7 +62,7 @@ def step_overlap_options(options: StepOptions, layout: Layout) -> dict[str, Any]
     return ((reduction_options(device, layout.num_shards) if in_parts else {})
             | overlap_options(device, overlap, at_once=options.stage.shards_params and not in_loops, codes=codes,
                               scatters=options.stage.shards_optimizer)
-            | prefetch_options(device, options.prefetch, options.overlap)
+            | prefetch_options(device, sent.prefetch, sent.overlap)
             | (buffered_loop_options(device) if buffered else {})
             | (pipelined("reduce_scatter", on=False) if layout.tiles and is_gpu(device) else {})
-            | (dict(options.overlap) if isinstance(options.overlap, Mapping) else {}))
+            | (dict(sent.overlap) if isinstance(sent.overlap, Mapping) else {}))

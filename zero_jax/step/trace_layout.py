@@ -60,8 +60,8 @@ def trace_layout(model: ModelFunctions, init: Callable[..., Any], loss: Loss,
     reads = model.reads(checked(with_key(loss, None)), as_read, variables, rng,
                         read_batch if precision.cast_batch is True else batch)
     _check_read(params, reads)
-    split = part_specs(tensor_specs(model_tree(values, model.composition), axes, options.tensor_rules, model.metadata),
-                       model.composition)
+    split = part_specs(tensor_specs(model_tree(values, model.composition), axes,
+                                    options.parallelism.tensor_rules, model.metadata), model.composition)
     reads, not_tiled = with_tiles(reads, dict(named_leaves(as_read)), options.tiling, axes.zero_size, split)
     if options.remat is not None:  # in the place of what the model checkpoints
         reads = {name: dataclasses.replace(access, checkpointed=options.remat.policy != "dots")

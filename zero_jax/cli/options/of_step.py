@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from zero_jax.arguments import patterns
 from zero_jax.cli.model_lookup import ModelChoice
@@ -19,9 +19,6 @@ from zero_jax.cli.options.choices import (
 )
 from zero_jax.cli.options.combinations import check_kernel
 from zero_jax.errors import UsageError
-
-if TYPE_CHECKING:
-    from zero_jax.gather.quantized.policy import Communication
 
 WeightFormat = Literal["no", "int8", "fp8", "int4"]
 GradientFormat = Literal["int8", "fp8", "int4", "fp4"]
@@ -103,15 +100,6 @@ class CommunicationOptions:
         if len(self.quantize_gradients) > 2:
             raise UsageError(f"quantize_gradients={' '.join(self.quantize_gradients)}: give one format, or two: inside "
                              "a node and across nodes.")
-
-    @property
-    def communication(self) -> "Communication | None":
-        """The policy; None where nothing is quantised."""
-        from zero_jax.gather.quantized.policy import Communication
-
-        weights = None if self.quantize_weights == "no" else self.quantize_weights
-        gradients: Any = self.quantize_gradients or None
-        return Communication(weights, gradients) if weights or gradients else None
 
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

@@ -156,7 +156,7 @@ class _Setup:
         optimizer = optimizer_of(config, mesh, learning_rate=1e-3, weight_decay=0.1)
         return cls(config, target, choice, length, mesh, {
             "precision": config.precision, "mesh": config.mesh or -1, "optimizer": optimizer,
-            "accumulate": config.accumulate, "reduce": config.reduce, "gather": config.gather,
+            "accumulate": config.accumulate,
             "tensor": config.tensor, "context": config.context, "replica": config.replica,
             "loss": loss_of(config, choice, mesh, choice.loss), **residual_options(config, choice)})
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.errors import UsageError
 from zero_jax.gather.quantized.gather import GatherCodes
 from zero_jax.gather.quantized.messages import BlockFormat
-from zero_jax.gather.quantized.policy import Communication, Hop
+from zero_jax.gather.quantized.policy import Codes, Hop
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.partition import parts_of
@@ -32,7 +32,7 @@ class QuantizedLeaves:
         layers: into how many slices loops of the model cut it, each of which is sent by itself, by name.
     """
 
-    policy: Communication
+    policy: Codes
     hops: tuple[Hop, ...]
     gathers: Mapping[str, GatherCodes] = dataclasses.field(default_factory=dict)
     gradients: frozenset[str] = frozenset()
@@ -64,7 +64,7 @@ class Leaf:
     trained: bool
 
 
-def quantized_leaves(policy: Communication, leaves: Mapping[str, Leaf], axes: MeshAxes, hpz_axes: AxisNames
+def quantized_leaves(policy: Codes, leaves: Mapping[str, Leaf], axes: MeshAxes, hpz_axes: AxisNames
                      ) -> QuantizedLeaves:
     """The choice for each of `leaves`, by name. hpz_axes: the last over which messages are gathered.
 
@@ -101,7 +101,7 @@ def _listed(reasons: Mapping[str, str]) -> str:
     return ", ".join(few) + (f" and {len(reasons) - len(few)} more" if len(reasons) > len(few) else "")
 
 
-def _codes(policy: Communication, leaf: Leaf, axes: MeshAxes, hpz_axes: AxisNames) -> GatherCodes:
+def _codes(policy: Codes, leaf: Leaf, axes: MeshAxes, hpz_axes: AxisNames) -> GatherCodes:
     """How the messages of a leaf are made; in formats that `policy` may lack."""
     stored = leaf.stored_shape.stored
     entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

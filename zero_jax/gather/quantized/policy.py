@@ -2,8 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import jax.numpy as jnp
 
@@ -21,24 +20,13 @@ Hop = tuple[AxisNames, BlockFormat]
 
 
 @dataclasses.dataclass(frozen=True)
-class Communication:
-    """Quantised collectives of a step (ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3: qwZ and qgZ).
-
-    Attributes:
-        weights: the format of gathered weights, "int8", "fp8" (e4m3) or "int4"; None: as they are. The master weights
-            stay as they are: the loss and its gradient are those of the decoded weights.
-        gradients: the format in which gradients are reduced, by all-to-alls and float32 sums of what is decoded; or a
-            pair, of the devices inside a node and across nodes: ("int8", "fp4"). None: as they are. "fp4" (e3m0) has
-            the bytes of "int4" and keeps small values. Inside is over `hpz_axes` where they are given, else over the
-            last ZeRO axis of several, or all of them where the mesh has an axis `replica`.
-        block: at most so many values share a scale; a multiple of 16.
-        exclude: patterns (`re.search` in a name) of parameters that are sent as they are.
-    """
+class Codes:
+    """Which codes weights and gradients are sent as: the fields of `zero_jax.Communication` of the same names."""
 
     weights: str | None = None
     gradients: str | tuple[str, str] | None = None
     block: int = 256
-    exclude: Pattern | tuple[Pattern, ...] = ()
+    exclude: Pattern | Sequence[Pattern] = ()
 
     def __post_init__(self) -> None:
         given = self.gradients
@@ -53,8 +41,8 @@ class Communication:
                 raise UsageError(f"Communication({name}={shown(value)}) is no format{only}: give {_listed(known)}, or "
                                  "None.")
         if self.weights is None and given is None:
-            raise UsageError("Communication() quantises nothing: give weights=\"int8\" or gradients=\"int8\", say, or "
-                             "leave communication out.")
+            raise UsageError("Communication(block=, exclude=) quantise nothing: give weights=\"int8\" or "
+                             "gradients=\"int8\" beside them, say, or leave them out.")
         block = whole("Communication: block", self.block, BLOCK_STEP)
         if block % BLOCK_STEP or block > 2**16:
             raise UsageError(f"Communication(block={block}): give a multiple of {BLOCK_STEP}, at most {2**16}.")
@@ -115,11 +103,3 @@ class Communication:
 
 def _listed(names: tuple[str, ...]) -> str:
     return " or ".join(f'"{name}"' for name in names)
-
-
-def communication_of(value: Any) -> Communication | None:
-    """The argument `communication`, checked."""
-    if value is not None and not isinstance(value, Communication):
-        raise UsageError(f"communication={shown(value)} is a {type(value).__name__}: give "
-                         "zero_jax.Communication(weights=\"int8\"), say, or None.")
-    return value

@@ -20,7 +20,7 @@ from zero_jax.typing import AxisNames
 def reduce_quantized(value: jax.Array, axes: MeshAxes, spec: P, hops: Sequence[Hop]) -> jax.Array:
     """As `reduce_scatter.reduce_parts`: the sum of the devices' `value`s, of which each returns its shard by `spec`.
 
-    hops: as `Communication.hops` gives them; together they are all axes of `spec` but for `axes.tensor`.
+    hops: as `Codes.hops` gives them; together they are all axes of `spec` but for `axes.tensor`.
     """
     size = axes.mesh.shape
     entries = [tuple(axis for axis in _names(entry) if axis != axes.tensor)
