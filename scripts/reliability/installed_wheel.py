@@ -32,8 +32,8 @@ def wrong_tag(wheel: str, tags: list[str]) -> str:
     versions = [tag[1:] for tag in tags if tag[:1] == "v" and tag[1:2].isdigit()]
     version = wheel.split("-")[1]
     return "" if not versions or version in versions else (
-        f"{wheel} is of version {version}, and its commit has the tag v{versions[0]}: set version in pyproject.toml, or "
-        "move the tag.")
+        f"{wheel} is of version {version}, and its commit has the tag v{versions[0]}: set version in pyproject.toml, "
+        "or move the tag.")
 
 
 def main() -> None:

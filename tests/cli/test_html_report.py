@@ -21,10 +21,9 @@ from models import gpt2
 from zero_jax.cli import main
 from zero_jax.cli.config_file import save_config
 from zero_jax.cli.model_lookup import find_model
-from zero_jax.cli.reports.html_report import Run, memory_parts, report_html
+from zero_jax.cli.reports.html_report import MAX_POINTS, Run, curves, memory_parts, report_html, thinned
 from zero_jax.cli.reports.measures import TEXT
 from zero_jax.cli.reports.report import summary_table
-from zero_jax.cli.reports.report_figures import MAX_POINTS, curves, thinned
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.run_head import folder_text
 from zero_jax.contract.violations import counted_bytes

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,23 +20,71 @@ from zero_jax.diloco.outer import (
     mean_movement,
     mean_of_parts,
     movement_parts,
+    outer_dtype,
     stored_as,
     sum_part,
 )
-from zero_jax.diloco.state_layout import INNER, OUTER, diloco_layout, is_stacked, sharded_layout
 from zero_jax.errors import UsageError
 from zero_jax.gather.gather import names_of
 from zero_jax.jaxpr.equations import trace_flat
 from zero_jax.layout.compute_params import gather_compute_params
 from zero_jax.layout.layout import Layout
-from zero_jax.layout.slices import OUTER_SCOPE, mean_of_slices
+from zero_jax.layout.make_layout import LayoutPolicy, make_layout
+from zero_jax.layout.slices import OUTER_SCOPE, mean_of_slices, stacked_layout
+from zero_jax.sharding.partition import OWNED
+from zero_jax.stages import STAGES
 from zero_jax.state import ZeroState
 from zero_jax.step.accumulate import is_key
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.transforms.loop_iterations import iterations_with_products, run_in_iterations
-from zero_jax.tree import map_named
+from zero_jax.tree import map_named, named_leaves
 from zero_jax.typing import Batch, Metrics, Pytree
 from zero_jax.xla.overlap import blocks
+
+INNER, OUTER = "inner", "outer"
+"""The two parts of `opt_state`."""
+
+
+def sharded_layout(layout: Layout) -> Layout:
+    """The layout of one slice in which parameters' gradients are sharded: `layout`, at stage 0 one of stage 1."""
+    if layout.stage.shards_optimizer:
+        return layout
+    true = jax.tree.map(lambda leaf, shape: jax.ShapeDtypeStruct(shape.shape, leaf.dtype), layout.state.params,
+                        layout.stored_shapes.params)
+    state = dataclasses.replace(layout.state, params=true, frozen=None, ema=None, variables={}, guard=None)
+    split = {name: sharding.spec for name, sharding in named_leaves(layout.gradients)
+             if layout.axes.tensor in sharding.spec}
+    return make_layout(state, layout.axes, LayoutPolicy(STAGES[1]), reads=layout.reads,
+                       optimizer=optax.with_extra_args_support(optax.identity()), tensor_specs=split)
+
+
+def diloco_layout(layout: Layout, num_slices: int) -> Layout:
+    """The layout of the state of `num_slices` slices, from that of one: `opt_state` is {"inner", "outer"}.
+
+    The outer state is {"params", "momentum"}, sharded as gradients are from stage 1 on, in float32. Raises ValueError
+    for an optimizer whose state cannot be stacked.
+    """
+    if owned := [name for name, _ in named_leaves(layout.state.opt_state) if OWNED in name.split("/")]:
+        raise UsageError(f"whole_matrices(..., \"owner\") spreads {owned[0]} over devices, which slices cannot stack "
+                         "yet: give whole_matrices(..., \"gather\"), or another optimizer.")
+    stacked, sharded = stacked_layout(layout, num_slices), sharded_layout(layout)
+    outer = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, outer_dtype(leaf.dtype), sharding=sharding),
+        sharded.state.params, sharded.gradients)
+    outer_shapes = sharded.stored_shapes.params
+
+    def both(inner: Any, outer: Any) -> dict[str, Any]:
+        return {INNER: inner, OUTER: {"params": outer, "momentum": outer}}
+
+    return dataclasses.replace(
+        stacked, state=dataclasses.replace(stacked.state, opt_state=both(stacked.state.opt_state, outer)),
+        stored_shapes=dataclasses.replace(
+            stacked.stored_shapes, opt_state=both(stacked.stored_shapes.opt_state, outer_shapes)))
+
+
+def is_stacked(name: str) -> bool:
+    """Whether the leaf `name` of a state has a leading dim of the slices."""
+    return name.split("/")[0] not in ("step", "frozen") and not name.startswith(f"opt_state/{OUTER}/")
 
 
 class DiLoCoFunctions:
