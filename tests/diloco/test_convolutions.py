@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import optax
 from support.covering import weekly
+from support.flat import flat_step
 from support.oracle import by_name, oracle
 from support.program_controls import partitioned
 
@@ -30,8 +31,7 @@ def difference(stage, data, *, rows=16, **options):
     """Of the parameters after a step: slices that are averaged in each step, and a plain loop."""
     random = np.random.default_rng(0)
     batch = {"inputs": random.normal(size=(rows, 8, 8, 3)).astype(np.float32), "targets": random.integers(0, 5, rows)}
-    step = zero_jax.make_zero_train_step(Net(), stage, mesh=zero_jax.make_mesh(data, replica=4), optimizer=OPTIMIZER,
-                                         loss=loss, **options)
+    step = flat_step(Net(), stage, mesh=zero_jax.make_mesh(data, replica=4), optimizer=OPTIMIZER, loss=loss, **options)
     slices = zero_jax.make_diloco_step(step, every=1, learning_rate=1.0, momentum=0.0, nesterov=False)
     state, _ = slices(slices.init(jax.random.key(0), batch), batch)
     expected = oracle(Net(), batches=[batch], loss=loss, optimizer=OPTIMIZER).params

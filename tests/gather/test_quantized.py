@@ -211,7 +211,8 @@ def test_a_format_that_travels_as_bfloat16_is_a_violation():
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({}, "quantises nothing"), ({"weights": "int5"}, "is no format"), ({"gradients": ("int8", None)}, "is no format"),
+    ({"block": 32}, "quantise nothing"), ({"weights": "int5"}, "is no format"),
+    ({"gradients": ("int8", None)}, "is no format"),
     ({"gradients": ("int8",) * 3}, "or a pair"), ({"gradients": 8}, "is no format"), ({"gradients": ()}, "or a pair"),
     ({"weights": "fp4"}, "no format of weights"), ({"weights": "int8", "block": 100}, "a multiple of 16"),
     ({"weights": "int8", "block": 0}, "at least 16"), ({"weights": "int8", "block": 2**17}, "a multiple of 16"),

@@ -9,9 +9,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 import optax
 import pytest
-from support.flat import flat_step
 
 import zero_jax
+from zero_jax import Communication
 from zero_jax.interop.deepspeed import _flat
 
 HOST = {"device": "cpu", "pin_memory": True}
@@ -79,7 +79,7 @@ CONFIGS = {
         "stage": 3, **CHAT, "allgather_partitions": True, "allgather_bucket_size": 500000000, "overlap_comm": True,
         "reduce_scatter": True, "reduce_bucket_size": 500000000, "contiguous_gradients": True,
         "zero_quantized_weights": True, "zero_hpz_partition_size": 4, "zero_quantized_gradients": True}}, 3,
-        "bf16 communication hpz_axes", ()),
+        "bf16 weights gradients hpz_axes", ()),
     "rlhf": ({"steps_per_print": 100, "zero_optimization": {
         "stage": 3, "offload_param": {"device": "none"}, "offload_optimizer": HOST, "sub_group_size": "auto",
         "stage3_max_live_parameters": "auto", "stage3_max_reuse_distance": "auto", "reduce_bucket_size": "auto",
@@ -149,11 +149,14 @@ def test_a_public_config_becomes_a_step(name, tmp_path):
     assert set(converted.became) == {key for key, _ in _flat(config)}
     assert all(f"{key} " in str(converted) for key in converted.became)
     assert _precision(options) == next((each for each in ("bf16", "fp16") if each in given.split()), None)
-    for option in ("accumulate", "offload", "communication", "hpz_axes", "remat", "overlap"):
+    sent, plain = options.get("communication", Communication()), Communication()
+    for option in ("accumulate", "offload", "remat"):
         assert (option in given.split()) == (option in options), (option, options)
+    for option in ("weights", "gradients", "hpz_axes", "overlap"):
+        assert (option in given.split()) == (getattr(sent, option) != getattr(plain, option)), (option, options)
     assert ("optimizer" in options) == ("optimizer" in config)
-    mesh = zero_jax.make_mesh((2, 4)) if "hpz_axes" in options else zero_jax.make_mesh()
-    flat_step(nn.Sequential([nn.Embed(32, 8), nn.Dense(32)]), mesh=mesh, **options)
+    mesh = zero_jax.make_mesh((2, 4)) if sent.hpz_axes else zero_jax.make_mesh()
+    zero_jax.make_zero_train_step(nn.Sequential([nn.Embed(32, 8), nn.Dense(32)]), mesh=mesh, **options)
 
 
 def _precision(options):

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from support.covering import weekly
+from support.flat import flat_step
 
 import zero_jax
 from zero_jax import Metric
@@ -47,7 +48,7 @@ def reporting(model, batch):
 
 
 def metrics_of(loss=reporting, stage=3, model=None, batch=None, **options):
-    step = zero_jax.make_zero_train_step(model or Net(), stage, loss=loss, optimizer=SGD, **options)
+    step = flat_step(model or Net(), stage, loss=loss, optimizer=SGD, **options)
     batch = batch_of() if batch is None else batch
     state = step.init(jax.random.key(0), batch)
     params = step.params(state)

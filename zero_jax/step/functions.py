@@ -86,12 +86,11 @@ class StepFunctions:
         return StepFunctions(self.model, self.optimizer, self.loss, self.axes,
                              dataclasses.replace(self.options, **options))
 
-    def of_slices(self, **options: Any) -> "StepFunctions":
-        """The functions of one slice along the axis `replica`, with other options than these have."""
+    def of_slices(self) -> "StepFunctions":
+        """The functions of one slice along the axis `replica`."""
         loss: Any = self.loss
         loss = loss.of_slices() if hasattr(loss, "of_slices") else loss  # one that names axes of the mesh
-        return StepFunctions(self.model, self.optimizer, loss, self.axes.of_slices(),
-                             dataclasses.replace(self.options, **options))
+        return StepFunctions(self.model, self.optimizer, loss, self.axes.of_slices(), self.options)
 
     def layout(self, batch: Batch = None) -> Layout:
         """How every leaf of the state is stored, whatever the size of `batch`; it may be left out once known."""

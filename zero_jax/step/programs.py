@@ -86,7 +86,8 @@ class Programs:
             functions.options = dataclasses.replace(functions.options, copy_engines=False)
         elif overlaps_by_default(functions.options, functions.layout()) and may_be_of_overlap(error):
             warn_without_overlap(error)
-            functions.options = dataclasses.replace(functions.options, overlap=False)
+            functions.options = dataclasses.replace(functions.options, communication=dataclasses.replace(
+                functions.options.communication, overlap=False))
             functions.known_layout = with_overlap(functions.layout(), functions.options)
         else:
             return False

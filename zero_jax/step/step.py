@@ -163,7 +163,8 @@ class ZeroTrainStep(AnyStep):
 
         A step of its own: what is lowered with compiler options keeps them, whatever it is compiled with.
         """
-        other = self.functions.changed(overlap=False, prefetch=False)
+        other = self.functions.changed(communication=dataclasses.replace(
+            self.options.communication, overlap=False, prefetch=False))
         if layout := self.functions.known_layout:
             other.known_layout = with_overlap(layout, other.options)
         return type(self)(other, self._given_params)
