@@ -114,7 +114,7 @@ def augmented(image: np.ndarray, key: Key, *, shift: int = 0, flip: bool = False
     pure function of (image, key).
 
     >>> augmented(np.arange(4.0).reshape(2, 2, 1), (0, 7), shift=1)[..., 0].tolist()
-    [[0.0, 0.0], [0.0, 0.0]]
+    [[2.0, 3.0], [0.0, 0.0]]
     """
     down, right, mirrored, *others = random_words(key, 9)
     height, width, _ = image.shape
