@@ -6,8 +6,8 @@
 
 `--rows` takes numbers (from 1), models and targets; `--rows 0` compiles none.
 
-Derived figures are those of `zero_jax.planning.offload_formulas`; compiled ones are of `zero-jax plan`, which needs the
-compiler for H100s and the extra `cudnn`: without it attention is XLA's, whose scores do not fit.
+Derived figures are those of `offload_formulas.py`; compiled ones are of `zero-jax plan`, which needs the compiler for
+H100s and the extra `cudnn`: without it attention is XLA's, whose scores do not fit.
 """
 
 import argparse
@@ -17,10 +17,11 @@ import subprocess
 import sys
 import textwrap
 
-from zero_jax.planning import offload_formulas as formulas
-from zero_jax.planning.plan import RESERVED
+import offload_formulas as formulas
+
 from zero_jax.planning.timing import Rates
 from zero_jax.planning.transfers import REACHED
+from zero_jax.xla.process_memory import process_bytes, set_fraction
 from zero_jax.xla.targets import target_of
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "offload_scale.md"
@@ -98,8 +99,7 @@ def scale_table():
     for text, devices in (("h100:1", 1), ("h100:8", 8), ("h100:8x8", 64), ("h100:64x8", 512),
                           ("h100:128x8", 1024), ("v5p:4x4x4", 64)):
         chip = target_of(text).chip
-        limits = {"device": chip.memory_bytes - RESERVED.get(chip.platform, 0), "host": chip.host_memory_bytes,
-                  "disk": DISK}
+        limits = {"device": process_bytes(chip), "host": chip.host_memory_bytes, "disk": DISK}
         rows.append([text, *(size(states.largest_model(devices, **limits)) if chip.gpu or "disk" not in name else ""
                              for name, states in formulas.ZERO_JAX.items())])
     return table(["target", *formulas.ZERO_JAX], rows)
@@ -171,6 +171,7 @@ def wrapped(text):
 
 def page(wanted=None):
     """The whole page; wanted: as `compiled_table` takes it."""
+    set_fraction()  # as the command line does
     ten, thirty_two = (formulas.ZERO_JAX["disk"].device * params / 512 / GB for params in (10e12, 32e12))
     half = {name: states.device * 10e12 / 1024 / GB for name, states in formulas.ZERO_JAX.items()}
     return wrapped(f"""# Model scale with host memory and disks
@@ -213,14 +214,16 @@ Activations, gathered layers and XLA's temporaries come off that.
 
 {scale_table()}
 
-With `disk`, as with `optimizer`, parameters and gradients stay on the device: 10T on 512 H100 take {ten:.0f} GB of 84
-there, which leaves 6 GB for all else, and 32T {thirty_two:.0f} GB, which does not fit. Of 1,024 H100 10T take
+With `disk`, as with `optimizer`, parameters and gradients stay on the device: 10T on 512 H100 take {ten:.0f} GB of the
+{process_bytes(target_of("h100:1").chip) / GB:.0f} that a process has there, and 32T {thirty_two:.0f} GB, which does not
+fit. Of 1,024 H100 10T take
 {half["disk"]:.0f} GB of each, or {half["parameters"]:.0f} with `parameters`. On 512 V100 ZeRO-Infinity published 32T
 (above): its parameters and gradients are on NVMe, where this library puts states alone.
 
 ## Compiled
 
-One sequence on each device: 1024 tokens (gpt2), 8192 (llama). Each block is recomputed.
+One sequence on each device: 1024 tokens (gpt2), 8192 (llama). Each block is recomputed. Rows with 78.1 GiB of an H100
+were compiled with `XLA_PYTHON_CLIENT_MEM_FRACTION=0.987`; `zero-jax plan` by itself counts 72.8 (92 %).
 
 {compiled_table(wanted)}
 

@@ -46,8 +46,8 @@ def whole_matrices(inner: optax.GradientTransformation, mesh: Mesh, placement: L
       inner: any optax transform that runs on a single matrix: `optax.contrib.muon(1e-2)`, say.
       mesh: that of the train step.
       placement: "owner" or "gather".
-      axis: as for `make_zero_train_step`.
-      axis_roles: as for `make_zero_train_step`.
+      axis: as in `zero_jax.Parallelism`.
+      axis_roles: as in `zero_jax.Parallelism`.
 
     Raises ValueError for another placement and, in `init`, for a leaf that is no matrix: give those to another
     optimizer with `optax.partition`.

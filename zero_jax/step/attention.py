@@ -56,8 +56,8 @@ def attention(mesh: Mesh, *, kernel: Kernel | None = None, axis: Any = None, axi
       mesh: the devices of the step, described ones too.
       kernel: "xla", "cudnn" (GPU), "splash" (TPU); None: the one for the mesh's devices where a call allows it, else
         XLA's. `Attention.kernel_for` says which.
-      axis: as the step takes it.
-      axis_roles: as the step takes them.
+      axis: as in `Parallelism`.
+      axis_roles: as in `Parallelism`.
 
     Raises ValueError for a kernel that the mesh's devices do not have; its calls, for arrays that a given kernel cannot
     take.

@@ -26,8 +26,8 @@ def chunked_next_token_loss(mesh: Mesh, chunks: int, *, axis: Any = None, axis_r
     """`next_token_loss` that computes logits in `chunks` parts, forward and again backward, on the step's `mesh`.
 
     It calls `model(inputs, logits=False)`, which returns the features (batch, length, width) and the output layer's
-    table (vocabulary, width), split over `tensor` where the mesh has that axis. axis, axis_roles: as the step takes
-    them. Raises ValueError where a device's tokens do not divide into so many chunks.
+    table (vocabulary, width), split over `tensor` where the mesh has that axis. axis, axis_roles: as in
+    `Parallelism`. Raises ValueError where a device's tokens do not divide into so many chunks.
     """
     axes = MeshAxes.of(mesh, axis, axis_roles)
     return _loss_on(axes, whole("chunks", chunks, 1))

@@ -1,8 +1,7 @@
 """The arithmetic of ZeRO-Offload and ZeRO-Infinity against the figures that the papers print."""
 
+import offload_formulas as formulas
 import pytest
-
-from zero_jax.planning import offload_formulas as formulas
 
 FIGURE_2A = (
     # layers, hidden, heads, then in TiB: model states, all checkpoints; in GiB of a layer: states, activations
