@@ -175,6 +175,7 @@ def test_a_loss_that_takes_the_key_of_the_step(precision):
     ({"batch_specs": [("x|y|ers$", None)], "accumulate": 2}, {}, "the examples of a batch, and this one has none"),
     ({"batch_specs": [("ers$", P("model"))]}, {}, "names 'model', and the mesh has the axes"),
     ({"batch_specs": ["ers$"]}, {}, "'ers\\$' is no rule: give pairs of a pattern and a PartitionSpec"),
+    ({"batch_specs": 5}, {}, "batch_specs=5: give a list of rules"),
 ])
 def test_what_is_refused(options, change, message):
     with pytest.raises(ValueError, match=message):

@@ -126,6 +126,9 @@ class Parallelism:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensor_rules", rules_of(self.tensor_rules))
+        if not isinstance(self.batch_specs, (tuple, list)):
+            raise UsageError(f"batch_specs={shown(self.batch_specs)}: give a list of rules, as [(\"edges\", "
+                             "P(\"data\"))].")
         object.__setattr__(self, "batch_specs", tuple(self.batch_specs))
         if not isinstance(self.sequence_parallel, bool):
             raise UsageError(f"sequence_parallel={shown(self.sequence_parallel)}: give True or False.")
