@@ -88,13 +88,13 @@ def table(path):
     """By class of instruction: launches, and milliseconds as predicted and as measured, as Markdown."""
     import numpy as np
 
-    from zero_jax.planning.timing import predict
     from zero_jax.xla.chip import Rates
     from zero_jax.xla.events import Loop, Work
     from zero_jax.xla.live_chip import chip_of_kind
     from zero_jax.xla.parser import parse
     from zero_jax.xla.schedule import schedule
     from zero_jax.xla.targets import Target
+    from zero_jax.xla.timing import predict
 
     found = json.loads(path.read_text())
     with gzip.open(path.with_suffix(".hlo.gz"), "rt") as file:

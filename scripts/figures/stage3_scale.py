@@ -14,11 +14,11 @@ import gzip
 import sys
 from pathlib import Path
 
-from zero_jax.planning.timing import HOP_SECONDS, START_SECONDS, predict
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.events import Done, Loop, Start
 from zero_jax.xla.schedule import schedule
 from zero_jax.xla.targets import Target, target_of
+from zero_jax.xla.timing import HOP_SECONDS, START_SECONDS, predict
 
 ROOT = Path(__file__).parents[2]
 DEVICES = tuple(2**power for power in range(3, 13))

@@ -1,4 +1,4 @@
-"""Figures 2 to 4 of the ZeRO paper, predicted: the throughput of its runs on 25 DGX-2, by zero_jax.planning.timing.
+"""Figures 2 to 4 of the ZeRO paper, predicted: the throughput of its runs on 25 DGX-2, by zero_jax.xla.timing.
 
     python scripts/paper/throughput.py              # a second; writes runs/paper/figures2to4.png
     python scripts/paper/throughput.py --compile    # and GPT-2 1.5B, compiled for 8 H100s and for a v5p slice: minutes
@@ -28,8 +28,8 @@ import zero_jax
 from models import gpt2
 from models.gpt2 import PRESETS
 from zero_jax.cli.reports.report import make_console
-from zero_jax.planning import timing
 from zero_jax.xla import devices as xla_devices
+from zero_jax.xla import timing
 from zero_jax.xla.schedule import schedule
 from zero_jax.xla.targets import target_of
 

@@ -1,4 +1,4 @@
-"""A training step of a GPT by formula, as the events that zero_jax/planning/timing.py times; nothing is compiled."""
+"""A training step of a GPT by formula, as the events that zero_jax/xla/timing.py times; nothing is compiled."""
 
 import dataclasses
 import itertools
@@ -6,11 +6,11 @@ import itertools
 from arithmetic import megatron_step_flops
 
 from zero_jax.planning.formulas import activation_bytes_exact
-from zero_jax.planning.timing import Rates, Timing, predict
 from zero_jax.stages import stage_of
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.events import Done, Event, Loop, Start, Work
 from zero_jax.xla.targets import Target
+from zero_jax.xla.timing import Rates, Timing, predict
 
 # The cluster of the ZeRO paper: DGX-2 of 16 V100. ring: its "12.5 GB/s per link (InfiniBand EDR)", sections 1 and 10.2.
 # matmul: the one constant that is fitted, on one figure: 100B runs at 38 TFlops per GPU (section 10.2). It also stands

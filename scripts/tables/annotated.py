@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import zero_jax
 from models import gpt2
 from zero_jax.layout.layout import choose_spec
-from zero_jax.planning import timing
+from zero_jax.xla import timing
 from zero_jax.xla.devices import compiled_for, coords, target_devices
 from zero_jax.xla.hlo import collectives
 from zero_jax.xla.schedule import schedule

@@ -8,7 +8,7 @@
 Each step is compiled by the target's own compiler and compared with its contract (`step.verify`). State and temporaries
 are per device. "Measured over ideal" is the bytes that each device sends in a step over the paper's: 2
 (stages 1 and 2, one program) or 3 (stage 3) elements per parameter, in bf16 on a ring. Then follow the shares of those
-bytes that are asynchronous, and that all-reduces send; and, predicted from the compiled schedule (planning/timing.py),
+bytes that are asynchronous, and that all-reduces send; and, predicted from the compiled schedule (xla/timing.py),
 the milliseconds in which nothing but communication runs, and those of the step. Rows are written as they come, to --out
 and as JSON beside it; rows that the JSON has from earlier runs stay, so that a table can be made in parts. Of a step
 that does not fit, the compiler reports the temporaries alone. --no-overlap: steps with overlap=False, which is another

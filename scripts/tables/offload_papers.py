@@ -19,10 +19,10 @@ import textwrap
 
 import offload_formulas as formulas
 
-from zero_jax.planning.timing import Rates
 from zero_jax.planning.transfers import REACHED
 from zero_jax.xla.process_memory import process_bytes, set_fraction
 from zero_jax.xla.targets import target_of
+from zero_jax.xla.timing import Rates
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "offload_scale.md"
 GB, GIB = 1e9, 2**30

@@ -106,8 +106,8 @@ def compiled(row, path):
 def predicted(row, path):
     """What is predicted of a program that `compiled` kept."""
     import zero_jax
-    from zero_jax.planning import timing
     from zero_jax.xla import devices as xla_devices
+    from zero_jax.xla import timing
     from zero_jax.xla.schedule import schedule
     from zero_jax.xla.targets import target_of
 

@@ -33,7 +33,8 @@ NAME = "h100 stage 3"
 EVALUATION = {"validation_loss": 2.625, "validation_perplexity": 13.805, "validation_accuracy": 0.3125}
 SUMMARY = {"steps": 30, "steps_taken": 30, "loss": 2.5, "evaluation": EVALUATION, "baselines": {"bigram model": 2.417},
            "items_per_second": 54321.0, "seconds": 12.0, "peak_bytes": 3 << 30, "simulated": False,
-           "interrupted": False, "preempted": False, "log": "train.jsonl", "curve": None, "report": None}
+           "interrupted": False, "preempted": False, "step_seconds": 0.125, "predicted_seconds": None,
+           "log": "train.jsonl", "curve": None, "report": None}
 
 
 class Checked(html.parser.HTMLParser):

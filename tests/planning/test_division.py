@@ -13,8 +13,8 @@ from scripts.tables import published
 from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.planning.mesh_search import decoder_of
 from zero_jax.planning.division import Decoder, Division, divisions, estimate
-from zero_jax.planning.timing import collective_seconds
 from zero_jax.xla.targets import target_of
+from zero_jax.xla.timing import collective_seconds
 
 SMALL = Decoder(1e9, 10, 1024, 8, 8, 128, 8192, 1024, 6e9)
 FREE = lambda kind, axis: (0.0, 1e30)  # noqa: E731

@@ -306,7 +306,7 @@ def test_inspect_and_plan_take_the_same_formula_of_activations(options, wanted, 
     """A dry run of 16 sequences on 8 devices, and `plan` of as many."""
     taken = []
 
-    def examine_nothing(step, batch, target, transformer):
+    def examine_nothing(step, batch, target, transformer, **_):
         taken.append(transformer)
         raise UsageError("compiled elsewhere")
 

@@ -13,10 +13,10 @@ from arithmetic import (
 )
 from workload import transformer_workload
 
-from zero_jax.planning import timing
-from zero_jax.planning.timing import Rates
+from zero_jax.xla import timing
 from zero_jax.xla.events import Loop, Start, collectives, totals
 from zero_jax.xla.targets import target_of
+from zero_jax.xla.timing import Rates
 
 SMALL = dict(layers=10, hidden=1024, heads=16, batch=4, length=512, vocab=4096, data=4, stage=2)
 DGX = target_of("v100-32gb:25x16")

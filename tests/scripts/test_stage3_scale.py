@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scripts.figures import stage3_scale as scale
-from zero_jax.planning import timing
+from zero_jax.xla import timing
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.events import Done, Loop, Start, Work
 

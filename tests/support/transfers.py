@@ -5,10 +5,10 @@ import types
 
 from zero_jax.contract.host import HostBudget, HostUse
 from zero_jax.layout.layout import Placement
-from zero_jax.planning.timing import Timing
 from zero_jax.xla.chip import built_in
 from zero_jax.xla.host_reads import HostRead
 from zero_jax.xla.host_slices import HostSlice
+from zero_jax.xla.timing import Timing
 
 TIMING = Timing(2.0, 1.5, 0.5, {"nvlink": 0.5}, {"compute": 1.5, "memory": 0.5, "nvlink": 0.0}, 100.0, 0.4, 0.5, 0.45)
 CHIP = dataclasses.replace(built_in("h100"), host_link_bandwidth=10.0, host_memory_bandwidth=15.0)

@@ -15,10 +15,10 @@ from zero_jax import Remat
 from zero_jax.jaxpr import primitives
 from zero_jax.jaxpr.equations import all_eqns, primitive_of
 from zero_jax.planning.flops import traced_flops
-from zero_jax.planning.timing import predict
 from zero_jax.xla.events import opaque_calls, totals
 from zero_jax.xla.schedule import schedule
 from zero_jax.xla.targets import target_of
+from zero_jax.xla.timing import predict
 
 B, HEADS, SEQ, DIM = 2, 16, 1024, 64
 PRODUCT = 2 * B * HEADS * SEQ * SEQ * DIM  # of all queries with all keys

@@ -9,13 +9,13 @@ from zero_jax.auditing.program import Program
 from zero_jax.auditing.roles import BATCH, OPTIMIZER, PARAMS, Leaf
 from zero_jax.contract.memory import HOST
 from zero_jax.errors import few
-from zero_jax.planning.timing import HOP_SECONDS, START_SECONDS
 from zero_jax.xla.chip import Chip
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.devices import coords
 from zero_jax.xla.events import Loop, Work, totals
 from zero_jax.xla.process_memory import memory_fraction
 from zero_jax.xla.shapes import shape_bytes
+from zero_jax.xla.timing import HOP_SECONDS, START_SECONDS
 
 REPLICATED_SHARE = 0.02
 """Share of the bytes of parameters, or of the optimizer's state, that may be replicated: norms and biases."""

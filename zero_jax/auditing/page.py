@@ -9,7 +9,7 @@ from zero_jax.auditing.findings import MIB, Finding
 from zero_jax.auditing.program import Program
 from zero_jax.auditing.roles import PARAMS
 from zero_jax.errors import few
-from zero_jax.planning.timing import Span
+from zero_jax.xla.timing import Span
 
 _STYLE = ("body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}"
           "td,th{text-align:left;padding:.15em 1em .15em 0;vertical-align:top}table{border-collapse:collapse}"

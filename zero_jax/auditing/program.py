@@ -19,7 +19,6 @@ from zero_jax.jaxpr.equations import inner_jaxprs, primitive_of, trace, variable
 from zero_jax.jaxpr.primitives import SHARD_MAP, donated_inputs
 from zero_jax.planning.flops import traced_flops
 from zero_jax.planning.temporaries import LiveTemporaries
-from zero_jax.planning.timing import Span, Timing, predict, timeline
 from zero_jax.xla import events
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.devices import compiled_for, coords, target_devices
@@ -29,6 +28,7 @@ from zero_jax.xla.platform import platform_of
 from zero_jax.xla.schedule import schedule
 from zero_jax.xla.shapes import aliases
 from zero_jax.xla.targets import Target, target_of
+from zero_jax.xla.timing import Span, Timing, predict, timeline
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from zero_jax.errors import UsageError
 from zero_jax.files import write_text
-from zero_jax.xla.chip import Chip, built_in, chip_files, read_chip
+from zero_jax.xla.chip import Chip, named_chip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +25,7 @@ class CalibrateConfig:
             raise UsageError(f"size={self.size}: products of so few rows say nothing: give at least 8, best 8192.")
         if not self.out.parent.is_dir():
             raise UsageError(f"out={self.out}: there is no folder {self.out.parent}: make it.")
-        if not self.chip:
-            return None
-        if self.chip in chip_files():
-            return built_in(self.chip)
-        if not self.chip.endswith(".toml"):
-            raise UsageError(f"chip={self.chip} is not known: give a chip file, or one of {', '.join(chip_files())}.")
-        return read_chip(self.chip)
+        return named_chip(self.chip) if self.chip else None
 
 
 def calibrate_command(config: CalibrateConfig) -> None:

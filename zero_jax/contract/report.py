@@ -1,11 +1,13 @@
 """What a stage may send and must, what a program sends, and both as text."""
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping
 
 from zero_jax.contract.host import HostBudget, HostUse, bytes_ahead, bytes_of
 from zero_jax.typing import AxisNames
 from zero_jax.xla.collective import Collective
+from zero_jax.xla.timing import Timing
 
 CODES = {"u8": 1, "s8": 1, "u32": 4}
 """HLO's dtypes of quantised messages, and the bytes of codes in an element of each: TPUs gather words.
@@ -169,12 +171,32 @@ class TrafficResult:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """How a program keeps its contract: one `TrafficResult` for each budget, and what breaks it in words."""
+    """How a program keeps its contract: one `TrafficResult` for each budget, and what breaks it in words.
+
+    seconds: of each result what its collectives are predicted to take alone, and what of that is exposed; empty where
+    no chip file is of the devices.
+    """
 
     contract: Contract
     results: tuple[TrafficResult, ...]
     violations: tuple[str, ...]
     host: HostUse | None = None
+    seconds: tuple[tuple[float, float], ...] = ()
+
+    def timed(self, timing: Timing | None) -> "Report":
+        """This report with the seconds of `timing`; a collective of several purposes is shared among them by bytes."""
+        total: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for result in self.results:
+            for each in result.collectives:
+                total[each.computation, each.name] += each.communication_bytes * each.count
+
+        def seconds(result: TrafficResult, number: int, known: Timing) -> float:
+            keys = (((each.computation, each.name), each.communication_bytes * each.count)
+                    for each in result.collectives)
+            return sum(known.collectives.get(key, (0.0, 0.0))[number] * sent / total[key] for key, sent in keys if sent)
+
+        return dataclasses.replace(self, seconds=() if timing is None else tuple(
+            (seconds(result, 0, timing), seconds(result, 1, timing)) for result in self.results))
 
     @property
     def communication_bytes(self) -> float:
@@ -204,11 +226,13 @@ class Report:
                 reads = self.host.stack_reads
                 lines.append(f"  checkpoints that loops read from there: {bytes_of(reads):,} bytes, "
                              f"{bytes_ahead(reads):,} of them an iteration ahead of their use")
-        for result in self.results:
+        for number, result in enumerate(self.results):
             budget = result.budget
             kinds = ", ".join(sorted({c.kind for c in result.collectives})) or "none"
             lines.append(
                 f"  {budget.purpose}: {result.communication_bytes:,.0f} of {budget.communication_bytes:,.0f} bytes "
-                f"over {' x '.join(budget.axes) or 'no axis'} ({kinds})")
+                f"over {' x '.join(budget.axes) or 'no axis'} ({kinds})"
+                + ("; {:,.2f} ms alone, {:,.2f} ms exposed".format(*(1e3 * each for each in self.seconds[number]))
+                   if self.seconds and result.collectives else ""))
             lines += [f"    {note}" for note in result.notes]
         return "\n".join([*lines, *(f"  BROKEN: {line}" for line in self.violations)])

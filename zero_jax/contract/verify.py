@@ -133,7 +133,11 @@ def check(program: str | Sequence[Collective], contract: Contract, gathered_byte
 def verify(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0,
            slices: Sequence[HostSlice] = (), host: HostUse | None = None) -> Report:
     """As `check`, but raises ContractError with each offending operation, its bytes, its source and what to do."""
-    report = check(program, contract, gathered_bytes, slices, host)
+    return kept(check(program, contract, gathered_bytes, slices, host))
+
+
+def kept(report: Report) -> Report:
+    """`report`; raises ContractError where something breaks the contract."""
     if report.violations:
         raise ContractError(f"The compiled step breaks its contract.\n{report}")
     return report

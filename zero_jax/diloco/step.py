@@ -276,8 +276,8 @@ class DiLoCoStep(AnyStep):
         Raises ContractError (a ValueError) where a step without an outer one sends anything between slices, an outer
         step more or fewer bytes than its fragment has in the declared dtype, or a slice's step breaks its own contract.
         """
-        programs = (None, *range(self.outer.fragments))
-        return {fragment: self.compiled_step(batch, fragment).verify() for fragment in programs}
+        programs = {fragment: self.compiled_step(batch, fragment) for fragment in (None, *range(self.outer.fragments))}
+        return {fragment: program.verify().timed(program.timing) for fragment, program in programs.items()}
 
     def of_slices(self, num_slices: int) -> "DiLoCoStep":
         """What stores the states of `num_slices` slices on this mesh, for `Checkpoints.restore`; it does not train.

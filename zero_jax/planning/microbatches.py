@@ -20,10 +20,10 @@ import jax
 from zero_jax.layout.layout import Layout
 from zero_jax.layout.step_weights import AUTO_SHARE, held_bytes
 from zero_jax.planning.division import EXPOSED, SUM_BYTES
-from zero_jax.planning.timing import collective_seconds
 from zero_jax.sharding.batch import Accumulation
 from zero_jax.xla.devices import coords
 from zero_jax.xla.targets import Target
+from zero_jax.xla.timing import collective_seconds
 
 COPY_BYTES = 6
 """A parameter of the copy that a step gathers, taken out of it and read by a microbatch."""

@@ -53,7 +53,7 @@ def choose_offload(model: Any, stage: int, batch: Any, *, mesh: Mesh | None = No
     "parameters" does and more, is compared where nothing else fits. Files in `disk` are compared where neither the
     device nor the host's memory holds all states: they wait for more, of what is slower.
 
-    Times are predicted from the compiled programs (`planning.timing`, `planning.transfers`) where `zero_jax/xla/chips`
+    Times are predicted from the compiled programs (`xla.timing`, `planning.transfers`) where `zero_jax/xla/chips`
     has the devices' rates; for others the placement that moves the least is taken: no offload, a share, "optimizer",
     "parameters", "gradients", files. In a run of several processes memory, link and what is free on the disk are those
     of process 0; the rate of the disk is that of the slowest.

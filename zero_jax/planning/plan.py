@@ -5,7 +5,6 @@ The step is the real one, compiled by the target's own compiler; no device is ne
 
 import collections
 import dataclasses
-import functools
 import itertools
 import math
 import re
@@ -24,15 +23,17 @@ from zero_jax.offload.disk_leaves import disk_traffic
 from zero_jax.planning.flops import model_flops
 from zero_jax.planning.formulas import palm_flops
 from zero_jax.planning.memory import MemoryReport, Transformer, memory_report
-from zero_jax.planning.timing import OverlapEffect, Timing, predict
 from zero_jax.planning.transfers import Transfers, disk_transfers, transfers_of, with_transfers
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.stages import STAGES
+from zero_jax.step.compiled import CompiledStep
 from zero_jax.step.make import make_zero_train_step
 from zero_jax.tree import named_leaves
 from zero_jax.xla import devices as xla_devices
+from zero_jax.xla.live_chip import topology_of
 from zero_jax.xla.process_memory import process_bytes
 from zero_jax.xla.targets import Target, target_of
+from zero_jax.xla.timing import OverlapEffect, Timing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Plan:
         memory: memory by purpose: by formula, as stored and as compiled.
         communication: what the program sends, checked against the stage's contract.
         links: bytes that each device sends per step, by link and mesh axes.
-        timing: the predicted step time; None for live devices.
+        timing: the predicted step time; None where no chip file is of the devices.
         compile_seconds: that tracing and compiling took here.
         overlap: what `overlap=` or `prefetch=` changes, for which the step is compiled without it, too; None where
             neither is given, or they are not compared.
@@ -186,14 +187,15 @@ def plan(model: Any, stage: int, target: str | Target, batch: Any, *, mesh: int 
 def examine(step: Any, batch: Any, target: Target | None = None, transformer: Transformer | None = None, *,
             memory_bytes: int | None = None, host_memory_bytes: int | None = None,
             disk_memory_bytes: int | None = None, disk_rate: float | None = None, compare: bool = True,
-            fragment: int | None = None) -> Plan:
+            fragment: int | None = None, timed_on: Target | None = None) -> Plan:
     """The plan of an existing step, on the target topology `target` or on live devices (None).
 
     step: a `ZeroTrainStep` or a `DiLoCoStep`. memory_bytes, host_memory_bytes, disk_memory_bytes: what it may use of
     each device, of its host and of its disks; None: all of the target's chip. disk_rate: bytes/s that a process reads
     and writes together in files; None: as predicted of the target. compare: a step with `overlap=True` or a
     mapping, or with `prefetch=`, is compiled without it, too, for `Plan.overlap`. fragment: that a program of a
-    `DiLoCoStep` averages, which is not compared; None: none.
+    `DiLoCoStep` averages, which is not compared; None: none. timed_on: of live devices the topology by which time is
+    predicted; None: what they are by `topology_of`.
     """
     began = time.perf_counter()
     layout, size = step.layout(batch), step.batches.size(batch)
@@ -231,27 +233,37 @@ def examine(step: Any, batch: Any, target: Target | None = None, transformer: Tr
             raise
         return make_plan(refused_bytes(str(error)), refused=str(error).splitlines()[0])
     timing, effect, transfers, links = None, None, None, collections.defaultdict[Any, float](float)
-    if target is not None:
+    report, topology = compiled.report, target or timed_on or topology_of(list(step.mesh.devices.flat))
+    if topology is not None:
         coords = [xla_devices.coords(device) for device in step.mesh.devices.flat]
         tokens = leaf.size if leaf is not None and is_text else size
-        flops = model_flops(step, batch)
-        timing_of = functools.partial(
-            predict, target=target, coords=coords, tokens=tokens, model_flops=flops,
-            palm_flops=None if transformer is None or layout.state.frozen else tokens * palm_flops(
-                layout.num_params, transformer.layers, transformer.hidden, transformer.length))
-        timing = timing_of(compiled.schedule)
+        work = {"tokens": tokens, "model_flops": model_flops(step, batch),
+                "palm_flops": None if transformer is None or layout.state.frozen else tokens * palm_flops(
+                    layout.num_params, transformer.layers, transformer.hidden, transformer.length)}
+        timing, transfers = timing_of(compiled, topology, disk_rate=disk_rate, **work)
+        report = report.timed(timing)
         if compare and fragment is None and step.options.asks_for_overlap:
             plain = step.without_overlap().compiled_step(batch)
-            effect = OverlapEffect.of((timing_of(plain.schedule), timing), (plain.memory, compiled.memory))
-        transfers = (disk_transfers(traffic, target, disk_rate) if traffic
-                     else transfers_of(compiled, target.chip, timing))
-        timing = with_transfers(timing, transfers)
-        for collective in itertools.chain.from_iterable(each.collectives for each in compiled.report.results):
-            link = target.link([coords[device] for device in collective.group]).name
+            effect = OverlapEffect.of((plain.timing_on(topology, **work), compiled.timing_on(topology, **work)),
+                                      (plain.memory, compiled.memory))
+        for collective in itertools.chain.from_iterable(each.collectives for each in report.results):
+            link = topology.link([coords[device] for device in collective.group]).name
             links[link, collective.axes(step.mesh.shape)] += collective.communication_bytes * collective.count
-    return make_plan(compiled.device_bytes, host=compiled.host_bytes, communication=compiled.report, timing=timing,
+    return make_plan(compiled.device_bytes, host=compiled.host_bytes, communication=report, timing=timing,
                      overlap=effect, transfers=transfers, links=dict(links),
                      memory=memory_report(layout, compiled, activations=transformer))
+
+
+def timing_of(compiled: CompiledStep, topology: Target, *, disk_rate: float | None = None, **work: Any
+              ) -> tuple[Timing, Transfers | None]:
+    """The predicted time of a compiled step with its transfers to host memory or files, and these.
+
+    work: tokens and FLOPs, as of `predict`.
+    """
+    timing, layout = compiled.timing_on(topology, **work), compiled.layout
+    transfers = (disk_transfers(disk_traffic(layout, topology.num_devices // topology.num_hosts), topology, disk_rate)
+                 if layout.disk else transfers_of(compiled, topology.chip, timing))
+    return with_transfers(timing, transfers), transfers
 
 
 def local_devices(mesh: Mesh, target: Target | None) -> int:

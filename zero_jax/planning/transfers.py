@@ -18,10 +18,10 @@ import math
 from zero_jax.contract.host import HostBudget, HostUse, bytes_ahead, bytes_of
 from zero_jax.layout.host_leaves import update_bytes_of
 from zero_jax.offload.disk_leaves import DiskTraffic
-from zero_jax.planning.timing import Timing
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.xla.chip import Chip
 from zero_jax.xla.targets import Target
+from zero_jax.xla.timing import Timing
 
 REACHED = 0.8
 """Share of the link's and the host memory's rates that copies reach; CUDA's bandwidthTest has 0.8 to 0.85 of PCIe, and

@@ -7,15 +7,19 @@ from typing import Any
 from zero_jax.contract.host import HostUse, host_use
 from zero_jax.contract.memory import gathered_at_once, gathered_limit
 from zero_jax.contract.report import Contract, Report
-from zero_jax.contract.verify import check, verify
+from zero_jax.contract.verify import check, kept
 from zero_jax.layout.layout import Layout
 from zero_jax.xla import events
 from zero_jax.xla.collective import Collective
+from zero_jax.xla.devices import coords
 from zero_jax.xla.events import Event
 from zero_jax.xla.host_slices import HostSlice, host_slices
+from zero_jax.xla.live_chip import topology_of
 from zero_jax.xla.parser import Module, parse
 from zero_jax.xla.platform import GPU
 from zero_jax.xla.schedule import schedule
+from zero_jax.xla.targets import Target
+from zero_jax.xla.timing import Timing, predict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,16 @@ class CompiledStep:
         """The collectives, the state and the gathered parameters beside the contract."""
         return check(self.collectives, self.contract, self.gathered_bytes, self.host_slices, self.host_use)
 
+    @property
+    def timing(self) -> Timing | None:
+        """The predicted time of the step by the chip file of its devices; None where there is none."""
+        topology = topology_of(list(self.layout.mesh.devices.flat))
+        return None if topology is None else self.timing_on(topology)
+
+    def timing_on(self, target: Target, **work: Any) -> Timing:
+        """The predicted time of the step by the chip of `target`, where its devices are. work: as of `predict`."""
+        return predict(self.schedule, target, [coords(device) for device in self.layout.mesh.devices.flat], **work)
+
     @functools.cached_property
     def host_slices(self) -> tuple[HostSlice, ...]:
         """The slices of host memory that its loops read and write; of a program for GPUs, where they may be wrong."""
@@ -77,7 +91,7 @@ class CompiledStep:
 
     def verify(self) -> Report:
         """`report`; raises ContractError (a ValueError) if the step sends more than its contract says, or does less."""
-        return verify(self.collectives, self.contract, self.gathered_bytes, self.host_slices, self.host_use)
+        return kept(self.report)
 
     @property
     def device_bytes(self) -> int:

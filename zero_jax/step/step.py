@@ -466,6 +466,7 @@ class ZeroTrainStep(AnyStep):
     def verify(self, batch: Batch) -> Report:
         """Compiles the step and checks it against its contract: what is sent for what, beside what was promised.
 
+        Where a chip file is of the devices, also the predicted ms that it takes alone, and exposed.
         Raises ContractError (a ValueError) if it sends more, or does not do what its stage is for (leaves stay whole,
         gradients are summed whole or in fewer bits than declared, gathers stand in loops over time, nothing is sent for
         a parameter, the whole model is in memory), if scatters or gathers leave other rows on devices than the layout
@@ -473,7 +474,8 @@ class ZeroTrainStep(AnyStep):
         source line and what to do. It compiles the step alone; `multi`, `gradients`, `apply_gradients` and evaluators
         are programs of their own, of the same functions, and unchecked.
         """
-        return self.compiled_step(batch).verify()
+        compiled = self.compiled_step(batch)
+        return compiled.verify().timed(compiled.timing)
 
     # How it is done.
 

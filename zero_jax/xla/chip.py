@@ -243,6 +243,15 @@ def built_in(name: str) -> Chip:
     return _read(chip_files()[name].read_text(encoding="utf-8"), f"{name}.toml")
 
 
+def named_chip(name: str) -> Chip:
+    """The chip of that name in targets, or of the file at a path that ends in .toml; raises UsageError for others."""
+    if name in chip_files():
+        return built_in(name)
+    if not name.endswith(".toml"):
+        raise UsageError(f"chip={name} is not known: give a chip file, or one of {', '.join(chip_files())}.")
+    return read_chip(name)
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
     """The one of `words` that is most like `word`."""
     return difflib.get_close_matches(word, list(words), n=1, cutoff=0.0)[0]

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import jax
 
-from zero_jax.xla.chip import Chip, built_in, chip_files
+from zero_jax.errors import UsageError
+from zero_jax.xla.chip import Chip, built_in, chip_files, named_chip
 from zero_jax.xla.targets import Target
 
 
@@ -17,18 +18,25 @@ def chip_of_kind(device_kind: str) -> Chip | None:
     return next((chip for chip in map(built_in, chip_files()) if device_kind in {chip.name, chip.kind} - {""}), None)
 
 
-def topology_of(devices: Sequence[jax.Device]) -> Target | None:
-    """The smallest topology that `devices` are of; None for a kind without a file in zero_jax/xla/chips."""
-    chip = chip_of_kind(devices[0].device_kind)
+def topology_of(devices: Sequence[jax.Device], chip_name: str | None = None) -> Target | None:
+    """The smallest topology that `devices` are of; None for a kind without a file in zero_jax/xla/chips.
+
+    chip_name: the chip or chip file that they are taken for in the place of their own; raises UsageError for one whose
+    links are of another kind.
+    """
+    chip = chip_of_kind(devices[0].device_kind) if chip_name is None else named_chip(chip_name)
     if chip is None:
         return None
+    if (chip.tpu is None) == (devices[0].platform == "tpu"):
+        raise UsageError(f"chip={chip_name} has the links of a {'GPU' if chip.gpu else 'TPU'}, and the devices "
+                         f"here are {devices[0].platform}: zero-jax calibrate writes the chip file of these.")
     if chip.tpu is None:
         hosts = collections.Counter(device.process_index for device in devices)
         dims = len(hosts), max(hosts.values())
     else:
         along = zip(*(device.coords for device in devices), strict=True)
         dims = tuple(len(set(values)) for values in along)[:len(chip.tpu.host)]
-    name = next(name for name in chip_files() if built_in(name) == chip)
+    name = chip_name or next(name for name in chip_files() if built_in(name) == chip)
     return Target(f"{name}:{'x'.join(map(str, dims))}", chip, dims)
 
 

@@ -14,6 +14,7 @@ from zero_jax.cli.options.choices import (
 )
 from zero_jax.data.objectives import MASKED, NOISE, SPAN
 from zero_jax.errors import UsageError
+from zero_jax.xla.chip import named_chip
 from zero_jax.xla.targets import target_of
 
 
@@ -255,10 +256,19 @@ class ReportOptions:
     target: str | None = None
     """With dry_run: a target topology to compile for, such as h100:8, as for plan. None: the devices that are here."""
 
+    chip: str | None = None
+    """What the devices that are here are, for the predicted time of a step: a chip file, as of zero-jax calibrate, or a
+    chip of zero-jax targets. None: known from what they call themselves; of simulated devices no time is predicted."""
+
     def check_reports(self) -> None:
-        """Raises ValueError for an unknown target, a profile of no steps, and what takes no effect."""
+        """Raises ValueError for an unknown target or chip, a profile of no steps, and what takes no effect."""
         if self.target is not None:
             target_of(self.target)
+        if self.chip is not None:
+            if self.target is not None:
+                raise UsageError(f"chip={self.chip} with target={self.target}, whose chip is another: give "
+                                 "--target CHIP_FILE:DEVICES, or leave one of them out.")
+            named_chip(self.chip)
         if self.profile is not None and self.profile_steps[1] < self.profile_steps[0]:
             raise UsageError(f"profile={self.profile} has no step: give the first and the last, as in 10:15.")
 

@@ -15,11 +15,11 @@ from zero_jax.cli.step_from_config import attention_text
 from zero_jax.errors import UsageError
 from zero_jax.planning.division import Collective, Decoder, Division, Estimate, divisions, estimate
 from zero_jax.planning.plan import Plan
-from zero_jax.planning.timing import collective_seconds
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.xla.devices import coords, target_devices
 from zero_jax.xla.process_memory import process_bytes
 from zero_jax.xla.targets import Target
+from zero_jax.xla.timing import collective_seconds
 
 SHOWN, COMPILED, TRIES, SECONDS = 10, 3, 6, 600
 """Divisions that are listed; of them compiled until so many fit, at most so many, for so long."""

@@ -49,6 +49,7 @@ from zero_jax.stages import STAGES
 from zero_jax.step.make import make_zero_train_step
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.xla.devices import target_devices
+from zero_jax.xla.live_chip import topology_of
 from zero_jax.xla.targets import Target, target_of
 
 
@@ -195,6 +196,7 @@ def inspect_command(config: TrainConfig, *, console: Console | None = None) -> b
     check_start(config)
     target = None if config.target is None else target_of(config.target)
     devices = devices_of(config) if target is None else target_devices(target)
+    live = None if target is not None else topology_of(devices, config.chip)
     groups = len(devices) // (config.tensor * config.context)
     transformer = _transformer(choice.config, config, config.batch_size // groups, objective.length)
     config, placement = with_chosen_offload(config, objective, devices, target=target, transformer=transformer)
@@ -208,9 +210,10 @@ def inspect_command(config: TrainConfig, *, console: Console | None = None) -> b
     fits, lines = True, []
     if slices := slices_of(config, step):
         chosen, lines, fits = examine_slices(slices, objective.batch_shapes(), target, steps=config.steps,
-                                             transformer=transformer)
+                                             transformer=transformer, timed_on=live)
     else:
-        chosen = placement.plan if placement else examine(step, objective.batch_shapes(), target, transformer)
+        chosen = placement.plan if placement else examine(step, objective.batch_shapes(), target, transformer,
+                                                          timed_on=live)
     console.print(state_table(chosen.layout))
     console.print(plan_tables(chosen))
     for line in lines:
@@ -218,7 +221,8 @@ def inspect_command(config: TrainConfig, *, console: Console | None = None) -> b
     console.print(attention_text(with_attention(choice, step.mesh, config.attention), batch=config.batch_size
                                  // config.accumulate, length=objective.length, precision=config.precision))
     if config.dry_run and chosen.timing is None and not chosen.refused:
-        console.print("Time: not predicted for the devices that are here; --target h100:8, say, predicts it.")
+        console.print("Time: not predicted for the devices that are here; --target h100:8, say, predicts it, or --chip "
+                      "with a chip file of these.")
     return chosen.fits and fits
 
 

@@ -25,8 +25,8 @@ from zero_jax.layout.host_leaves import update_bytes_of
 from zero_jax.layout.layout import Layout
 from zero_jax.planning.plan import Plan
 from zero_jax.planning.search import SearchResult, tokens_per_second
-from zero_jax.planning.timing import OverlapEffect, Timing, purpose_seconds
 from zero_jax.xla.process_memory import FRACTION, fraction_text, memory_fraction
+from zero_jax.xla.timing import OverlapEffect
 
 
 def plan_tables(plan: Plan, *, advice: bool = True) -> RenderableType:
@@ -40,7 +40,7 @@ def plan_tables(plan: Plan, *, advice: bool = True) -> RenderableType:
     if plan.memory is not None:
         parts += [memory_table(plan.memory), largest_table(plan.memory)]
     if plan.communication is not None:
-        parts.append(communication_table(plan.communication, plan.timing))
+        parts.append(communication_table(plan.communication))
     if plan.links:
         parts.append(_links_table(plan))
     if plan.timing is not None:
@@ -157,19 +157,17 @@ def offloaded_text(layout: Layout, memory: str = "host") -> str:
     return ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items())
 
 
-def communication_table(report: Report, timing: Timing | None) -> Table:
+def communication_table(report: Report) -> Table:
     """The bytes that a step sends for each purpose, beside the budget of its stage; predicted milliseconds of them.
 
-    alone: of its collectives, were nothing else to run. exposed: in which nothing else does.
+    alone: of its collectives, were nothing else to run. exposed: in which nothing else does. Both are left out where
+    no time is predicted.
     """
-    seconds = None if timing is None else purpose_seconds(timing, report)
     table = _table("Communication by purpose: bytes that each device sends per step", "purpose", "collectives", "over",
-                   "sent", "budget", *(("asynchronous",) if seconds is None else ("ms alone", "ms exposed")))
+                   "sent", "budget", *(("ms alone", "ms exposed") if report.seconds else ()))
     for number, result in enumerate(report.results):
         sent, budget = result.communication_bytes, result.budget
-        overlapped = sum(c.communication_bytes * c.count for c in result.collectives if c.asynchronous)
-        last = ([f"{overlapped / sent:.0%}" if sent else ""] if seconds is None
-                else [f"{each * 1e3:,.2f}" if sent else "" for each in seconds[number]])
+        last = [f"{each * 1e3:,.2f}" if sent else "" for each in report.seconds[number]] if report.seconds else []
         table.add_row(budget.purpose, ", ".join(sorted({c.kind for c in result.collectives})), " x ".join(budget.axes),
                       size_text(sent), size_text(budget.communication_bytes), *last)
         for note in result.notes:
@@ -209,9 +207,8 @@ def cost_table(cost: TrainingCost) -> Table:
 def plan_json(plan: Plan) -> dict[str, Any]:
     """A plan as plain JSON; sizes in bytes per device, times in seconds."""
     report = plan.communication
-    seconds: Iterable[Any] = itertools.repeat((None, None), len(report.results) if report else 0)
-    if report and plan.timing:
-        seconds = purpose_seconds(plan.timing, report)
+    seconds: Iterable[Any] = (report and report.seconds) or itertools.repeat(
+        (None, None), len(report.results) if report else 0)
     communication = report and {
         "sent": report.communication_bytes, "budget": report.contract.communication_bytes,
         "violations": report.violations,
@@ -234,7 +231,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "timing": plan.timing and {
             **{name: value for name, value in vars(plan.timing).items() if name != "collectives"},
             "bound": plan.timing.bound, "useful": plan.timing.useful,
-            "band": [each * plan.timing.seconds for each in plan.target.chip.rates.band] if plan.target else []},
+            "band": [each * plan.timing.seconds for each in plan.timing.band]},
         **dict(zip(("optimizer_bytes", "adamw_bytes"), optimizer_bytes(plan.layout), strict=True)),
         "gather": plan.layout.gather_note, "overlap": plan.overlap and dataclasses.asdict(plan.overlap),
         "replicated": [{"name": row.name, "bytes": row.bytes} for row in plan.layout.replicated()],
@@ -283,7 +280,7 @@ def _links_table(plan: Plan) -> Table:
 def _timing_table(plan: Plan) -> Table:
     timing = plan.timing
     assert timing is not None
-    table = _table("Predicted step time (not measured; the model is zero_jax/planning/timing.py)", "", "seconds",
+    table = _table("Predicted step time (not measured; the model is zero_jax/xla/timing.py)", "", "seconds",
                    "share")
     for name, seconds in timing.spent.items():
         waits = name in timing.communication_seconds
@@ -291,7 +288,7 @@ def _timing_table(plan: Plan) -> Table:
         table.add_row(label, f"{seconds:.3g}", f"{seconds / timing.seconds:.0%}" if timing.seconds else "")
     table.add_section()
     table.add_row(f"step, bound by {timing.bound}", f"{timing.seconds:.3g}", style="bold")
-    band = plan.target.chip.rates.band if plan.target else ()
+    band = timing.band
     table.add_row("as far off as nine in ten published steps of this chip", f"{band[0] * timing.seconds:.3g} to "
                   f"{band[1] * timing.seconds:.3g}" if band else "not compared")
     table.add_row("tokens per second", f"{timing.tokens_per_second:,.0f}")

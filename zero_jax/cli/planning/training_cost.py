@@ -36,7 +36,7 @@ class TrainingCost:
             return None
         price = None if config.prices is None else price_of(config.prices, config.target, plan.target)
         return cls(config.tokens, plan.timing.tokens_per_second, plan.num_devices, price, config.deadline,
-                   plan.target.chip.rates.band)
+                   plan.timing.band)
 
     @property
     def days(self) -> float:

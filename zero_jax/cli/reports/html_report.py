@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from zero_jax.cli.reports.measures import TEXT, Measures
-from zero_jax.cli.reports.report import size_text, steps_text, whose_memory
+from zero_jax.cli.reports.report import size_text, step_time_text, steps_text, whose_memory
 from zero_jax.cli.training.metrics_log import read_rows
+from zero_jax.contract.report import Report
 from zero_jax.contract.violations import counted_bytes
 from zero_jax.step.compiled import CompiledStep
+from zero_jax.xla.timing import Timing
 
 MAX_POINTS = 1500
 """Of a curve: more than a screen has columns only make the file larger."""
@@ -120,7 +122,7 @@ class Run:
       title: in a line. head: the first lines of the run. options: its config as TOML.
       log: its train.jsonl. program: the compiled step. summary: as the last line of the log.
       versions: of packages, by name. samples: what it makes of held-out examples. profile: where time went; "" if
-        untraced. measures: what was counted and measured.
+        untraced. measures: what was counted and measured. timing: the predicted step; None where none is.
     """
 
     title: str
@@ -133,6 +135,7 @@ class Run:
     samples: Sequence[str]
     profile: str = ""
     measures: Measures = TEXT
+    timing: Timing | None = None
 
 
 def write_report(path: Path, run: Run) -> Path:
@@ -154,7 +157,7 @@ def report_html(run: Run) -> str:
         "<h2>Curves</h2>", f'<div class="figures">{"".join(curve_figures(steps, run.summary, run.measures))}</div>',
         "<h2>Memory and communication of a device</h2>",
         f'<div class="figures">{memory_figure(run.program)}{communication_figure(run.program)}</div>',
-        communication_table(run.program)]
+        communication_table(run.program.report.timed(run.timing))]
     if run.profile:
         sections.append(f"<h2>Where the time went</h2><pre>{text(run.profile)}</pre>")
     if run.samples:
@@ -185,6 +188,7 @@ def tiles(summary: Mapping[str, Any], measures: Measures) -> str:
         **measures.shown(evaluation, "validation_"),
         **{f"loss of a {name}": f"{value:.3f}" for name, value in summary["baselines"].items()},
         **({f"{measures.items} per second": f"{summary['items_per_second']:,.0f}"} if summary["steps_taken"] else {}),
+        **({"time of a step": time} if (time := step_time_text(summary)) else {}),
         f"peak memory{whose_memory(summary)}": size_text(summary["peak_bytes"]),
         f"seconds for {steps_text(summary)}{ended}": f"{summary['seconds']:,.0f}",
     }
@@ -253,18 +257,22 @@ def communication_figure(program: CompiledStep) -> str:
         title=f"Sent: {size_text(sum(sent.values()) * MIB)} per step", names=("sent", "budget")) + "</figure>"
 
 
-def communication_table(program: CompiledStep) -> str:
-    """What a step sends, by purpose, with the notes of the contract."""
+def communication_table(report: Report) -> str:
+    """What a step sends, by purpose, with the notes of the contract, and predicted milliseconds where there are any."""
+    names = ("ms alone", "ms exposed") if report.seconds else ()
+    seconds = report.seconds or [()] * len(report.results)
     rows = "".join(
         f"<tr><td>{html.escape(result.budget.purpose)}</td>"
         f"<td>{html.escape(', '.join(sorted({each.kind for each in result.collectives})) or 'none')}</td>"
         f"<td>{html.escape(' x '.join(result.budget.axes))}</td>"
-        f'<td class="number">{size_text(counted_bytes(result, program.report.contract))}</td>'
-        f'<td class="number">{size_text(result.budget.communication_bytes)}</td></tr>'
-        + "".join(f'<tr><td colspan="5" class="note">{html.escape(note)}</td></tr>' for note in result.notes)
-        for result in program.report.results)
-    return ('<table><tr><th>purpose</th><th>collectives</th><th>over</th><th class="number">sent</th>'
-            f'<th class="number">budget</th></tr>{rows}</table>')
+        f'<td class="number">{size_text(counted_bytes(result, report.contract))}</td>'
+        f'<td class="number">{size_text(result.budget.communication_bytes)}</td>'
+        + "".join(f'<td class="number">{1e3 * each:,.2f}</td>' for each in times) + "</tr>"
+        + "".join(f'<tr><td colspan="{5 + len(names)}" class="note">{html.escape(note)}</td></tr>'
+                  for note in result.notes)
+        for times, result in zip(seconds, report.results, strict=True))
+    heads = "".join(f'<th class="number">{name}</th>' for name in ("sent", "budget", *names))
+    return f"<table><tr><th>purpose</th><th>collectives</th><th>over</th>{heads}</tr>{rows}</table>"
 
 
 def _short(purpose: str, most: int = 34) -> str:

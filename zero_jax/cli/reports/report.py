@@ -163,12 +163,27 @@ def summary_table(summary: Mapping[str, Any], measures: Measures) -> Table:
     table.add_row("training loss", loss(summary["loss"]))
     if summary["steps_taken"]:
         table.add_row("speed", f"{summary['items_per_second']:,.0f} {measures.items}/s")
+        if text := step_time_text(summary):
+            table.add_row("time of a step", text)
     table.add_row(f"peak memory{whose_memory(summary)}", size_text(summary["peak_bytes"]))
     table.add_row("time", f"{summary['seconds']:.0f} s for {steps_text(summary)}"
                   + (", interrupted" if summary["interrupted"] else ", preempted" if summary["preempted"] else ""))
     files = (summary["log"], summary["curve"], summary["report"])
     table.add_row("written", ", ".join(path for path in files if path))
     return table
+
+
+def step_time_text(summary: Mapping[str, Any]) -> str:
+    """The median time of a step beside the predicted one; empty where none is predicted.
+
+    >>> step_time_text({"step_seconds": 0.125, "predicted_seconds": 0.1})
+    '125 ms measured (median), 100 ms predicted: 1.25 of that'
+    """
+    measured, predicted = summary["step_seconds"], summary["predicted_seconds"]
+    if not measured or not predicted:
+        return ""
+    return (f"{1e3 * measured:.3g} ms measured (median), {1e3 * predicted:.3g} ms predicted: "
+            f"{measured / predicted:.3g} of that")
 
 
 def steps_text(summary: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import signal
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -45,7 +46,7 @@ class Loop:
     read: the metrics of a step as numbers, once it is done.
     profile, summarize: what traces some of the steps, and says in words where their time went: `profile_text`.
     compare: with the state every `check_replicas` steps and before a save, or None.
-    seconds, timed_steps: of training, without validation and saving. preempted: whether a signal ended the loop.
+    durations: seconds of each step, without validation and saving. preempted: whether a signal ended the loop.
     """
 
     config: TrainConfig
@@ -70,14 +71,19 @@ class Loop:
     before: Callable[[int], Any] | None = None
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = plain_metrics
     profile_text: str = ""
-    seconds: float = 0.0
-    timed_steps: int = 0
+    durations: list[float] = dataclasses.field(default_factory=list, repr=False)
     preempted: bool = False
 
     @property
     def items_per_second(self) -> float:
         """Tokens or images, since the start, not counting validation and saving."""
-        return self.objective.items_per_step * self.timed_steps / self.seconds if self.seconds else 0.0
+        seconds = sum(self.durations)
+        return self.objective.items_per_step * len(self.durations) / seconds if seconds else 0.0
+
+    @property
+    def median_seconds(self) -> float | None:
+        """Of a step; None before the first."""
+        return statistics.median(self.durations) if self.durations else None
 
     def run(self, state: Any, *, after: int = 0) -> Any:
         """The state after all remaining steps; donates `state`, which is that after the step `after`.
@@ -176,7 +182,7 @@ class Loop:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         data_wait, self._data_wait = self._data_wait, 0.0
-        self.seconds, self.timed_steps = self.seconds + seconds, self.timed_steps + 1
+        self.durations.append(seconds)
         stopped, bad = row.pop("stopped"), row.pop("bad")
         if stopped:
             raise BadStepError(self._bad_step_text(number, row))

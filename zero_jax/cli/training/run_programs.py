@@ -116,10 +116,10 @@ def last_average(step: DiLoCoStep, steps: int) -> int:
     return min(max(steps_of_one, default=0) for steps_of_one in averaged)
 
 
-def examine_slices(step: DiLoCoStep, batch: Batch, target: Target | None, *, steps: int, transformer: Any
-                   ) -> tuple[Plan, list[str], bool]:
+def examine_slices(step: DiLoCoStep, batch: Batch, target: Target | None, *, steps: int, transformer: Any,
+                   timed_on: Target | None = None) -> tuple[Plan, list[str], bool]:
     """(The plan of a step without an average, lines of what averages need and send, whether all programs fit)."""
-    plans = {fragment: examine(step, batch, target, transformer, fragment=fragment)
+    plans = {fragment: examine(step, batch, target, transformer, fragment=fragment, timed_on=timed_on)
              for fragment in (None, *range(step.outer.fragments))}
     reports = {fragment: plan.communication for fragment, plan in plans.items() if plan.communication is not None}
     lines = slice_lines(step, reports, steps=steps) if reports.keys() == plans.keys() else []

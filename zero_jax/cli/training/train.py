@@ -46,9 +46,10 @@ from zero_jax.distributed.initialize import initialize, local
 from zero_jax.distributed.preemption import Preemption
 from zero_jax.distributed.watchdog import Watchdog
 from zero_jax.planning.flops import model_flops, step_flops
+from zero_jax.planning.plan import timing_of
 from zero_jax.step.disk.step import DiskTrainStep
 from zero_jax.versions import installed_version
-from zero_jax.xla.live_chip import chip_of_kind
+from zero_jax.xla.live_chip import topology_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Summary:
     them. items_per_second: tokens or images in training, without compilation and validation. peak_bytes: the largest of
     any accelerator, or of this process where devices are `simulated`. interrupted: Ctrl-C ended it early, preempted:
     SIGTERM or SIGHUP did; nothing is generated then. signal: the number of the signal that did, if this process has
-    received it.
+    received it. step_seconds: the median of a step; predicted_seconds: of one, by the chip file of the devices.
     """
 
     steps: int
@@ -79,6 +80,8 @@ class Summary:
     interrupted: bool
     preempted: bool
     signal: int | None
+    step_seconds: float | None = None
+    predicted_seconds: float | None = None
 
     @property
     def validation_loss(self) -> float | None:
@@ -161,9 +164,10 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         console.print(optimizer_text(layout), soft_wrap=True)
         programs = programs_of(step, batches[0], after=after)
         program = programs.alone
-        chip = chip_of_kind(devices[0].device_kind)
+        topology = topology_of(devices, config.chip)
         flops = step_flops(model_flops(step, batches[0]), program.schedule, num_devices=len(devices),
-                           peak=chip and chip.peak_flops["bf16"])
+                           peak=topology and topology.chip.peak_flops["bf16"])
+        timing = topology and timing_of(program, topology)[0]
         console.print(memory_text(program.memory), soft_wrap=True)
         head = [*head_lines(objective, program, flops, devices[0].device_kind, devices[0].platform),
                 *programs.head_lines(config.steps), data.summary,
@@ -223,19 +227,20 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         curve = log.draw(f"{config.model}, stage {config.stage}, {len(devices)} devices", data.baselines,
                          objective.measures.unit)
         summary = Summary(
-            steps=log.last_step, steps_taken=loop.timed_steps, loss=log.train[-1][1] if log.train else None,
+            steps=log.last_step, steps_taken=len(loop.durations), loss=log.train[-1][1] if log.train else None,
             evaluation=log.evaluation, baselines=dict(data.baselines), items_per_second=loop.items_per_second,
             seconds=time.perf_counter() - started, peak_bytes=peak_bytes(local(devices)),
             simulated=not device_bytes(local(devices)), log=log.path, curve=curve,
             report=config.out / "report.html" if config.html and is_first() else None, samples=samples,
-            interrupted=interrupted, preempted=loop.preempted and not interrupted, signal=asked)
+            interrupted=interrupted, preempted=loop.preempted and not interrupted, signal=asked,
+            step_seconds=loop.median_seconds, predicted_seconds=timing and timing.seconds)
         log.write(summary=_plain(summary))
         if summary.report is not None:
             title = f"{config.model}, ZeRO stage {config.stage}, {len(devices)} {devices[0].platform} devices"
             write_report(summary.report, Run(
                 title, head, config_text(config), log.path, program, _plain(summary),
                 {"Python": platform.python_version(), **versions}, samples, loop.profile_text,
-                objective.measures))
+                objective.measures, timing))
     finally:
         closing.close()
     for sample in samples:

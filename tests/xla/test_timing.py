@@ -15,9 +15,9 @@ from support.targets import mesh_of
 
 from zero_jax.cli.planning.plan_report import recomputed_text
 from zero_jax.contract.report import Contract, Report, TrafficBudget, TrafficResult
-from zero_jax.planning import timing
-from zero_jax.planning.timing import Rates
 from zero_jax.xla import devices as xla_devices
+from zero_jax.xla import timing
+from zero_jax.xla.chip import Rates
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.events import Done, Loop, Start, Work
 from zero_jax.xla.schedule import schedule
@@ -159,7 +159,7 @@ def test_seconds_by_purpose():
     timed = run(Start(both), compute(1), Done(both), Start(hidden), compute(5), Done(hidden))
     quarter, rest = (dataclasses.replace(both, payload_bytes=round(both.payload_bytes * part)) for part in (0.25, 0.75))
     results = [TrafficResult(TrafficBudget("", (), (), 0.0), each) for each in ((quarter,), (rest, hidden), ())]
-    found = timing.purpose_seconds(timed, Report(Contract(3, {}, "cuda", 0, ()), tuple(results), ()))
+    found = Report(Contract(3, {}, "cuda", 0, ()), tuple(results), ()).timed(timed).seconds
     assert [*itertools.chain(*found)] == pytest.approx([1, 0.75, 3 + 4, 2.25, 0, 0])
 
 

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from zero_jax.contract.report import Report, TrafficResult
 from zero_jax.xla.chip import Rates
 from zero_jax.xla.collective import Collective
 from zero_jax.xla.events import Done, Event, Loop, Start, Work, again_by_xla, opaque_calls, totals
@@ -46,6 +45,7 @@ class Timing:
         recomputed: the share of the program's FLOPs that XLA runs again to save memory, unasked.
         uncounted: custom calls whose FLOPs are in none of these, as "target (op_name)".
         collectives: of each collective, by its computation and its name, seconds alone and seconds exposed.
+        band: what nine in ten published steps of the chip took over the predicted time; empty: not compared.
     """
 
     seconds: float
@@ -60,6 +60,7 @@ class Timing:
     recomputed: float = 0.0
     uncounted: tuple[str, ...] = ()
     collectives: Mapping[tuple[str, str], tuple[float, float]] = dataclasses.field(default_factory=dict, repr=False)
+    band: tuple[float, ...] = ()
 
     @property
     def exposed_seconds(self) -> dict[str, float]:
@@ -78,8 +79,8 @@ class Timing:
 
 
 def predict(
-    events: Iterable[Event], target: Target, coords: Sequence[tuple[int, ...]], *, tokens: float, model_flops: float,
-    palm_flops: float | None = None, rates: Rates | None = None
+    events: Iterable[Event], target: Target, coords: Sequence[tuple[int, ...]], *, tokens: float = 0.0,
+    model_flops: float = 0.0, palm_flops: float | None = None, rates: Rates | None = None
 ) -> Timing:
     """Predicted time of one run of `events` on every device of `coords`.
 
@@ -89,8 +90,8 @@ def predict(
         events: of the step, from `zero_jax.xla.schedule.schedule(text)`.
         target: the target topology.
         coords: of each partition: `[xla_devices.coords(d) for d in mesh.devices.flat]`.
-        tokens: of a step, on all devices.
-        model_flops: of a step, on all devices, without recomputation.
+        tokens: of a step, on all devices; without them its tokens per second are 0.
+        model_flops: of a step, on all devices, without recomputation; without them MFU is 0.
         palm_flops: the same by PaLM's formula, if it is known.
         rates: default: those of the target's chip.
     """
@@ -110,24 +111,7 @@ def predict(
         mfu=model_flops * each / len(coords) / peak, hfu=program * each / peak,
         recomputed=again / program if program else 0.0,
         palm_mfu=None if palm_flops is None else palm_flops * each / len(coords) / peak, uncounted=tuple(uncounted),
-        collectives=collectives)
-
-
-def purpose_seconds(timing: Timing, report: Report) -> list[tuple[float, float]]:
-    """For each result of `report` the seconds that its collectives take alone, and those of them that are exposed.
-
-    A collective that is combined of several purposes is shared among them by its bytes.
-    """
-    total: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for result in report.results:
-        for each in result.collectives:
-            total[each.computation, each.name] += each.communication_bytes * each.count
-
-    def seconds(result: TrafficResult, number: int) -> float:
-        keys = (((each.computation, each.name), each.communication_bytes * each.count) for each in result.collectives)
-        return sum(timing.collectives.get(key, (0.0, 0.0))[number] * sent / total[key] for key, sent in keys if sent)
-
-    return [(seconds(result, 0), seconds(result, 1)) for result in report.results]
+        collectives=collectives, band=device.rates.band)
 
 
 @dataclasses.dataclass(frozen=True)
