@@ -142,7 +142,7 @@ FIELDS = {
     "overlap": ("overlap", {False: "no"}), "tiling": ("tiling", {None: ()}), "lora": ("lora_rank", {True: 4}),
     "offload": ("offload", {None: "no"}), "offload.parameters": ("offload", {"host": "parameters", "device": "no"}),
     "offload.gradients": ("offload", {"host": "gradients", "device": "no"}), "guard": ("max_bad_steps", {}),
-    "one_hop": ("replica", {True: 1, None: 2})}
+    "hpz_axes": ("hpz", {("data_1",): 4, None: 1}), "one_hop": ("replica", {True: 1, None: 2})}
 """Of what a config names otherwise: the field, and its values."""
 RUNS = {
     "offload_disk": "states", "local_checkpoints": "copies", "local_every": 2, "check_replicas": 5, "offload_gib": 2.0,
@@ -160,7 +160,7 @@ DEFAULT = {name: field.default for config in (PlanConfig, TrainConfig) for name,
 CLI = {"tiling": ("up/kernel=2",), "guard": 2}
 STEP_FLAGS = {name: each for name, each in examples(
     [row for row in TABLE if row.names <= {*values_of(TrainConfig())}], {**GIVEN, **CLI},
-    OTHERS).items() if not (each[1].get("hpz_axes") or "view" in each[1] or "offload.disk" in each[1])}
+    OTHERS).items() if not ("view" in each[1] or "offload.disk" in each[1])}
 RUN_FLAGS = examples(RUN, RUNS, {"offload": "no", "schedule": "cosine", "stage": 2, "save_every": 200,
                                 "optimizer": "adamw", "precision": "fp32"})
 
@@ -170,8 +170,8 @@ def made_from(values):
     fields = {}
     for name, value in values.items():
         field, to = FIELDS.get(name, (name.replace(".", "_"), {}))
-        if name not in ("simulated", "every_stage", "other_steps", "hpz_axes", "view"):
-            value = to.get(value, value) if not isinstance(value, tuple) else value
+        if name not in ("simulated", "every_stage", "other_steps", "view"):
+            value = to.get(value, value) if not isinstance(value, tuple) or value in to else value
             fields[field] = DEFAULT[field] if value is None else value
     if "one_hop" in values and fields["quantize_gradients"]:
         fields["quantize_gradients"] = ("int8", "int4")
@@ -200,7 +200,7 @@ def test_the_command_line_refuses_each_row_and_takes_its_controls(name, tmp_path
         made_from(wrong)
     assert str(error.value).startswith("--") and told(row.reason, Flags(None)) in str(error.value)
     for values in right:
-        if values.get("simulated", True) and not values.get("hpz_axes"):  # as here, and what the command line lacks
+        if values.get("simulated", True):  # as here
             made_from(values)
 
 

@@ -379,3 +379,15 @@ def test_frozen_leaves_that_do_not_divide():
     step = zero_jax.make_zero_train_step(gpt2.build(CONFIG), 3, mesh=zero_jax.make_mesh(3), frozen=("wte",))
     row = next(row for row in step.layout(batch).placements() if row.name == "frozen/wte/embedding")
     assert row.shape == (257, 20) and row.padding and row.device_bytes == row.stored_bytes / 3
+
+
+def test_dims_are_merged_as_far_as_positions_fit_int32():
+    """65,536 x 65,536 over 640 is padded, as a preset of 10T needs. Control: half of its rows are merged."""
+    for rows, merges in ((65536, False), (32767, True)):
+        stored, _ = choose_stored_shape((2, rows, 65536 + merges), {"data": 640}, ParamAccess((0,)))
+        assert stored.merges == merges and math.prod(stored.stored) % 640 == 0
+        value = jax.ShapeDtypeStruct(stored.stored, jnp.float32)
+        assert jax.eval_shape(lambda value, stored=stored: stored.filled(value, 0), value).shape == stored.stored
+    flat = StoredShape(((2,), (65536, 65536)), (2, 65536**2 + 384))
+    with pytest.raises(OverflowError):
+        jax.eval_shape(lambda value: flat.filled(value, 0), jax.ShapeDtypeStruct(flat.stored, jnp.float32))

@@ -12,7 +12,7 @@ from support.targets import target_devices
 from scripts.tables import published
 from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.planning.mesh_search import decoder_of
-from zero_jax.planning.division import Decoder, Division, divisions, estimate
+from zero_jax.planning.division import Decoder, Division, divisions, estimate, exposed_share
 from zero_jax.xla.targets import target_of
 from zero_jax.xla.timing import collective_seconds
 
@@ -110,3 +110,33 @@ def test_a_model_that_is_no_decoder_is_refused():
     with pytest.raises(UsageError, match="search=mesh: the model's config has no width"):
         decoder_of(dataclasses.make_dataclass("Config", ["num_layers"])(3), 10)
     assert decoder_of(find_model("gpt2:1.5b").config, 10).vocab == 50257
+
+
+def test_hpz_gathers_within_a_node_for_backward():
+    """Half of what is gathered stays within, at the price of a copy.
+
+    Controls: as fast within as across, and without hpZ; sizes that are all of `data` are left out.
+    """
+    chip, params, count = target_of("h100:8").chip, SMALL.num_params, 16
+
+    def found(within=1e15, **fields):
+        return estimate(SMALL, Division(data=count, **fields), batch=16, length=1024, chip=chip,
+                        collective=lambda _, axis: (0.0, within if axis == "hpz" else 1e9))
+
+    plain, hpz, same = found(), found(hpz=8), found(within=1e9, hpz=8)
+    assert plain.exposed - hpz.exposed == pytest.approx(2 * params * 15 / 16 / 1e9, rel=0.01)
+    assert hpz.device_bytes == plain.device_bytes + 2 * params / 8
+    assert same.exposed == pytest.approx(plain.exposed, rel=0.05)
+    once = found(hpz=8, accumulate=2, gather="step")
+    assert once.exposed < found(hpz=8, accumulate=2).exposed
+    sizes = {(each.data, each.hpz, each.stage) for each in divisions(
+        SMALL, 16, batch=16, length=1024, largest_tensor=8, fixed={"tensor": 1, "context": 1})}
+    assert (16, 8, 3) in sizes and (8, 8, 3) not in sizes and not [each for each in sizes if each[1:] == (8, 2)]
+    assert {each.hpz for each in divisions(SMALL, 16, batch=16, length=1024, largest_tensor=8, fixed={"hpz": 4})} == {4}
+
+
+def test_what_compute_hides_is_by_what_is_compiled_for():
+    """Programs for Ampere, as which V100 is compiled, hide little of collectives. Control: those for H100 most."""
+    names = "v100-32gb:8", "a100-80gb:8", "h100:8", "v5p:2x2x1"
+    shares = {name: exposed_share(target_of(name).chip) for name in names}
+    assert shares["v100-32gb:8"] == shares["a100-80gb:8"] > 10 * shares["h100:8"] > 0 < shares["v5p:2x2x1"]

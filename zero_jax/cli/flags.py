@@ -30,7 +30,7 @@ FIRST = {
 SUBJECTS = {
     "Model and training": "model vocab_size init_from stage precision optimizer moments betas eps batch_size "
                           "batch_per_device seq_len steps epochs weight_decay grad_clip_norm ema max_bad_steps seed",
-    "Devices": "devices distributed heartbeat mesh replica tensor context sequence_parallel partition_activations",
+    "Devices": "devices distributed heartbeat mesh replica tensor context hpz sequence_parallel partition_activations",
     "Memory": "remat loss_chunks tiling offload offload_fraction offload_disk offload_gib",
     "Microbatches and communication": "accumulate reduce gather overlap prefetch_weights quantize_weights "
                                       "quantize_gradients",

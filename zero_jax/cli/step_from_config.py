@@ -57,7 +57,8 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device],
     """
     schedule = make_schedule(config.schedule, **config.schedule_arguments(config.steps))
     # The injected rate is part of the state, so that the step's metrics report it.
-    mesh = make_mesh(replica=config.replica, tensor=config.tensor, context=config.context, devices=devices)
+    mesh = make_mesh(config.data_sizes(len(devices)), replica=config.replica, tensor=config.tensor,
+                     context=config.context, devices=devices)
     make = functools.partial(optimizer_of, config, mesh, weight_decay=config.weight_decay)
     injected = optax.inject_hyperparams(lambda learning_rate: make(learning_rate=learning_rate))(learning_rate=schedule)
     optimizer = optax.chain(optax.clip_by_global_norm(config.grad_clip_norm), injected)
@@ -144,7 +145,8 @@ def residual_options(config: TrainConfig | PlanConfig, choice: ModelChoice) -> d
         "parallelism": Parallelism(tensor_rules=choice.tensor_rules(config.tensor),
                                    sequence_parallel=config.sequence_parallel),
         "communication": Communication(
-            gather=settled.gather, reduce=settled.reduce, gradients=formats,
+            gather=settled.gather, reduce=settled.reduce, hpz_axes=("data_1",) if config.hpz > 1 else (),
+            gradients=formats,
             weights=None if config.quantize_weights == "no" else config.quantize_weights,
             overlap={"yes": True, "no": False}.get(config.overlap, config.overlap), prefetch=config.prefetch_weights),
         "offload": offload_argument(config.offload, getattr(config, "offload_disk", None), config.offload_fraction),

@@ -135,6 +135,7 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
         if devices % math.prod(axes.values()):
             raise UsageError(", ".join(f"{name}={size}" for name, size in axes.items())
                              + f" does not divide the {devices} devices.")
+        self.data_sizes(devices)
         parts = devices // (self.tensor * self.context) * self.accumulate
         if self.batch_size % parts:
             near = max(parts, round(self.batch_size / parts) * parts)

@@ -15,9 +15,10 @@ from typing import Any
 from zero_jax.stages import stage_of
 from zero_jax.xla.chip import Chip
 
-EXPOSED = 0.25
-"""The share of the time of ZeRO's collectives in loops over layers that compute does not hide: compiled programs for
-H100 have 0.01 to 0.2, for A100 0.3 to 1 (scripts/tables/published.json)."""
+EXPOSED = {"ampere": 0.6, "hopper": 0.05, "tpu": 0.25}
+"""The share of the time of ZeRO's collectives in loops over layers that compute does not hide, by what is compiled for:
+compiled programs for A100 have 0.25 to 1.1, for H100 0 to 0.14 where they take less than a third of the time of compute
+(medians 0.6 and 0.04, scripts/tables/published.json); V100, which is compiled as Ampere, 0.67 of 100B on 400."""
 TRAFFIC = 9
 """How often an activation passes the memory, forward and backward; 3 times less where blocks are computed again."""
 KERNELS = 40
@@ -76,6 +77,7 @@ class Division:
     replica: int = 1
     tensor: int = 1
     context: int = 1
+    hpz: int = 1
     remat: str = "no"
     accumulate: int = 1
     gather: str = "use"
@@ -92,9 +94,9 @@ class Division:
 
         A percent for each option that is asked for, and three where numbers are rounded to codes.
         """
-        options = (self.replica > 1, self.tensor > 1, self.context > 1, self.gather != "use", self.reduce != "every",
-                   self.offload != "no", self.loss_chunks > 1, *[self.quantize_weights != "no"] * 3,
-                   *[bool(self.quantize_gradients)] * 3)
+        options = (self.replica > 1, self.tensor > 1, self.context > 1, self.hpz > 1, self.gather != "use",
+                   self.reduce != "every", self.offload != "no", self.loss_chunks > 1,
+                   *[self.quantize_weights != "no"] * 3, *[bool(self.quantize_gradients)] * 3)
         return 1.01 ** sum(options)
 
     @property
@@ -113,12 +115,19 @@ class Estimate:
     host_bytes: float = 0.0
 
 
+def exposed_share(chip: Chip) -> float:
+    """Of `EXPOSED` that of a chip."""
+    capability = chip.gpu and float((chip.gpu.compile_as or chip.gpu.capability).rstrip("af"))
+    return EXPOSED["tpu" if capability is None else "ampere" if capability < 9 else "hopper"]
+
+
 def estimate(model: Decoder, division: Division, *, batch: int, length: int, chip: Chip, collective: Collective,
              compute_bytes: int = 2, room: float = math.inf) -> Estimate | None:
     """The estimate of a step of `batch` sequences of `length` tokens; None where it needs more than `room` bytes.
 
-    collective: of the mesh of `division`, whose axes are "data" (ZeRO's, with those of `context`), "replica", "tensor"
-    and "context". compute_bytes: of a number that is computed with and sent, 2 of bf16.
+    collective: of the mesh of `division`, whose axes are "data" (ZeRO's, with those of `context`), "hpz" (of these the
+    devices that share a copy for backward), "replica", "tensor" and "context".
+    compute_bytes: of a number that is computed with and sent, 2 of bf16.
     """
     d, stage, shards = division, stage_of(division.stage), division.data * division.context
     params, micro = model.num_params / d.tensor, d.accumulate
@@ -144,7 +153,7 @@ def estimate(model: Decoder, division: Division, *, batch: int, length: int, chi
     compute += micro * model.layers * KERNELS * (1 + again / 3) * chip.rates.launch
     compute += traffic / (chip.memory_bandwidth * chip.rates.hbm)
     hidden, blocking = _communication(model, d, params, shards, tokens, compute_bytes, collective)
-    exposed = blocking + max(EXPOSED * hidden, hidden - compute)
+    exposed = blocking + max(exposed_share(chip) * hidden, hidden - compute)
     if d.offload != "no" and chip.host_link_bandwidth:
         moved = OPTIMIZER_BYTES * updated + (4.0 * micro * params if d.offload == "parameters" else 0.0)
         exposed += moved / chip.host_link_bandwidth
@@ -169,8 +178,8 @@ def _memory(model: Decoder, d: Division, params: float, shards: int, tokens: flo
     layer = (params - 2 * model.vocab * model.width / d.tensor) / model.layers
     head = model.vocab * model.width / d.tensor
     gathered = compute_bytes * (3 * max(layer, 0.0) + 2 * head) if stage.shards_params else 0.0
-    if stage.shards_params and d.gather in ("forward", "step"):
-        gathered += compute_bytes * params
+    if stage.shards_params and (d.hpz > 1 or d.gather in ("forward", "step")):
+        gathered += compute_bytes * params / d.hpz
     whole, split = model.saved(d.remat)
     all_whole, all_split = model.saved("no")
     sequence = d.tensor if d.sequence_parallel else 1
@@ -201,6 +210,11 @@ def _communication(model: Decoder, d: Division, params: float, shards: int, toke
             hidden += seconds("reduce-scatter", "data", reduced, reductions * model.layers)
         if stage.shards_params:
             times = {"use": 2 * micro, "forward": micro, "step": 1}[d.gather]
+            if d.hpz > 1:  # of two gathers one, or with a copy of the step both, among those that share the copy
+                inside = 2 * micro if d.gather == "step" else micro
+                part = sent * (d.hpz - 1) / d.hpz * CODES[d.quantize_weights]
+                hidden += seconds("all-gather", "hpz", part * inside, inside * model.layers)
+                gathered, times = (gathered - part, 1) if d.gather == "step" else (gathered, micro)
             if d.gather == "step":
                 blocking += seconds("all-gather", "data", gathered, 1)
             else:
@@ -229,7 +243,7 @@ def divisions(model: Decoder, devices: int, *, batch: int, length: int, largest_
     """All ways to divide a step of `batch` sequences, but for what `fixed` holds by the name of a field.
 
     Sizes of axes are those that divide what they split: heads, the vocabulary, tokens, and the batch over what is left.
-    largest_tensor: devices of a host.
+    largest_tensor: devices of a host. Those of one that are left by `tensor` and `context` may share a copy (`hpz`).
     """
     def choices(name: str, values: Iterable[Any]) -> list[Any]:
         return [fixed[name]] if name in fixed else list(values)
@@ -238,23 +252,28 @@ def divisions(model: Decoder, devices: int, *, batch: int, length: int, largest_
     tensors = [size for size in sizes if size <= largest_tensor and not (
         model.heads % size or model.kv_heads % size or model.vocab % size)]
     contexts = [size for size in sizes if size <= LARGEST_CONTEXT and not length % size]
-    for tensor, context, replica in itertools.product(
-            choices("tensor", tensors), choices("context", contexts), choices("replica", sizes)):
+    for tensor, context, replica, shared in itertools.product(
+            choices("tensor", tensors), choices("context", contexts), choices("replica", sizes), (False, True)):
         groups = devices // (tensor * context)
         if devices % (tensor * context) or groups % replica or batch % groups or model.heads % (tensor * context):
             continue
-        axes = {"data": groups // replica, "replica": replica, "tensor": tensor, "context": context}
+        data, hpz = groups // replica, fixed.get("hpz", largest_tensor // (tensor * context) if shared else 1)
+        if shared and ("hpz" in fixed or hpz < 2) or data % hpz or data == hpz > 1:
+            continue
+        axes = {"data": data, "replica": replica, "tensor": tensor, "context": context, "hpz": hpz}
         counts = [size for size in sizes_of_two(batch // groups)]
         for stage, micro in itertools.product(choices("stage", DISTINCT_STAGES), choices("accumulate", counts)):
             several = micro > 1
+            if hpz > 1 and stage < 3:
+                continue
             options = {
-                "gather": ["use", "forward", *["step"] * several] if stage == 3 else ["use"],
+                "gather": ["use", *["forward"] * (hpz == 1), *["step"] * several] if stage == 3 else ["use"],
                 "reduce": ["every", *["once"] * (several and context == 1)],
                 "remat": ["no", "dots", "full"], "loss_chunks": [1, 16],
                 "sequence_parallel": [tensor > 1 and context == 1],
                 "quantize_weights": ["no", *["int8"] * (stage > 0)],
                 "quantize_gradients": [(), *[("int8",)] * (stage > 0)],
-                "offload": ["no", "optimizer", *["parameters"] * (stage == 3)]}
+                "offload": ["no", "optimizer", *["parameters"] * (stage == 3 and hpz == 1)]}
             for values in itertools.product(*(choices(name, known) for name, known in options.items())):
                 yield Division(stage=stage, accumulate=micro, **axes, **dict(zip(options, values, strict=True)))
 

@@ -19,7 +19,7 @@ import jax
 
 from zero_jax.layout.layout import Layout
 from zero_jax.layout.step_weights import AUTO_SHARE, held_bytes
-from zero_jax.planning.division import EXPOSED, SUM_BYTES
+from zero_jax.planning.division import SUM_BYTES, exposed_share
 from zero_jax.sharding.batch import Accumulation
 from zero_jax.xla.devices import coords
 from zero_jax.xla.targets import Target
@@ -82,7 +82,7 @@ def _choice(layout: Layout, microbatches: int, target: Target, rate: float, gath
     sums = params / (1 if reduce == "once" or not layout.stage.number else layout.num_shards)
     moved = microbatches * (SUM_BYTES * sums + COPY_BYTES * params * (gather == "step"))
     sent = sent_bytes(layout, microbatches, gather, reduce)
-    seconds = EXPOSED * sent * params / rate + moved / (chip.memory_bandwidth * chip.rates.hbm)
+    seconds = exposed_share(chip) * sent * params / rate + moved / (chip.memory_bandwidth * chip.rates.hbm)
     return MicrobatchChoice(gather, reduce, sent, seconds,
                             held_bytes(layout, Accumulation(microbatches, reduce, gather)))
 

@@ -28,6 +28,9 @@ SMALL_SHARE = 1 / 200
 CLOSE = 1e-3
 """Share of a leaf: dims are merged only if that saves more padding than this."""
 
+MAX_MERGED = 2**31 - 1
+"""Elements of a merged dim: positions in it are counted in int32."""
+
 ROWS = ((1024, CLOSE), (128, 5 * CLOSE), (1, 1.0))
 """For merged dims on a TPU: what the size of a shard should be a multiple of, and the share of padding this may cost.
 
@@ -113,7 +116,7 @@ def choose_stored_shape(shape: tuple[int, ...], sizes: Mapping[str, int], read: 
     if merge and stacked == tuple(range(loops)) and len(shape) > loops + 1:
         merged_size = _rounded(math.prod(shape[loops:]), num_shards, tiled)
         merged = StoredShape((*((size,) for size in shape[:loops]), shape[loops:]), (*shape[:loops], merged_size))
-        if merged.padding + CLOSE * size < stored_shape.padding:
+        if merged_size <= MAX_MERGED and merged.padding + CLOSE * size < stored_shape.padding:
             stored_shape, dims = merged, (*[()] * loops, tuple(name for name, _ in axes))
     return stored_shape, _spec(dims)
 

@@ -11,7 +11,7 @@ from zero_jax.combinations import FACTS, TABLE, Arguments, Row, Values, among, c
 FLAGS = {
     "prefetch": "prefetch_weights", "communication.weights": "quantize_weights",
     "communication.gradients": "quantize_gradients", "copy": "precision", "float16": "precision",
-    "offload.parameters": "offload", "offload.gradients": "offload", "offload.disk": "offload",
+    "hpz_axes": "hpz", "offload.parameters": "offload", "offload.gradients": "offload", "offload.disk": "offload",
     "attention.kernel": "attention", "guard": "max_bad_steps", "lora": "lora_rank"}
 """An option of the table of a step -> the field of a config, where it is no longer the same name with _ for a dot."""
 
@@ -92,7 +92,7 @@ RUN = (
 class Flags(Arguments):
     """How the command line names options. config: what was given."""
 
-    facts = {**FACTS, "hpz_axes": "", "simulated": "on simulated devices", "every_stage": "with {}",
+    facts = {**FACTS, "simulated": "on simulated devices", "every_stage": "with {}",
              "other_steps": "with {}"}
 
     def __init__(self, config: Any):
@@ -130,7 +130,7 @@ def values_of(config: Any) -> dict[str, Any]:
     return own | {
         **{name: own[field] for name, field in FLAGS.items() if field in own},
         **{name.replace("diloco_", "diloco."): value for name, value in own.items() if name.startswith("diloco_")},
-        "stage": config.stage, "hpz_axes": None, "overlap": switches.get(config.overlap, "auto"),
+        "stage": config.stage, "overlap": switches.get(config.overlap, "auto"),
         "partition_activations": switches.get(config.partition_activations, config.partition_activations),
         "copy": precision in ("bf16", "fp16"), "float16": precision == "fp16" or None,
         "one_hop": len(set(gradients)) > 1 and "search" not in own and config.replica == config.context == 1,

@@ -175,11 +175,28 @@ class ParallelOptions:
     context: Count = 1
     """Devices over which each sequence is split."""
 
+    hpz: Count = 1
+    """At stage 3: the devices, best those of a node, that together keep a copy of what forward gathers, from which
+    backward gathers (ZeRO++'s hpZ). 1: none do."""
+
     sequence_parallel: bool = False
     """Split activations between tensor-parallel products along the sequence."""
 
     partition_activations: Literal["no", "yes", "cpu"] = "no"
     """Split checkpointed activations over the tensor axis (P_a); cpu: also offload them to host memory."""
+
+    def data_sizes(self, devices: int) -> int | tuple[int, int]:
+        """Sizes of ZeRO's axes on so many devices, as `make_mesh` takes them: with `hpz` two, the second is it.
+
+        Raises UsageError for an `hpz` that leaves none, or does not divide.
+        """
+        if self.hpz == 1:
+            return -1
+        data = devices // (self.replica * self.tensor * self.context)
+        if data % self.hpz or data == self.hpz:
+            raise UsageError(f"hpz={self.hpz}: {data} devices shard the parameters, each with its groups of tensor, "
+                             "context and replica: give a divisor of that which is less, or leave it out.")
+        return data // self.hpz, self.hpz
 
 
 AttentionName = Literal["auto", "xla", "cudnn", "splash"]

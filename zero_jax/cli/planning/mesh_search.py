@@ -23,7 +23,7 @@ from zero_jax.xla.timing import collective_seconds
 
 SHOWN, COMPILED, TRIES, SECONDS = 10, 3, 6, 600
 """Divisions that are listed; of them compiled until so many fit, at most so many, for so long."""
-SEARCHED = ("stage", "tensor", "context", "replica", "accumulate", "gather", "reduce", "loss_chunks", "offload",
+SEARCHED = ("stage", "tensor", "context", "replica", "hpz", "accumulate", "gather", "reduce", "loss_chunks", "offload",
             "sequence_parallel", "quantize_weights", "quantize_gradients")
 """The options that a search varies where they are at their defaults; and remat, where it is the model's."""
 
@@ -94,12 +94,14 @@ def ranked(config: PlanConfig, model: Decoder, target: Target, *, batch: int, le
         fixed["remat"] = {"yes": "full", "sqrt": "full"}.get(config.remat, config.remat)
     if not can_split:
         fixed["tensor"] = 1
-    links, devices = dict[tuple[int, int, int], Collective](), target_devices(target)
+    if not target.chip.gpu:  # axes along the torus, and no node with links of its own
+        fixed.setdefault("hpz", 1)
+    links, devices = dict[tuple[int, ...], Collective](), target_devices(target)
     found, counted, room = list[tuple[Division, Estimate]](), 0, process_bytes(target.chip)
     host = target.num_devices // target.num_hosts if target.chip.gpu else 16
     for division in divisions(model, target.num_devices, batch=batch, length=length, largest_tensor=host, fixed=fixed):
         counted += 1
-        sizes = division.replica, division.tensor, division.context
+        sizes = division.replica, division.tensor, division.context, division.hpz
         if sizes not in links:
             links[sizes] = _links(target, devices, division)
         if each := estimate(model, division, batch=batch, length=length, chip=target.chip, collective=links[sizes],
@@ -193,12 +195,13 @@ def mesh_table(config: PlanConfig, found: MeshSearch) -> Table:
 
 
 def _links(target: Target, devices: Any, division: Division) -> Collective:
-    mesh = make_mesh(division.data, replica=division.replica, context=division.context, tensor=division.tensor,
+    data = division.data if division.hpz == 1 else (division.data // division.hpz, division.hpz)
+    mesh = make_mesh(data, replica=division.replica, context=division.context, tensor=division.tensor,
                      devices=devices)
 
     @functools.cache
     def link(kind: str, axis: str) -> tuple[float, float]:
-        wanted = ("data", "context") if axis == "data" else (axis,)
+        wanted = {"data": ("data", "data_0", "data_1", "context"), "hpz": ("data_1",)}.get(axis, (axis,))
         group = mesh.devices[tuple(slice(None) if name in wanted else 0 for name in mesh.axis_names)]
         return collective_seconds(target, [coords(device) for device in group.flat], kind)
 

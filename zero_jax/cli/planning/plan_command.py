@@ -151,14 +151,14 @@ class _Setup:
     def _of(cls, config: PlanConfig) -> "_Setup":
         target, choice = config.check()
         length: int | None = config.seq_len
-        mesh = make_mesh(config.mesh or -1, tensor=config.tensor, context=config.context, replica=config.replica,
+        data = config.mesh or config.data_sizes(target.num_devices)
+        mesh = make_mesh(data, tensor=config.tensor, context=config.context, replica=config.replica,
                          devices=target_devices(target))
         choice = with_attention(choice, mesh, config.attention)
         optimizer = optimizer_of(config, mesh, learning_rate=1e-3, weight_decay=0.1)
         return cls(config, target, choice, length, mesh, {
-            "precision": config.precision, "mesh": config.mesh or -1, "optimizer": optimizer,
-            "accumulate": config.accumulate,
-            "tensor": config.tensor, "context": config.context, "replica": config.replica,
+            "precision": config.precision, "mesh": data, "optimizer": optimizer,
+            "accumulate": config.accumulate, "tensor": config.tensor, "context": config.context, "replica": config.replica,
             "loss": loss_of(config, choice, mesh, choice.loss), **residual_options(config, choice)})
 
     def batch(self, per_device: int | None = None) -> Any:

@@ -110,6 +110,9 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
             with_others = f" x tensor, context, replica {self.tensor}, {self.context}, {self.replica}" * (others > 1)
             raise UsageError(f"mesh={self.mesh}{with_others} is of {math.prod(self.mesh) * others} devices, and "
                              f"{self.target} has {target.num_devices}: give sizes whose product is that.")
+        if self.mesh and self.hpz > 1:
+            raise UsageError(f"hpz={self.hpz} with mesh={self.mesh}: that has the axes already: leave one of them out.")
+        self.data_sizes(target.num_devices)
         if self.prices is not None:
             price_of(self.prices, self.target, target)
         if self.png is not None:
