@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import math
 import types
@@ -24,7 +25,7 @@ from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.reports import report
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.errors import UsageError
-from zero_jax.planning.memory import Transformer
+from zero_jax.planning.memory import Transformer, model_states
 from zero_jax.planning.plan import examine, plan, refused_bytes
 from zero_jax.planning.search import deepest, largest, search
 from zero_jax.stages import STAGES
@@ -341,10 +342,26 @@ def test_tables_json_and_figure(tmp_path, capsys):
     for kind, seconds in (("seconds", result.timing.communication_seconds),
                           ("exposed_seconds", result.timing.exposed_seconds)):  # by purpose as much as by link
         assert sum(each[kind] for each in row["communication"]["purposes"]) == pytest.approx(sum(seconds.values()))
-    plan_report.draw_stages(tmp_path / "stages.png", [dataclasses.replace(result, stage=0), result], "memory")
+    plan_report.draw_stages(tmp_path / "stages.png", result.layout, result.memory_bytes, "memory")
     assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
-    resident = plan_report.memory_by_kind(result)
-    assert sum(resident.values()) == pytest.approx(result.needed_bytes)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-stochastic"])
+def test_model_states_of_every_stage_are_those_of_its_layout(precision):
+    """By formula from the layout of any other, as Figure 1 has them. Control: as if nothing were sharded."""
+    mesh, batch = mesh_of("h100:8"), tokens(8, length=16)
+    model = gpt2.build(gpt2.Config(2, 256, 4, vocab_size=512, max_length=16))
+    layouts = [zero_jax.make_zero_train_step(
+        model, stage, mesh=mesh, precision=precision, optimizer=ADAMW).layout(batch) for stage in range(4)]
+    params = layouts[0].num_params
+    for layout, other in itertools.product(layouts, layouts[::3]):
+        stage = layout.stage.number
+        states = model_states(other, stage)
+        gradients = states.pop("gradients")
+        assert sum(states.values()) == pytest.approx(layout.device_bytes, rel=0.02)
+        assert gradients == params * (4 if precision == "fp32" else 2) / (8 if stage >= 2 else 1)
+        whole = sum(model_states(other, 0).values()) - params * (4 if precision == "fp32" else 2)
+        assert not stage or whole > 1.5 * layout.device_bytes
 
 
 @pytest.mark.slow

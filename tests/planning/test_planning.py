@@ -6,6 +6,9 @@ import pytest
 from support.command_line import message, run, run_process
 
 from zero_jax.cli.main import DOES_NOT_FIT
+from zero_jax.cli.planning import plan_command
+from zero_jax.cli.planning.plan_config import PlanConfig
+from zero_jax.errors import UsageError
 from zero_jax.xla import devices as xla_devices
 
 
@@ -53,3 +56,44 @@ def test_inspect_reports_on_the_step_that_train_runs():
         assert words in done.stdout
     refused = run("inspect", *options, "--devices", "3")
     assert refused.returncode == 2 and "does not divide over 3 devices" in message(refused)
+
+
+USERS = """
+import dataclasses
+import flax.linen as nn
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    width: int
+
+PRESETS = {"mine": Config(128)}
+
+class Net(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, tokens):
+        return nn.Dense(256)(nn.relu(nn.Dense(self.width)(nn.Embed(256, 64)(tokens))))
+
+def build(config):
+    return Net(config.width)
+"""
+
+
+@pytest.mark.parametrize("model", ["gpt2:tiny", "a_users_net:mine"])
+def test_the_figure_is_drawn_before_anything_is_compiled(tmp_path, monkeypatch, model):
+    """Of our presets and of a user's. Control: without --png the same plan compiles, and draws nothing."""
+    def compiled(*_, **__):
+        raise UsageError("something is compiled")
+
+    (tmp_path / "a_users_net.py").write_text(USERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(plan_command, "examine", compiled)
+    length = 32 if "users" in model else None
+    for png in (tmp_path / "figures" / "stages.png", None):
+        with pytest.raises(UsageError, match="something is compiled"):
+            plan_command.plan_command(PlanConfig(model=model, target="h100:8", seq_len=length, png=png))
+        assert [each.name for each in tmp_path.glob("*/*.png")] == ["stages.png"] * bool(png)
+        if png:
+            assert png.read_bytes().startswith(b"\x89PNG")
+            png.unlink()

@@ -113,6 +113,12 @@ class Layout:
         return self.axes.mesh
 
     @property
+    def read_itemsize(self) -> int:
+        """Bytes of an element of the parameters, as the model reads them."""
+        read = jax.tree.leaves(self.state.weights) or jax.tree.leaves(self.uses) or jax.tree.leaves(self.state.params)
+        return max((leaf.dtype.itemsize for leaf in read), default=4)
+
+    @property
     def num_shards(self) -> int:
         """N: over how many devices ZeRO shards each leaf."""
         return self.axes.zero_size

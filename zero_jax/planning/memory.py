@@ -11,6 +11,7 @@ from zero_jax.layout.layout import Layout, Placement
 from zero_jax.planning import formulas
 from zero_jax.planning.formulas import ZERO_JAX, ZERO_JAX_FP32, ByteCounts
 from zero_jax.planning.temporaries import ACTIVATIONS, GATHERED, GRADIENTS, OTHER, LiveBuffer, LiveTemporaries
+from zero_jax.stages import stage_of
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.tree import path_name
 
@@ -184,6 +185,27 @@ def memory_report(
         f"{'trained ' * bool(layout.state.frozen)}parameters, {layout.num_shards} shards"
         + f", model parallelism {layout.tensor_size}" * (layout.tensor_size > 1)
         + "; bytes per device", rows, tuple(program.live) if program else ())
+
+
+def model_states(layout: Layout, stage: int) -> dict[str, float]:
+    """Bytes per device of the model states that a step of this layout would have at `stage`: the bars of Figure 1.
+
+    By formula, as if every leaf divides, from the sizes of the leaves and of this optimizer's states, to which master
+    weights count. Gradients are those of the whole model, as it reads it. What is offloaded counts 0.
+    """
+    row, mixed, rows, read = stage_of(stage), _mixed(layout), layout.placements(), layout.read_itemsize
+
+    def stored(tree: str) -> float:
+        return sum(each.bytes for each in rows if each.memory == "device" and each.name.partition("/")[0] == tree)
+
+    params, shards = layout.num_params / layout.tensor_size, layout.num_shards
+    master, optimizer = (stored(tree) / layout.tensor_size for tree in ("params", "opt_state"))
+    copy = read * params * (not row.shards_params) if mixed else master
+    frozen = (stored("frozen") + stored("variables")) / layout.tensor_size
+    return {
+        "parameters": (copy + frozen) / (shards if row.shards_params else 1),
+        "gradients": read * params / (shards if row.shards_gradients else 1),
+        "optimizer states": (optimizer + master * mixed) / (shards if row.shards_optimizer else 1)}
 
 
 def _mixed(layout: Layout) -> bool:

@@ -15,8 +15,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
-import jax
-
 from zero_jax.layout.layout import Layout
 from zero_jax.layout.step_weights import AUTO_SHARE, held_bytes
 from zero_jax.planning.division import SUM_BYTES, exposed_share
@@ -89,11 +87,9 @@ def _choice(layout: Layout, microbatches: int, target: Target, rate: float, gath
 
 def sent_bytes(layout: Layout, microbatches: int, gather: str, reduce: str) -> float:
     """Bytes a parameter that each device sends in a step, by formula, in the dtype in which the model reads it."""
-    read = layout.uses if layout.state.weights is None else layout.state.weights
-    size = max((leaf.dtype.itemsize for leaf in jax.tree.leaves(read)), default=4)
     share = (layout.num_shards - 1) / layout.num_shards
     gathers = {"use": 2 * microbatches, "forward": microbatches, "step": 1}[gather]
     if not layout.stage.shards_params:
         gathers = min(layout.stage.number, 1)
     reductions = (1 if reduce == "once" else microbatches) * (1 if layout.stage.number else 2)
-    return size * share * (gathers + reductions)
+    return layout.read_itemsize * share * (gathers + reductions)

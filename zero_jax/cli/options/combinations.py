@@ -125,7 +125,7 @@ def values_of(config: Any) -> dict[str, Any]:
     switches = {"yes": True, "no": False}
     if "search" in own:
         varied = config.search if config.search in ("fit", "layers") else None  # mesh tries what goes together
-        several = "--png" if config.png is not None else varied and f"--search {varied}"
+        several = varied and f"--search {varied}"
         own |= {"every_stage": None if several == "--search layers" else several, "other_steps": several}
     return own | {
         **{name: own[field] for name, field in FLAGS.items() if field in own},

@@ -42,14 +42,14 @@ from zero_jax.cli.training.run_programs import examine_slices, slices_of
 from zero_jax.planning.memory import Transformer
 from zero_jax.planning.offload_choice import OffloadArgument, OffloadChoice
 from zero_jax.planning.placement import compare, files_on
-from zero_jax.planning.plan import Plan, examine, plan
+from zero_jax.planning.plan import Plan, examine
 from zero_jax.planning.search import SearchResult, deepest, search, tokens_per_second
 from zero_jax.sharding.mesh import make_mesh
-from zero_jax.stages import STAGES
 from zero_jax.step.make import make_zero_train_step
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.xla.devices import target_devices
 from zero_jax.xla.live_chip import topology_of
+from zero_jax.xla.process_memory import process_bytes
 from zero_jax.xla.targets import Target, target_of
 
 
@@ -66,6 +66,12 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
     def report_trial(name: str, trial: Plan) -> None:
         progress.print(f"{name}: {verdict(trial).splitlines()[0]} ({trial.compile_seconds:.0f} s)", soft_wrap=True)
 
+    if config.png is not None:
+        config.png.parent.mkdir(parents=True, exist_ok=True)
+        first = setup.step(None if config.offload == "auto" else options["offload"]).layout(setup.batch())
+        draw_stages(config.png, first, process_bytes(target.chip),
+                    f"{config.model} on {config.target}: model states over {first.num_shards} shards, by formula")
+        progress.print(f"{config.png} is drawn.", soft_wrap=True)
     result: SearchResult | None = None
     if config.search == "layers":
         result = deepest(lambda layers: _model(choice, config, num_layers=layers), config.stage, target,
@@ -120,8 +126,6 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
             lines = train_lines(config, chosen) if chosen.fits else remedy_lines(
                 config, chosen, helps)
             console.print(*lines, sep="\n", soft_wrap=True)
-    if config.png is not None:
-        _draw(config, choice, target, setup.batch(), options, None if result else chosen)
     if cost and cost.late:
         progress.print(cost.late, soft_wrap=True)
     return chosen is not None and chosen.fits and not (cost and cost.late)
@@ -257,12 +261,3 @@ def _models(choice: ModelChoice, config: PlanConfig) -> dict[str, Any]:
         return {config.model: _model(choice, config)}
     return {f"{config.model}, {name}": _model(choice, config, remat=remat)
             for name, remat in (("nothing recomputed", False), ("blocks recomputed", True))}
-
-
-def _draw(config: PlanConfig, choice: ModelChoice, target: Target, batch: Any, options: Any,
-          chosen: Plan | None) -> None:
-    plans = [chosen if chosen is not None and chosen.stage == stage else
-             plan(_model(choice, config), stage, target, batch, **options) for stage in range(len(STAGES))]
-    assert config.png is not None
-    config.png.parent.mkdir(parents=True, exist_ok=True)
-    draw_stages(config.png, plans, f"{config.model} on {config.target}, {config.sequences} per device")

@@ -66,7 +66,8 @@ class PlanOptions:
     """Print JSON instead of tables."""
 
     png: Path | None = None
-    """Draw the memory of every stage, stacked as in the paper's Figure 1, into this file."""
+    """Draw the model states at every stage, stacked as in the paper's Figure 1, into this file: by formula, before
+    anything is compiled."""
 
 
 @dataclasses.dataclass(frozen=True)

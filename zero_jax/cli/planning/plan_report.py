@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from zero_jax.cli.reports.report import (
 from zero_jax.contract.verify import Report
 from zero_jax.layout.host_leaves import update_bytes_of
 from zero_jax.layout.layout import Layout
+from zero_jax.planning.memory import model_states
 from zero_jax.planning.plan import Plan
 from zero_jax.planning.search import SearchResult, tokens_per_second
+from zero_jax.stages import STAGES
 from zero_jax.xla.process_memory import FRACTION, fraction_text, memory_fraction
 from zero_jax.xla.timing import OverlapEffect
 
@@ -238,36 +240,31 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def draw_stages(path: Path, plans: Sequence[Plan], title: str) -> None:
-    """A PNG of each stage's memory per device, stacked as in the paper's Figure 1; GB are 1e9 bytes."""
+def draw_stages(path: Path, layout: Layout, memory_bytes: int | None, title: str) -> None:
+    """A PNG of the model states of a device at each stage, stacked as in the paper's Figure 1; GB are 1e9 bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and needed once
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(title=title, ylabel="GB per device", xlabel="stage")
-    names = [f"{plan.stage}" + ("" if plan.fits else "\ndoes not fit") for plan in plans]
-    bottom = [0.0] * len(plans)
-    for kind in ("parameters", "optimizer states", "batch and temporaries"):
-        heights = [memory_by_kind(plan)[kind] / 1e9 for plan in plans]
-        axes.bar(names, heights, bottom=bottom, label=kind)
+    axes = figure.add_subplot(ylabel="GB on each device")
+    axes.set_title(title, fontsize=10)
+    names = [f"stage {row.number}\n{row.name}" for row in STAGES]
+    states = [model_states(layout, row.number) for row in STAGES]
+    bottom = [0.0] * len(states)
+    for kind in states[0]:
+        heights = [each[kind] / 1e9 for each in states]
+        axes.bar(names, heights, 0.6, bottom=bottom, label=kind)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     for place, total in enumerate(bottom):
         axes.text(place, total, f"{total:.3g}", ha="center", va="bottom")
-    if memory := plans[0].memory_bytes:
-        axes.axhline(memory / 1e9, linestyle="--", color="gray", label=f"memory: {memory / 1e9:.0f}")
-    axes.legend()
+    if memory_bytes:
+        axes.axhline(memory_bytes / 1e9, linestyle="--", color="gray", label=f"memory, {memory_bytes / 1e9:.3g}")
+    axes.set_ylim(0, 1.1 * max(*bottom, (memory_bytes or 0) / 1e9))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False)
     figure.savefig(path)
-
-
-def memory_by_kind(plan: Plan) -> Mapping[str, float]:
-    """The memory of a device in bytes: parameters, optimizer states, and the rest, which is temporary."""
-    sizes = {"parameters": 0.0, "optimizer states": 0.0}
-    for row in plan.layout.placements():
-        read = row.name.partition("/")[0] in ("params", "weights", "frozen", "variables")
-        if row.memory == "device":
-            sizes["parameters" if read else "optimizer states"] += row.device_bytes
-    return {**sizes, "batch and temporaries": max(0.0, plan.needed_bytes - sum(sizes.values()))}
 
 
 def _links_table(plan: Plan) -> Table:
