@@ -161,7 +161,7 @@ STEP = (
     # How often parameters are gathered, and gradients reduced.
     Row((given("gather"), among("stage", 0, 1, 2)), _WHOLE,
         "leave {gather} out, or take stage 3, which with {gather=forward} sends as little as stages 1 and 2"),
-    Row((among("gather", "step", "auto"), left("accumulate")),
+    Row((among("gather", "step"), left("accumulate")),
         "a step of one batch gathers parameters where it reads them",
         "give {accumulate=4}, say, or {gather=forward}, or leave {gather} out"),
     Row((among("gather", "forward", "step"), left("shards")), "there is nothing to gather", "leave {gather} out"),

@@ -1,6 +1,7 @@
 """The commands `plan` and `inspect`, as a user runs them."""
 
 import json
+from typing import Any
 
 import pytest
 from support.command_line import message, run, run_process
@@ -92,7 +93,8 @@ def test_the_figure_is_drawn_before_anything_is_compiled(tmp_path, monkeypatch, 
     length = 32 if "users" in model else None
     for png in (tmp_path / "figures" / "stages.png", None):
         with pytest.raises(UsageError, match="something is compiled"):
-            plan_command.plan_command(PlanConfig(model=model, target="h100:8", seq_len=length, png=png))
+            config: dict[str, Any] = {"seq_len": length, "png": png}
+            plan_command.plan_command(PlanConfig(model=model, target="h100:8", **config))
         assert [each.name for each in tmp_path.glob("*/*.png")] == ["stages.png"] * bool(png)
         if png:
             assert png.read_bytes().startswith(b"\x89PNG")

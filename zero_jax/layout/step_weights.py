@@ -20,13 +20,9 @@ from zero_jax.tree import leaf_bytes, merge, named_leaves, split_named
 from zero_jax.typing import Params, Pytree
 from zero_jax.xla.live_chip import chip_of_kind
 
-AUTO_SHARE = 0.5
-"""With `gather="auto"`, the share of a device's memory that state, copy and sums of gradients may take: the rest is for
-activations, and for what the model's blocks gather and compute."""
-
 
 def with_step_weights(layout: Layout, accumulation: Accumulation) -> Layout:
-    """`layout` with the decision of `accumulation.gather`, and its reason in words.
+    """`layout` with what `accumulation.gather` adds to it, in words, too.
 
     Raises UsageError where "step" is asked for and state, copy and gradients alone exceed a device's memory.
     """
@@ -43,21 +39,10 @@ def with_step_weights(layout: Layout, accumulation: Accumulation) -> Layout:
     known = chip and chip.memory_bytes
     taken = (f"state, the gathered copy of {_device_bytes(copy):,} bytes and the sums of gradients take {total:,} "
              "bytes on each device")
-    if accumulation.gather == "step":
-        if known is not None and total > known:
-            raise UsageError(f"gather=\"step\": {taken}, which has {known:,} ({kind}): give hpz_axes, among which the "
-                             "copy stays sharded, reduce=\"every\", or leave gather out.")
-        return dataclasses.replace(layout, step_weights=copy, gather_note=f"once a step: {taken}")
-    if known is None:
-        reason = f"at each use: nothing is known of the memory of {kind!r}"
-    elif layout.num_shards == 1:
-        reason = "at each use: nothing is sharded"
-    else:
-        fits = total <= AUTO_SHARE * known
-        reason = (f"{'once a step' if fits else 'at each use'}: {taken}, {'at most' if fits else 'more than'} "
-                  f"{AUTO_SHARE:.0%} of the {known:,} of {kind}")
-    once = reason.startswith("once")
-    return dataclasses.replace(layout, step_weights=copy if once else None, gather_note=f"{reason} (gather=\"auto\")")
+    if known is not None and total > known:
+        raise UsageError(f"gather=\"step\": {taken}, which has {known:,} ({kind}): give hpz_axes, among which the "
+                         "copy stays sharded, reduce=\"every\", or leave gather out.")
+    return dataclasses.replace(layout, step_weights=copy, gather_note=f"once a step: {taken}")
 
 
 def microbatch_layout(layout: Layout) -> Layout:

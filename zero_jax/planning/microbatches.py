@@ -16,13 +16,15 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from zero_jax.layout.layout import Layout
-from zero_jax.layout.step_weights import AUTO_SHARE, held_bytes
+from zero_jax.layout.step_weights import held_bytes
 from zero_jax.planning.division import SUM_BYTES, exposed_share
 from zero_jax.sharding.batch import Accumulation
 from zero_jax.xla.devices import coords
 from zero_jax.xla.targets import Target
 from zero_jax.xla.timing import collective_seconds
 
+AUTO_SHARE = 0.5
+"""The share of a device's memory that state, copy and sums of gradients may take: the rest is for activations."""
 COPY_BYTES = 6
 """A parameter of the copy that a step gathers, taken out of it and read by a microbatch."""
 GAIN = 0.1

@@ -18,7 +18,7 @@ class Accumulation:
     """Gradient accumulation: microbatches per step, reduced after "every" microbatch or "once" after the last.
 
     gather: at stage 3, each parameter is gathered at every "use"; in the "forward" pass of a microbatch, and kept for
-    its backward pass; or once a "step" before the first microbatch; "auto": the last where memory allows.
+    its backward pass; or once a "step" before the first microbatch.
     """
 
     microbatches: int = 1
@@ -30,10 +30,11 @@ class Accumulation:
         if not isinstance(self.reduce, str) or self.reduce not in ("every", "once"):
             raise UsageError(f"reduce={self.reduce!r}: give \"every\" (each microbatch's gradient is reduced and "
                              "scattered) or \"once\" (the sum of them is).")
-        if not isinstance(self.gather, str) or self.gather not in ("use", "forward", "step", "auto"):
+        if not isinstance(self.gather, str) or self.gather not in ("use", "forward", "step"):
             raise UsageError(f"gather={shown(self.gather)}: give \"use\" (each microbatch gathers a parameter where it "
                              "is read, forward and backward), \"forward\" (forward alone, and keeps it for backward), "
-                             "\"step\" (it is gathered once, before the first microbatch) or \"auto\".")
+                             "or \"step\" (it is gathered once, before the first microbatch); zero-jax plan says which "
+                             "is predicted fastest.")
 
     @property
     def once(self) -> bool:

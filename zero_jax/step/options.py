@@ -37,9 +37,8 @@ class Communication:
             sent, and the memory within a step, of stage 2, with gathers beside compute. With microbatches, or once a
             "step", before the first of them, into a copy in the compute dtype that all of them read: whole on each
             device, or sharded over `hpz_axes`, among which microbatches then gather. Gradients are then rounded to the
-            compute dtype after their reduction, as at stages 1 and 2. "auto": "step" where the state, the copy and the
-            sums of gradients take at most half of the memory of a device of the mesh, if its kind is known;
-            `step.layout(batch).describe()` reports it.
+            compute dtype after their reduction, as at stages 1 and 2. `zero-jax plan` predicts which of them is
+            fastest and fits.
         reduce: "every" microbatch's gradient is reduced, and shards of it summed; or each device sums its own and they
             are reduced "once" (`no_sync`): the communication of one batch, and a whole gradient in float32 on each
             device.
