@@ -162,7 +162,8 @@ class _Setup:
         optimizer = optimizer_of(config, mesh, learning_rate=1e-3, weight_decay=0.1)
         return cls(config, target, choice, length, mesh, {
             "precision": config.precision, "mesh": data, "optimizer": optimizer,
-            "accumulate": config.accumulate, "tensor": config.tensor, "context": config.context, "replica": config.replica,
+            "accumulate": config.accumulate, "tensor": config.tensor, "context": config.context,
+            "replica": config.replica,
             "loss": loss_of(config, choice, mesh, choice.loss), **residual_options(config, choice)})
 
     def batch(self, per_device: int | None = None) -> Any:
