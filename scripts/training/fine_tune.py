@@ -23,6 +23,7 @@ import jax
 
 from zero_jax.cli.config_file import as_args
 from zero_jax.cli.objectives.choose import objective_of
+from zero_jax.cli.reports.report import make_console
 from zero_jax.cli.start import first_state
 from zero_jax.cli.step_from_config import devices_of, step_of
 from zero_jax.cli.train_config import TrainConfig
@@ -95,7 +96,7 @@ def before(config: TrainConfig) -> dict[str, float]:
     data, devices = objective.load_data(), devices_of(config)
     step = step_of(config, objective.choice, devices, loss=objective.loss)
     batches, held_out = data.batches(step.batch_sharding)
-    state = first_state(config, objective.choice, step, batches[0])
+    state = first_state(config, objective.choice, step, batches[0], make_console())
     sums = step.evaluator(objective.sums)
     rounds = itertools.islice(held_out.once(), config.eval_batches)
     return dict(objective.metrics(evaluate(lambda batch: sums(state, batch), rounds)))

@@ -64,7 +64,8 @@ OTHER_NAMES = {
     "lr_scheduler_type": "schedule", "warmup_ratio": "warmup", "optim": "optimizer", "zero_stage": "stage",
     "save_steps": "save_every", "eval_steps": "eval_every", "save_total_limit": "max_to_keep", "wd": "weight_decay",
     "adam_epsilon": "eps", "adam_betas": "betas",
-    "lora_r": "lora_rank", "target_modules": "lora_targets", "dtype": "precision", "mixed_precision": "precision",
+    "num_labels": "num_classes", "lora_r": "lora_rank", "target_modules": "lora_targets",
+    "dtype": "precision", "mixed_precision": "precision",
     "checkpoint_dir": "save_to", "report_to": "log_to", "checkpoint_path": "checkpoint", "ckpt": "checkpoint",
     # What none of ours is.
     "bf16": "give --precision bf16", "fp16": "give --precision fp16",

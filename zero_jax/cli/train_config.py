@@ -104,7 +104,7 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
                              "devices are simulated on the CPU.")
         elif self.devices is None and simulates() and not (self.distributed or COORDINATOR in os.environ):
             self.check_devices(SIMULATED_DEVICES)
-        choice = with_remat(find_model(self.model), self.remat)
+        choice = self.find_model()
         self.settle_length(choice)
         if self.seq_len is None:  # which texts without a longest, and images, take as they always did
             object.__setattr__(self, "seq_len", SIMULATED_LENGTH)
@@ -116,6 +116,11 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
             choice.check_weights(file, find_tensors(file))
         self.check_adapters(choice)
         return choice
+
+    def find_model(self) -> "ModelChoice":
+        """The model, with what options change in its config. Raises ValueError where there is none."""
+        choice = with_remat(find_model(self.model), self.remat)
+        return choice if self.num_classes is None else choice.with_change("num_classes", self.num_classes)
 
     def settled(self, batches_per_epoch: int) -> "TrainConfig":
         """With the number of steps in place of the number of epochs; raises ValueError where they are too many."""

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import gc
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.arguments import check_path, shown, whole
+from zero_jax.arguments import check_matched, check_path, patterns, shown, whole
 from zero_jax.distributed.agreement import all_or_none, is_first
 from zero_jax.distributed.initialize import on_host
 from zero_jax.errors import UsageError
@@ -39,8 +39,11 @@ MAX_FILE_BYTES = 5 << 30
 
 
 @in_any_context
-def init_from_file(path: Path | str, step: Any, rng: PRNGKey, batch: Any, *, names: Names = OWN) -> ZeroState:
+def init_from_file(path: Path | str, step: Any, rng: PRNGKey, batch: Any, *, names: Names = OWN,
+                   new: Sequence[str] = ()) -> ZeroState:
     """`step.init` with the parameters of a file, which are read straight into their shards: none are drawn first.
+
+    new: as `import_params` takes it; where there are some, all parameters are drawn first.
 
     With adapters (`zero_jax.lora`) the file is that of the model, and the adapters are new; a quantised base is encoded
     from the file layer by layer: one layer of one kernel is in floats at a time, on one device. Arguments, memory
@@ -48,11 +51,14 @@ def init_from_file(path: Path | str, step: Any, rng: PRNGKey, batch: Any, *, nam
     """
     check_path("init_from_file: path", path)
     check_step(step)
+    if new:
+        return import_params(path, step, step.init(rng, batch), batch, names=names, new=new)
     return step.init(rng, batch, params=_unread(path, step, step.layout(batch), names))
 
 
 @in_any_context
-def import_params(path: Path | str, step: Any, state: ZeroState, batch: Any, *, names: Names = OWN) -> ZeroState:
+def import_params(path: Path | str, step: Any, state: ZeroState, batch: Any, *, names: Names = OWN,
+                  new: Sequence[str] = ()) -> ZeroState:
     """`state` with the parameters of a file and a freshly initialised optimizer state for them; donates `state`.
 
     Each device's shard is read separately and leaves one after another, so that the host holds at most the shards of
@@ -64,6 +70,8 @@ def import_params(path: Path | str, step: Any, state: ZeroState, batch: Any, *, 
       state: as `step.init` returned it, before its first step.
       batch: as the step takes it, or abstract.
       names: rules that map the names of the model to those of the file.
+      new: patterns, searched in names of parameters that keep the values of `state`, as "^head/" for a head of other
+        classes; what the file has of them is not looked at. The host holds all of them whole.
 
     Returns: a state with the shardings of `step.layout(batch)`; floating dtypes are converted to those of the state.
     Raises ValueError for a tensor that is missing, unexpected, or of another shape or kind of dtype, before anything is
@@ -72,7 +80,10 @@ def import_params(path: Path | str, step: Any, state: ZeroState, batch: Any, *, 
     check_path("import_params: path", path)
     check_step(step, state)
     layout = step.layout(batch)
-    values = _unread(path, step, layout, names)
+    values: dict[str, Any] = _unread(path, step, layout, names, new)
+    for (name, leaf), (_, shape) in zip(model_leaves(state), model_leaves(layout.stored_shapes), strict=True):
+        if _is_new(name, new):
+            values[name.removeprefix(VARIABLES)] = LogicalLeaf.stored(leaf, shape).fetch()
     jax.tree.map(lambda leaf: leaf.delete(), (state.params, state.frozen))
     state = dataclasses.replace(state, params=layout.state.params, frozen=layout.state.frozen)
     values = values if step.lora is None else step.lora.stored_values(values, state.rng)
@@ -203,13 +214,26 @@ def file_leaves(step: Any, layout: Layout) -> dict[str, tuple[tuple[int, ...], A
     return leaves
 
 
-def _unread(path: Path | str, step: Any, layout: Layout, names: Names) -> dict[str, UnreadLeaf]:
-    """What a file has of the model of `step`, by name, once it is known to fit."""
+def _is_new(name: str, new: Sequence[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in new)
+
+
+def _unread(path: Path | str, step: Any, layout: Layout, names: Names, new: Sequence[str] = ()
+            ) -> dict[str, UnreadLeaf]:
+    """What a file has of the model of `step`, by name, once it is known to fit; without what is `new`."""
+    new = patterns("new", new, "^head/")
     leaves = file_leaves(step, layout)
-    parts = parts_of(leaves, names)
+    every = parts_of(leaves, names)
+    check_matched("new", new, every)
+    if new and step.lora is not None:
+        raise UsageError(f"new={shown(new)}: with adapters, which alone are trained, these parameters would stay as "
+                         "they are drawn: train without adapters.")
+    parts = {name: each for name, each in every.items() if not _is_new(name, new)}
+    ignored = {tensor for name in every.keys() - parts.keys() for tensor in every[name].names}
 
     def checked_tensors() -> dict[str, Tensor]:
-        tensors = named_tensors(path, find_tensors(Path(path)), names)
+        tensors = {name: tensor for name, tensor in named_tensors(path, find_tensors(Path(path)), names).items()
+                   if name not in ignored}
         check_tensors(path, parts, {name: np.dtype(leaves[name][1]) for name in parts}, tensors, names)
         return tensors
 

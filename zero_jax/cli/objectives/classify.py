@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zero_jax.cli.model_lookup import is_folder
 from zero_jax.cli.objectives.objective import Objective, RunData, batches_of
 from zero_jax.cli.objectives.text import counts_text
 from zero_jax.cli.options.of_step import SIMULATED_LENGTH
@@ -30,14 +31,18 @@ class Classify(Objective):
 
     def check(self) -> None:
         """As `Objective`: options of text, the size and channels of the images, and labels beyond the classes."""
-        config, sizes = self.config, self.choice.config
+        config = self.config
         if not config.reads_images:
             raise UsageError(f"data={config.data[0]} is text, and {self.choice.name} classifies images: give --data "
                              f"{DIGITS}, a folder of pictures for each class, Parquet of them, or arrays in an .npz.")
         for name, default in (("seq_len", SIMULATED_LENGTH), ("context", 1)):
             if getattr(config, name) != default:
                 raise UsageError(f"{name}={getattr(config, name)}: images have no tokens: leave it out.")
-        classes, size = getattr(sizes, "num_classes", None), getattr(sizes, "image_size", None)
+        named = len(self._parts[0].classes)
+        if config.num_classes is None and is_folder(config.model) and named not in (0, self._classes):
+            object.__setattr__(config, "num_classes", named)  # as checkpoints and config.toml of the run then have it
+            self.choice = self.choice.with_change("num_classes", named)
+        classes, size = self._classes, getattr(self.choice.config, "image_size", None)
         for option, part in zip(("data", "eval_data" if config.eval_data else "data"), self._parts, strict=True):
             height, width, channels = part.shape
             if size is not None and (height, width) != (size, size):
@@ -48,7 +53,8 @@ class Classify(Objective):
                                  f"{self._channels}: convert them.")
             if classes is not None and part.num_classes > classes:
                 raise UsageError(f"{option}: labels go up to {part.num_classes - 1}, and {self.choice.name} has the "
-                                 f"classes 0 to {classes - 1} (num_classes={classes}): give a model with more.")
+                                 f"classes 0 to {classes - 1} (num_classes={classes}): give --num-classes "
+                                 f"{part.num_classes}, or a model with more.")
             if config.image_shift >= min(height, width):
                 raise UsageError(f"image_shift={config.image_shift} moves images of {height} x {width} pixels out of "
                                  "sight: give less.")
@@ -131,6 +137,10 @@ class Classify(Objective):
         """(To train on, held out); which ones are held out does not depend on the seed of a run."""
         data, config = self._read(self.config.data[0]), self.config
         return (data, self._read(config.eval_data[0])) if config.eval_data else data.split(config.eval_fraction)
+
+    @property
+    def _classes(self) -> int | None:
+        return getattr(self.choice.config, "num_classes", None)
 
     def _read(self, name: str) -> Images:
         return read_images(name, self._taken[1], self._channels)

@@ -178,7 +178,7 @@ class EvaluationOptions:
 ObjectiveName = Literal["causal", "masked", "span", "classify", "instruct", "preferences"]
 
 USED_BY = {"mask_fraction": "masked", "noise_fraction": "span", "span_length": "span", "image_shift": "classify",
-           "image_flip": "classify", "image_warp": "classify", "dpo_beta": "preferences"}
+           "image_flip": "classify", "image_warp": "classify", "num_classes": "classify", "dpo_beta": "preferences"}
 """Which objective an option belongs to."""
 
 WITH_RESPONSES = ("instruct", "preferences")
@@ -202,6 +202,11 @@ class ObjectiveOptions:
 
     span_length: Annotated[float, Within(1, 1000)] = SPAN
     """span: tokens that are cut out in one place, on average."""
+
+    num_classes: Count | None = None
+    """classify: of the model, in place of its own number. A head of --init-from that has another number is not read: it
+    is initialised anew, which is said. None: the model's own; of a folder as the model, on a folder of pictures for
+    each class, as many as these."""
 
     image_shift: Annotated[int, Within(0, 1000)] = 0
     """classify: the most pixels by which a training image is moved, up or down and to a side, at random each time."""

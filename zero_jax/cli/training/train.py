@@ -178,7 +178,8 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
                   resumed_after=after, lost_steps=log.lost)
         if on_disk is not None and not restored:
             on_disk.note(0)
-        state = restored.state if restored else first_state(config, choice, together, batches[0])
+        state = restored.state if restored else first_state(config, choice, together, batches[0],
+                                                               console)
         if slices and not restored:
             state = slices.from_synchronous(state)
         if line := objective.prepare(step, state, resumed=restored is not None):

@@ -22,7 +22,7 @@ from zero_jax.checkpoint.manifest import Manifest
 from zero_jax.checkpoint.outer_params import slices_in
 from zero_jax.checkpoint.plain_params import export_orbax
 from zero_jax.cli.environment import simulates
-from zero_jax.cli.model_lookup import ModelChoice, find_model, is_folder, short_name
+from zero_jax.cli.model_lookup import ModelChoice, is_folder, short_name
 from zero_jax.cli.options.data import is_token_file
 from zero_jax.cli.options.run import WITH_RESPONSES
 from zero_jax.cli.step_from_config import abstract_batch, step_of
@@ -66,7 +66,7 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
     run = saved_run(config.checkpoint, config.model, manifest.config)
     if config.ema and run.ema is None:
         raise UsageError("ema: the run kept no average: leave it out.")
-    choice = find_model(run.model)
+    choice = run.find_model()
     adapters = run.lora_rank is not None and not config.merge
     config.check_adapter() if adapters else config.check_whole(run.lora_rank)
     if config.seq_len is not None:
@@ -183,7 +183,7 @@ def saved_run(checkpoint: str, given: str | None, saved: Any) -> TrainConfig:
     options = {name: saved[name] for name in NEEDED}
     options["grad_clip_norm"] = float(options["grad_clip_norm"])
     options |= {name: tuple(saved[name]) if isinstance(saved[name], list) else saved[name]
-                for name in (*LORA, "moments", "schedule") if name in saved}
+                for name in (*LORA, "moments", "schedule", "num_classes") if name in saved}
     return TrainConfig(model=model, stage=3, **options)
 
 

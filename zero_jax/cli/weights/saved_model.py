@@ -9,7 +9,6 @@ import jax
 
 from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.cli.environment import simulates
-from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.step_from_config import abstract_batch, step_of
 from zero_jax.cli.weights.export_command import keeps_average, saved_run, saved_state
 from zero_jax.cli.weights.file_configs import SavedModelConfig
@@ -37,7 +36,7 @@ class SavedModel:
         self._manifest = self._checkpoints.manifest(config.at)
         self.saved: Any = self._manifest.config
         self.run = saved_run(config.checkpoint, config.model, self.saved)
-        self.choice = find_model(self.run.model)
+        self.choice = self.run.find_model()
         if config.ema and self.run.ema is None:
             raise UsageError("ema: the run kept no average: leave it out.")
         self.source = config.tokenizer or _source_of(self.saved)
