@@ -94,6 +94,20 @@ def test_preferences_start_at_the_reference_and_are_learned(base, tmp_path):
     np.testing.assert_allclose([second[step] for step in (5, 6)], [first[step] for step in (5, 6)], rtol=1e-5)
 
 
+def test_instructions_are_packed_where_nothing_is_asked_for(tmp_path):
+    """Controls: the loss of any other objective has text one after another, which instructions are refused with."""
+    data = write(tmp_path / "a.jsonl", [{"prompt": f"{one}: ", "completion": one[::-1]} for one in WORDS * 12])
+    options = {"model": "llama:tiny", "seq_len": 32, "data": (data,), "devices": 8, "out": tmp_path / "run"}
+    chosen = objective_of(TrainConfig(objective="instruct", **options))
+    assert chosen.config.documents == "pack" and {"segment_ids", "weights"} <= chosen.batch_shapes().keys()
+    assert chosen.load_data().summary.endswith("the rest padding (pack).")
+    assert {TrainConfig(objective=each, **options).documents for each in (None, "preferences")} == {"concatenate"}
+    padded = objective_of(TrainConfig(objective="instruct", documents="pad", **options)).load_data()
+    assert padded.summary.endswith("the rest padding (pad).")
+    with pytest.raises(UsageError, match="leave it out, which packs, or give documents=pad"):
+        objective_of(TrainConfig(objective="instruct", documents="concatenate", **options))
+
+
 @pytest.mark.parametrize("objective", ["instruct", "preferences"])
 def test_what_is_cut_or_left_out_is_counted_in_both_sets(tmp_path, objective):
     def rows(short, long, prompts):
@@ -111,7 +125,7 @@ def test_what_is_cut_or_left_out_is_counted_in_both_sets(tmp_path, objective):
 
 @pytest.mark.parametrize(("args", "expected"), [
     (["--objective", "instruct", "--documents", "pack"], "give --data: JSON lines or Parquet with responses"),
-    (["--objective", "instruct", "--data", "DATA"], "give --documents pack or --documents pad"),
+    (["--objective", "instruct", "--data", "DATA", "--documents", "concatenate"], "packs, or give --documents pad"),
     (["--objective", "preferences", "--data", "DATA", "--documents", "pad"], "has a row for each response: leave"),
     (["--objective", "preferences", "--data", "DATA"], "give prompt, chosen and rejected"),
     (["--objective", "instruct", "--data", "DATA", "--documents", "pad", "--max-bytes", "9"], "--max-bytes 9: --obj"),

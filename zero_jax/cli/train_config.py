@@ -48,6 +48,7 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
         check_path("out", self.out)
         simulated = self.target is None and simulates()
         self.settle_precision(simulated)
+        self.settle_documents()
         if self.seq_len is None and simulated:
             object.__setattr__(self, "seq_len", SIMULATED_LENGTH)
         settle(self)

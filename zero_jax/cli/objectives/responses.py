@@ -134,7 +134,7 @@ class Instruct(Responses):
         """As `Objective`, and the first lines of the data."""
         if self.config.documents == "concatenate":
             raise UsageError("objective=instruct with documents=concatenate: rows that are cut anywhere would have "
-                             "responses without their prompts: give documents=pack or documents=pad.")
+                             "responses without their prompts: leave it out, which packs, or give documents=pad.")
         super().check()
 
     def describe(self) -> str:
