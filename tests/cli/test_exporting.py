@@ -199,7 +199,7 @@ def test_a_tokenizer_without_a_template_gets_that_of_the_run(tmp_path, chat_run)
         exported(chat_run, tmp_path / "refused", at=2, tokenizer=folder)
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"},
                 {"role": "user", "content": "why?"}]
-    pieces = SimpleTemplate().pieces(Conversation(messages), "here")
+    (pieces,) = SimpleTemplate().examples(Conversation(messages), "here")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # as transformers has it
     rendered = environment.from_string(files["chat_template.jinja"].decode()).render(
         messages=messages, eos_token="<stop>", add_generation_prompt=True)

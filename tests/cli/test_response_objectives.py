@@ -11,11 +11,13 @@ import optax
 import pytest
 from rich.console import Console
 from support.command_line import message, run
+from support.transformers_masks import CONVERSATIONS, THOUGHTS
 
 from models import llama
 from zero_jax.cli.objectives.choose import objective_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.train import train
+from zero_jax.data.tokenizer import train_bpe
 from zero_jax.errors import UsageError
 from zero_jax.interop.params_io import export_tree
 
@@ -106,6 +108,23 @@ def test_instructions_are_packed_where_nothing_is_asked_for(tmp_path):
     assert padded.summary.endswith("the rest padding (pad).")
     with pytest.raises(UsageError, match="leave it out, which packs, or give documents=pad"):
         objective_of(TrainConfig(objective="instruct", documents="concatenate", **options))
+
+
+def test_a_run_says_how_many_examples_are_further_turns(tmp_path):
+    """Of a template that drops earlier thoughts; one that keeps them, the control, has an example for each line."""
+    pytest.importorskip("tokenizers")
+    tokenizer = train_bpe(["what is it? " * 9], vocab_size=260)
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.files["tokenizer.json"])
+    data = write(tmp_path / "a.jsonl", [{"messages": CONVERSATIONS["thoughts"]}] * 24)
+    config = TrainConfig(model="llama:qwen3-0.6b", objective="instruct", tokenizer=tmp_path, data=(data,), seq_len=512,
+                         batch_size=4, devices=1, out=tmp_path / "run")
+    for thoughts, number in (("loop.index0 > last.user and (loop.last or thought)", 48), ("thought", 24)):
+        template = THOUGHTS.replace("{%- generation %}", "").replace("{%- endgeneration %}", "").replace(
+            "loop.index0 > last.user and (loop.last or thought)", thoughts)
+        (tmp_path / "chat_template.jinja").write_text(template)
+        summary = objective_of(config).load_data().summary
+        assert summary.startswith(f"Data: {number - 4} examples") and ("24 of them are further responses" in summary
+                                                                       ) == (number == 48), summary
 
 
 @pytest.mark.parametrize("objective", ["instruct", "preferences"])

@@ -9,12 +9,20 @@ from zero_jax.data.conversations import (
     ChatTemplate,
     Conversation,
     SimpleTemplate,
-    instruction,
+    instructions,
     load_template,
     preference,
     read_rows,
 )
-from zero_jax.data.response_rows import PairRows, ResponseRows, encode, fitting, fitting_pairs, split_examples
+from zero_jax.data.response_rows import (
+    PairRows,
+    ResponseRows,
+    encode,
+    encode_rows,
+    fitting,
+    fitting_pairs,
+    split_examples,
+)
 from zero_jax.data.tokenizer import ByteTokenizer, SpecialByteTokenizer
 from zero_jax.errors import UsageError
 
@@ -28,7 +36,7 @@ LLAMA_3 = ("{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|
 def learned(row, template=None, tokenizer=None):
     """(all text, the parts that are learned) of a line."""
     tokenizer = tokenizer or ByteTokenizer()
-    (example,) = encode([instruction(row, template or SimpleTemplate(), "x.jsonl, line 1")], tokenizer)
+    (example,) = encode(instructions(row, template or SimpleTemplate(), "x.jsonl, line 1"), tokenizer)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], example.response.astype(int), [0]])))
     parts = [example.tokens[start:stop] for start, stop in edges.reshape(-1, 2)]
     return tokenizer.decode(example.tokens), [tokenizer.decode(part) for part in parts], example
@@ -118,19 +126,19 @@ REFUSED = [
 @pytest.mark.parametrize(("row", "message"), REFUSED)
 def test_fields_that_cannot_be_honoured_are_refused_by_name(template, row, message):
     with pytest.raises(UsageError, match=message):
-        (preference if "chosen" in row else instruction)(row, template, "x.jsonl, line 1")
+        (preference if "chosen" in row else instructions)(row, template, "x.jsonl, line 1")
 
 
 def test_options_that_a_template_would_overwrite_are_refused():
     for name in ("messages", "add_generation_prompt", "documents", "m", "call", "other"):
         with pytest.raises(UsageError, match=f"{name}: .* does not take it from a row"):
-            instruction({"messages": CHAT, "chat_template_kwargs": {name: 1}}, ChatTemplate(TOOLS, {}, "t.json"), "x")
+            instructions({"messages": CHAT, "chat_template_kwargs": {name: 1}}, ChatTemplate(TOOLS, {}, "t.json"), "x")
 
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_rows_have_weights_where_the_target_is_a_response(pack):
     rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "x", "completion": "yz"}]
-    examples = encode([instruction(row, SimpleTemplate(), "") for row in rows], ByteTokenizer())
+    examples = encode([pieces for row in rows for pieces in instructions(row, SimpleTemplate(), "")], ByteTokenizer())
     source = ResponseRows(examples, 8, pack=pack, pad=0)
     assert source.num_examples == (1 if pack else 2)
     found = [bytes(row["targets"][row["weights"] > 0].tolist()).decode() for row in map(
@@ -145,8 +153,8 @@ def test_rows_have_weights_where_the_target_is_a_response(pack):
 
 def test_long_examples_are_cut_or_left_out():
     rows = [("a" * 3, "b" * 20), ("a" * 30, "b"), ("a", "b")]
-    examples = encode([instruction({"prompt": prompt, "completion": answer}, SimpleTemplate(), "")
-                       for prompt, answer in rows], ByteTokenizer())
+    examples = encode_rows([instructions({"prompt": prompt, "completion": answer}, SimpleTemplate(), "")
+                            for prompt, answer in rows], ByteTokenizer())
     kept, cut, left_out = fitting(examples, 8)
     assert ([len(each.tokens) for each in kept], cut, left_out) == ([9, 2], 1, 1)
     with pytest.raises(UsageError, match="No response is left of 1 examples in rows of seq_len=8"):
@@ -191,7 +199,7 @@ def test_lines_without_a_response_are_told(tmp_path, row, message):
     (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n" + json.dumps(row))
     with pytest.raises(UsageError, match="x.jsonl, line 2: ") as error:
         for where, each in read_rows(str(tmp_path / "x.jsonl")):
-            instruction(each, SimpleTemplate(), where)
+            instructions(each, SimpleTemplate(), where)
     assert message in str(error.value)
 
 
@@ -201,7 +209,7 @@ BLOCKS = ("{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{%
 
 
 def test_blocks_of_generation_are_what_is_learned():
-    """Thoughts are written of the last message alone, as Qwen 3 does: without the blocks that has no place."""
+    """Thoughts are written of the last message alone, as Qwen 3 does: all in one rendering, and in one example."""
     messages = [*CHAT[:4], CHAT[4] | {"reasoning_content": "Hm"}]
     template = ChatTemplate(BLOCKS, {}, "t.json")
     whole, parts, _ = learned({"messages": messages}, template)
@@ -214,8 +222,7 @@ def test_blocks_of_generation_are_what_is_learned():
     chosen, _ = preference({"prompt": messages[:4], "chosen": messages[4:], "rejected": CHAT[4:]}, template, "x")
     assert [piece.text for piece in chosen if piece.response] == ["(Hm)Yes;"]
     without = BLOCKS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    with pytest.raises(UsageError, match="writes earlier messages otherwise"):  # the control
-        learned({"messages": messages}, ChatTemplate(without, {}, "t.json"))
+    assert len(instructions({"messages": messages}, ChatTemplate(without, {}, "t.json"), "x")) == 2  # the control
 
 
 @pytest.mark.parametrize(("source", "row", "message"), [
@@ -239,7 +246,7 @@ def test_a_preference_needs_a_block_for_each_message():
 
 @pytest.mark.parametrize(("source", "message"), [
     ("{{ raise_exception('no system') }}", "does not take these messages: no system"),
-    ("{% for m in messages %}{{ m.content }}{% endfor %}{{ messages | length }}", "writes earlier messages otherwise"),
+    ("{% for m in messages %}{{ m.content }}{% endfor %}{{ messages | length }}", "otherwise than after the prompt"),
     ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "does not take these messages"),
     ("{% if %}", "is no template of Jinja2")])
 def test_templates_that_do_not_fit_are_told(source, message):
@@ -260,7 +267,7 @@ def test_parquet_has_the_rows_of_json_lines(tmp_path):
     assert others[1][0].endswith("a.parquet, row 2")
     parquet.write_table(arrow.table({"prompt": ["a"], "text": ["b"]}), tmp_path / "b.parquet")
     with pytest.raises(UsageError, match="b.parquet, row 1: it has the fields prompt, text: give prompt and"):
-        [instruction(row, SimpleTemplate(), where) for where, row in read_rows(str(tmp_path / "b.parquet"))]
+        [instructions(row, SimpleTemplate(), where) for where, row in read_rows(str(tmp_path / "b.parquet"))]
     (tmp_path / "c.parquet").write_text("no parquet")
     with pytest.raises(UsageError, match="c.parquet is no whole Parquet file"):
         next(read_rows(str(tmp_path / "c.parquet")))

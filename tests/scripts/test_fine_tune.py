@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fine_tune
 
-from zero_jax.data.conversations import SimpleTemplate, instruction
+from zero_jax.data.conversations import SimpleTemplate, instructions
 
 SOURCE = '''
 def add(a: int, *, b=1):
@@ -33,7 +33,7 @@ def test_pairs_are_signatures_and_first_lines():
     assert found == [
         {"prompt": 'def add(a: int, *, b=1):\n    """', "completion": 'The sum of a and b."""\n'},
         {"prompt": 'def size(self):\n    """', "completion": 'How many there are."""\n'}]
-    assert all(instruction(row, SimpleTemplate(), "") for row in found)
+    assert all(instructions(row, SimpleTemplate(), "") for row in found)
     assert len(list(itertools.islice(fine_tune.pairs(), 50))) == 50, "the packages have docstrings"
 
 

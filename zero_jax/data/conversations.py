@@ -46,8 +46,9 @@ class Conversation(NamedTuple):
 class SimpleTemplate:
     r"""A line `<|role|>`, the text, the end of text after a response, and a line break, for each message.
 
-    >>> [piece.text for piece in SimpleTemplate().pieces(Conversation([
-    ...     {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]), "line 1")]
+    >>> (example,) = SimpleTemplate().examples(Conversation([
+    ...     {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]), "line 1")
+    >>> [piece.text for piece in example]
     ['<|user|>\n2 + 2?\n<|assistant|>\n', '4', '\n']
     """
 
@@ -66,9 +67,10 @@ class SimpleTemplate:
 
     def prompt(self, conversation: Conversation, where: str) -> str:
         """The text after which a response begins."""
-        return "".join(piece.text for piece in self.pieces(conversation, where)) + "<|assistant|>\n"
+        (pieces,) = self.examples(conversation, where)
+        return "".join(piece.text for piece in pieces) + "<|assistant|>\n"
 
-    def pieces(self, conversation: Conversation, where: str) -> list[Piece]:
+    def examples(self, conversation: Conversation, where: str) -> list[list[Piece]]:
         """The pieces of a conversation; each message of the assistant is a response, but for those of weight 0."""
         pieces, prompt = [], ""
         for message in conversation.messages:
@@ -78,7 +80,7 @@ class SimpleTemplate:
                 prompt = "\n"
             else:
                 prompt += f"{message['content']}\n"
-        return [*pieces, Piece(prompt, False)]
+        return [[*pieces, Piece(prompt, False)]]
 
 
 class ChatTemplate:
@@ -107,15 +109,18 @@ class ChatTemplate:
         self.unread, self.used, self.fingerprint = set[str](), False, f"{zlib.crc32(source.encode()):08x}"
 
     def unread_by(self, conversation: Conversation, where: str) -> set[str]:
-        """The fields of messages that make no difference to the text: it is rendered without each."""
+        """The fields of messages that make no difference to the text: it is rendered without each.
+
+        Nor to the text that ends with that message: thoughts may be written of the last one alone.
+        """
         messages, unread = list(conversation.messages), set()
-        whole = self._rendered(conversation, where, add_generation_prompt=False) if any(map(_further, messages)) else ""
         for number, message in enumerate(messages):
             for name in _further(message):
                 less = {key: value for key, value in message.items() if key != name}
-                others = conversation._replace(messages=[*messages[:number], less, *messages[number + 1:]])
                 with contextlib.suppress(UsageError):  # where it cannot be rendered without
-                    if self._rendered(others, where, add_generation_prompt=False) == whole:
+                    if all(self._text([*messages[:number], less, *after], conversation, where) == self._text(
+                            [*messages[:number + 1], *after], conversation, where)
+                           for after in (messages[number + 1:], [])):
                         unread.add(name)
         return unread
 
@@ -124,28 +129,32 @@ class ChatTemplate:
         text = self._rendered(conversation, where, add_generation_prompt=True)
         return text.replace(_BEGINS, "").replace(_ENDS, "")
 
-    def pieces(self, conversation: Conversation, where: str) -> list[Piece]:
-        """The pieces of a conversation: each message of the assistant, with what ends it, is a response.
+    def examples(self, conversation: Conversation, where: str) -> list[list[Piece]]:
+        """The pieces of a conversation, by example: each message of the assistant, with what ends it, is a response.
 
-        In a template with blocks {% generation %} these are, and all is rendered once: earlier messages may then be
-        written otherwise than last ones. Messages of weight 0 are no responses. Raises ValueError where what is
-        rendered of some messages is not how what is rendered of more begins.
+        Of a template that writes earlier messages otherwise once others follow (Qwen 3's leaves their thoughts out) a
+        response is learned as the model is to write it, after what it will then read: another example begins with each
+        response before which the text is not as it was. In a template with blocks {% generation %} these are the
+        responses, and all is rendered once. Messages of weight 0 are no responses. Raises ValueError where a message is
+        not written after the prompt for it.
         """
-        pieces, done, messages = [], "", conversation.messages
         if self._has_blocks:
-            return self._blocks(conversation, where)
+            return [self._blocks(conversation, where)]
+        examples, done, messages = list[list[Piece]](), None, conversation.messages
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             before, after = (conversation._replace(messages=messages[:end]) for end in (number, number + 1))
             prompt = self._rendered(before, where, add_generation_prompt=True)
             whole = self._rendered(after, where, add_generation_prompt=False)
-            if not prompt.startswith(done) or not whole.startswith(prompt):
-                raise UsageError(f"{where}: {self.name} writes earlier messages otherwise once others follow, so that "
-                                 "its responses have no place: give a conversation for each response.")
-            pieces += [Piece(prompt[len(done):], False), Piece(whole[len(prompt):], _is_learned(message))]
+            if not whole.startswith(prompt):
+                raise UsageError(f"{where}: {self.name} writes a message of the assistant otherwise than after the "
+                                 "prompt for it, so that the response has no place: give blocks {% generation %}.")
+            if done is None or not prompt.startswith(done):
+                examples, done = [*examples, []], ""
+            examples[-1] += [Piece(prompt[len(done):], False), Piece(whole[len(prompt):], _is_learned(message))]
             done = whole
-        return pieces
+        return [each for each in examples if any(piece.response for piece in each)] or examples[:1] or [[]]
 
     def _blocks(self, conversation: Conversation, where: str) -> list[Piece]:
         """The pieces of a conversation, whose responses are what the blocks {% generation %} wrote."""
@@ -163,6 +172,9 @@ class ChatTemplate:
                                  "it out.")
             learned = [True] * (len(parts) // 2)
         return [Piece(part, number % 2 == 1 and learned[number // 2]) for number, part in enumerate(parts)]
+
+    def _text(self, messages: Messages, conversation: Conversation, where: str) -> str:
+        return self._rendered(conversation._replace(messages=messages), where, add_generation_prompt=False)
 
     def _rendered(self, conversation: Conversation, where: str, *, add_generation_prompt: bool) -> str:
         messages = [{name: value for name, value in message.items() if name != "weight"}
@@ -273,19 +285,19 @@ def read_rows(names: str | Iterable[str]) -> Iterator[tuple[str, Row]]:
         yield from readers[format_of(path)](path)
 
 
-def instruction(row: Row, template: Template, where: str) -> list[Piece]:
-    """The pieces of an example of instructions. Raises ValueError for one without a response."""
+def instructions(row: Row, template: Template, where: str) -> list[list[Piece]]:
+    """The pieces of the examples of a row, one unless its template needs more. Raises ValueError for no response."""
     if "messages" in row:
         conversation = _conversation(row, row["messages"], "messages", template, where)
-        pieces = template.pieces(conversation, where)
+        examples = template.examples(conversation, where)
         if not any(message["role"] == "assistant" and message.get("weight", 1) and _says(message)
                    for message in conversation.messages):
             raise UsageError(f"{where}: no message of the assistant has a text (and a weight that is not 0): there is "
                              "no response to learn.")
-        return pieces
+        return examples
     if not {"prompt", "completion"} <= row.keys():
         raise UsageError(f"{where}: it has the fields {few(list(row))}: give prompt and completion, or messages.")
-    return _plain(row, "completion", ("prompt", "completion"), template, where)
+    return [_plain(row, "completion", ("prompt", "completion"), template, where)]
 
 
 def preference(row: Row, template: Template, where: str) -> tuple[list[Piece], list[Piece]]:
@@ -313,12 +325,13 @@ def _answer(row: Row, field: str, template: Template, where: str) -> list[Piece]
     if any("weight" in message for message in conversation.messages):
         raise UsageError(f"{where}: {field}: a message has a weight, and of preferences the last response alone is "
                          "compared: leave it out.")
-    pieces = template.pieces(conversation, where)
-    responses = [number for number, piece in enumerate(pieces) if piece.response]
-    if len(responses) != sum(message["role"] == "assistant" for message in conversation.messages):
-        raise UsageError(f"{where}: {field}: {template.name} writes {len(responses)} blocks {{% generation %}}, not "
+    examples = template.examples(conversation, where)
+    number = sum(piece.response for each in examples for piece in each)
+    if number != sum(message["role"] == "assistant" for message in conversation.messages):
+        raise UsageError(f"{where}: {field}: {template.name} writes {number} blocks {{% generation %}}, not "
                          "one for each message of the assistant: the last response has no place: leave it out.")
-    last = responses[-1]
+    pieces = examples[-1]
+    last = max(number for number, piece in enumerate(pieces) if piece.response)
     return [piece if number == last else piece._replace(response=False) for number, piece in enumerate(pieces)]
 
 

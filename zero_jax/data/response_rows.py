@@ -20,10 +20,11 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """Tokens, int32 (number,), and which of them are a response, bool."""
+    """Tokens, int32 (number,), and which of them are a response, bool. begins: it is the first of its conversation."""
 
     tokens: np.ndarray
     response: np.ndarray
+    begins: bool = True
 
     @property
     def prompt(self) -> np.ndarray:
@@ -51,6 +52,13 @@ def encode(examples: Sequence[Sequence[Piece]], tokenizer: Tokenizer) -> list[Ex
     return result
 
 
+def encode_rows(rows: Sequence[Sequence[Sequence[Piece]]], tokenizer: Tokenizer) -> list[Example]:
+    """The examples of rows, each of which has one or several: `encode`, with what a conversation begins with."""
+    begins = [number == 0 for examples in rows for number in range(len(examples))]
+    return [dataclasses.replace(each, begins=first) for each, first in zip(
+        encode([pieces for examples in rows for pieces in examples], tokenizer), begins, strict=True)]
+
+
 def prompt_ids(text: str, tokenizer: Tokenizer) -> list[int]:
     """The ids of a prompt as `encode` has them, before a response."""
     return [*tokenizer.encode_parts([[text, " x"]])[0][0]]
@@ -63,8 +71,8 @@ def response_text(ids: Sequence[int], template: Template | None, tokenizer: Toke
     """
     ends, after = {tokenizer.specials.eos}, ""
     with contextlib.suppress(UsageError):  # of a template that takes no conversation of two messages
-        pieces = [] if template is None else template.pieces(Conversation([
-            {"role": "user", "content": "?"}, {"role": "assistant", "content": "zero"}]), "")
+        pieces = [] if template is None else template.examples(Conversation([
+            {"role": "user", "content": "?"}, {"role": "assistant", "content": "zero"}]), "")[0]
         before, _, after = "".join(piece.text for piece in pieces).rpartition("zero")
         after_ids = tokenizer.encode_parts([[before + "zero", after]])[0][1]
         ends |= {next((i for i in after_ids if i in tokenizer.specials.ids), None)}
@@ -91,7 +99,8 @@ def fitting_pairs(pairs: Iterable[tuple[Example, Example]], length: int
 def _fitting(groups: Iterable[tuple[Example, ...]], length: int, what: str) -> tuple[list[Any], int, int]:
     kept, cut, number = [], 0, 0
     for group in groups:
-        short = tuple(Example(each.tokens[:length + 1], each.response[:length + 1]) for each in group)
+        short = tuple(dataclasses.replace(each, tokens=each.tokens[:length + 1], response=each.response[:length + 1])
+                      for each in group)
         number += 1
         if all(each.response[1:].any() for each in short) and all(map(_differ, short, short[1:])):
             kept.append(short)
@@ -108,8 +117,13 @@ def _differ(one: Example, other: Example) -> bool:
 
 
 def split_examples(examples: list[T], fraction: float, least: int) -> tuple[list[T], list[T]]:
-    """(Those to train on, the last `fraction` of them, at least `least`). Raises ValueError for too few."""
+    """(Those to train on, the last `fraction` of them, at least `least`). Raises ValueError for too few.
+
+    All examples of a conversation are in one part.
+    """
     held_out = max(least, round(fraction * len(examples)))
+    while held_out < len(examples) and isinstance(first := examples[-held_out], Example) and not first.begins:
+        held_out += 1
     if held_out + least > len(examples):
         raise UsageError(f"The data have {len(examples):,} examples: too few to hold {held_out:,} of them out and "
                          f"train on batches of {least:,}: give more, eval_data, or a smaller batch_size.")

@@ -17,13 +17,14 @@ from zero_jax.cli.objectives.text import counts_text
 from zero_jax.cli.reports.measures import TEXT, Measure, Measures
 from zero_jax.cli.training.evaluation import continued
 from zero_jax.data import extras
-from zero_jax.data.conversations import instruction, load_template, preference, read_rows
+from zero_jax.data.conversations import instructions, load_template, preference, read_rows
 from zero_jax.data.documents import Tokenized
 from zero_jax.data.response_rows import (
     Example,
     PairRows,
     ResponseRows,
     encode,
+    encode_rows,
     fitting,
     fitting_pairs,
     response_text,
@@ -127,7 +128,7 @@ class Responses(Objective):
 class Instruct(Responses):
     """The tokens of responses, each from those before it; prompts are read and not learned."""
 
-    name, parse = "instruct", staticmethod(instruction)
+    name, parse = "instruct", staticmethod(instructions)
     measures = Measures("tokens", "nats per token of a response", TEXT.beside)
 
     def check(self) -> None:
@@ -146,7 +147,7 @@ class Instruct(Responses):
         config = self.config
 
         def examples(names: tuple[str, ...]) -> tuple[list[Example], int, int]:
-            return fitting((each for part in self.examples(names) for each in encode(part, self.tokenizer)),
+            return fitting((each for part in self.examples(names) for each in encode_rows(part, self.tokenizer)),
                            config.seq_len)
 
         train, held_out, what = self.parts(examples, "no response began within a row")
@@ -155,6 +156,9 @@ class Instruct(Responses):
         batches = batches_of(config, *sets, name=self.name, vocab_size=self.vocab_size)
         tokens, responses = (sum(numbers) for numbers in zip(*(
             (len(each.tokens), int(each.response.sum())) for each in train), strict=True))
+        if further := sum(not each.begins for part in (train, held_out) for each in part):
+            what += (f" {further:,} of them are further responses of a conversation, each after the text that the "
+                     f"model then reads: {self.template.name} writes earlier messages otherwise.")
         summary = (f"{what} {responses:,} of {tokens:,} tokens are responses; rows are "
                    f"{sets[0][0].used_fraction:.1%} tokens, the rest padding ({config.documents}).")
         return RunData(batches, summary, held_out, self.tokenizer.decode)
