@@ -243,6 +243,7 @@ BAD_INPUT = {
     "tokenizer of images": ("vit:digits", {"data": "digits", "tokenizer": "t.json"}, "which have none"),
     "warp": ("vit:digits", {"data": "digits", "image_warp": 0.6}, "image_warp=0.6 is not within 0 to 0.5"),
     "warped text": ("bert:bytes", {"image_warp": 0.1}, "image_warp=0.1: it is of objective=classify"),
+    "crop": ("vit:digits", {"data": "digits", "image_crop": 2.0}, "image_crop=2.0 is not within 0.0001 to 1"),
     "out of sight": ("vit:digits", {"data": "digits", "image_shift": 8}, "out of sight"),
     "many images": ("vit:digits", {"data": "ten.npz", "batch_size": 64}, "fewer than batch_size=64"),
     "vocabulary": ("bert:tiny", {"seq_len": 32}, "The data's vocabulary of 384 is larger than vocab_size=256"),

@@ -42,14 +42,14 @@ class PictureFiles(Images):
     Of a picture the largest square in its middle is taken, and resized to size x size.
 
     pictures: paths of files, or what such files hold. labels: integers, (number,). classes: their names, by label.
-    channels: 3, or 1 for grey ones.
+    channels: 3, or 1 for grey ones. cut: without it rows have whole pictures, uint8 of any height and width.
     """
 
     def __init__(self, pictures: Sequence[Path | bytes], labels: np.ndarray, classes: Sequence[str], size: int,
-                 channels: int) -> None:
+                 channels: int, *, cut: bool = True) -> None:
         extras.check_installed("PIL", "pictures in files")
         self._pictures, self._labels, self.classes = pictures, labels, tuple(classes)
-        self._size, self._channels, self.num_examples = size, channels, len(pictures)
+        self._size, self._channels, self._cut, self.num_examples = size, channels, cut, len(pictures)
         self.fingerprint = zlib.crc32(repr((self.shape, self.classes)).encode(), zlib.crc32(labels.tobytes()))
         for each in pictures:
             known = each if isinstance(each, bytes) else f"{each.name} {each.stat().st_size}".encode()
@@ -73,18 +73,24 @@ class PictureFiles(Images):
         try:
             with image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as picture:
                 upright = ops.exif_transpose(picture).convert("RGB" if self._channels == 3 else "L")
-                pixels = np.asarray(ops.fit(upright, (self._size, self._size), image.Resampling.BICUBIC), np.float32)
+                square = self._cut and ops.fit(upright, (self._size, self._size), image.Resampling.BICUBIC)
+                pixels = np.asarray(square or upright)
         except (OSError, ValueError, SyntaxError, image.DecompressionBombError) as error:
             where = f"picture {number + 1}" if isinstance(source, bytes) else str(source)
             raise UsageError(f"{where} cannot be read ({printable(str(error))}): write it again, or leave it out."
                              ) from error
-        return {"inputs": pixels.reshape(self.shape) / np.float32(255),
+        inputs = pixels.reshape(*pixels.shape[:2], self._channels)
+        return {"inputs": inputs / np.float32(255) if self._cut else inputs,
                 "targets": np.asarray(self._labels[number], np.int32)}
 
     def part(self, numbers: np.ndarray) -> "PictureFiles":
         """As `Images`."""
         return PictureFiles([self._pictures[number] for number in numbers], self._labels[numbers], self.classes,
-                            self._size, self._channels)
+                            self._size, self._channels, cut=self._cut)
+
+    def whole(self) -> "PictureFiles":
+        """As `Images`."""
+        return PictureFiles(self._pictures, self._labels, self.classes, self._size, self._channels, cut=False)
 
 
 def class_folders(folder: Path) -> list[Path]:

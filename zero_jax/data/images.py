@@ -48,6 +48,10 @@ class Images(abc.ABC):
     def part(self, numbers: np.ndarray) -> Self:
         """Those of these numbers."""
 
+    def whole(self) -> Self:
+        """The same whose rows are whole images, where rows are cut to a shape."""
+        return self
+
     def split(self, fraction: float, *, seed: int = 0) -> tuple[Self, Self]:
         """(training part, held-out part): at random, and no image is in both."""
         held_out = round(fraction * self.num_examples)
@@ -107,24 +111,66 @@ class LabeledImages(Images):
         return LabeledImages(self._images[numbers], self._labels[numbers])
 
 
-def augmented(image: np.ndarray, key: Key, *, shift: int = 0, flip: bool = False, warp: float = 0.0) -> np.ndarray:
-    """`image`, (height, width, channels), moved by up to `shift` pixels over 0, `warped`, and mirrored.
+ASPECTS, TRIES = (3 / 4, 4 / 3), 10
+"""Width over height of a random crop, and how many are drawn before the largest of all is taken, as in torchvision."""
 
-    All moves are equally likely, and all amounts of a warp from -warp to warp; with `flip` half of the keys mirror. A
+
+def augmented(image: np.ndarray, key: Key, *, shift: int = 0, flip: bool = False, warp: float = 0.0,
+              crop: float | None = None, size: tuple[int, int] | None = None) -> np.ndarray:
+    """`image`, (height, width, channels), cropped, moved by up to `shift` pixels over 0, `warped`, and mirrored.
+
+    All moves are equally likely, and all amounts of a warp from -warp to warp; with `flip` half of the keys mirror.
+    crop: the least share of the area of the image in a `random_crop`, which is resized to `size`, (height, width). A
     pure function of (image, key).
 
     >>> augmented(np.arange(4.0).reshape(2, 2, 1), (0, 7), shift=1)[..., 0].tolist()
     [[2.0, 3.0], [0.0, 0.0]]
     """
-    down, right, mirrored, *others = random_words(key, 9)
+    down, right, mirrored, *others = random_words(key, 9 + 4 * TRIES)
+    if crop is not None:
+        top, left, height, width = random_crop(image.shape[:2], np.array(others[6:]).reshape(TRIES, 4), crop)
+        image = resized(image[top:top + height, left:left + width], size or image.shape[:2])
     height, width, _ = image.shape
     if shift:
         wide = np.pad(image, ((shift, shift), (shift, shift), (0, 0)))
         top, left = int(down) % (2 * shift + 1), int(right) % (2 * shift + 1)
         image = wide[top:top + height, left:left + width]
     if warp:
-        image = warped(image, warp * (np.array(others) / 2.0**63 - 1))
+        image = warped(image, warp * (np.array(others[:6]) / 2.0**63 - 1))
     return image[:, ::-1] if flip and mirrored % 2 else image
+
+
+def random_crop(shape: tuple[int, ...], words: np.ndarray, least: float) -> tuple[int, int, int, int]:
+    """(Top, left, height, width) of a random rectangle in an image of `shape`, (height, width).
+
+    Its share of the area is drawn from `least` to 1, and the logarithm of its aspect ratio between those of ASPECTS, as
+    in the training of Inception (arXiv 1409.4842, section 6). words: uint64 (tries, 4); the first that fits is taken,
+    else the largest rectangle in the middle of such a ratio.
+
+    >>> random_crop((40, 40), np.array([[0, 2**63, 0, 0]], np.uint64), 0.25)
+    (0, 0, 20, 20)
+    """
+    height, width = shape
+    logs = np.log(ASPECTS)
+    for area, aspect, down, right in words:
+        share = least + (1 - least) * (area / 2.0**64)
+        ratio = np.exp(logs[0] + (logs[1] - logs[0]) * (aspect / 2.0**64))
+        tall, wide = (int(round(float(np.sqrt(share * height * width * each)))) for each in (1 / ratio, ratio))
+        if 0 < tall <= height and 0 < wide <= width:
+            return int(down) % (height - tall + 1), int(right) % (width - wide + 1), tall, wide
+    wide, tall = min(width, round(height * ASPECTS[1])), min(height, round(width / ASPECTS[0]))
+    return (height - tall) // 2, (width - wide) // 2, tall, wide
+
+
+def resized(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """`image`, (height, width, channels), in `size`, (height, width): float32, triangles as wide as what they average.
+
+    uint8 is divided by 255.
+    """
+    pil = extras.load("PIL.Image", "image_crop")
+    planes = [pil.fromarray(np.ascontiguousarray(image[..., channel], np.float32)).resize(
+        size[::-1], pil.Resampling.BILINEAR) for channel in range(image.shape[2])]
+    return np.stack([np.asarray(plane) for plane in planes], -1) * np.float32(1 / 255 if image.dtype == np.uint8 else 1)
 
 
 def warped(image: np.ndarray, amounts: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from zero_jax.cli.options.of_step import SIMULATED_LENGTH
 from zero_jax.cli.reports.measures import Measure, Measures
 from zero_jax.cli.step_from_config import evaluator_of
 from zero_jax.cli.training.evaluation import label_sums
+from zero_jax.data import extras
 from zero_jax.data.image_files import read_images
 from zero_jax.data.images import DIGITS, Images, augmented
 from zero_jax.data.objectives import Key
@@ -38,6 +39,8 @@ class Classify(Objective):
         for name, default in (("seq_len", SIMULATED_LENGTH), ("context", 1)):
             if getattr(config, name) != default:
                 raise UsageError(f"{name}={getattr(config, name)}: images have no tokens: leave it out.")
+        if config.image_crop is not None:
+            extras.check_installed("PIL", "image_crop")
         named = len(self._parts[0].classes)
         if config.num_classes is None and is_folder(config.model) and named not in (0, self._classes):
             object.__setattr__(config, "num_classes", named)  # as checkpoints and config.toml of the run then have it
@@ -71,7 +74,9 @@ class Classify(Objective):
     def describe(self) -> str:
         """As `Objective`."""
         config = self.config
-        changes = ", ".join([f"moved by up to {config.image_shift} pixels"] * bool(config.image_shift)
+        changes = ", ".join([f"cropped to {100 * (config.image_crop or 0):g} % of its area or more and resized"
+                             ] * (config.image_crop is not None)
+                            + [f"moved by up to {config.image_shift} pixels"] * bool(config.image_shift)
                             + [f"warped by up to {config.image_warp:g}"] * bool(config.image_warp)
                             + ["mirrored"] * config.image_flip)
         grey = f"; grey images, as {self._channels} channels" if self._parts[0].shape[2] != self._channels else ""
@@ -113,6 +118,8 @@ class Classify(Objective):
         config, (train, held_out) = self.config, self._parts
         change = f"classify {config.image_shift} {config.image_flip} {self._channels}"
         change += f" {config.image_warp}" * bool(config.image_warp)  # without it the name is that of older checkpoints
+        change += f" crop {config.image_crop}" * (config.image_crop is not None)
+        train = train if config.image_crop is None else train.whole()
 
         batches = batches_of(config, [train], [held_out], name=change, make=self._changed,
                              eval_make=self._with_channels)
@@ -162,7 +169,8 @@ class Classify(Objective):
 
     def _changed(self, row: dict[str, np.ndarray], key: Key) -> dict[str, np.ndarray]:
         config = self.config
-        moved = augmented(row["inputs"], key, shift=config.image_shift, flip=config.image_flip, warp=config.image_warp)
+        moved = augmented(row["inputs"], key, shift=config.image_shift, flip=config.image_flip, warp=config.image_warp,
+                          crop=config.image_crop, size=self._parts[0].shape[:2])
         return self._with_channels({**row, "inputs": moved}, key)
 
 

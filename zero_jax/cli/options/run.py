@@ -178,7 +178,8 @@ class EvaluationOptions:
 ObjectiveName = Literal["causal", "masked", "span", "classify", "instruct", "preferences"]
 
 USED_BY = {"mask_fraction": "masked", "noise_fraction": "span", "span_length": "span", "image_shift": "classify",
-           "image_flip": "classify", "image_warp": "classify", "num_classes": "classify", "dpo_beta": "preferences"}
+           "image_flip": "classify", "image_warp": "classify", "num_classes": "classify",
+           "image_crop": "classify", "dpo_beta": "preferences"}
 """Which objective an option belongs to."""
 
 WITH_RESPONSES = ("instruct", "preferences")
@@ -207,6 +208,11 @@ class ObjectiveOptions:
     """classify: of the model, in place of its own number. A head of --init-from that has another number is not read: it
     is initialised anew, which is said. None: the model's own; of a folder as the model, on a folder of pictures for
     each class, as many as these."""
+
+    image_crop: Annotated[float | None, Within(1e-4, 1)] = None
+    """classify: random resized crops, which ImageNet is trained with at 0.08: of each training image a rectangle of at
+    least this share of its area, with an aspect ratio from 3/4 to 4/3, resized to what the model takes, another each
+    time. None: the largest square in the middle."""
 
     image_shift: Annotated[int, Within(0, 1000)] = 0
     """classify: the most pixels by which a training image is moved, up or down and to a side, at random each time."""

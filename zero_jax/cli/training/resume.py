@@ -37,9 +37,9 @@ CHANGEABLE = (*DATA, "batch_size", "steps", "schedule", "learning_rate", "warmup
               "weight_decay", "grad_clip_norm")
 """Options that determine the losses of a run, and may change when it goes on: the change is said."""
 
-FIXED = ("model", "objective", "mask_fraction", "noise_fraction", "span_length", "num_classes", "image_shift",
-         "image_flip", "image_warp", "dpo_beta", "tokenizer", "precision", "optimizer", "moments", "betas", "eps",
-         "quantize_weights", "quantize_gradients", "ema", "seed", "init_from", *LORA, *DILOCO)
+FIXED = ("model", "objective", "mask_fraction", "noise_fraction", "span_length", "num_classes", "image_crop",
+         "image_shift", "image_flip", "image_warp", "dpo_beta", "tokenizer", "precision", "optimizer", "moments",
+         "betas", "eps", "quantize_weights", "quantize_gradients", "ema", "seed", "init_from", *LORA, *DILOCO)
 """Options that make a run what it is. Stage, mesh, devices, and what is printed and saved are in neither."""
 
 
