@@ -104,7 +104,7 @@ def same_tensors(folder, printed):
 
 ERRANDS = {
     "lora": (chat, [
-        "train --model base --init-from base --data chat.jsonl --objective instruct --documents pad --lora-rank 8 "
+        "train --model base --init-from base --data chat.jsonl --objective instruct --lora-rank 8 "
         "--steps 200 --seq-len 64 --learning-rate 1e-2 --samples 0 --out lora",
         "export --checkpoint lora --merge --names huggingface --out merged",
         f"generate lora --prompt {QUESTION!r} --temperature 0"], answers),
