@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_jax.data import corpus, extras
+from zero_jax.data.remote_files import is_remote, readable, remote_files
 from zero_jax.errors import UsageError, few, named, printable
 from zero_jax.files import open_regular
 
@@ -36,11 +37,14 @@ def format_of(path: str | Path) -> str:
     return FORMATS.get(Path(path).suffix.lower(), "text")
 
 
-def files_of(name: str) -> list[Path]:
+def files_of(name: str) -> list[Any]:
     """The files that a name stands for: itself, those that a glob matches, or all of a folder but other binaries.
 
-    In order of their paths; hidden and empty ones of a folder are left out. Raises ValueError where there are none.
+    Paths, or `RemoteFile`s for gs://, in order; hidden and empty ones of a folder are left out. Raises ValueError where
+    there are none.
     """
+    if is_remote(name):
+        return [*remote_files(name)]
     path = Path(name).expanduser()
     if (path / "dataset_dict.json").is_file():
         splits = sorted(each.name for each in path.iterdir() if each.is_dir())
@@ -65,6 +69,8 @@ def has_documents(name: str) -> bool:
 
     Names alone are looked at, and no file is read. Of a name that stands for nothing, what its end says.
     """
+    if is_remote(name):
+        return True  # it is Parquet
     path = Path(name).expanduser()
     if path.is_dir():
         return any(format_of(file) != "text" and _counts(file, path) for file in path.rglob("*"))
@@ -119,7 +125,8 @@ def _shuffled(files: Iterable[Path]) -> list[Path]:
 def check_file(path: Path, *, field: str = "text") -> None:
     """Raises ValueError for what the start of a file shows: the first lines, or what a Parquet file says of itself."""
     kind = format_of(path)
-    check_not_compressed(path)
+    if not is_remote(path):
+        check_not_compressed(path)
     if kind == "text" and _is_binary(path):
         raise UsageError(f"{path} is no text in UTF-8, since it has zero bytes: convert it (iconv -f utf-16 -t utf-8), "
                          "or name other files.")
@@ -222,17 +229,18 @@ def _as_text(value: Any, field: str, where: str) -> str:
     return value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-def parquet_rows(path: Path, columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+def parquet_rows(path: Any, columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where it is, the values by column) of each row, without those that are null; columns: None: all.
 
     Raises ValueError for what is no Parquet file, has no rows, or is damaged.
     """
     pyarrow, row = extras.load("pyarrow", str(path)), 0
     try:
-        for batch in _record_batches(path, columns):
-            for values in batch.to_pylist():
-                row += 1
-                yield f"{path}, row {row}", _without_nulls(values)
+        with readable(path):
+            for batch in _record_batches(path, columns):
+                for values in batch.to_pylist():
+                    row += 1
+                    yield f"{path}, row {row}", _without_nulls(values)
     except (pyarrow.ArrowException, OSError) as error:
         raise UsageError(f"{path} is damaged after row {row} ({printable(str(error))}): write or copy it again."
                          ) from error
@@ -248,7 +256,9 @@ def _without_nulls(value: Any) -> Any:
 def _record_batches(path: Path, columns: list[str] | None) -> Iterator[Any]:
     """The record batches of a Parquet file, or of an Arrow stream, with `columns` alone where they are named."""
     if path.suffix.lower() != ".arrow":
-        yield from _open_parquet(path).iter_batches(batch_size=1024, columns=columns)
+        file = open_parquet(path)
+        for group in range(file.num_row_groups):  # which alone is in memory
+            yield from file.iter_batches(batch_size=1024, row_groups=[group], columns=columns)
         return
     rows = 0
     for batch in _open_arrow(path):
@@ -268,12 +278,14 @@ def _open_arrow(path: Path) -> Any:
                          ) from error
 
 
-def _open_parquet(path: Path) -> Any:
+def open_parquet(path: Any) -> Any:
+    """A Parquet file whose footer is read, on a disk or in an object store; raises UsageError for none, and no rows."""
     pyarrow = extras.load("pyarrow", str(path))
     parquet = extras.load("pyarrow.parquet", str(path))
     try:
-        file = parquet.ParquetFile(path)
-        _ = file.schema_arrow
+        with readable(path):
+            file = parquet.ParquetFile(path.opened() if is_remote(path) else path)
+            _ = file.schema_arrow
     except (pyarrow.ArrowException, OSError) as error:
         raise UsageError(f"{path} is no whole Parquet file ({printable(str(error))}): write or copy it again."
                          ) from error
@@ -285,7 +297,7 @@ def _open_parquet(path: Path) -> Any:
 def _check_column(path: Path, field: str) -> None:
     """Raises ValueError unless a Parquet file has text in the column `field`."""
     pyarrow = extras.load("pyarrow", str(path))
-    schema = _open_arrow(path).schema if path.suffix.lower() == ".arrow" else _open_parquet(path).schema_arrow
+    schema = _open_arrow(path).schema if path.suffix.lower() == ".arrow" else open_parquet(path).schema_arrow
     if field not in schema.names:
         raise UsageError(f"{path}: it has no column {named(field)}, but {few(schema.names)}: {_mend(schema.names)}.")
     kind = schema.field(field).type

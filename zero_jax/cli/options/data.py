@@ -13,6 +13,7 @@ from zero_jax.data.documents import Tokenized, is_tokenized, open_tokenized
 from zero_jax.data.image_files import is_images
 from zero_jax.data.images import DIGITS
 from zero_jax.data.mixture import check_weights
+from zero_jax.data.remote_files import is_remote
 from zero_jax.data.text_sources import check_file, check_not_compressed, files_of, format_of, has_documents
 from zero_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from zero_jax.errors import UsageError, few
@@ -28,11 +29,11 @@ class DataOptions:
     """What a run reads, and how."""
 
     data: tuple[str, ...] = ("python",)
-    """Files, folders and globs of text, .jsonl, .parquet or .array_record; folders that `tokenize` has written; or one
-    file of tokens (.bin, .npy); or "python", its own library. What several names stand for is read once. Text is read
-    as bytes where there is no tokenizer. For models of images: a folder with one of pictures
-    for each class, .parquet of pictures and classes, one .npz or folder with the arrays images and labels, or "digits",
-    those of scikit-learn."""
+    """Files, folders and globs of text, .jsonl, .parquet or .array_record, those of .parquet also as gs://bucket/folder
+    (extra gcs); folders that `tokenize` has written; or one file of tokens (.bin, .npy); or "python", its own library.
+    What several names stand for is read once. Text is read as bytes where there is no tokenizer. For models of images:
+    a folder with one of pictures for each class, .parquet of pictures and classes, one .npz or folder with the arrays
+    images and labels, or "digits", those of scikit-learn."""
 
     data_weights: tuple[float, ...] | None = None
     """Fractions of the sequences, one for each name in data, whose sum is 1. None: by their sizes."""
@@ -210,6 +211,9 @@ def check_has_fields(text_field: str, names: tuple[str, ...]) -> None:
 def check_data_files(option: str, data: tuple[str, ...]) -> None:
     """Raises ValueError for files of `option` that are not there, cannot be read as data, or are empty."""
     for name in data:
+        if is_remote(name):
+            files_of(name)  # which raises
+            continue
         path = Path(name).expanduser()
         if data not in (("python",), (DIGITS,)) and not path.exists() and not glob.glob(str(path), recursive=True):
             raise UsageError(f"{option}: {name}: no such file, folder or glob match.")
@@ -245,6 +249,6 @@ def check_eval_data(options: DataOptions, names: tuple[str, ...]) -> None:
 def _paths(names: tuple[str, ...]) -> Iterator[str]:
     """The files of `names`, and folders of tokens, by their true paths."""
     for name in names:
-        whole = is_images(name) or is_tokenized(name)
-        yield from [name] if name in ("python", DIGITS) else map(str, map(
-            Path.resolve, [Path(name).expanduser()] if whole else files_of(name)))
+        whole = not is_remote(name) and (is_images(name) or is_tokenized(name))
+        yield from [name] if name in ("python", DIGITS) else (
+            str(file.resolve()) for file in ([Path(name).expanduser()] if whole else files_of(name)))
