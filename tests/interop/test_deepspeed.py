@@ -9,7 +9,6 @@ import flax.linen as nn
 import jax.numpy as jnp
 import optax
 import pytest
-from support.flat import flat_step
 
 import zero_jax
 from zero_jax import Communication
@@ -157,7 +156,7 @@ def test_a_public_config_becomes_a_step(name, tmp_path):
         assert (option in given.split()) == (getattr(sent, option) != getattr(plain, option)), (option, options)
     assert ("optimizer" in options) == ("optimizer" in config)
     mesh = zero_jax.make_mesh((2, 4)) if sent.hpz_axes else zero_jax.make_mesh()
-    flat_step(nn.Sequential([nn.Embed(32, 8), nn.Dense(32)]), mesh=mesh, **options)
+    zero_jax.make_zero_train_step(nn.Sequential([nn.Embed(32, 8), nn.Dense(32)]), mesh=mesh, **options)
 
 
 def _precision(options):
