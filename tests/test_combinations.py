@@ -27,7 +27,8 @@ GIVEN = {
     "partition_activations": "cpu", "sequence_parallel": True, "communication.weights": "int8",
     "communication.gradients": "int8", "one_hop": True, "copy": True, "tiling": {"up/kernel": 2}, "lora": True,
     "diloco.every": 4, "diloco.mix": 0.5, "diloco.overlap": True, "offload": "optimizer", "offload.fraction": 0.5,
-    "offload.disk": "states", "guard": zero_jax.Guard(skip=2), "ema": 0.5, "float16": "fp16", "view": "global"}
+    "offload.disk": "states", "guard": zero_jax.Guard(skip=2), "ema": 0.5, "float16": "fp16", "view": "global",
+    "fp8": "bf16-fp8"}
 """A value of each option that is given."""
 OTHERS = {"stage": 3, "platform": "another", "overlap": "auto", "view": "auto", "offload.optimizer": "host",
           "offload.master": None, "attention.kernel": "xla", "offload.gradients": "device"}
@@ -93,7 +94,7 @@ def make(values):
     model = gpt2.build(CONFIG)
     step = flat_step(
         zero_jax.lora(model, 2, "up/kernel") if values.get("lora") else model, values["stage"],
-        precision="bf16" if values.get("copy", True) else None,
+        precision=values.get("fp8") or ("bf16" if values.get("copy", True) else None),
         mesh=zero_jax.make_mesh(data, **sizes, devices=jax.devices()[:number]), **options)
     if "copy" in values:
         step.layout({name: jax.ShapeDtypeStruct((16, 8), jnp.int32) for name in ("inputs", "targets")})
@@ -138,6 +139,7 @@ FIELDS = {
     "prefetch": ("prefetch_weights", {}), "communication.weights": ("quantize_weights", {None: "no"}),
     "communication.gradients": ("quantize_gradients", {None: (), "int8": ("int8",)}),
     "copy": ("precision", {True: "bf16", None: "fp32"}), "float16": ("precision", {None: "bf16"}),
+    "fp8": ("precision", {None: "bf16"}),
     "partition_activations": ("partition_activations", {None: "no", True: "yes"}),
     "overlap": ("overlap", {False: "no"}), "tiling": ("tiling", {None: ()}), "lora": ("lora_rank", {True: 4}),
     "offload": ("offload", {None: "no"}), "offload.parameters": ("offload", {"host": "parameters", "device": "no"}),

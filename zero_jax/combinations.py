@@ -23,11 +23,13 @@ DEFAULTS: dict[str, Any] = {
 AXES = ("tensor", "context", "replica")
 """Names of the mesh's axes, whose values are their sizes."""
 
-OWNERS = {"offload": "Offload", "communication": "Communication", "diloco": "make_diloco_step",
-          "attention": "attention",
-          **dict.fromkeys(("gather", "reduce", "hpz_axes", "overlap", "prefetch"), "Communication"),
+OWNERS = {"Precision": "Precision", "offload": "Offload", "communication": "Communication",
+          "diloco": "make_diloco_step", "attention": "attention"}
+"""Who takes what is named with a dot."""
+
+FIELDS = {**dict.fromkeys(("gather", "reduce", "hpz_axes", "overlap", "prefetch"), "Communication"),
           **dict.fromkeys(("tensor_rules", "sequence_parallel"), "Parallelism")}
-"""Who takes what is named so, or with this before a dot."""
+"""Who takes what is named without."""
 
 FACTS = {"stage": "at stage {}", "platform": "on platform {}", "shards": "where ZeRO shards over one device",
          "one_hop": "where gradients are sent in one hop", "copy": "where the model reads the master weights"}
@@ -99,14 +101,15 @@ class Arguments:
     """How the library names options; the command line has its own way (`zero_jax.cli.options.combinations`)."""
 
     facts: Mapping[str, str] = {**FACTS, "lora": "with adapters"}
+    fields: Mapping[str, str] = {"float16": "precision", "fp8": "Precision.fp8"}
 
     def option(self, name: str, value: str = "") -> str:
         """An option, with a value as it is written there."""
-        owner, _, field = name.replace("float16", "precision").rpartition(".")
+        owner, _, field = self.fields.get(name, name).rpartition(".")
         text = f"{field}={value}" if value else field
         if name in AXES:
             return f"make_mesh({text})" if value else f"a mesh axis {name!r}"
-        owner = OWNERS.get(owner or name)
+        owner = OWNERS.get(owner) or FIELDS.get(name)
         return f"{owner}({text})" if owner and value else text
 
     def value(self, value: Any) -> str:
@@ -166,7 +169,7 @@ STEP = (
         "give {accumulate=4}, say, or {gather=forward}, or leave {gather} out"),
     Row((among("gather", "forward", "step"), left("shards")), "there is nothing to gather", "leave {gather} out"),
     Row((among("gather", "forward"), given("hpz_axes")), "backward gathers nothing, inside of a node or outside"),
-    Row((given("gather"), given("hpz_axes"), given("communication.weights")),
+    Row((given("gather"), given("hpz_axes"), given("communication.weights", "fp8")),
         "the copy of a step would be decoded, and gathered inside of a node as it is"),
     Row((given("hpz_axes"), among("stage", 0, 1, 2)), _WHOLE, _STAGE_3),
     Row((given("prefetch"), among("stage", 0, 1, 2)), "no layer gathers its parameters, which are whole", _STAGE_3),
@@ -204,6 +207,7 @@ STEP = (
     Row((given("tiling"), given("hpz_axes"), given("communication.weights")),
         "the copy inside of a node would be codes of whole shards"),
     Row((given("tiling"), given("sequence_parallel")), "products with split weights gather the sequence themselves"),
+    Row((given("tiling"), given("fp8")), "the product of a tile would have a scale of its own"),
     Row((given("tiling"), left("shards"), other("offload.parameters", "host")),
         "that device has the weights and the gradients whole",
         "give more devices, or {offload=parameters}, with which tiles come up from host memory, or leave it out"),
@@ -214,7 +218,8 @@ STEP = (
     Row((_PLACED, given("gather")), "a copy of all parameters would be gathered on the devices", _ON_DEVICE),
     Row((_PLACED, among("reduce", "once")), "a whole gradient would be on every device", _ON_DEVICE),
     Row((_PLACED, given("hpz_axes")), "what forward keeps for backward would be on the devices", _ON_DEVICE),
-    Row((_PLACED, _CODES), "what is encoded before the loop over layers would be on the devices", _ON_DEVICE),
+    Row((_PLACED, given("communication.weights", "communication.gradients", "fp8")),
+        "what is encoded before the loop over layers would be on the devices", _ON_DEVICE),
     Row((among("offload.gradients", "host"), given("tiling")),
         "the gradient of a weight in tiles is made tile by tile on the device"),
     Row((among("offload.gradients", "host"), among("partition_activations", "cpu")),
@@ -256,6 +261,8 @@ SLICES = (
         "leave {ema} out"),
     Row((_CODES, given("diloco.every")), "that is not known to be right in slices yet",
         "leave it out; {diloco.dtype} can halve what slices send to each other"),
+    Row((given("fp8"), given("diloco.every")), "a scale would be of all slices, which train by themselves",
+        "give {precision=bf16}"),
     Row((given("offload"), given("diloco.every")), "states of slices are in device memory", "leave {offload} out"),
     Row((given("diloco.mix"), left("diloco.overlap")),
         "the average arrives at once, and no slice has gone on", "leave {diloco.mix} out"),

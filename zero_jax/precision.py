@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from zero_jax import combinations
 from zero_jax.arguments import is_number, is_one_of, patterns, shown, whole
 from zero_jax.errors import UsageError
+from zero_jax.typing import Pattern
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class Precision:
         and weights keep their dtype; True, all floating leaves of the batch; False, nothing.
     rounding: "stochastic": the update is computed in float32, and parameters and the optimizer's state rounded to the
         dtype in which they are stored at random, up or down, so that on average small updates are not lost.
+    fp8: whose products have float8 operands, forward and backward, scaled by the smallest power of two with which an
+        array fits: a whole weight, and what a device has of an activation or its gradient. Weights, gathered as that,
+        and activations are e4m3, gradients of activations e5m2. True: matrices of the blocks, which are stacked for a
+        loop or named alike but for numbers; patterns (`re.search`): these matrices. `compute`: bfloat16 or float32.
     """
 
     params: Any = None
@@ -61,6 +66,7 @@ class Precision:
     loss_scale: LossScale | None = None
     rounding: str = "nearest"
     cast_batch: bool | str = "inputs"
+    fp8: bool | Pattern | tuple[Pattern, ...] = False
 
     def __post_init__(self) -> None:
         for name in ("params", "compute", "reduce"):
@@ -85,6 +91,11 @@ class Precision:
         if keep and self.compute is None:
             raise UsageError(f"Precision(keep={keep}) without compute: every parameter is read as it is stored.")
         object.__setattr__(self, "keep", keep)
+        if not isinstance(self.fp8, bool):
+            object.__setattr__(self, "fp8", patterns("Precision: fp8", self.fp8, "(\"mlp\", \"attention\")") or False)
+        if self.fp8 and self.compute not in (jnp.bfloat16, jnp.float32):
+            raise UsageError(f"Precision(fp8={shown(self.fp8)}, compute={self.compute}): float8 is rounded from and to "
+                             "a dtype with the exponents of float32: give compute=jnp.bfloat16.")
 
     def read_dtype(self, name: str, stored: Any) -> Any:
         """The dtype in which the model reads the parameter `name`, which is stored as `stored`.
@@ -113,6 +124,7 @@ POLICIES = {
     "fp32": Precision(params=jnp.float32, compute=jnp.float32),
     "bf16": Precision(params=jnp.float32, compute=jnp.bfloat16),
     "fp16": Precision(params=jnp.float32, compute=jnp.float16, loss_scale=LossScale()),
+    "bf16-fp8": Precision(params=jnp.float32, compute=jnp.bfloat16, fp8=True),
     "bf16-stochastic": Precision(params=jnp.bfloat16, compute=jnp.bfloat16, rounding="stochastic"),
 }
 

@@ -4,9 +4,9 @@
     python scripts/tables/quantized_loss.py --steps 100 --seeds 1 --out /tmp/curve.svg     # shows that it runs
 
 Trains at stage 3 in bf16 on four simulated devices as two nodes of two, with hpZ; gathers and sums are of the formats
-named. For each seed every policy has the same first parameters and the same batches, so that differences to bf16 are
-paired: the table has their mean and its standard error over the seeds. How much is chance is told by the control: bf16
-with the rows of each batch in reverse, the same mathematics summed in another order.
+named, or products are in float8. For each seed every policy has the same first parameters and the same batches, so that
+differences to bf16 are paired: the table has their mean and its standard error over the seeds. How much is chance is
+told by the control: bf16 with the rows of each batch in reverse, the same mathematics summed in another order.
 
 The learning rate ends at 0, and the last loss is the mean of the last two evaluations. Writes the curves to
 docs/images/quantized_loss.svg. --json keeps all that was measured, and goes on from it.
@@ -35,9 +35,12 @@ POLICIES = {
     "int8 weights, int4 and int8 in blocks of 32": Communication(weights="int8", gradients=("int4", "int8"), block=32),
     "int8 weights, int8 inside, fp4 across": Communication(weights="int8", gradients=("int8", "fp4")),
     "int8 weights, fp4 gradients": Communication(weights="int8", gradients="fp4"),
+    "float8 products": "bf16-fp8",
 }
+"""What is sent as codes; or the name of a precision."""
 BASE, CONTROL = list(POLICIES)[:2]
-COLORS = dict(zip(POLICIES, ("#202428", "#9aa5b1", "#1f6fb2", "#3a9d5d", "#7a5fb8", "#f0a030", "#c03a2b"), strict=True))
+COLORS = dict(zip(POLICIES, ("#202428", "#9aa5b1", "#1f6fb2", "#3a9d5d", "#7a5fb8", "#f0a030", "#c03a2b", "#8a5a2b"),
+                  strict=True))
 WIDTH, LAYERS, LENGTH, ROWS, CHECKS, BETWEEN, LAST = 64, 2, 64, 16, 4, 100, 2
 
 
@@ -46,7 +49,9 @@ def make_step(policy, steps):
     schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-3, steps // 10, steps, 0.0)
     step = zero_jax.make_zero_train_step(
         gpt2.build(gpt2.Config(LAYERS, WIDTH, 4, vocab_size=256, max_length=LENGTH)), 3,
-        mesh=zero_jax.make_mesh((2, 2)), precision="bf16", communication=dataclasses.replace(policy, hpz_axes="data_1"),
+        mesh=zero_jax.make_mesh((2, 2)), precision=policy if isinstance(policy, str) else "bf16",
+        communication=dataclasses.replace(
+            zero_jax.Communication() if isinstance(policy, str) else policy, hpz_axes="data_1"),
         optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1)))
     return step, step.evaluator()
 

@@ -233,6 +233,7 @@ PROGRAMS: dict[str, Row] = {
         H100, 3, config=dataclasses.replace(REMAT, scan_layers=False), options=REDUCE_FP32),
     "h100 stage 1, fp32": Row(H100, 1, options=FP32),
     "h100 stage 3, fp32": Row(H100, 3, options=FP32),
+    "h100 stage 3, float8": Row(H100, 3, options={"precision": "bf16-fp8"}),
     **{f"h100 stage 3, {precision}": Row(H100, 3, NNX, options={"precision": precision, "optimizer": None})
        for precision in ("fp16", "bf16-stochastic")},
     # Meshes and shapes.

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.gather.quantized.gather import GatherCodes
+from zero_jax.gather.quantized.products import ProductUse
 from zero_jax.gather.reduce_scatter import mesh_ordered_runs
 from zero_jax.jaxpr.equations import JaxprEqn, primitive_of
 from zero_jax.jaxpr.named_call import named_call, set_read
@@ -76,6 +77,7 @@ class ParamUse:
     secondary: mesh axes over which backward gathers once more, from a copy that the others gathered (hpZ).
     codes: how it is quantised to be gathered, None: it is sent in `dtype`. quantize_gradient: whether its gradient is.
     tiles: parts of a stored dim in which `tiled_products` uses it, None: whole. keep: what is gathered, for backward.
+    fp8: that `fp8_products` is to find its product.
     """
 
     axes: MeshAxes
@@ -89,6 +91,7 @@ class ParamUse:
     quantize_gradient: bool = False
     tiles: Tiles | None = None
     keep: bool = False
+    fp8: ProductUse | None = None
 
     @property
     def mesh(self) -> Mesh:

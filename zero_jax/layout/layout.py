@@ -155,6 +155,11 @@ class Layout:
         return tuple(access.tiles for access in self.reads.values() if access.tiles is not None)
 
     @property
+    def fp8(self) -> frozenset[str]:
+        """Names of the parameters whose products are in float8."""
+        return frozenset() if self.quantized is None else self.quantized.products
+
+    @property
     def num_params(self) -> int:
         """Elements of all trainable parameters, without padding; of several slices those of one."""
         if self.one_slice is not None:

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 from zero_jax import combinations
 from zero_jax.errors import UsageError
 from zero_jax.gather.gather import ParamUse, compute_spec
-from zero_jax.gather.quantized.leaves import Leaf, quantized_leaves
+from zero_jax.gather.quantized.leaves import Leaf, quantized_leaves, with_products
 from zero_jax.gather.quantized.policy import Codes
+from zero_jax.gather.quantized.products import ProductUse, product_names
 from zero_jax.layout.layout import Layout
 from zero_jax.layout.stored_optimizer import StoredPlacement, needs_shape
 from zero_jax.precision import Precision
@@ -219,13 +220,17 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
                     gathered=trained or stage.shards_params, trained=trained)
 
     quantized = None
+    leaves = dict(named_leaves(merge(
+        map_named(functools.partial(leaf, trained=True), params, sharded_specs, param_shapes),
+        map_named(functools.partial(leaf, trained=False), frozen, frozen_specs, frozen_shapes))))
     if policy.codes is not None:
         combinations.check({"communication.weights": policy.codes.weights, "stage": stage.number,
                             "copy": has_weights})
-        quantized = quantized_leaves(policy.codes, dict(named_leaves(merge(
-            map_named(functools.partial(leaf, trained=True), params, sharded_specs, param_shapes),
-            map_named(functools.partial(leaf, trained=False), frozen, frozen_specs, frozen_shapes)))),
-            axes, policy.hpz_axes)
+        quantized = quantized_leaves(policy.codes, leaves, axes, policy.hpz_axes)
+    products = product_names(precision.fp8, reads, dict(named_leaves(merge(params, frozen))))
+    # In what stages 1 and 2 gather without a copy rounding would add up.
+    quantized = with_products(quantized, products, leaves, axes, policy.hpz_axes,
+                              encoded=stage.shards_params or has_weights)
     at_use = quantized.gathers if quantized is not None and stage.shards_params else {}
 
     # Fourth, how the model reads them.
@@ -237,21 +242,26 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
         assert dim is not None, f"{name}: the dim of the tiles is stored as it is"
         return Tiles(name, dim, tiles.count)
 
+    def product_of(name: str) -> ProductUse | None:
+        encoded = quantized is not None and name in quantized.gathers
+        return ProductUse(name, encoded) if name in products else None
+
     def use(name: str, leaf: jax.ShapeDtypeStruct, stored: Spec, reduced: Spec,
             stored_shape: StoredShape) -> ParamUse | None:
         dtype, reduce = precision.read_dtype(name, leaf.dtype), precision.reduce_dtype(name, leaf.dtype)
-        if not stage.shards_optimizer and reduce == dtype and name not in tensor_specs:
+        if not stage.shards_optimizer and reduce == dtype and name not in tensor_specs and name not in products:
             return None  # the partitioner all-reduces by itself
         return ParamUse(axes, stored if stage.shards_params else compute_spec(stored, axes),
                         reduced if policy.reduce_at_use else None, dtype, reduce, stored_shape,
                         policy.hpz_axes if stage.shards_params else (), at_use.get(name),
-                        quantized is not None and name in quantized.gradients, tiles_of(name, stored_shape))
+                        quantized is not None and name in quantized.gradients, tiles_of(name, stored_shape),
+                        fp8=product_of(name))
 
     def use_frozen(name: str, leaf: jax.ShapeDtypeStruct, stored: Spec, stored_shape: StoredShape) -> ParamUse | None:
-        if not stage.shards_params and name not in tensor_specs:
+        if not stage.shards_params and name not in tensor_specs and name not in products:
             return None
         return ParamUse(axes, stored, None, leaf.dtype, leaf.dtype, stored_shape, policy.hpz_axes, at_use.get(name),
-                        tiles=tiles_of(name, stored_shape))
+                        tiles=tiles_of(name, stored_shape), fp8=product_of(name))
 
     has_ema = state.ema is not None
     return Layout(

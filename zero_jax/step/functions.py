@@ -46,6 +46,7 @@ from zero_jax.step.start import initial_state
 from zero_jax.step.trace_layout import trace_layout
 from zero_jax.step.trainable import split_trainable
 from zero_jax.step.update import apply_update, loss_scale, step_metrics, unscaled_gradients
+from zero_jax.transforms.fp8_products import fp8_products
 from zero_jax.transforms.gather_again import mark_last_reads
 from zero_jax.transforms.tiled_products import tile_products
 from zero_jax.tree import cast_floating, map_named, merge
@@ -243,9 +244,10 @@ class StepFunctions:
                                   inputs.rng, self._cast(batch), layout.uses, train=False, reads=reads)
             return values(out)
 
-        # `fun` may use a weight otherwise than the loss does: that one is gathered whole.
-        tile = functools.partial(tile_products, strict=False)
-        return with_jaxpr_passes(run, mark_last_reads, tile) if layout.tiles else run
+        # `fun` may use a weight otherwise than the loss does: that one is gathered whole, or multiplied as it is.
+        passes = [functools.partial(each, strict=False) for each, names in (
+            (tile_products, layout.tiles), (fp8_products, layout.fp8)) if names]
+        return with_jaxpr_passes(run, mark_last_reads, *passes) if passes else run
 
     def forward_inputs(self, state: ZeroState, rng: PRNGKey | None, *, ema: bool = False
                        ) -> tuple[Params, ForwardInputs]:

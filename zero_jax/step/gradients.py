@@ -20,6 +20,7 @@ from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.step.losses import loss_and_metrics, with_key
 from zero_jax.step.options import StepOptions
 from zero_jax.transforms.activation_partitioning import Activations
+from zero_jax.transforms.fp8_products import fp8_products
 from zero_jax.transforms.gather_again import (
     gather_again,
     gather_again_in_loops,
@@ -122,6 +123,7 @@ def gradient_function(model: ModelFunctions, loss: Loss, layout: Layout, options
         (True, read_before_loops),
         (True, mark_last_reads),
         (bool(layout.tiles), tile_products),
+        (bool(layout.fp8), fp8_products),
         (activations.sequence, activations.split_sequence),
         (gathers or activations.stashes, functools.partial(
             isolate_inner_remat, activations=activations if activations.stashes else None,

@@ -82,8 +82,8 @@ def make_zero_train_step(
         mesh of `jax.set_mesh` where there is one, or `make_mesh()`, all live devices on the axis `data`.
       parallelism: a `zero_jax.Parallelism`: the axes that ZeRO shards over, rules by which an axis `tensor` splits
         parameters, how leaves of the batch that are no examples are sharded; None: by the names of the mesh's axes.
-      precision: a policy's name ("fp32", "bf16", "fp16", "bf16-stochastic"), a `Precision`, or None: dtypes as the
-        model declares them.
+      precision: a policy's name ("fp32", "bf16", "fp16", "bf16-fp8", "bf16-stochastic"), a `Precision`, or None:
+        dtypes as the model declares them.
       rng_streams: Linen's RNG streams beside "params", given anew at each step; default: ("dropout",). NNX modules own
         theirs.
       accumulate: microbatches that a step's batch is split into, one after another: their activations need not be

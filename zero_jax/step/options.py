@@ -25,6 +25,7 @@ from zero_jax.typing import AxisNames, Pattern
 from zero_jax.xla.devices import combine_options
 from zero_jax.xla.host_copies import copy_options, host_prefetch_options
 from zero_jax.xla.overlap import Overlap, overlap_options, prefetch_options
+from zero_jax.xla.platform import is_gpu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,7 +202,7 @@ class StepOptions:
             **{name: sent[name] for name in ("gather", "reduce", "hpz_axes", "overlap", "prefetch")},
             **{f"communication.{name}": sent[name] for name in ("weights", "gradients")},
             **{name: getattr(self.parallelism, name) for name in ("tensor_rules", "sequence_parallel")},
-            "stage": self.stage.number,
+            "stage": self.stage.number, "fp8": self.precision.fp8,
             "one_hop": codes is not None and isinstance(codes.gradients, tuple) and len(
                 codes.hops(axes, self.hpz_axes)) == 1,
             **{f"offload.{name}": value for name, value in vars(self.offload or Offload()).items()},
@@ -252,7 +253,9 @@ class StepOptions:
         copies = copy_options(device, engines=self.uses_copy_engines(axes)) if activations or offload else {}
         parameters = offload is not None and offload.parameters == "host"
         reads = host_prefetch_options(device, parameters=parameters) if activations or parameters else {}
-        return combine_options(device, self.communication.combine_bytes) | copies | reads
+        # Without a GPU to measure on, Triton takes a product of rounded operands before cuBLAS can take its codes.
+        products = {"xla_gpu_enable_triton_gemm": False} if self.precision.fp8 and is_gpu(device) else {}
+        return combine_options(device, self.communication.combine_bytes) | copies | reads | products
 
     def uses_copy_engines(self, axes: MeshAxes) -> bool:
         """Whether what is in host memory is copied by a GPU's copy engines, beside compute, not by kernels after it.

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from zero_jax.cli.model_lookup import nearest
 from zero_jax.errors import UsageError
 
-PrecisionName = Literal["fp32", "bf16", "fp16", "bf16-stochastic"]
+PrecisionName = Literal["fp32", "bf16", "fp16", "bf16-fp8", "bf16-stochastic"]
 
 Reduce = Literal["every", "once", "auto"]
 Gather = Literal["use", "forward", "step", "auto"]

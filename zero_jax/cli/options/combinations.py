@@ -10,7 +10,7 @@ from zero_jax.combinations import FACTS, TABLE, Arguments, Row, Values, among, c
 
 FLAGS = {
     "prefetch": "prefetch_weights", "communication.weights": "quantize_weights",
-    "communication.gradients": "quantize_gradients", "copy": "precision", "float16": "precision",
+    "communication.gradients": "quantize_gradients", "copy": "precision", "float16": "precision", "fp8": "precision",
     "hpz_axes": "hpz", "offload.parameters": "offload", "offload.gradients": "offload", "offload.disk": "offload",
     "attention.kernel": "attention", "guard": "max_bad_steps", "lora": "lora_rank"}
 """An option of the table of a step -> the field of a config, where it is no longer the same name with _ for a dot."""
@@ -132,7 +132,8 @@ def values_of(config: Any) -> dict[str, Any]:
         **{name.replace("diloco_", "diloco."): value for name, value in own.items() if name.startswith("diloco_")},
         "stage": config.stage, "overlap": switches.get(config.overlap, "auto"),
         "partition_activations": switches.get(config.partition_activations, config.partition_activations),
-        "copy": precision in ("bf16", "fp16"), "float16": precision == "fp16" or None,
+        "copy": precision in ("bf16", "fp16", "bf16-fp8"),
+        "fp8": precision == "bf16-fp8" or None, "float16": precision == "fp16" or None,
         "one_hop": len(set(gradients)) > 1 and "search" not in own and config.replica == config.context == 1,
         "offload.parameters": "host" if placed in ("parameters", "gradients") else None,
         "offload.gradients": "host" if placed == "gradients" else None, "offload.disk": placed == "disk",

@@ -45,8 +45,9 @@ class StepOptions:
     """Tokens per sequence, at most the model's max_length. None: that, at most 8,192, and 128 on simulated devices."""
 
     precision: PrecisionName = None  # pyright: ignore[reportAssignmentType]  (None until `settle_precision`)
-    """Of computation and communication. bf16 and fp16 store fp32 master weights, fp16 scales its loss; bf16-stochastic
-    stores all state in bf16 and rounds updates stochastically. None: bf16, and fp32 on simulated devices."""
+    """Of computation and communication. bf16 and fp16 store fp32 master weights, fp16 scales its loss; bf16-fp8
+    multiplies the blocks' matrices in float8; bf16-stochastic stores all state in bf16 and rounds updates
+    stochastically. None: bf16, and fp32 on simulated devices."""
 
     remat: RematName = "model"
     """Activation checkpointing. model: as the preset does it; no, yes: the model's own, off or on; full, dots, sqrt:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.gather.quantized.messages import BlockFormat, as_words, from_words, num_words
+from zero_jax.gather.quantized.products import MatrixFormat
 from zero_jax.sharding.mesh import constrain
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.typing import AxisNames, DType, Shape
@@ -33,7 +34,7 @@ class GatherCodes:
         order: the axes of `spec`, major first in the message: those that are gathered last.
     """
 
-    format: BlockFormat
+    format: BlockFormat | MatrixFormat
     axes: MeshAxes
     spec: P
     local: Shape
@@ -86,7 +87,7 @@ class GatherCodes:
 
     def encode_shard(self, shard: jax.Array) -> jax.Array:
         """One device's message of its shard."""
-        return self._messages(shard, ())
+        return self._messages(shard, (), self.order)
 
     def decode(self, messages: jax.Array, dtype: DType, *, split: Sequence[str] = ()) -> jax.Array:
         """The stored array, whole, from the messages of all devices.
@@ -98,22 +99,26 @@ class GatherCodes:
         sizes, parts = [messages.shape[dim] for dim in loops], [self.axes.size(axis) for axis in order]
         rows = jnp.moveaxis(messages, self._flat, -1).reshape(*sizes, *parts, self.message_size)
         rows = from_words(rows, self.format.message_bytes(self.num_values)) if self.axes.is_tpu else rows
-        values = self.format.decode(rows, self.num_values, dtype).reshape(
+        values = self.format.decode(rows, self.num_values, dtype, shared=len(order)).reshape(
             *sizes, *parts, *(self.local[dim] for dim in others))
         shape, permutation = self._expanded([messages.shape[dim] if is_loop else size for dim, (size, is_loop) in
                                              enumerate(zip(self.local, self.loops, strict=True))], order)
         merged = [math.prod(size for size, place in shape if place == dim) for dim in range(len(self.local))]
         return jnp.transpose(values, [permutation.index(at) for at in range(len(permutation))]).reshape(merged)
 
-    def _messages(self, stored: jax.Array, order: AxisNames) -> jax.Array:
-        """The messages of a stored array, or of the part of it that no axis of `order` shards."""
+    def _messages(self, stored: jax.Array, order: AxisNames, axes: AxisNames = ()) -> jax.Array:
+        """The messages of a stored array, or of the part of it that no axis of `order` shards.
+
+        axes: of the `shard_map` that this is in, over which the rest of the stored array is.
+        """
         loops, _ = self._dims
         shape, permutation = self._expanded(
             [size if is_loop else local for size, local, is_loop in zip(stored.shape, self.local, self.loops,
                                                                        strict=True)], order)
         rows = jnp.transpose(stored.reshape([size for size, _ in shape]), permutation)
         kept = len(loops) + len(order)
-        message = self.format.encode(rows.reshape(*rows.shape[:kept], -1))
+        rows = rows.reshape(*rows.shape[:kept], -1)
+        message = self.format.encode(rows, shared=len(order), axes=axes)
         message = as_words(message) if self.axes.is_tpu else message
         whole = [stored.shape[dim] if is_loop else 1 for dim, is_loop in enumerate(self.loops)]
         whole[self._flat] = math.prod(message.shape[len(loops):])

@@ -11,6 +11,7 @@ from zero_jax.errors import UsageError
 from zero_jax.gather.quantized.gather import GatherCodes
 from zero_jax.gather.quantized.messages import BlockFormat
 from zero_jax.gather.quantized.policy import Codes, Hop
+from zero_jax.gather.quantized.products import MatrixFormat
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.partition import parts_of
@@ -23,25 +24,33 @@ class QuantizedLeaves:
     """What of a layout's parameters is quantised.
 
     Attributes:
-        policy: what was asked for.
+        policy: what was asked for; None: nothing, and products in float8 alone send codes.
         hops: of the reductions of gradients; none where these are sent as they are.
         gathers: how the weights of each quantised parameter are sent, by name.
         gradients: names of the parameters whose gradients are quantised.
         reasons: why the others are sent as they are, by name.
         sizes: elements of each parameter, by name.
+        products: names of those whose products are in float8; those of `gathers` are sent so.
         layers: into how many slices loops of the model cut it, each of which is sent by itself, by name.
     """
 
-    policy: Codes
+    policy: Codes | None
     hops: tuple[Hop, ...]
     gathers: Mapping[str, GatherCodes] = dataclasses.field(default_factory=dict)
     gradients: frozenset[str] = frozenset()
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     layers: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    products: frozenset[str] = frozenset()
 
     def describe(self) -> Iterator[str]:
         """Lines of text: what is quantised, and each leaf that is not, with the reason."""
+        if self.products:
+            sent = ", ".join(sorted(self.products - self.gathers.keys()))
+            yield f"products in float8: {', '.join(sorted(self.products))}"
+            yield f"of these, weights that are not sent as float8: {sent or 'none'}"
+        if self.policy is None:
+            return
         rest = sum(self.sizes[name] for name in self.reasons)
         share = rest / max(1, sum(self.sizes.values()))
         yield f"communication: {self.policy}; {1 - share:.3%} of the parameters"
@@ -75,7 +84,8 @@ def quantized_leaves(policy: Codes, leaves: Mapping[str, Leaf], axes: MeshAxes, 
     hops = policy.hops(axes, hpz_axes)
     leaves = {name: leaf for name, leaf in leaves.items()
               if leaf.gathered and policy.weights is not None or leaf.trained and hops}
-    codes = {name: _codes(policy, leaf, axes, hpz_axes) for name, leaf in leaves.items()}
+    weights = policy.weight_format or BlockFormat("int8", policy.block)
+    codes = {name: _codes(weights, leaf, axes, hpz_axes) for name, leaf in leaves.items()}
     reasons = {name: why for name, leaf in leaves.items() if (why := policy.reason(
         name, leaf.stored_shape.shape, leaf.dtype, num_loops=len(leaf.access.stacked),
         local_size=codes[name].num_values, num_parts=parts_of(leaf.spec, axes.zero_sizes), all_parts=axes.zero_size))}
@@ -101,8 +111,25 @@ def _listed(reasons: Mapping[str, str]) -> str:
     return ", ".join(few) + (f" and {len(reasons) - len(few)} more" if len(reasons) > len(few) else "")
 
 
-def _codes(policy: Codes, leaf: Leaf, axes: MeshAxes, hpz_axes: AxisNames) -> GatherCodes:
-    """How the messages of a leaf are made; in formats that `policy` may lack."""
+def with_products(found: QuantizedLeaves | None, products: frozenset[str], leaves: Mapping[str, Leaf], axes: MeshAxes,
+                  hpz_axes: AxisNames, *, encoded: bool) -> QuantizedLeaves | None:
+    """`found`, and the parameters `products`, which are gathered as the float8 that they are multiplied in.
+
+    encoded: False: they are gathered as they are, and rounded where they are used.
+    """
+    if not products:
+        return found
+    found = found or QuantizedLeaves(None, ())
+    codes = {name: _codes(MatrixFormat(leaf.dtype), leaf, axes, hpz_axes) for name, leaf in leaves.items()
+             if name in products and encoded and leaf.gathered and axes.zero_size > 1
+             and parts_of(leaf.spec, axes.zero_sizes) == axes.zero_size}
+    return dataclasses.replace(
+        found, products=products, reasons={name: why for name, why in found.reasons.items() if name not in codes},
+        gathers={**{name: each for name, each in found.gathers.items() if name not in products}, **codes})
+
+
+def _codes(format: BlockFormat | MatrixFormat, leaf: Leaf, axes: MeshAxes, hpz_axes: AxisNames) -> GatherCodes:
+    """How the messages of a leaf are made."""
     stored = leaf.stored_shape.stored
     entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
                for entry in (*leaf.spec, *[None] * (len(stored) - len(leaf.spec)))]
@@ -110,5 +137,5 @@ def _codes(policy: Codes, leaf: Leaf, axes: MeshAxes, hpz_axes: AxisNames) -> Ga
     names = [axis for axis in axes.mesh.axis_names if any(axis in entry for entry in entries)]
     order = sorted(names, key=lambda axis: (axis != axes.tensor, axis not in hpz_axes))
     return GatherCodes(
-        policy.weight_format or BlockFormat("int8", policy.block), axes, P(*[entry or None for entry in entries]),
+        format, axes, P(*[entry or None for entry in entries]),
         local, tuple(dim in leaf.access.stacked for dim in range(len(stored))), tuple(order))

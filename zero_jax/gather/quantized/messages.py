@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.typing import DType
+from zero_jax.typing import AxisNames, DType
 
 ROW_BYTES = 512
 """Of a row of 128 words, of which messages are made on TPUs: SparseCores gather no bytes (these block), and XLA gathers
@@ -80,8 +80,11 @@ class BlockFormat:
         step = {"fp8": 32.0, "fp4": 0.5, "nf4": NF4[1] - NF4[0]}.get(self.name, 1.0)  # between its largest codes
         return (1 + 2**-7) * step / 2 / _LIMITS[self.name]
 
-    def encode(self, values: jax.Array) -> jax.Array:
-        """The message of the last dim: floats (..., n) become uint8 (..., message_bytes(n))."""
+    def encode(self, values: jax.Array, *, shared: int = 0, axes: AxisNames = ()) -> jax.Array:
+        """The message of the last dim: floats (..., n) become uint8 (..., message_bytes(n)).
+
+        shared, axes: of `products.MatrixFormat`; the scales of blocks are their own.
+        """
         number, size = self.blocks(values.shape[-1])
         padding = [(0, 0)] * (values.ndim - 1) + [(0, number * size - values.shape[-1])]
         blocks = jnp.pad(values.astype(jnp.float32), padding).reshape(*values.shape[:-1], number, size)
@@ -92,7 +95,7 @@ class BlockFormat:
         low, high = ((bits >> shift).astype(jnp.uint8) for shift in (16, 24))
         return jnp.concatenate([codes.reshape(*values.shape[:-1], -1), low, high], axis=-1)
 
-    def decode(self, message: jax.Array, num_values: int, dtype: DType) -> jax.Array:
+    def decode(self, message: jax.Array, num_values: int, dtype: DType, *, shared: int = 0) -> jax.Array:
         """The values of a message, (..., message_bytes(n)) to (..., n). Exact in float32, then rounded to `dtype`."""
         number, size = self.blocks(num_values)
         low, high = (message[..., start:start + number].astype(jnp.uint32)
