@@ -69,6 +69,7 @@ OTHER_NAMES = {
     "checkpoint_dir": "save_to", "report_to": "log_to", "checkpoint_path": "checkpoint", "ckpt": "checkpoint",
     # What none of ours is.
     "bf16": "give --precision bf16", "fp16": "give --precision fp16",
+    "fp8": "give --precision bf16-fp8",
     "gradient_checkpointing": "give --remat full", "activation_checkpointing": "give --remat full",
     "cpu_offload": "give --offload optimizer", "offload_optimizer": "give --offload optimizer",
     "offload_param": "give --offload parameters", "load_in_4bit": "give --lora-rank 16 --lora-base nf4",

@@ -5,7 +5,7 @@ In the program of a model with adapters, before all others: `low_rank.split_low_
 On the loss, before differentiation:
 1. `remat.checkpoint_blocks`, on the outermost jaxpr alone
 2. `views.loops.read_before_loops`, `gather_again.mark_last_reads`
-3. `tiled_products.tile_products`
+3. `tiled_products.tile_products`, `fp8_products.fp8_products`
 4. `activation_partitioning.Activations.split_sequence`
 5. `remat.isolate_inner_remat`
 6. `gather_again.gather_again_in_loops`

@@ -13,7 +13,6 @@ from typing import Any
 
 from zero_jax.jaxpr import primitives
 from zero_jax.jaxpr.equations import JaxprEqn, is_literal, shape_of
-from zero_jax.transforms.fp8_products import ROUNDED
 from zero_jax.typing import AxisNames, Shape
 from zero_jax.views.spread import Plan, Split, Spread, Ways, evenly, local_shape, ndim_at, shape_at, whole
 
@@ -557,7 +556,7 @@ def _keys(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys((*ELEMENTWISE, ROUNDED), _elementwise),
+    **dict.fromkeys((*ELEMENTWISE, "zero_float8"), _elementwise),
     primitives.RESHAPE: _reshape,
     primitives.BROADCAST: _broadcast,
     primitives.TRANSPOSE: _transpose,
