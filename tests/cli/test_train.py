@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
-from support.command_line import run, run_process
+from support.command_line import run
 from support.covering import weekly
 from support.oracle import slow
 
@@ -56,9 +57,9 @@ def test_model_parallelism_is_an_option_and_changes_no_number(tmp_path):
 
 def test_the_command_writes_log_and_curve(tmp_path):
     (tmp_path / "options.toml").write_text(
-        'steps = 3\neval-every = 3\ndevices = 4\nreplica = 2\nschedule = "constant"\nwarmup = 0.34\n'
+        'steps = 3\neval-every = 3\ndevices = 8\nreplica = 2\nschedule = "constant"\nwarmup = 0.34\n'
         'log-to = ["tensorboard"]\nprofile = "steps=2:3"\n')
-    done = run_process(*train_args(tmp_path, "--config", str(tmp_path / "options.toml"), "--eval-every", "2"))
+    done = run(*train_args(tmp_path, "--config", str(tmp_path / "options.toml"), "--eval-every", "2"))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -69,10 +70,10 @@ def test_the_command_writes_log_and_curve(tmp_path):
     assert told.startswith("In 2 steps operations took ") and "matrix products " in told and "all-gather" in told
     assert told in done.stdout and list((tmp_path / "profile").glob("**/*.xplane.pb"))
     page = (tmp_path / "report.html").read_text()
-    assert "gpt2:tiny, ZeRO stage 3, 4 cpu devices" in page and page.count("<svg") >= 7
+    assert "gpt2:tiny, ZeRO stage 3, 8 cpu devices" in page and page.count("<svg") >= 7
     assert "Where the time went" in page and "continued by the model" in page
     first, *rows, last = lines(tmp_path / "train.jsonl")
-    assert first["config"]["stage"] == 3 and len(first["devices"]) == 4 and first["baselines"]["bigram model"] > 1
+    assert first["config"]["stage"] == 3 and len(first["devices"]) == 8 and first["baselines"]["bigram model"] > 1
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert set(steps[0]) == {
@@ -82,7 +83,7 @@ def test_the_command_writes_log_and_curve(tmp_path):
     assert row["tokens_per_second"] == pytest.approx(8 * 32 / row["seconds"], rel=1e-3) and row["mfu"] is None
     # 6 FLOPs for each token and parameter of a product, of blocks and output layer; and causal attention's, half.
     products = 2 * 12 * 64**2 + 256 * 64 + 2 * 32 * 64
-    assert row["tflops_per_device"] * 4e12 * row["seconds"] == pytest.approx(6 * 8 * 32 * products, rel=1e-3)
+    assert row["tflops_per_device"] * 8e12 * row["seconds"] == pytest.approx(6 * 8 * 32 * products, rel=1e-3)
     assert [row["step"] for row in rows if "validation_loss" in row] == [2, 3]
     # The default, a cosine, would have 0.55 of the peak in the third.
     np.testing.assert_allclose([row["learning_rate"] for row in steps], [0, 3e-3, 3e-3], rtol=1e-5)
@@ -92,7 +93,7 @@ def test_the_command_writes_log_and_curve(tmp_path):
     evaluation = next(row for row in rows if "validation_loss" in row)
     assert np.exp(evaluation["validation_loss"]) == pytest.approx(evaluation["validation_perplexity"])
     assert 0 <= evaluation["validation_accuracy"] <= 1
-    for words in (" parameters, N = 2 shards", "Mesh: replica 2 x data 2, 4 cpu devices; stage 3 (P_os+g+p), 2 shards.",
+    for words in (" parameters, N = 4 shards", "Mesh: replica 2 x data 4, 8 cpu devices; stage 3 (P_os+g+p), 4 shards.",
                   "the peak of a cpu is not known", "of it ", "sent by each device per step", "HFU are left out",
                   "temporaries", "continued by the model"):
         assert words in done.stdout
@@ -151,8 +152,11 @@ def test_an_nnx_model_in_bf16_on_token_ids(tmp_path):
 @pytest.mark.parametrize(("number", "status", "word"), [
     (signal.SIGINT, 130, "interrupted"), slow(signal.SIGHUP, 129, "preempted")])
 def test_ctrl_c_saves_and_keeps_log_and_curve(tmp_path, number, status, word):
-    command = [sys.executable, "-W", "error", "-m", "zero_jax", *train_args(tmp_path, "--steps", "100000")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    short = ["--no-html", "--model", "support.pairs:small", "--seq-len", "8", "--samples", "0", "--steps", "100000"]
+    command = [sys.executable, "-W", "error", "-m", "zero_jax", *train_args(tmp_path), *short]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True) as process:
         log, deadline = tmp_path / "train.jsonl", time.monotonic() + 200
         while not (log.exists() and len(log.read_text().splitlines()) > 3) and process.poll() is None:
             assert time.monotonic() < deadline
