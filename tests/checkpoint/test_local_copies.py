@@ -114,7 +114,7 @@ def test_a_run_goes_on_from_its_last_copy(tmp_path, monkeypatch, capsys, local):
     """With the losses of the run that nothing interrupted; without copies, the control, from its last checkpoint."""
     options = {"local_checkpoints": tmp_path / "copies", "local_every": 1} if local else {}
     config = TrainConfig(model="support.pairs:small", batch_size=8, seq_len=8, max_bytes=50_000, samples=0, steps=6,
-                         save_every=2, eval_every=6, out=tmp_path / "run", **options)
+                         save_every=2, eval_every=6, html=False, out=tmp_path / "run", **options)
     whole = train(dataclasses.replace(config, out=tmp_path / "whole", local_checkpoints=None, local_every=None),
                   console=Console(quiet=True))
     from zero_jax.cli.training import loop

@@ -98,6 +98,7 @@ def test_a_plan_with_days_and_cost_as_json(asked):
     assert done.stderr.startswith("The deadline is not met: ") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_plan_with_days_and_cost_as_printed(asked):
     """Of a deadline that is met; what no tokens print is in test_plan_remedies.py."""
     done = run(*asked, "--deadline", "1e6")

@@ -32,7 +32,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 RUN = [page for page in PAGES if only("python", page.read_text()).strip()]
 LONG = ("fine_tuning.md", "from_functions.md", "from_train_state.md", "models.md", "models_and_losses.md",
         "from_maxtext.md", "diloco.md", "parallelism.md", "audit.md", "checkpoints.md", "inspect_and_plan.md",
-        "communication.md", "offload.md")
+        "communication.md", "offload.md", "laptop.md")
 """Pages whose Python compiles several steps."""
 PASTED = [page for page in RUN if page.parent.name == "start"]
 """Pages that a stranger pastes into a fresh Python."""

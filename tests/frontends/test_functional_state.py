@@ -179,12 +179,12 @@ def test_diloco_of_functions_has_the_numbers_of_slices_that_average():
                                          mesh=zero_jax.make_mesh(replica=2))
     diloco = zero_jax.make_diloco_step(step, every=2, learning_rate=1.0, momentum=0.0)
     state, found = diloco.init(jax.random.key(0), BATCHES[0]), []
-    slices, losses = [params, params], []
+    slices, losses, gradient = [params, params], [], jax.jit(jax.value_and_grad(loss))
     for number, batch in enumerate([*BATCHES, BATCHES[0]]):
         state, metrics = diloco(state, batch)
         found.append(np.asarray(metrics["loss"]))
         halves = [jax.tree.map(lambda leaf, half=half: np.split(leaf, 2)[half], batch) for half in (0, 1)]
-        values, grads = zip(*map(jax.value_and_grad(loss), slices, halves), strict=True)
+        values, grads = zip(*map(gradient, slices, halves), strict=True)
         slices = [jax.tree.map(lambda p, g: p - 0.1 * g, *each) for each in zip(slices, grads, strict=True)]
         losses.append(values)
         if number == 1:

@@ -34,7 +34,7 @@ def step_of(bits, *, config=CONFIG, stage=3, mesh=None):
     return zero_jax.make_zero_train_step(gpt2.build(config), stage, optimizer=adamw(bits), mesh=mesh)
 
 
-@pytest.mark.parametrize(("bits", "of_large", "whole"), [(32, 12, 12), (16, 8, 8), (8, 6 + 8 / 128, 6.068)])
+@weekly("bits, of_large, whole", [(8, 6 + 8 / 128, 6.068), (16, 8, 8), (32, 12, 12)])
 def test_bytes_of_the_state_at_stage_3(bits, of_large, whole):
     """Parameter and moments; biases and norms keep 12 bytes beside 8-bit moments. `whole`: of GPT-2 of 124M."""
     def stored(config):
@@ -69,7 +69,7 @@ def noise_of(values, number):
     return narrow._noise(values.shape, narrow._mixed(jnp.uint32(number)))
 
 
-@pytest.mark.parametrize("top", [127, 255])
+@weekly("top", [255, 127])
 def test_rounding_is_to_a_neighbour_and_right_on_average(top):
     values = jnp.asarray(np.random.default_rng(0).normal(size=(300, 200)), jnp.float32)
     values = values**2 if top == 255 else values

@@ -81,7 +81,7 @@ MESHES = {
 
 @pytest.mark.grid
 @pytest.mark.parametrize("name, flavour", [
-    row if row in {("context and tensor", "linen"), ("secondary", "nnx")} else slow(*row)
+    row if row == ("context and tensor", "linen") else slow(*row)
     for row in itertools.product(MESHES, FLAVOURS)])
 def test_other_meshes(name, flavour):
     sizes, options = MESHES[name]

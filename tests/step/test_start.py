@@ -165,6 +165,7 @@ def test_a_step_without_other_variables_names_none(caplog):
     assert not caplog.records
 
 
+@pytest.mark.own_random  # what the control asks of the statistics
 @weekly("stage", [0, 3])
 def test_a_trained_nnx_module_comes_back(caplog, stage):
     """The loss of Flax alone in eval mode is the step's, and with the parameters alone it is not, which is said."""

@@ -1,9 +1,9 @@
-"""A pytest plugin: random numbers of a few operations, for slow rows that are marked `short_random`.
+"""A pytest plugin: random numbers of a few operations, for tests that need no more of them than that both sides agree.
 
 XLA compiles a thirtieth of a CPU second for each draw of Threefry's 20 iterations, and more in large programs; of a
 step of a small model the two initialisations (the library's and the plain loop's) are more than half of what is
-compiled. Where it matters only that both draw the same numbers, a hash of 12 operations is as good. Default rows keep
-JAX's own.
+compiled: a quarter of the CPU time of such a test. A hash of 12 operations is as good there: in the default rows of
+`FOLDERS` and in the slow rows that are marked `short_random`. A test that is marked `own_random` has JAX's own.
 """
 
 import jax
@@ -12,6 +12,8 @@ import pytest
 from jax.extend.random import threefry2x32_p
 from jax.interpreters import mlir
 
+FOLDERS = ("conformance", "diloco", "finetune", "frontends", "gather", "layout", "offload", "optim", "sharding", "step",
+           "transforms", "views")
 RULES = mlir._platform_specific_lowerings["cpu"]
 JAX_OWN = RULES[threefry2x32_p]
 
@@ -37,7 +39,8 @@ def use(short: bool) -> None:
 
 
 def pytest_runtest_setup(item):
-    use(short=bool(item.get_closest_marker("short_random") and item.get_closest_marker("slow")))
+    slow, marked, own = map(item.get_closest_marker, ("slow", "short_random", "own_random"))
+    use(short=not own and bool(marked if slow else item.path.parent.name in FOLDERS))
 
 
 def pytest_sessionfinish(session):

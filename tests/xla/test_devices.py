@@ -13,6 +13,7 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.covering import weekly
+from support.oracle import slow
 
 import zero_jax
 from zero_jax.xla import devices as xla_devices
@@ -21,6 +22,8 @@ from zero_jax.xla.targets import target_of
 # The larger example of each chip has what the smaller one has, and several hosts.
 EXAMPLES = xla_devices.known_targets()
 LARGEST = {example.split(":")[0]: example for example in EXAMPLES}.values()
+SLOW = ("v5e:16x16", "v6e:16x16", "tpu7x:4x4x4")
+"""Which take a second and more; the smaller ones of these chips are in the matrix, and in other tests."""
 BIG = {"v5p:16x16x24": 6144, "v5p:8x8x16": 1024, "h100:512x8": 4096, "tpu7x:8x8x8": 1024}
 
 
@@ -45,7 +48,7 @@ def test_devices_of_big_slices(target):
     assert len(devices_or_skip(target)) == target_of(target).num_devices == BIG[target]
 
 
-@pytest.mark.parametrize("target", LARGEST)
+@pytest.mark.parametrize("target", [slow(target) if target in SLOW else target for target in LARGEST])
 def test_compile(target):
     """Every chip compiles a matrix product and a gather of its factor, which memory and text tell."""
     devices = devices_or_skip(target)
