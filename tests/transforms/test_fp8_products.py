@@ -1,5 +1,6 @@
 """Products in float8: the numbers of layers written by hand, their weights sent as float8, cuBLAS's kernels on H100."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +16,9 @@ from support.programs import SMALL, program
 from support.workloads import token_batches
 
 import zero_jax
+from models import gpt2
 from zero_jax import Precision, UsageError
+from zero_jax.contract import verify as contract
 from zero_jax.contract.report import CODES
 from zero_jax.gather.quantized.products import E4M3, E5M2, MatrixFormat, exponent, rounded, scale_of
 from zero_jax.xla.events import totals
@@ -123,6 +126,24 @@ def test_a_copy_of_a_step_is_what_each_use_gathers():
     for found in (every, once):
         np.testing.assert_allclose(found.losses, whole.losses, rtol=5e-6)
     assert np.abs(control.losses / whole.losses - 1).max() > 5e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_with_tensor_parallelism_it_keeps_its_contract(sequence_parallel):
+    """And the numbers of one device; negative control: what these products send over `tensor`, not promised."""
+    config = gpt2.Config(2, 32, 4, vocab_size=64, max_length=8)
+    batches = token_batches(2, 16, 8, vocab=64)
+    alone = train(gpt2.build(config), 3, 1, batches=batches, optimizer=SGD, precision=FP8)
+    found = train(gpt2.build(config), 3, zero_jax.make_mesh(4, tensor=2), batches=batches, optimizer=SGD, precision=FP8,
+                  tensor_rules=gpt2.tensor_rules(config), sequence_parallel=sequence_parallel)
+    np.testing.assert_allclose(found.losses, alone.losses, rtol=5e-6)
+    compiled = found.step.compiled_step(batches[0])
+    compiled.verify()
+    budgets = tuple(dataclasses.replace(each, communication_bytes=each.communication_bytes / 5)
+                    if each.key == "activations" else each for each in compiled.contract.budgets)
+    lines = contract.check(compiled.collectives, dataclasses.replace(compiled.contract, budgets=budgets)).violations
+    assert any("bytes of activations travel" in line for line in lines)
 
 
 def test_the_scale_of_activations_is_of_each_device():

@@ -41,6 +41,7 @@ from zero_jax.jaxpr.primitives import (
 )
 from zero_jax.sharding.mesh import constrain
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.transforms.fp8_products import rounded_product
 from zero_jax.transforms.tiled_products import tiled_product
 from zero_jax.tree import leaf_bytes
 
@@ -218,14 +219,19 @@ def _roles(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, str, int]]:
         dim, role = split_dim(eqn), ""
         if dim is not None:
             split_dims[eqn.outvars[0]] = dim
-        elif primitive_of(eqn) == DOT and operand_dims[weight] is not None:
-            role = "row" if operand_dims[weight] in dot_dims(eqn).contracted[weight] else "column"
+        elif operand_dims and operand_dims[weight] is not None and (dot := _product(eqn)) is not None:
+            role = "row" if operand_dims[weight] in dot_dims(dot).contracted[weight] else "column"
             role = "" if is_literal(eqn.invars[1 - weight]) else role
         elif operand_dims and operand_dims[0] is not None:
             role, result_dim = "lookup" if _looks_up(eqn) else "", _result_dim(eqn, operand_dims[0])
             if result_dim is not None:
                 split_dims[eqn.outvars[0]] = result_dim
         yield eqn, role, 1 - weight
+
+
+def _product(eqn: JaxprEqn) -> JaxprEqn | None:
+    """The product that `eqn` is, or that it makes of operands which it rounds."""
+    return eqn if primitive_of(eqn) == DOT else rounded_product(eqn)
 
 
 def _elements(jaxpr: Jaxpr, at: Activations) -> float:

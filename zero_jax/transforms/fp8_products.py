@@ -12,8 +12,9 @@ import jax
 from zero_jax.errors import UsageError
 from zero_jax.gather.gather import use_of_read
 from zero_jax.gather.quantized.products import E4M3, E5M2, rounded
-from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, bind_eqn, eqn_of, in_scope_of
+from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, bind_eqn, eqn_of, in_scope_of, primitive_of
 from zero_jax.jaxpr.named_call import named_call
+from zero_jax.jaxpr.primitives import CUSTOM_VJP, DOT, call_jaxpr
 from zero_jax.transforms.tiled_products import weight_product
 
 ROUNDED = "zero_float8"
@@ -85,6 +86,14 @@ class Fp8Product:
         precise = functools.partial(self._product, precision=(jax.lax.Precision.HIGHEST,) * 2)
         _, pullback = jax.vjp(precise, *self._rounded(operands))
         return pullback(_ROUNDED.bind(cotangent, use=E5M2, names=()))
+
+
+def rounded_product(eqn: JaxprEqn) -> JaxprEqn | None:
+    """The `dot` of the `Fp8Product` that `eqn` computes, of the same operands; None of any other equation."""
+    eqns = call_jaxpr(eqn).eqns if primitive_of(eqn) == CUSTOM_VJP else []
+    if not any(primitive_of(each) == ROUNDED for each in eqns):
+        return None
+    return next((each for each in eqns if primitive_of(each) == DOT), None)
 
 
 _ROUNDED = named_call(ROUNDED, rounded)
