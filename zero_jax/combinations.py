@@ -207,6 +207,7 @@ STEP = (
     Row((given("tiling"), given("hpz_axes"), given("communication.weights")),
         "the copy inside of a node would be codes of whole shards"),
     Row((given("tiling"), given("sequence_parallel")), "products with split weights gather the sequence themselves"),
+    Row((given("fp8"), given("lora")), "a kernel with an adapter is used by two products"),
     Row((given("tiling"), given("fp8")), "the product of a tile would have a scale of its own"),
     Row((given("tiling"), left("shards"), other("offload.parameters", "host")),
         "that device has the weights and the gradients whole",

@@ -146,6 +146,17 @@ def test_with_tensor_parallelism_it_keeps_its_contract(sequence_parallel):
     assert any("bytes of activations travel" in line for line in lines)
 
 
+@pytest.mark.slow
+def test_with_offloaded_masters_it_reads_the_same_weights():
+    """And negative control: bf16 alone has other losses."""
+    batches = token_batches(2, 16, 8, vocab=64)
+    plain, offloaded, control = (train(Net(), 3, 8, batches=batches, optimizer=SGD, precision=precision, **options)
+                                 for precision, options in (
+        ("bf16-fp8", {}), ("bf16-fp8", {"offload": "optimizer"}), ("bf16", {})))
+    np.testing.assert_array_equal(offloaded.losses, plain.losses)
+    assert (control.losses != plain.losses).all()
+
+
 def test_the_scale_of_activations_is_of_each_device():
     """One example is so large that those beside it vanish: on its device; and negative control: on one device, all."""
     x = jax.random.normal(jax.random.key(0), (8, 64)).at[3].multiply(2.0**30)

@@ -60,7 +60,7 @@ def gather_copy(params: Any, shards: Any, likes: Any, stored_shapes: Any, layout
     def copy(name: str, param: jax.Array, shard: Any, like: Any, stored_shape: Any, donated: Any = None) -> jax.Array:
         if name in in_pieces:
             return constrain(in_pieces[name], layout.mesh, like.sharding.spec)
-        codes = _codes(name, layout)
+        codes = _codes(name, layout) if like.sharding.spec != shard.spec else None  # a sharded copy gathers nothing
         layers, target = stored_shape.identity_dim(layout.reads[name].stacked), compute_spec(shard.spec, layout.axes)
         param = param if codes is not None else param.astype(like.dtype)
         if layers is None or shard.spec == target or like.sharding.spec != target:  # no slices, or no whole weights
@@ -141,7 +141,7 @@ def cast_compute_params(params: Any, layout: Layout) -> Any:
 
     Those that are sent as codes are not cast: they are encoded from the master weights.
     """
-    codes = {} if layout.quantized is None else layout.quantized.gathers
+    codes = {} if layout.quantized is None or layout.stage.shards_params else layout.quantized.gathers
     weights = layout.state.weights
     return None if weights is None else map_named(
         lambda name, param, like: param if name in codes else param.astype(like.dtype), params, weights)

@@ -137,7 +137,7 @@ def make_zero_train_step(
     base = model
     if isinstance(model, LoraModel):
         base, frozen = model.model, (*frozen, model.frozen)
-        combinations.check({"tiling": tiling, "lora": True})
+        combinations.check({"tiling": tiling, "fp8": precision.fp8, "lora": True})
     options = StepOptions(
         zero_stage, precision, accumulate, communication, parallelism, frozen=frozen, ema=ema, guard=guard,
         remat=remat_of(remat), partition_activations=partition_activations, offload=offload_of(offload),
