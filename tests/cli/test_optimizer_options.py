@@ -5,7 +5,10 @@ import functools
 import io
 import itertools
 import json
+import re
+import shlex
 import tempfile
+import types
 from pathlib import Path
 
 import jax
@@ -24,12 +27,13 @@ from zero_jax.cli.flags import read_flags
 from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.objectives.choose import objective_of
 from zero_jax.cli.planning.plan_config import PlanConfig
+from zero_jax.cli.planning.remedies import train_lines
 from zero_jax.cli.step_from_config import step_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.train import train
 from zero_jax.cli.weights.export_command import export_command
 from zero_jax.cli.weights.file_configs import ExportConfig
-from zero_jax.errors import CheckpointError
+from zero_jax.errors import CheckpointError, UsageError
 from zero_jax.optim.presets import make_optimizer
 from zero_jax.tree import named_leaves
 
@@ -73,6 +77,29 @@ def test_a_run_goes_on_with_its_optimizer(tmp_path, options):
     assert f"{name} = {shown}\n" in (tmp_path / "a/config.toml").read_text()
     with pytest.raises(CheckpointError, match=f"belongs to another run: .*{name}="):
         run(tmp_path / "a", **{**options, "steps": 6, "resume": True, name: getattr(SMALL, name)})
+
+
+@pytest.mark.parametrize("optimizer", ["schedule-free", slow("muon")])
+def test_states_in_host_memory_have_the_numbers_of_those_on_the_devices(tmp_path, optimizer):
+    """Of training, and of an evaluation, which takes schedule-free's average. The control: another rate is seen."""
+    found, on_devices = {}, {}
+    for name, options in (("device", {}), ("host", {"offload": "optimizer"}), ("other", {"learning_rate": 2e-3})):
+        summary, said = run(tmp_path / name, optimizer=optimizer, precision="bf16", steps=4, **options)
+        found[name] = [*losses(tmp_path / name).values(), summary.validation_loss]
+        (state,) = re.findall(r"of it ([0-9.]+) KiB state", said)
+        on_devices[name] = float(state)
+    assert found["device"] == found["host"] != found["other"]
+    assert on_devices["host"] < 0.5 * on_devices["device"]
+
+
+def test_the_command_of_a_plan_with_schedule_free_has_its_schedule():
+    """`train` refuses it with any other."""
+    config = PlanConfig(target="h100:8", model="gpt2:tiny", optimizer="schedule-free", seq_len=64)
+    line = train_lines(config, types.SimpleNamespace(batch_size=8, length=64))[0]
+    args = shlex.split(line.partition("zero-jax train ")[2])
+    assert read_flags("train", TrainConfig, args).schedule == "constant"
+    with pytest.raises(UsageError, match="schedule=cosine"):
+        read_flags("train", TrainConfig, [arg for arg in args if arg not in ("--schedule", "constant")])
 
 
 @pytest.mark.parametrize("stage", [slow(1), 3])
@@ -122,7 +149,8 @@ def by_numpy(params, batch):
     (["--optimizer", "schedule-free"], "its average is in place of a decay: give --schedule constant"),
     (["--optimizer", "schedule-free", "--schedule", "constant", "--ema", "0.9"], "leave --ema out"),
     (["--optimizer", "schedule-free", "--schedule", "constant", "--betas", "0,0.9"], "give one above 0"),
-    (["--optimizer", "muon", "--offload", "optimizer"], "give --optimizer adamw"),
+    (["--optimizer", "muon", "--offload", "parameters"], "give --offload optimizer, or --optimizer adamw"),
+    (["--optimizer", "muon", "--diloco-every", "4", "--replica", "2"], "give --optimizer adamw"),
     (["--moments", "4"], "--moments 4: it is none of the choices"),
 ])
 def test_what_does_not_go_together_is_refused(args, said):

@@ -60,9 +60,10 @@ RUN = (
     Row((among("optimizer", "schedule-free"), given("ema")), "it keeps such an average by itself", "leave {ema} out"),
     Row((among("optimizer", "schedule-free"), among("precision", "bf16-stochastic")),
         "its average is of parameters in float32", "give {precision=bf16}"),
-    *(Row((among("optimizer", "muon", "schedule-free"), given(name)), reason, "give {optimizer=adamw}")
-      for name, reason in (("diloco.every", "what it stores is not averaged over slices"),
-                           ("offload", "what it stores is needed on the devices, whole"))),
+    Row((among("optimizer", "muon", "schedule-free"), given("diloco.every")),
+        "what it stores is not averaged over slices", "give {optimizer=adamw}"),
+    Row((among("optimizer", "muon", "schedule-free"), among("offload", "parameters", "gradients", "disk", "auto")),
+        "what it stores was compared in host memory alone", "give {offload=optimizer}, or {optimizer=adamw}"),
     Row((among("optimizer", "muon"), given("lora")), "adapters are no matrices of the model",
         "give {optimizer=adamw}"),
     # A run, and what it keeps.

@@ -117,6 +117,7 @@ def train_lines(config: PlanConfig, plan: Plan) -> list[str]:
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(PlanConfig)
              if field.name in defaults and field.name not in ("target", "seq_len", "batch_size")}
     given |= {"batch_size": plan.batch_size} | ({"seq_len": plan.length} if plan.length else {})
+    given |= {"schedule": "constant"} if config.optimizer == "schedule-free" else {}
     lines = ["To train it: zero-jax train " + flags(
         {name: value for name, value in given.items() if value != defaults[name]})]
     if config.mesh:
