@@ -3,6 +3,7 @@
     python scripts/tables/published.py                        # the table, from published.json; no compiler
     python scripts/tables/published.py --compile FOLDER       # plans the rows anew: 10 to 100 CPU seconds each
     python scripts/tables/published.py --rates FOLDER         # the same programs, kept in FOLDER, at today's rates
+    python scripts/tables/published.py --formula              # every row by the formula of plan --search mesh
 
 `published.tsv` holds the rows: figures as published, which of them calibrated the rates of a chip file, and sources.
 The runs are of other frameworks: what is compared is the step that this library would run at the same sizes. Medians
@@ -12,7 +13,9 @@ and the band that `zero-jax plan` prints are of rows that did not calibrate.
 import argparse
 import csv
 import dataclasses
+import functools
 import gzip
+import itertools
 import json
 import os
 import statistics
@@ -80,6 +83,13 @@ def tokens_per_second(row):
     return row["figure"] * 1e12 / flops
 
 
+def all_products_but(dim, prim, *avals, **params):
+    """A checkpoint policy: "dots" without the products that have an array with `dim`, those of the feed-forward."""
+    from zero_jax.transforms.remat import POLICIES
+
+    return dim not in itertools.chain(*(aval.shape for aval in avals)) and POLICIES["dots"](prim, *avals, **params)
+
+
 def compiled(row, path):
     """Compiles the step of `row`; keeps its program and what `timing.predict` needs beside it."""
     import jax
@@ -95,8 +105,12 @@ def compiled(row, path):
     module, config = config_of(row)
     attention = zero_jax.attention(mesh, kernel="splash" if row["target"][0] == "v" else "cudnn")
     model = module.build(dataclasses.replace(config, attention=attention, remat=row["remat"] == "full"))
-    extra = {"parallelism": zero_jax.Parallelism(tensor_rules=module.tensor_rules(config))} if row["tensor"] > 1 else {}
-    if row["remat"] not in ("none", "full"):
+    extra = {}
+    if row["tensor"] > 1:
+        extra["parallelism"] = zero_jax.Parallelism(tensor_rules=module.tensor_rules(config))
+    if row["remat"] == "mlp":
+        extra["remat"] = functools.partial(all_products_but, config.hidden)
+    elif row["remat"] not in ("none", "full"):
         extra["remat"] = row["remat"]
     if row["target"][0] == "v":  # a TPU's memory has no room for whole logits beside what these runs hold
         extra["loss"] = zero_jax.chunked_next_token_loss(mesh, 8)
@@ -123,18 +137,75 @@ def predicted(row, path):
     mesh = zero_jax.make_mesh(tensor=row["tensor"], replica=row["replica"],
                               devices=xla_devices.target_devices(row["target"]))
     target = target_of(row["target"])
-    share = ATTENTION.get((row["software"], row["target"].partition(":")[0]))
-    rates = target.chip.rates if share is None else dataclasses.replace(
-        target.chip.rates, attention={f"128 {way}": (share, 1.0) for way in ("forward", "backward")})
     about = json.loads(path.with_suffix(".json").read_text())
     with gzip.open(path, "rt") as file:
         events = schedule(file.read())
     timed, typical = (timing.predict(
         events, target, [xla_devices.coords(each) for each in mesh.devices.flat], tokens=about["tokens"],
-        model_flops=about["model_flops"], rates=each) for each in (rates, timing.Rates()))
+        model_flops=about["model_flops"], rates=each) for each in (rates_for(row), timing.Rates()))
     return {"tokens": timed.tokens_per_second / mesh.size, "typical_tokens": typical.tokens_per_second / mesh.size,
             "seconds": timed.seconds, "spent": dict(timed.spent),
             "uncounted": timed.uncounted, "mfu": timed.mfu, "hfu": timed.hfu, "cpu_seconds": about["cpu_seconds"]}
+
+
+def rates_for(row):
+    """The rates of the row's chip, with the framework's own attention."""
+    from zero_jax.xla.targets import target_of
+
+    share = ATTENTION.get((row["software"], row["target"].partition(":")[0]))
+    rates = target_of(row["target"]).chip.rates
+    return rates if share is None else dataclasses.replace(
+        rates, attention={f"128 {way}": (share, 1.0) for way in ("forward", "backward")})
+
+
+def by_formula(row, rates=None, **changes):
+    """The `Estimate` of a row's step by the formula of `zero-jax plan --search mesh`; changes: of its `Division`."""
+    from zero_jax.planning.timing import collective_seconds
+
+    import zero_jax
+    from zero_jax.cli.planning.mesh_search import decoder_of
+    from zero_jax.planning.division import Division, estimate
+    from zero_jax.xla import devices as xla_devices
+    from zero_jax.xla.targets import target_of
+
+    target, config = target_of(row["target"]), config_of(row)[1]
+    mesh = zero_jax.make_mesh(tensor=row["tensor"], replica=row["replica"],
+                              devices=xla_devices.target_devices(row["target"]))
+
+    @functools.cache
+    def links(kind, axis):
+        others = {"data": ("tensor", "replica")}.get(axis, set(mesh.axis_names) - {axis})
+        group = mesh.devices[tuple(0 if name in others else slice(None) for name in mesh.axis_names)]
+        return collective_seconds(target, [xla_devices.coords(each) for each in group.flat], kind)
+
+    tensor, replica = row["tensor"], row["replica"]
+    division = Division(
+        stage=row["stage"], data=mesh.size // tensor // replica, tensor=tensor, replica=replica,
+        remat=row["remat"].replace("none", "no"), accumulate=row["accumulate"],
+        loss_chunks=8 if target.chip.tpu else 1)
+    return estimate(
+        decoder_of(config, config.num_params), dataclasses.replace(division, **changes), length=row["seq"],
+        batch=row["batch"] * row["accumulate"] * mesh.size, collective=links,
+        chip=dataclasses.replace(target.chip, rates=rates or rates_for(row)))
+
+
+def formula_table(found):
+    """Markdown: by chip, the errors of the formula against what was published, and against compiled programs."""
+    against = {}
+    for row in rows():
+        if row["remat"] == "mlp":  # which the formula does not know
+            continue
+        seconds, chip = by_formula(row).seconds, row["target"].partition(":")[0]
+        published = row["batch"] * row["accumulate"] * row["seq"] / tokens_per_second(row)
+        against.setdefault((chip, "published"), []).append(published / seconds - 1)
+        if row["key"] in found:
+            against.setdefault((chip, "compiled"), []).append(seconds / found[row["key"]]["seconds"] - 1)
+    print("| chip | against | rows | median error | median of its size | within 20 % | largest |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for (chip, what), each in sorted(against.items()):
+        print(f"| {chip} | {what} | {len(each)} | {statistics.median(each):+.1%} | "
+              f"{statistics.median(map(abs, each)):.1%} | {sum(abs(error) <= 0.2 for error in each) / len(each):.0%} | "
+              f"{max(each, key=abs):+.0%} |")
 
 
 def errors_by_chip(found, what="tokens"):
@@ -196,6 +267,7 @@ def main():
     parser = argparse.ArgumentParser(description="Published training throughput beside what plan predicts.")
     parser.add_argument("--compile", metavar="FOLDER", type=Path)
     parser.add_argument("--rates", metavar="FOLDER", type=Path)
+    parser.add_argument("--formula", action="store_true")
     parser.add_argument("--only", default="", help="rows of which the key has this text")
     args = parser.parse_args()
     found = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
@@ -215,7 +287,7 @@ def main():
     if args.rates:
         found["rates"] = rates_of(sorted({row["target"].partition(":")[0] for row in rows() if row["key"] in found}))
         PREDICTED.write_text(json.dumps(found, indent=1) + "\n")
-    table(found)
+    (formula_table if args.formula else table)(found)
 
 
 if __name__ == "__main__":
