@@ -4,8 +4,8 @@ Plain numbers in, plain numbers out, and nothing is compiled. The formula knows 
 rates of the chip's file, the traffic of activations and of the update, collectives by `collective_seconds`. It leaves
 out what only the compiler knows: what XLA fuses, pads, keeps alive and overlaps. `EXPOSED` and `TRAFFIC` are fitted to
 the programs for GPUs of `scripts/tables/published.json`, so that its error on those, 5 % in the median, says little of
-others. Of 16 published runs on TPUs, which fitted nothing, it is 2 % off in the median and 13 % at most; of a compiled
-program for v6e 4 % (`scripts/tables/published.py --formula`).
+others. Of 16 published runs on TPUs, which fitted nothing, it is 2 % off in the median and 13 % at most; of compiled
+programs for v6e and v4 4 % (`scripts/tables/published.py --formula`).
 """
 
 import dataclasses
