@@ -14,8 +14,8 @@ from zero_jax.combinations import AXES, SLICES, STEP, Arguments, told
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 ALONE = {"shards": "one device to shard over", "one_hop": "gradients sent in one hop", "float16": "float16",
          "fp8": "products in float8",
-         "copy": "a model that reads the master weights", "every_stage": "`--search fit` or `--png`",
-         "other_steps": "`--search` or `--png`", "simulated": "simulated devices"}
+         "copy": "a model that reads the master weights", "every_stage": "`--search fit`",
+         "other_steps": "`--search`", "simulated": "simulated devices"}
 HEADER = "| what | reason | what to do |\n| --- | --- | --- |"
 INTRODUCTION = """# What goes with what
 

@@ -10,20 +10,19 @@ import jax
 import pytest
 from rich.console import Console
 from support.command_line import run
-from support.targets import target_devices
+from support.targets import mesh_of, target_devices
 
 from zero_jax.cli.flags import read_flags
 from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.planning.mesh_search import (
     MeshSearch,
     changed,
-    decoder_of,
     listed,
     mesh_table,
-    ranked,
     search_mesh,
 )
 from zero_jax.cli.planning.plan_config import PlanConfig
+from zero_jax.cli.planning.ranking import decoder_of, left_open, ranked
 from zero_jax.cli.step_from_config import step_of
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.errors import UsageError
@@ -38,7 +37,8 @@ def best(count=10, **options):
     target_devices(config.target)
     target, choice = config.check()
     model = decoder_of(choice.config, choice.config.num_params)
-    found, _ = ranked(config, model, target, batch=config.batch_size, length=config.seq_len)
+    found, _ = ranked(left_open(config, choice, target), model, target, target_devices(config.target),
+                      batch=config.batch_size, length=config.seq_len, precision=config.precision)
     return list(itertools.islice(listed(config, found, choice.config, config.batch_size), count))
 
 
@@ -74,7 +74,8 @@ def test_hpz_is_searched_and_is_an_option_of_train():
         target_devices(config.target)
         target, choice = config.check()
         model = decoder_of(choice.config, choice.config.num_params)
-        found, _ = ranked(config, model, target, batch=64, length=64)
+        found, _ = ranked(left_open(config, choice, target), model, target, target_devices(config.target), batch=64,
+                          length=64, precision="bf16")
         return {division.hpz for division, _ in found if division.tensor == division.context == 1}
 
     assert sizes(target="h100:2x8") == {1, 8} and sizes(target="h100:2x8", hpz=4) == {4}
@@ -133,7 +134,9 @@ def test_what_is_given_is_kept():
     model = decoder_of(choice.config, choice.config.num_params)
 
     def values(config, field):
-        return {getattr(division, field) for division, _ in ranked(config, model, target, batch=64, length=64)[0]}
+        found, _ = ranked(left_open(config, choice, target), model, target, target_devices(TINY.target), batch=64,
+                          length=64, precision="bf16")
+        return {getattr(division, field) for division, _ in found}
 
     assert values(dataclasses.replace(TINY, tensor=2), "tensor") == {2} and values(TINY, "tensor") == {1, 2, 4}
     assert values(dataclasses.replace(TINY, remat="full"), "remat") == {"full"}
@@ -144,7 +147,7 @@ def searched(needs):
     """A search whose plans are formulas; needs: (bytes, seconds) of each in turn."""
     target, choice = TINY.check()
     target_devices(TINY.target)
-    layout = types.SimpleNamespace(num_params=choice.config.num_params, placements=lambda: [
+    layout = types.SimpleNamespace(num_params=choice.config.num_params, mesh=mesh_of(TINY.target), placements=lambda: [
         types.SimpleNamespace(name="opt_state/mu", bytes=8 * choice.config.num_params)])
     seen, left = [], iter(needs)
 

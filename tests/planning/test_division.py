@@ -10,7 +10,7 @@ from support.targets import target_devices
 
 from scripts.tables import published
 from zero_jax.cli.model_lookup import find_model
-from zero_jax.cli.planning.mesh_search import decoder_of
+from zero_jax.cli.planning.ranking import decoder_of
 from zero_jax.planning.division import Decoder, Division, divisions, estimate, exposed_share
 from zero_jax.xla.chip import Rates
 from zero_jax.xla.targets import target_of
@@ -110,7 +110,7 @@ def test_collectives_as_in_a_prediction():
 def test_a_model_that_is_no_decoder_is_refused():
     from zero_jax.errors import UsageError
 
-    with pytest.raises(UsageError, match="search=mesh: the model's config has no width"):
+    with pytest.raises(UsageError, match="the model's config has no width"):
         decoder_of(dataclasses.make_dataclass("Config", ["num_layers"])(3), 10)
     assert decoder_of(find_model("gpt2:1.5b").config, 10).vocab == 50257
 

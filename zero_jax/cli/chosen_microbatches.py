@@ -1,48 +1,71 @@
-"""The microbatches that `gather` and `reduce` stand for where they are "auto": what is predicted fastest and fits."""
+"""The microbatches that `gather` and `reduce` stand for where they are "auto": what is predicted fastest and fits.
 
-import dataclasses
+Least often is not always fastest. GPT-2 1.5B on h100:8, 8 microbatches of 2 sequences, compiled and predicted:
+
+    gather, reduce   bytes a parameter sent   links exposed   memory-bound   step      device memory
+    use, every       42.0                     27 ms           415 ms         786 ms     4.9 GiB
+    step, every      15.8                      9 ms           438 ms         785 ms     7.3 GiB
+    use, once        29.7                     10 ms           480 ms         832 ms    15.9 GiB
+    step, once        3.5                      7 ms           498 ms         841 ms    15.9 GiB
+
+Sums of whole gradients pass the memory in every microbatch; within a host that costs more than the links save.
+"""
+
 from collections.abc import Callable
 from typing import TypeVar
 
+from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.planning.plan_config import PlanConfig
+from zero_jax.cli.planning.ranking import SEARCHED, decoder_of_step, ranked, remat_of
+from zero_jax.cli.reports.report import size_text
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.errors import UsageError
 from zero_jax.layout.layout import Layout
-from zero_jax.planning.microbatches import choose_microbatches
-from zero_jax.xla.live_chip import topology_of
+from zero_jax.xla.targets import Target
 
 Config = TypeVar("Config", bound=TrainConfig | PlanConfig)
 
-
-def by_hand(config: Config) -> Config:
-    """`config` with "use" and "every" in place of "auto"."""
-    return with_values(config, "use", "every")
-
-
-def with_values(config: Config, gather: str, reduce: str) -> Config:
-    """`config` with these in place of "auto"."""
-    return dataclasses.replace(config, gather=gather if config.gather == "auto" else config.gather,
-                               reduce=reduce if config.reduce == "auto" else config.reduce)
+SHARE = 0.8
+"""Of the memory of a process, which the formula may take: nothing is compiled to confirm it."""
+PLACED = {"disk": "optimizer", "gradients": "parameters"}
+"""Placements that the formula has no other seconds for."""
 
 
-def with_chosen_microbatches(config: Config, layout: Callable[[], Layout]) -> tuple[Config, str]:
+def with_chosen_microbatches(config: Config, layout: Callable[[], Layout], choice: ModelChoice, target: Target | None,
+                             *, batch: int, length: int | None) -> tuple[Config, str]:
     """(`config` with what "auto" stands for, why in a sentence; "" where there is nothing to choose).
 
-    layout: of no argument, that of the step of `by_hand(config)`.
+    layout: of no argument, that of the step with "use" and "every". target: the topology of its devices; None: not
+    known. batch, length: sequences of a step, and their tokens.
     """
-    if config.accumulate == 1 or "auto" not in (config.gather, config.reduce) or config.offload == "auto":
-        return by_hand(config), ""
-
-    def allowed(gather: str, reduce: str) -> bool:
-        try:
-            with_values(config, gather, reduce)
-        except UsageError:  # does not go together with other options
-            return False
-        return True
-
+    least = config.with_microbatches()
+    if config.accumulate == 1 or least == config or config.offload == "auto":
+        return least, ""
+    head, needs_least = f"Of {config.accumulate} microbatches: ", "; what needs least is taken."
+    if target is None:
+        return least, f"{head}nothing is known of these devices{needs_least}"
+    if length is None:
+        return least, f"{head}the model takes no sequences, by which time is estimated{needs_least}"
     stored = layout()
-    choice, reason = choose_microbatches(
-        stored, config.accumulate, topology_of(list(stored.mesh.devices.flat)), allowed=allowed,
-        gathers=("step", "use") if config.gather == "auto" else (config.gather,),
-        reduces=("once", "every") if config.reduce == "auto" else (config.reduce,))
-    return (with_values(config, choice.gather, choice.reduce) if choice else by_hand(config)), reason
+    if stored.num_shards == 1:
+        return least, ""
+    fixed = {name: getattr(config, name) for name in SEARCHED if getattr(config, name) != "auto"}
+    fixed |= {"remat": remat_of(config, choice), "offload": PLACED.get(config.offload, config.offload)}
+    try:
+        model = decoder_of_step(config, choice, stored, batch=batch, length=length)
+    except UsageError as error:
+        return least, f"{head}{error.args[0].partition(':')[0]}{needs_least}"
+    found, counted = ranked(fixed, model, target, list(stored.mesh.devices.flat), batch=batch, length=length,
+                            precision=config.precision, share=SHARE)
+    taken, texts = [], []
+    for division, each in found:
+        try:
+            taken.append(config.with_microbatches(division.gather, division.reduce))
+        except UsageError:  # does not go together with other options
+            continue
+        texts.append(f"gather={division.gather}, reduce={division.reduce}: {1e3 * each.seconds:,.4g} ms and "
+                     f"{size_text(each.device_bytes)}")
+    if not taken:
+        return least, f"{head}none fits in {SHARE:.0%} of the memory by formula{needs_least}"
+    left = counted - len(taken)
+    return taken[0], f"{head}{'; '.join(texts)}, by formula" + f"; {left} do not fit or go together" * (left > 0) + "."

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.cli.chosen_microbatches import by_hand
 from zero_jax.cli.environment import simulates
 from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.options.of_step import AttentionName
@@ -139,7 +138,7 @@ def attention_text(choice: ModelChoice, *, batch: int, length: int | None, preci
 
 def residual_options(config: TrainConfig | PlanConfig, choice: ModelChoice) -> dict[str, Any]:
     """Parallelism, communication and memory of a configuration, as arguments of `make_zero_train_step`."""
-    settled = by_hand(config)  # what "auto" stands for is chosen before
+    settled = config.with_microbatches()  # what "auto" stands for is chosen before
     formats: Any = config.quantize_gradients or None
     return {
         "parallelism": Parallelism(tensor_rules=choice.tensor_rules(config.tensor),

@@ -70,12 +70,6 @@ def gather_step_weights(params: Params, frozen: Params, layout: Layout) -> tuple
             gather_copy(frozen, shardings(state.frozen), copies.frozen, shapes.frozen, layout))
 
 
-def held_bytes(layout: Layout, accumulation: Accumulation) -> int:
-    """Bytes on each device of the state, the copy that `accumulation` gathers, and its sums of gradients."""
-    copy = _device_bytes(_abstract_copy(layout)) if accumulation.gather in ("forward", "step") else 0
-    return layout.device_bytes + copy + _sum_bytes(layout, accumulation)
-
-
 def step_weights_bytes(layout: Layout) -> int:
     """Bytes on each device of the copy, or of what forward keeps for backward; 0 where there is neither."""
     return _device_bytes(layout.step_weights) + layout.kept_bytes

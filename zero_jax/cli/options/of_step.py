@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from zero_jax.arguments import patterns
 from zero_jax.cli.model_lookup import ModelChoice
@@ -152,7 +152,7 @@ class MicrobatchOptions:
 
     reduce: Reduce = "auto"
     """Reduce-scatter every microbatch's gradient and sum the shards, or sum on each device and reduce once. auto: what
-    is predicted fastest, with gather=auto, of what leaves half of a known device's memory to activations."""
+    a formula predicts as fastest, with gather=auto, and to fit in 80 % of a known device's memory."""
 
     gather: Gather = "auto"
     """At stage 3: gather parameters at each use, in forward alone, which keeps them for backward, or once a step into a
@@ -161,6 +161,11 @@ class MicrobatchOptions:
     loss_chunks: Count = 1
     """The loss of the next token in so many parts, so that logits (tokens x vocabulary) never exist whole; they are
     computed once more for the backward pass."""
+
+    def with_microbatches(self, gather: str = "use", reduce: str = "every") -> Self:
+        """These options with these in place of "auto"; raises UsageError where they do not go together."""
+        return dataclasses.replace(self, gather=gather if self.gather == "auto" else self.gather,
+                                   reduce=reduce if self.reduce == "auto" else self.reduce)
 
 
 @dataclasses.dataclass(frozen=True)

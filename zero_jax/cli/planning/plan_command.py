@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import Mesh
 from rich.console import Console
 
-from zero_jax.cli.chosen_microbatches import by_hand, with_chosen_microbatches
+from zero_jax.cli.chosen_microbatches import with_chosen_microbatches
 from zero_jax.cli.chosen_offload import with_chosen_offload
 from zero_jax.cli.config_file import config_text
 from zero_jax.cli.model_lookup import ModelChoice
@@ -146,9 +146,9 @@ class _Setup:
     @classmethod
     def of(cls, config: PlanConfig) -> "_Setup":
         """Of a configuration, with what its `gather` and `reduce` stand for; raises ValueError for what is wrong."""
-        first = cls._of(by_hand(config))
+        first = cls._of(config.with_microbatches())
         settled, why = with_chosen_microbatches(config, lambda: first.step(first.options["offload"]).layout(
-            first.batch()))
+            first.batch()), first.choice, first.target, batch=config.sequences * config.groups, length=first.length)
         return dataclasses.replace(cls._of(settled), microbatches=why) if why else first
 
     @classmethod
@@ -206,7 +206,8 @@ def inspect_command(config: TrainConfig, *, console: Console | None = None) -> b
     transformer = _transformer(choice.config, config, config.batch_size // groups, objective.length)
     config, placement = with_chosen_offload(config, objective, devices, target=target, transformer=transformer)
     config, microbatches = with_chosen_microbatches(config, lambda: step_of(
-        config, choice, devices, loss=objective.loss).layout(objective.batch_shapes()))
+        config, choice, devices, loss=objective.loss).layout(objective.batch_shapes()), choice, target or live,
+        batch=config.batch_size, length=objective.length)
     step = step_of(config, choice, devices, loss=objective.loss)
     if microbatches:
         console.print(microbatches, soft_wrap=True)

@@ -113,9 +113,11 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         epochs, (one_pass, _) = config.epochs, data.batches(None)
         config = config.settled(one_pass.batches_per_epoch)
         console.print(f"--epochs {epochs}: {one_pass.batches_per_epoch} batches each, {config.steps} steps.")
+    topology = topology_of(devices, config.chip)
     placed, placement = with_chosen_offload(config, objective, devices)
     placed, microbatches = with_chosen_microbatches(placed, lambda: step_of(
-        placed, choice, devices, loss=objective.loss).layout(objective.batch_shapes()))
+        placed, choice, devices, loss=objective.loss).layout(objective.batch_shapes()), choice, topology,
+        batch=config.batch_size, length=objective.length)
     if microbatches:
         console.print(microbatches, soft_wrap=True)
     together = step_of(placed, choice, devices, loss=objective.loss)
@@ -164,7 +166,6 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         console.print(optimizer_text(layout), soft_wrap=True)
         programs = programs_of(step, batches[0], after=after)
         program = programs.alone
-        topology = topology_of(devices, config.chip)
         flops = step_flops(model_flops(step, batches[0]), program.schedule, num_devices=len(devices),
                            peak=topology and topology.chip.peak_flops["bf16"])
         timing = topology and timing_of(program, topology)[0]
