@@ -177,13 +177,13 @@ def step_time_text(summary: Mapping[str, Any]) -> str:
     """The median time of a step beside the predicted one; empty where none is predicted.
 
     >>> step_time_text({"step_seconds": 0.125, "predicted_seconds": 0.1})
-    '125 ms measured (median), 100 ms predicted: 1.25 of that'
+    '125 ms measured (median), 100 ms predicted: 1.25 times that'
     """
     measured, predicted = summary["step_seconds"], summary["predicted_seconds"]
     if not measured or not predicted:
         return ""
     return (f"{1e3 * measured:.3g} ms measured (median), {1e3 * predicted:.3g} ms predicted: "
-            f"{measured / predicted:.3g} of that")
+            f"{measured / predicted:.3g} times that")
 
 
 def steps_text(summary: Mapping[str, Any]) -> str:
