@@ -31,7 +31,8 @@ def test_there_is_no_cost_of_what_does_not_fit():
     """Control: the same plan where it fits; and no tokens that are asked for."""
     def cost(fits, **options):
         fake = types.SimpleNamespace(fits=fits, target=target_of("h100:8"), num_devices=8,
-                                     timing=types.SimpleNamespace(tokens_per_second=1e6))
+                                     timing=types.SimpleNamespace(
+                                         tokens_per_second=1e6, band=target_of("h100:8").chip.rates.band))
         return TrainingCost.of(PlanConfig(**options), fake)
 
     assert cost(True, tokens=10**12).days == COST.days
