@@ -50,7 +50,7 @@ def combinations():
 
 
 @pytest.mark.grid
-@weekly("stage, other, count, others", [*combinations()], default=2)
+@weekly("stage, other, count, others", combinations())
 def test_every_stage_and_device_count_to_every_other(folder, stage, other, count, others):
     path, before, losses = source(folder, stage, count)
     step = step_for(other, others)

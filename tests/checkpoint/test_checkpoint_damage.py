@@ -111,7 +111,7 @@ def damaged_loads(saved, kind, seed) -> str:
         path.write_bytes(original)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@weekly("kind", KINDS, default=2)
 def test_no_damage_loads_in_silence(saved, kind):
     found = [damaged_loads(saved, kind, seed) for seed in range(5)]
     assert found.count("refused") >= 2, found

@@ -141,7 +141,7 @@ def test_an_evaluation_on_shards_is_that_of_one_device(stage):
     step = zero_jax.make_zero_train_step(model, stage)
     state = step.init(jax.random.key(0), batch)
     found = with_perplexity(evaluate(lambda batch: step.evaluator(token_sums)(state, batch), [batch, batch]))
-    logits = model.apply({"params": jax.device_get(step.params(state))}, batch["inputs"])
+    logits = jax.jit(model.apply)({"params": jax.device_get(step.params(state))}, batch["inputs"])
     expected = by_hand(np.asarray(logits), batch["targets"], np.ones((8, 16)))
     np.testing.assert_allclose(list(found.values()), expected, rtol=1e-5)
     other = by_hand(np.asarray(logits)[:, ::-1], batch["targets"], np.ones((8, 16)))

@@ -31,7 +31,7 @@ def plain_diloco(flavour, inner, outer, given, *, slices, every, pieces=None, ov
     model = MODELS[flavour]
     init, apply = linen_functions(model, plain_loss, ()) if isinstance(model, nn.Module) else nnx_functions(
         model, plain_loss)
-    outer_params, variables = init(jax.random.split(jax.random.key(0))[0], given[0])
+    outer_params, variables = jax.jit(init)(jax.random.split(jax.random.key(0))[0], given[0])
     pieces = [jax.tree.map(jnp.ones_like, outer_params)] if pieces is None else pieces
 
     @jax.jit

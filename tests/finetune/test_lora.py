@@ -164,11 +164,16 @@ def by_hand_without_merge(apply, start, batches):
     trained = [name for name in start if "_lora_" in name]
     params, losses = dict(start), []
     opt_state = ADAMW.init({name: start[name] for name in trained})
-    for batch in batches:
+
+    @jax.jit
+    def step(params, opt_state, batch):
         adapters = {name: params[name] for name in trained}
-        loss, grads = jax.value_and_grad(lambda low: apply(nested({**params, **low}), batch))(adapters)  # noqa: B023
+        loss, grads = jax.value_and_grad(lambda low: apply(nested({**params, **low}), batch))(adapters)
         updates, opt_state = ADAMW.update(grads, opt_state, adapters)
-        params |= optax.apply_updates(adapters, updates)
+        return loss, params | optax.apply_updates(adapters, updates), opt_state
+
+    for batch in batches:
+        loss, params, opt_state = step(params, opt_state, batch)
         losses.append(float(loss))
     return losses, None, params
 

@@ -108,7 +108,8 @@ def test_merged_parameters_are_the_models(run):
         "lir,lro->lio", params["blocks/qkv/kernel_lora_a"], params["blocks/qkv/kernel_lora_b"])
     np.testing.assert_allclose(merged["blocks"]["qkv"]["kernel"], expected, atol=1e-6)
     assert np.abs(expected - params["blocks/qkv/kernel"]).max() > 1e-5  # negative control: without the adapters
-    loss = next_token(gpt2.build(CONFIG).bind({"params": jax.tree.map(np.asarray, merged)}), BATCH)
+    loss = jax.jit(lambda params: next_token(gpt2.build(CONFIG).bind({"params": params}), BATCH))(
+        jax.tree.map(np.asarray, merged))
     np.testing.assert_allclose(step.evaluator()(state, BATCH), loss, rtol=1e-6)
 
 

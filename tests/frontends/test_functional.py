@@ -52,11 +52,16 @@ def loss(params, batch):
 
 
 def plain(params, batches, loss=loss):
-    state, losses = OPTIMIZER.init(params), []
-    for batch in batches:
+    @jax.jit
+    def step(params, state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = OPTIMIZER.update(grads, state, params)
-        params, losses = optax.apply_updates(params, updates), [*losses, float(value)]
+        return value, optax.apply_updates(params, updates), state
+
+    state, losses = OPTIMIZER.init(params), []
+    for batch in batches:
+        value, params, state = step(params, state, batch)
+        losses.append(float(value))
     return params, losses
 
 

@@ -71,7 +71,7 @@ def logits(model, batch):
     slow("linen", False, 3, 8, CONFIG, {}), slow("nnx", True, 3, 3, UNEVEN, {"ema": 0.9}),
     slow("linen", True, 3, 8, CONFIG, {"replica": 2}), slow("nnx", True, 1, 8, UNEVEN, {}),
     slow("linen", True, 2, 8, CONFIG, {"frozen": ("wte", "ln_1")}),
-    slow("nnx", True, 3, 3, UNEVEN, {"frozen": ("wpe",)})], default=2)
+    slow("nnx", True, 3, 3, UNEVEN, {"frozen": ("wpe",)})])
 def test_logits_are_those_of_the_file(tmp_path, flavour, scan, stage, devices, config, options):
     tensors = hugging_face(config)
     safetensors_numpy.save_file(tensors, tmp_path / "model.safetensors")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -161,8 +162,7 @@ def test_remat_does_not_change_gradients(flavour, scan_layers):
         np.testing.assert_allclose(got[name], expected[name], 1e-4, 1e-5, err_msg=name)
 
 
-@LOOPS
-@weekly("remat", [True, False])
+@weekly("scan_layers, remat", itertools.product([True, False], [True, False]))
 def test_linen_dropout_follows_its_stream(scan_layers, remat):
     config = dataclasses.replace(SMALL, dropout=0.2, scan_layers=scan_layers, remat=remat)
     flat, model = noise(shapes_of("linen", config)), gpt2.build(config)
@@ -179,8 +179,7 @@ def test_linen_dropout_follows_its_stream(scan_layers, remat):
     np.testing.assert_allclose(run(one, deterministic=True), still, 1e-4, 1e-4)
 
 
-@LOOPS
-@weekly("remat", [True, False])
+@weekly("scan_layers, remat", itertools.product([True, False], [True, False]))
 def test_nnx_dropout_draws_anew_at_each_call(scan_layers, remat):
     config = dataclasses.replace(SMALL, dropout=0.2, scan_layers=scan_layers, remat=remat)
     model = nnx.jit(lambda: gpt2_nnx.build(config)(nnx.Rngs(0)))()

@@ -20,6 +20,7 @@ from zero_jax.layout import make_layout
 from zero_jax.optim import narrow_moments as narrow
 from zero_jax.xla import hlo
 
+pytestmark = pytest.mark.own_random  # what the controls ask was measured with JAX's own numbers
 CONFIG = gpt2.Config(2, 256, 4, vocab_size=512, max_length=128)  # every leaf divides by eight
 SMALL = gpt2.Config(1, 128, 2, vocab_size=131, max_length=128)  # a vocabulary that does not, and a width that does
 BATCH = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("inputs", "targets")}

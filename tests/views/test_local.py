@@ -440,7 +440,7 @@ def test_gradients_of_layers_are_stacked_as_they_are_reduced(remat, narrow, monk
     assert dtypes == {jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)}
 
 
-@pytest.mark.parametrize("remat", ["full", zero_jax.Remat(every=2)], ids=str)
+@weekly("remat", ["full", zero_jax.Remat(every=2)], ids=str)
 @weekly("inside", [True, False])
 def test_a_device_makes_masks_of_its_examples_alone(remat, inside, monkeypatch):
     """Of the whole batch a mask is as large as all scores. Negative control: made before the loop that needs it."""
