@@ -11,7 +11,7 @@ import pytest
 from hypothesis.internal.conjecture import providers
 from support import slow_turn
 from support.covering import covering, pairs, weekly
-from support.short_random import use
+from support.short_random import draws_short, use
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -69,6 +69,14 @@ def test_short_random_numbers_are_spread_and_are_others(short_random):
     use(short=False)
     assert not np.isclose(short, own := drawn(), atol=1e-3).all(-1).any()  # the control: JAX's own are back
     np.testing.assert_allclose(own[0, -2], jax.random.normal(jax.random.key(0), (64, 64))[0, 0])
+
+
+@pytest.mark.parametrize(("folder", "marks", "short"), [
+    ("step", set(), True), ("cli", set(), False), ("step", {"own_random"}, False), ("step", {"slow"}, False),
+    ("step", {"slow", "short_random"}, True), ("cli", {"slow", "short_random"}, True)])
+def test_which_tests_draw_short_random_numbers(folder, marks, short):
+    item = types.SimpleNamespace(path=Path(f"tests/{folder}/test_a.py"), get_closest_marker=lambda name: name in marks)
+    assert draws_short(item) == short
 
 
 class Items(list):

@@ -38,9 +38,19 @@ def use(short: bool) -> None:
     jax.clear_caches()
 
 
-def pytest_runtest_setup(item):
+def draws_short(item: pytest.Item) -> bool:
+    """Whether the test draws from the hash."""
     slow, marked, own = map(item.get_closest_marker, ("slow", "short_random", "own_random"))
-    use(short=not own and bool(marked if slow else item.path.parent.name in FOLDERS))
+    return not own and bool(marked if slow else item.path.parent.name in FOLDERS)
+
+
+def pytest_collection_modifyitems(items):
+    """They are the first: what is compiled is forgotten where that changes."""
+    items.sort(key=draws_short, reverse=True)
+
+
+def pytest_runtest_setup(item):
+    use(short=draws_short(item))
 
 
 def pytest_sessionfinish(session):
