@@ -156,7 +156,8 @@ AXES = {"data": ({}, {}), "replica": ({"replica": 2}, {}), "context": ({"context
 
 @pytest.mark.grid
 @pytest.mark.slow
-@pytest.mark.parametrize("target, name", itertools.product(("h100:8", "v5p:2x2x2", "v6e:2x4", "v5e:2x4"), AXES))
+@pytest.mark.parametrize("target, name", [
+    *itertools.product(("h100:8", "v5p:2x2x2", "v6e:2x4", "v5e:2x4"), AXES)])
 def test_every_axis_compiles_for_every_target(target, name):
     """With the attention of its devices; for GPUs it keeps its contract. TPUs all-reduce small gradients whole."""
     compiled = tiny_on(target, *AXES[name])
