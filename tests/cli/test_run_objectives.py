@@ -163,7 +163,7 @@ def test_an_evaluation_has_running_statistics():
     batch = objective.load_data().batches(None)[0][0]
     assert batch["inputs"].shape == (8, 8, 8, 3) and (batch["inputs"][..., 0] == batch["inputs"][..., 2]).all()
     model = Normed()
-    variables = jax.jit(model.init)(jax.random.key(0), batch["inputs"])
+    variables = model.init(jax.random.key(0), batch["inputs"])
     moved = {**variables, "batch_stats": jax.tree.map(lambda leaf: leaf + 1, variables["batch_stats"])}
     losses = [float(objective.sums(model.bind(each), batch)["loss"]) for each in (variables, moved)]
     assert abs(losses[0] - losses[1]) > 1e-3
