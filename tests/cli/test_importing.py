@@ -104,14 +104,11 @@ def test_the_configuration_goes_with_the_weights(tmp_path):
     other = dataclasses.replace(TINY, num_heads=2)
     batch = {name: jnp.zeros((8, 16), jnp.int32) for name in ("inputs", "targets")}
 
-    @functools.cache
-    def started(config):
-        step = make_zero_train_step(gpt2.build(config), 3)
-        return step, step.init(jax.random.key(0), batch)
+    step_of = functools.cache(lambda config: make_zero_train_step(gpt2.build(config), 3))
 
     def loaded(config, names, file=path):
-        step, state = started(config)
-        state = import_params(file, step, state, batch, names=names)
+        step = step_of(config)
+        state = import_params(file, step, step.init(jax.random.key(0), batch), batch, names=names)
         return export_params(tmp_path / "again.safetensors", state, step.layout(batch), names=names)
 
     (again,) = loaded(TINY, Names(config=gpt2.huggingface_config(TINY)))

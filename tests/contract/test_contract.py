@@ -102,7 +102,7 @@ def test_stage_1_is_already_stage_2():
 
 
 def test_stage_0_all_reduces():
-    found = program("cpu stage 0, nnx")
+    found = program("h100 stage 0")
     assert not found.sent("all-gather", "reduce-scatter")
     assert over_psi(found, "all-reduce") >= 1.99
 

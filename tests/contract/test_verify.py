@@ -26,13 +26,13 @@ from zero_jax.contract import verify as contract
 
 LARGE = gpt2.Config(2, 2048, 16, vocab_size=8192, max_length=64)
 KEPT = (
-    "cpu stage 3", "cpu stage 0, nnx", "h100 stage 2", "h100 stage 3", "h100 stage 3, fp32", "v5e stage 3")
+    "cpu stage 3", "h100 stage 0", "h100 stage 2", "h100 stage 3", "h100 stage 3, fp32", "v5e stage 3")
 LONG = (
-    "v5e stage 2", "h100 stage 0", "h100 stage 3, reduce fp32",
+    "v5e stage 2", "h100 stage 3, reduce fp32",
     "h100 stage 1", "h100 stage 3, factored hybrid", "h100 stage 1, merged", "h100 stage 3, nnx unrolled",
     "h100 stage 3, uneven", "h100 stage 3, linen remat", "h100 stage 1, fp32", "h100 stage 2, nnx",
     "h100 stage 1, uneven", "cpu stage 2, nnx unrolled", "cpu stage 3, factored", "cpu stage 3, uneven",
-    "cpu stage 3, hybrid fp32",
+    "cpu stage 0, nnx", "cpu stage 3, hybrid fp32",
     "v5e stage 3, uneven", "v5e stage 2, fp32", "v5e stage 3, nnx unrolled", "v5e stage 3, conv",
     "v5p stage 1, uneven", "v6e stage 3, uneven", "v5p stage 1, reduce fp32", "v5p stage 3", "v5p stage 3, hybrid")
 
