@@ -146,8 +146,8 @@ def test_what_is_no_picture_is_named(tmp_path):
 def test_a_run_learns_the_classes_of_a_folder(tmp_path):
     """And negative controls: an evaluation set of other classes, and a model for other images."""
     data = folders(tmp_path / "data", 24)
-    done = run("train", "--model", "vit:tiny", "--data", str(data), "--steps", "40", "--batch-size", "16",
-               "--learning-rate", "2e-3", "--samples", "2", "--image-flip", "--no-html")
+    done = run("train", "--model", "vit:tiny", "--data", str(data), "--steps", "20", "--batch-size", "16",
+               "--learning-rate", "4e-3", "--samples", "2", "--image-flip", "--no-html")
     assert done.returncode == 0, done.stderr
     accuracy = [float(found) for found in re.findall(r"accuracy ([0-9.]+) %", done.stdout)]
     assert "the class of an image" in done.stdout and accuracy[-1] > 90, done.stdout
