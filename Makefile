@@ -21,7 +21,10 @@ PYTEST = MALLOC_ARENA_MAX=2 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses
 train: $(VENV)/installed-train
 	$(BIN)/python -m zero_jax train $(ARGS)
 
+# What a run compiles is kept for the next one in this checkout (tests/README.md), up to 3 GB.
+test: export ZERO_JAX_TEST_PROGRAMS ?= $(CURDIR)/build/test-programs
 test: lint
+	@du -sm build/test-programs 2>/dev/null | awk '$$1 > 3000 { system("rm -r build/test-programs") }'
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/installed-test
