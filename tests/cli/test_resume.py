@@ -60,15 +60,20 @@ def run(out: Path, *args: str) -> command_line.Finished:
     return command_line.run(*ARGS, "--out", str(out), *args)
 
 
-def run_process(out: Path, *args: str) -> command_line.Finished:
-    return command_line.run_process(*ARGS, "--out", str(out), *args)
+def process(*args: str) -> subprocess.CompletedProcess:
+    """Python with `args`, which finds the model of the tests."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "COLUMNS": "200"}
+    return subprocess.run([sys.executable, "-W", "error", *args], cwd=ROOT, env=env, timeout=240, capture_output=True,
+                          text=True)
+
+
+def run_process(out: Path, *args: str) -> subprocess.CompletedProcess:
+    return process("-m", "zero_jax", *ARGS, "--out", str(out), *args)
 
 
 def killed(out: Path, *args: str, rows: int) -> None:
     """A run that is killed, without a chance to do anything, when it has saved and its log has so many steps."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    done = subprocess.run([sys.executable, "-W", "error", "-c", KILLED, str(out), str(rows), *ARGS, *args], cwd=ROOT,
-                          env=env, timeout=240, capture_output=True)
+    done = process("-c", KILLED, str(out), str(rows), *ARGS, *args)
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
