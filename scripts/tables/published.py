@@ -160,13 +160,12 @@ def rates_for(row):
 
 def by_formula(row, rates=None, **changes):
     """The `Estimate` of a row's step by the formula of `zero-jax plan --search mesh`; changes: of its `Division`."""
-    from zero_jax.planning.timing import collective_seconds
-
     import zero_jax
-    from zero_jax.cli.planning.mesh_search import decoder_of
+    from zero_jax.cli.planning.ranking import decoder_of
     from zero_jax.planning.division import Division, estimate
     from zero_jax.xla import devices as xla_devices
     from zero_jax.xla.targets import target_of
+    from zero_jax.xla.timing import collective_seconds
 
     target, config = target_of(row["target"]), config_of(row)[1]
     mesh = zero_jax.make_mesh(tensor=row["tensor"], replica=row["replica"],

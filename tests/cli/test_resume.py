@@ -231,7 +231,7 @@ def test_what_may_change_and_what_may_not_are_all_options():
             "max_to_keep", "resume", "out", "save_to", "local_checkpoints", "local_every", "samples", "distributed",
             "heartbeat", "hang_after", "hang_exit", "check_replicas", "prefetch",
             "epochs", "log_to", "html", "profile", "dry_run", "target", "prefetch_weights",
-            "attention", "loss_chunks"}
+            "attention", "loss_chunks", "chip", "hpz"}
     matter = {*FIXED, *CHANGEABLE}
     assert matter | free == {field.name for field in dataclasses.fields(TrainConfig)} and not free & matter
     assert not {*FIXED} & {*CHANGEABLE}
