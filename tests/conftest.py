@@ -24,6 +24,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") if "ZERO_JAX_TEST_GPU"
 
 import jax
 from hypothesis.internal.conjecture import providers
+from support import once
 
 from zero_jax.sharding.mesh import simulate_local
 
@@ -49,12 +50,14 @@ def pytest_configure(config):
     """A folder for what is compiled once per run: workers inherit its name.
 
     Programs for targets are kept as text (support/programs.py), those for CPUs by JAX: two thirds of what tests of one
-    folder compile was compiled before, by another test or worker.
+    folder compile was compiled before, by another test or worker. JAX knows a program again whatever its names and
+    scopes are, which tests read: of other sources it is another folder.
     """
     if "ZERO_JAX_TEST_PROGRAMS" not in os.environ:
         os.environ["ZERO_JAX_TEST_PROGRAMS"] = folder = tempfile.mkdtemp()
         config.add_cleanup(lambda: (shutil.rmtree(folder), os.environ.pop("ZERO_JAX_TEST_PROGRAMS")))
-    jax.config.update("jax_compilation_cache_dir", os.path.join(os.environ["ZERO_JAX_TEST_PROGRAMS"], "cpu"))
+    jax.config.update("jax_compilation_cache_dir", os.path.join(
+        os.environ["ZERO_JAX_TEST_PROGRAMS"], f"cpu-{once.fingerprint()[:16]}"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -36,7 +36,7 @@ def folder() -> Path:
 
 @functools.cache
 def fingerprint() -> str:
-    """Of everything that a program depends on: the sources and the compilers."""
+    """A digest of everything that a program depends on: the sources and the compilers."""
     sources = sorted([*(ROOT / "zero_jax").rglob("*.py"), *(ROOT / "zero_jax").rglob("*.toml"),
                       *(ROOT / "models").rglob("*.py"), *Path(__file__).parent.glob("*.py")])
     digest = hashlib.sha256()
@@ -45,4 +45,5 @@ def fingerprint() -> str:
     for package in ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             digest.update(f"{package}={importlib.metadata.version(package)}".encode())
-    return digest.hexdigest() + os.environ.get("XLA_FLAGS", "")
+    digest.update(" ".join(sorted({*os.environ.get("XLA_FLAGS", "").split()})).encode())  # workers have them twice
+    return digest.hexdigest()
