@@ -10,11 +10,11 @@ from zero_jax.step.options import Communication, Parallelism
 
 def nested(options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `make_zero_train_step`: what `Communication` and `Parallelism` have as fields is put into them."""
-    result, fields = dict(options), {}
+    result = dict(options)
     for name, kind in (("communication", Communication), ("parallelism", Parallelism)):
         fields = {field.name: result.pop(field.name) for field in dataclasses.fields(kind) if field.name in result}
-        if fields:
-            result[name] = dataclasses.replace(result.get(name) or kind(), **fields)
+        if fields and isinstance(base := result.get(name) or kind(), kind):  # anything else is refused as it is
+            result[name] = dataclasses.replace(base, **fields)
     return result
 
 
