@@ -10,7 +10,7 @@ import optax
 import pytest
 from support.plain_training import linen_functions, nnx_functions
 from support.slices import INNER, MODELS, STREAMING, VOCABULARY, WIDTH, batches, make, trained
-from support.targets import mesh_of
+from support.targets import mesh_of, simulated
 
 import zero_jax
 from zero_jax.contract.verify import check
@@ -286,3 +286,25 @@ def test_due_sends_each_fragment_once_in_every_so_many_steps():
         assert order[0] is None and order[every] == order[2 * every] == fragments - 1
         for start in (1, every + 1):
             assert [each for each in order[start:start + every] if each is not None] == list(range(fragments))
+
+
+@pytest.mark.slow
+def test_attention_of_slices_attends_within_them():
+    """With a kernel in a shard_map, as on TPUs. Control: one over all slices is refused in words."""
+    from models import gpt2
+
+    tokens = np.random.default_rng(2).integers(0, 64, (2, 16, 129)).astype(np.int32)
+    given = [{"inputs": each[:, :-1], "targets": each[:, 1:]} for each in tokens]
+    with simulated("v5p:2x2x2"):
+        mesh = zero_jax.make_mesh(replica=2)
+        splash = zero_jax.attention(mesh, kernel="splash")
+
+        def losses(kernel):
+            config = gpt2.Config(1, 256, 2, vocab_size=64, max_length=128, attention=kernel)
+            step = zero_jax.make_zero_train_step(gpt2.build(config), 3, mesh=mesh, optimizer=INNER)
+            return trained(zero_jax.make_diloco_step(step, every=2), given)[0]
+
+        plain = zero_jax.attention(mesh, kernel="xla")
+        np.testing.assert_allclose(losses(splash.of_slices()), losses(plain), rtol=1e-4)
+        with pytest.raises(zero_jax.UsageError, match=r"names the axis 'replica' .* attention\(mesh\).of_slices\(\)"):
+            losses(splash)

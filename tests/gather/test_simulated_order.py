@@ -48,14 +48,19 @@ def unordered(log):
     return [(first, second) for at, second in enumerate(meet) for first in meet[:at] if first not in before[second]]
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("flag, is_ordered", [("", True), ("=true", False)], ids=["simulate_devices", "XLA's default"])
-def test_loops_and_collectives_of_a_loaded_program_are_ordered(tmp_path, flag, is_ordered):
+def test_loops_and_collectives_of_a_loaded_program_are_ordered(tmp_path):
+    """XLA's own order of a step's is one, too, since its collectives are written where they run (jax 0.10.2)."""
     name = "--xla_cpu_enable_concurrency_optimized_scheduler"
     flags = [one for one in os.environ["XLA_FLAGS"].split() if not one.startswith(name)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "thunk_executor=6",
-                        "XLA_FLAGS": " ".join([*flags, *[name + flag] * bool(flag)])}
+                        "XLA_FLAGS": " ".join(flags)}
     run = subprocess.run([sys.executable, "-c", PROGRAM, tmp_path], env=env, capture_output=True, text=True, check=True)
     _, compiled, loaded = run.stderr.split("a program\n")
-    assert unordered(compiled) == []
-    assert (unordered(loaded) == []) == is_ordered
+    assert unordered(compiled) == [] == unordered(loaded)
+
+
+def test_what_is_not_ordered_is_found():
+    lines = [" thunk #0: op_name=copy.1, kind=copy, dependencies=[]",
+             " thunk #1: op_name=while.2, kind=while, dependencies=[copy.1]",
+             " thunk #2: op_name=all-gather.3, kind=collective, dependencies=[copy.1]"]
+    assert unordered("\n".join(["ThunkExecutor execution graph:", *lines])) == [("while.2", "all-gather.3")]

@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.flat import flat_step
 from support.oracle import slow
-from support.program_controls import partitioned
 from support.programs import Row, compiled_once
 from support.targets import mesh_of
 
@@ -210,18 +209,14 @@ def test_what_blocks_keep_is_what_is_held():
     slow("v5e:2x4", 3, {"context": 4}, {}),
     slow("v5e:2x4", 2, {"tensor": 2}, {"sequence_parallel": True})])
 def test_gradients_beside_tensor_are_scattered(target, stage, sizes, options):
-    """And negative control, once for each compiler: what the partitioner makes of them."""
-    def share():
-        made, _, _ = compiled(target, stage, tuple(sizes.items()), global_batch=24, **options, **CHECKPOINTED)
-        (reduced,) = [kept for kept in made.report.results if kept.budget.key == "reduce"]
-        return reduced.communication_bytes / reduced.budget.communication_bytes, made.report.violations
-
-    scattered, violations = share()
+    """The control is the budget: an all-reduce of them would send twice as much."""
+    made, _, _ = compiled(target, stage, tuple(sizes.items()), global_batch=24, **options, **CHECKPOINTED)
+    (reduced,) = [kept for kept in made.report.results if kept.budget.key == "reduce"]
+    scattered = reduced.communication_bytes / reduced.budget.communication_bytes
     # Three ways XLA joins the sum of the position embeddings, which it scatters nowhere, with a bias: told, by no name.
     joined = "all-reduce of bf16[131840]" if target == "h100:3x8" else ""
-    assert scattered < 1.1 and not [violation for violation in violations if not joined or joined not in violation]
-    with partitioned():
-        assert stage == 3 or share()[0] > 1.15 * scattered
+    violations = made.report.violations
+    assert 0.8 < scattered < 1.1 and not [each for each in violations if not joined or joined not in each]
 
 
 @pytest.mark.slow

@@ -110,7 +110,8 @@ def test_weights_kept_for_backward_are_told():
 
 @pytest.mark.slow
 def test_weights_kept_for_backward_grow_with_depth():
-    assert grows_with_depth(24, 48, ", kept") > 0.9 * GATHERED_LAYER
+    """By less than they have: gradients and activations take less than is counted."""
+    assert grows_with_depth(24, 48, ", kept") > 0.75 * GATHERED_LAYER
 
 
 @pytest.mark.slow

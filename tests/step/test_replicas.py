@@ -105,7 +105,8 @@ def test_one_device_has_no_copies():
 @pytest.mark.slow
 def test_the_option_of_train(monkeypatch, tmp_path):
     done = run("train", "--check-replicas", "1")
-    assert done.returncode == 2 and "check_replicas at stage 3: each device stores a shard" in message(done)
+    said = "--check-replicas 1 at stage 3 without --replica: each device stores a shard"
+    assert done.returncode == 2 and said in message(done)
     compared = []
 
     def compare(step, state):

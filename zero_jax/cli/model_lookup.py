@@ -92,7 +92,8 @@ class ModelChoice:
         """Raises ValueError for sequences or token ids beyond the limits of the model's config."""
         longest, known = getattr(self.config, "max_length", None), getattr(self.config, "vocab_size", None)
         if longest is not None and seq_len > longest:
-            raise UsageError(f"seq_len={seq_len} is longer than max_length={longest} of {self.name}.")
+            raise UsageError(f"seq_len={seq_len} is longer than max_length={longest} of {self.name}: give at most "
+                             f"{longest}.")
         if known is not None and vocab_size is not None and vocab_size > known:
             raise UsageError(f"The data's vocabulary of {vocab_size} is larger than vocab_size={known} of {self.name}.")
 

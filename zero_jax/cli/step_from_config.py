@@ -62,6 +62,8 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device],
     injected = optax.inject_hyperparams(lambda learning_rate: make(learning_rate=learning_rate))(learning_rate=schedule)
     optimizer = optax.chain(optax.clip_by_global_norm(config.grad_clip_norm), injected)
     choice = with_attention(choice, mesh, config.attention)
+    if config.diloco_every and isinstance(kernel := getattr(choice.config, "attention", None), Attention):
+        choice = choice.with_change("attention", kernel.of_slices())
     return make_zero_train_step(
         config.adapted(choice.build(choice.config)), config.stage,
         loss=loss_of(config, choice, mesh, loss or choice.loss), optimizer=optimizer,

@@ -195,11 +195,8 @@ class DiLoCoStep(AnyStep):
         number = self._last[1] if self._last[0] is state.step else int(state.step)
         try:
             state, metrics = self._of(self.due(number), batch)(state, batch)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError):
             self._check(state)  # what does not fit gets its own message
-            if "spmd_axis_name" in str(error):
-                raise UsageError(f"A jax.shard_map of the model or its loss names the axis {self.axes.slices!r} of the "
-                                 "slices, between which nothing is sent: let it name axes of one slice.") from error
             raise
         self._last = state.step, number + 1
         return state, metrics

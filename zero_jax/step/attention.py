@@ -79,6 +79,10 @@ class Attention:
     axes: MeshAxes
     kernel: Kernel | None = None
 
+    def of_slices(self) -> "Attention":
+        """That of a model which `make_diloco_step` trains: each slice attends within its own batch."""
+        return dataclasses.replace(self, axes=self.axes.of_slices())
+
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True,
                  segment_ids: SegmentIds | None = None, bias: jax.Array | None = None, scale: float | None = None
                  ) -> jax.Array:

@@ -35,6 +35,7 @@ from zero_jax.jaxpr.equations import (
     ClosedJaxpr,
     JaxprEqn,
     Var,
+    all_eqns,
     bind_eqn,
     closed_jaxpr,
     inner_jaxprs,
@@ -486,7 +487,14 @@ class LocalView:
         return self._values(eqn, results, outs)
 
     def _mapped(self, eqn: JaxprEqn, operands: Sequence[_Value]) -> list[_Value]:
-        """A `jax.shard_map` of the model's or of an attention kernel's: this is one already."""
+        """A `jax.shard_map` of the model's or of an attention kernel's: this is one already.
+
+        Raises UsageError for one over slices that train by themselves: it would compute with examples of others.
+        """
+        if self.axes.slices and _names(eqn, self.axes.slices):
+            raise UsageError(f"A jax.shard_map of the model or its loss names the axis {self.axes.slices!r} of the "
+                             "slices, between which nothing is sent: let it name axes of one slice, as "
+                             "attention(mesh).of_slices() does.")
         wants = [spread_of(spec, len(operand.shape), self.axes)
                  for spec, operand in zip(in_specs(eqn), operands, strict=True)]
         args = [self.to(operand, want) for operand, want in zip(operands, wants, strict=True)]
@@ -539,6 +547,14 @@ def _settled(step: Callable[[list[Spread]], Sequence[Spread]], carry: list[Sprea
         if after == carry:
             return carry
         carry = after
+
+
+def _names(eqn: JaxprEqn, axis: str) -> bool:
+    """Whether a `jax.shard_map` splits over `axis` or sends along it."""
+    specs = [name for spec in (*in_specs(eqn), *eqn.params["out_specs"]) for name in names_of(spec)]
+    sent = [each.params.get(name) for each in all_eqns(call_jaxpr(eqn).jaxpr) for name in ("axes", "axis_name")]
+    return axis in specs or any(axis in each if isinstance(each, (tuple, list, frozenset)) else axis == each
+                                for each in sent)
 
 
 def _run_manual(closed: ClosedJaxpr, *args: Any) -> list[Any]:
