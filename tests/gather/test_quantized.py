@@ -226,8 +226,8 @@ def test_a_policy_that_is_none_is_refused(arguments, message):
 def test_a_pair_of_one_format_is_that_format():
     """On a mesh of one hop nothing is said of nodes."""
     assert Communication(gradients=("int8", "int8")) == Communication(gradients="int8")
-    assert "nodes" not in str(Communication(gradients=("int8", "int8")))
-    assert str(Communication(gradients=("int8", "fp4")).codes).startswith("gradients int8 inside, fp4 across nodes")
+    assert "nodes" not in Communication(gradients=("int8", "int8")).text
+    assert Communication(gradients=("int8", "fp4")).text.startswith("gradients int8 inside, fp4 across nodes")
 
 
 @pytest.mark.parametrize(("stage", "data", "communication", "options", "message"), [

@@ -129,7 +129,7 @@ def test_a_reduction_is_what_numpy_makes_of_it(kind, monkeypatch):
     data, replica, gradients, spec, hpz = REDUCTIONS[kind]
     mesh = zero_jax.make_mesh(data if len(data) > 1 else data[0], replica=replica)
     axes, every = MeshAxes.of(mesh), tuple(mesh.axis_names)
-    hops = Communication(gradients=gradients, block=16).codes.hops(axes, hpz)
+    hops = Communication(gradients=gradients, block=16).hops(axes, hpz)
     parts = np.random.default_rng(1).normal(size=(*mesh.devices.shape, 24, 120)).astype(np.float32)
     run = jax.jit(jax.shard_map(
         lambda own: reduce_quantized(own.reshape(24, 120), axes, spec, hops), mesh=mesh, in_specs=P(*every),

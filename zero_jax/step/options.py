@@ -29,7 +29,7 @@ from zero_jax.xla.platform import is_gpu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Communication:
+class Communication(Codes):
     """When a step gathers and reduces, between which devices, in which codes, and what it computes meanwhile.
 
     Attributes:
@@ -73,28 +73,19 @@ class Communication:
     gather: str = "use"
     reduce: str = "every"
     hpz_axes: str | Sequence[str] = ()
-    weights: str | None = None
-    gradients: str | tuple[str, str] | None = None
-    block: int = 256
-    exclude: Pattern | Sequence[Pattern] = ()
     overlap: Overlap = "auto"
     prefetch: bool = False
     combine_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         Accumulation(1, self.reduce, self.gather)  # raises
         object.__setattr__(self, "hpz_axes", texts("hpz_axes", self.hpz_axes, "(\"data_1\",)"))
-        if (self.weights, self.gradients, self.block, self.exclude) != (None, None, 256, ()):
-            codes = Codes(self.weights, self.gradients, self.block, self.exclude)  # raises
-            for name, value in vars(codes).items():
-                object.__setattr__(self, name, value)
 
     @property
     def codes(self) -> Codes | None:
         """What is sent as codes; None: nothing."""
-        if self.weights is None and self.gradients is None:
-            return None
-        return Codes(self.weights, self.gradients, self.block, self.exclude)
+        return None if self.weights is None and self.gradients is None else self
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ class QuantizedLeaves:
             return
         rest = sum(self.sizes[name] for name in self.reasons)
         share = rest / max(1, sum(self.sizes.values()))
-        yield f"communication: {self.policy}; {1 - share:.3%} of the parameters"
+        yield f"communication: {self.policy.text}; {1 - share:.3%} of the parameters"
         yield "sent as they are: " + (", ".join(f"{name} ({why})" for name, why in self.reasons.items()) or "none")
 
 

@@ -19,9 +19,9 @@ Hop = tuple[AxisNames, BlockFormat]
 """Mesh axes over which gradients are reduced together, and the format in which they are sent."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Codes:
-    """Which codes weights and gradients are sent as: the fields of `zero_jax.Communication` of the same names."""
+    """Which codes weights and gradients are sent as: the part of `zero_jax.Communication` that layouts read."""
 
     weights: str | None = None
     gradients: str | tuple[str, str] | None = None
@@ -40,7 +40,7 @@ class Codes:
                 only = " of weights" if isinstance(value, str) and value in GRADIENT_NAMES else ""
                 raise UsageError(f"Communication({name}={shown(value)}) is no format{only}: give {_listed(known)}, or "
                                  "None.")
-        if self.weights is None and given is None:
+        if self.weights is None and given is None and (self.block != 256 or self.exclude):
             raise UsageError("Communication(block=, exclude=) quantise nothing: give weights=\"int8\" or "
                              "gradients=\"int8\" beside them, say, or leave them out.")
         block = whole("Communication: block", self.block, BLOCK_STEP)
@@ -50,7 +50,9 @@ class Codes:
         object.__setattr__(self, "exclude", patterns("Communication: exclude", self.exclude, "(\"embed\",)"))
         object.__setattr__(self, "gradients", next(iter(formats)) if len(set(formats)) == 1 else formats or None)
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """What is sent in which format."""
         gradients = self.gradients if not isinstance(self.gradients, tuple) else " inside, ".join(
             self.gradients) + " across nodes"
         parts = [f"{what} {how}" for what, how in (("weights", self.weights), ("gradients", gradients)) if how]
