@@ -101,7 +101,7 @@ class Pending:
 def test_data_are_waited_for_only_when_the_devices_are_done(tmp_path, loss, low, high):
     metrics = {"loss": loss, "grad_norm": 1.0, "stopped": 0.0, "bad": 0.0}
     log = MetricsLog(tmp_path / "train.jsonl")
-    config = TrainConfig(steps=6, eval_every=6)
+    config = TrainConfig(steps=6, eval_every=6, seq_len=128)
     with ProgressReporter(Console(quiet=True), total=6) as progress, Watchdog(None) as watchdog:
         objective = Causal(config, find_model(config.model))
         Loop(config, objective, lambda state, batch: (state, metrics), lambda state, batch: {}, Slow(), Slow(), log,

@@ -44,8 +44,10 @@ def test_the_same_flags_mean_the_same(flags, tmp_path):
 
 def test_accelerators_that_are_here_count_as_targets(tmp_path, monkeypatch):
     """Controls: simulated devices keep what they can compute in seconds; what is given is kept on both."""
-    simulated = TrainConfig(model="gpt2:124m", steps=1, out=tmp_path)
-    assert (simulated.precision, simulated.seq_len) == ("fp32", SIMULATED_LENGTH)
+    for name, length in (("gpt2:124m", SIMULATED_LENGTH), ("gpt2:tiny", 64)):
+        simulated = TrainConfig(model=name, steps=1, out=tmp_path)
+        simulated.check()
+        assert (simulated.precision, simulated.seq_len) == ("fp32", length)
     monkeypatch.setattr("zero_jax.cli.train_config.simulates", lambda: False)
     live = TrainConfig(model="gpt2:124m", steps=1, out=tmp_path)
     live.check()

@@ -46,11 +46,8 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
 
     def __post_init__(self) -> None:
         check_path("out", self.out)
-        simulated = self.target is None and simulates()
-        self.settle_precision(simulated)
+        self.settle_precision(self.is_simulated)
         self.settle_documents()
-        if self.seq_len is None and simulated:
-            object.__setattr__(self, "seq_len", SIMULATED_LENGTH)
         settle(self)
         check_placement(self)
         self.check_quantized()
@@ -76,6 +73,11 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
             object.__setattr__(self, "tokenizer", Path(self.model))  # ids of another would mean other texts to it
         if self.devices is not None:
             self.check_devices(self.devices)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the devices are simulated, and none of a target."""
+        return self.target is None and simulates()
 
     def check(self) -> "ModelChoice":
         """The model; raises ValueError for what is wrong and can be known before any device is used.
@@ -106,7 +108,7 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
         elif self.devices is None and simulates() and not (self.distributed or COORDINATOR in os.environ):
             self.check_devices(SIMULATED_DEVICES)
         choice = self.find_model()
-        self.settle_length(choice)
+        self.settle_length(choice, self.is_simulated)
         if self.seq_len is None:  # which texts without a longest, and images, take as they always did
             object.__setattr__(self, "seq_len", SIMULATED_LENGTH)
         self._check_context()

@@ -79,10 +79,10 @@ class StepOptions:
         if self.precision is None:
             object.__setattr__(self, "precision", "fp32" if simulated else "bf16")
 
-    def settle_length(self, choice: ModelChoice) -> None:
+    def settle_length(self, choice: ModelChoice, simulated: bool) -> None:
         """Puts in place of no length the model's longest, as far as that goes; none where it has none."""
         if self.seq_len is None and (longest := getattr(choice.config, "max_length", None)):
-            object.__setattr__(self, "seq_len", min(longest, MAX_DEFAULT_LENGTH))
+            object.__setattr__(self, "seq_len", min(longest, SIMULATED_LENGTH if simulated else MAX_DEFAULT_LENGTH))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -128,7 +128,7 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
             raise UsageError(f"{self.model} has no max_length in its config: give seq_len=....")
         if self.seq_len is not None and not hasattr(choice.config, "max_length") and choice.batch_shapes is not None:
             raise UsageError(f"seq_len={self.seq_len}: {self.model} takes no sequences: leave it out.")
-        self.settle_length(choice)
+        self.settle_length(choice, simulated=False)
         choice.check(seq_len=self.seq_len or 1, vocab_size=None)
         choice.tensor_rules(self.tensor)
         self.check_adapters(choice)
