@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 from support.targets import mesh_of
 
+from zero_jax.cli import step_from_config
 from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.planning.plan_config import PlanConfig
-from zero_jax.cli.step_from_config import attention_text, with_attention
+from zero_jax.cli.step_from_config import attention_text, step_of, with_attention
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.errors import UsageError
 
@@ -44,3 +45,14 @@ def test_a_model_without_the_option_is_left_as_it_is():
     choice = find_model("resnet:resnet50")
     assert with_attention(choice, mesh_of("cpu"), "auto") == choice
     assert not hasattr(dataclasses.replace(choice).config, "attention")
+
+
+def test_slices_that_train_by_themselves_attend_within_themselves(tmp_path, monkeypatch):
+    """What a run's model is built with. Control: together the devices split the batch over the slices, too."""
+    seen = []
+    monkeypatch.setattr(step_from_config, "make_zero_train_step", lambda model, *_, **__: seen.append(model))
+    for options in ({"diloco_every": 4}, {}):
+        config = TrainConfig(batch_size=16, steps=8, replica=2, out=tmp_path, target="v5e:2x4", dry_run=True, **TINY,
+                             **options)
+        step_of(config, find_model("gpt2:tiny"), list(mesh_of("v5e:2x4").devices.flat))
+    assert ["replica" in model.config.attention.axes.batch for model in seen] == [False, True]

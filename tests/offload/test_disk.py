@@ -273,14 +273,16 @@ def test_other_optimizers_and_scales_have_their_numbers(tmp_path, stage, options
 WITHOUT_FMA = """
 import flax.nnx as nnx, jax, numpy as np, optax, zero_jax
 from support.offloaded import BATCH, differing, made, run, unstacked
-cases = [(3, {"optimizer": optax.adamw(1e-2), "ema": 0.9}), (0, {"precision": "bf16"}),
+cases = [(3, {"optimizer": optax.adamw(1e-2), "ema": 0.9}), (0, {"precision": "bf16", "optimizer": optax.adam(1e-2)}),
          (2, {"precision": "bf16", "optimizer": optax.adamw(1e-2), "guard": zero_jax.Guard(skip=2)}),
          (3, {"precision": "bf16-stochastic", "model": unstacked}), (2, {"optimizer": optax.lion(1e-3)})]
 for number, (stage, options) in enumerate(cases):
     memory, step = made(stage, None, **options), made(stage, f"{FOLDER}/{number}", **options)
     wanted, numbers = run(memory, memory.init(jax.random.key(0), BATCH), 3)
     state, same = run(step, step.init(jax.random.key(0), BATCH), 3)
-    assert numbers == same and differing(wanted, step.in_memory(state)[0]) == [], (number, numbers, same)
+    assert differing(wanted, step.in_memory(state)[0]) == [], number
+    for (loss, norm), (loss_same, norm_same) in zip(numbers, same):  # a sum of squares is in another order at stage 0
+        assert loss == loss_same and (norm == norm_same or stage == 0 and abs(norm / norm_same - 1) < 1e-6), number
     if "ema" in options:
         left = memory.evaluator(ema=True)(wanted, BATCH)
         assert left == step.evaluator(ema=True)(state, BATCH) != step.evaluator()(state, BATCH)

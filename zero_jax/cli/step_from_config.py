@@ -61,9 +61,7 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device],
     make = functools.partial(optimizer_of, config, mesh, weight_decay=config.weight_decay)
     injected = optax.inject_hyperparams(lambda learning_rate: make(learning_rate=learning_rate))(learning_rate=schedule)
     optimizer = optax.chain(optax.clip_by_global_norm(config.grad_clip_norm), injected)
-    choice = with_attention(choice, mesh, config.attention)
-    if config.diloco_every and isinstance(kernel := getattr(choice.config, "attention", None), Attention):
-        choice = choice.with_change("attention", kernel.of_slices())
+    choice = with_attention(choice, mesh, config.attention, slices=config.diloco_every is not None)
     return make_zero_train_step(
         config.adapted(choice.build(choice.config)), config.stage,
         loss=loss_of(config, choice, mesh, loss or choice.loss), optimizer=optimizer,
@@ -103,11 +101,15 @@ def loss_of(config: TrainConfig | PlanConfig, choice: ModelChoice, mesh: Mesh, l
     return chunked_next_token_loss(mesh, config.loss_chunks)
 
 
-def with_attention(choice: ModelChoice, mesh: Mesh, kernel: AttentionName) -> ModelChoice:
-    """`choice` with the attention kernel of the devices of `mesh`, where its config takes one; XLA's caps scores."""
+def with_attention(choice: ModelChoice, mesh: Mesh, kernel: AttentionName, *, slices: bool = False) -> ModelChoice:
+    """`choice` with the attention kernel of the devices of `mesh`, where its config takes one; XLA's caps scores.
+
+    slices: along `replica` they train by themselves.
+    """
     if not hasattr(choice.config, "attention") or getattr(choice.config, "attention_softcap", None) is not None:
         return choice
-    return choice.with_change("attention", attention(mesh, kernel=None if kernel == "auto" else kernel))
+    built = attention(mesh, kernel=None if kernel == "auto" else kernel)
+    return choice.with_change("attention", built.of_slices() if slices else built)
 
 
 def abstract_batch(choice: ModelChoice, rows: int, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:
