@@ -130,6 +130,7 @@ def test_the_files_are_those_of_any_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's other reads of that leaf
 def test_a_leaf_in_the_place_of_another_is_found(tmp_path, monkeypatch):
     """The control of the digests: written in the place of another, or read so, no checkpoint is taken."""
     def other(name):

@@ -1,4 +1,7 @@
-"""The functions of a step that JAX traces, from the state to the gradient and the next state, and their layout."""
+"""The functions of a step that JAX traces, from the state to the gradient and the next state, and their layout.
+
+That is found first, from the shapes of a batch; what is traced then knows it.
+"""
 
 import dataclasses
 import functools
@@ -119,14 +122,14 @@ class StepFunctions:
         """The state before the first step; given: the values that the model object has."""
         model_rng, step_rng = jax.random.split(rng)
         params, variables = self._model_init(model_rng, batch, given)
-        layout = self.layout(batch)
         return as_placed(initial_state(
             *split_trainable(params, self.options.frozen), variables, rng=step_rng, optimizer=self.optimizer,
-            layout=layout, guard=self.guard), layout)
+            layout=self.layout(), guard=self.guard), self.layout())
 
     def step(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
         """The next state, and metrics."""
-        check_state(state, self.layout(batch))
+        check_state(state, self.layout())
+        self.batches.check(batch)
         check_same_batch(batch, self.first_batch)
         key = self.key(state)
         weights = state.params if state.weights is None else state.weights
@@ -146,7 +149,7 @@ class StepFunctions:
 
     def constrained_step(self, state: ZeroState, batch: Batch) -> tuple[ZeroState, Metrics]:
         """A step inside a larger program, in which nothing else says how the state is sharded."""
-        shardings = self.layout(batch).shardings
+        shardings = self.layout().shardings
         batch = jax.tree.map(constrain, batch, self.batches.shardings(batch))
         state, metrics = self.step(jax.tree.map(constrain, state, shardings), batch)
         return jax.tree.map(constrain, state, shardings), metrics
@@ -154,7 +157,7 @@ class StepFunctions:
     def gradients(self, state: ZeroState, batch: Batch, params: Params | None, loss: Loss
                   ) -> tuple[Gradients, Metrics, Variables]:
         """Reduced gradients without loss scale, metrics and new variables; params: in place of the state's."""
-        layout = self.layout(batch)
+        layout = self.layout()
         check_state(state, layout)
         weights = state.params if state.weights is None else state.weights
         if params is not None:
@@ -183,7 +186,8 @@ class StepFunctions:
 
         host_gradients: False: all of them are in device memory, whatever the layout says.
         """
-        options, layout, batch = self.options, self.layout(batch), self._cast(batch)
+        batch = self._cast(batch)
+        options, layout = self.options, self.layout()
         num_microbatches = options.accumulation.microbatches
         scale = state.guard.scale if self.guard.loss_scale else None
         activations = options.activations(self.axes, self.batches.size(batch) // num_microbatches)

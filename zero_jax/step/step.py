@@ -244,6 +244,7 @@ class ZeroTrainStep(AnyStep):
         check_is_state(state)
         if is_traced(state, batch):
             self.batches.check(batch, self.accumulation.microbatches)
+            self.layout(batch)
             return self.functions.constrained_step(state, batch)
         check_values(batch, self.loss, self.batches)
         return self._run(self._jitted or self._jit(batch), state, batch)
