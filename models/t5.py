@@ -97,17 +97,11 @@ def relative_buckets(config: Config, num_queries: int, num_keys: int, *, causal:
     return (first + np.where(distance < exact, distance, np.minimum(far, buckets - 1))).astype(np.int32)
 
 
-def relative_bias(table_RxH: jax.Array, config: Config, x_BxSxD: jax.Array, *, causal: bool) -> jax.Array:
-    """What relative positions add to the scores of all layers of a stack, (B, H, S, S).
-
-    Each example has a copy, so that its gradient is summed into buckets where the example is: what devices then reduce
-    is (R, H), and not (H, S, S), which has 8,000 times as many elements in texts of 512 tokens.
-    """
-    batch, length, _ = x_BxSxD.shape
+def relative_bias(table_RxH: jax.Array, config: Config, length: int, *, causal: bool) -> jax.Array:
+    """What relative positions add to the scores of all layers of a stack and of all examples, (1, H, S, S)."""
     distance_SxS = jnp.arange(length)[None] - jnp.arange(length)[:, None] + length - 1
     bucket_SxS = jnp.asarray(relative_buckets(config, length, length, causal=causal))[distance_SxS]
-    table_BxRxH = jnp.broadcast_to(table_RxH[None], (batch, *table_RxH.shape))
-    return jnp.moveaxis(table_BxRxH[:, bucket_SxS], -1, 1)
+    return jnp.moveaxis(table_RxH[bucket_SxS], -1, 0)[None]
 
 
 class Attention(nn.Module):
@@ -118,14 +112,14 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxSxD: jax.Array, y_BxTxD: jax.Array, segment_ids: tuple[jax.Array, jax.Array] | None,
-                 bias_BxHxSxT: jax.Array | None = None) -> jax.Array:
+                 bias_1xHxSxT: jax.Array | None = None) -> jax.Array:
         """What is added to the residual stream."""
         c = self.config
         size = c.num_heads * c.head_dim
         q = _dense(c, size, _init(c.width * c.head_dim), "q")(x_BxSxD)
         k, v = (_dense(c, size, _init(c.width), name)(y_BxTxD) for name in "kv")
         q, k, v = (split_heads(each, c.num_heads) for each in (q, k, v))
-        out = attention(q, k, v, causal=self.causal, segment_ids=segment_ids, bias=bias_BxHxSxT, scale=1.0,
+        out = attention(q, k, v, causal=self.causal, segment_ids=segment_ids, bias=bias_1xHxSxT, scale=1.0,
                         implementation=c.attention)
         return _dense(c, c.width, _init(size), "proj")(out)
 
@@ -155,14 +149,14 @@ class Block(nn.Module):
     deterministic: bool
 
     @nn.compact
-    def __call__(self, x_BxSxD: jax.Array, bias_BxHxSxS: jax.Array, segment_ids_BxS: jax.Array | None,
+    def __call__(self, x_BxSxD: jax.Array, bias_1xHxSxS: jax.Array, segment_ids_BxS: jax.Array | None,
                  memory_BxTxD: jax.Array | None, memory_ids_BxT: jax.Array | None) -> tuple[jax.Array, None]:
         """The residual stream after this layer."""
         c = self.config
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         own_ids = None if segment_ids_BxS is None else (segment_ids_BxS, segment_ids_BxS)
         y_BxSxD = _norm(c, "ln_1")(x_BxSxD)
-        x_BxSxD += dropout(Attention(c, self.is_decoder, name="attn")(y_BxSxD, y_BxSxD, own_ids, bias_BxHxSxS))
+        x_BxSxD += dropout(Attention(c, self.is_decoder, name="attn")(y_BxSxD, y_BxSxD, own_ids, bias_1xHxSxS))
         if self.is_decoder:
             assert memory_BxTxD is not None
             ids = None if segment_ids_BxS is None or memory_ids_BxT is None else (segment_ids_BxS, memory_ids_BxT)
@@ -185,7 +179,7 @@ class Stack(nn.Module):
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         x_BxSxD = dropout(x_BxSxD)
         table = nn.Embed(c.buckets, c.num_heads, dtype=c.dtype, embedding_init=_init(c.width), name="relative_bias")
-        bias = relative_bias(table.embedding.astype(x_BxSxD.dtype), c, x_BxSxD, causal=self.is_decoder)
+        bias = relative_bias(table.embedding.astype(x_BxSxD.dtype), c, x_BxSxD.shape[1], causal=self.is_decoder)
         others = (bias, segment_ids_BxS, memory_BxTxD, memory_ids_BxT)
         block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat else Block
         if c.scan_layers:

@@ -309,7 +309,7 @@ class LocalView:
         if name == "while":
             return self._looped(eqn, operands)
         plan = plan_of(eqn, ins, self.ways)
-        if plan.repeats and name != "slice":  # that computes nothing: the padding of a parameter, say
+        if plan.repeats and name not in ("slice", "dynamic_update_slice"):  # that compute nothing
             self._note(eqn, plan.repeats)
         return self._bound(eqn, plan, operands)
 
