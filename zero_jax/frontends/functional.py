@@ -1,6 +1,5 @@
 """Functions of parameters: `loss(params, batch)` of any pytree of arrays (plain JAX, Equinox, Haiku)."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,9 +8,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from zero_jax.errors import UsageError
-from zero_jax.frontends.composition import Composed, Composition
-from zero_jax.frontends.param_flow import GatherCache
-from zero_jax.frontends.trace_access import gathered_up_front, trace_reads
+from zero_jax.frontends.composition import Composition
+from zero_jax.frontends.param_flow import ComposedUse, GatherCache
+from zero_jax.frontends.trace_access import held, trace_reads
 from zero_jax.jaxpr.at_use import AtUse, open_at_use
 from zero_jax.jaxpr.equations import trace_with_shape
 from zero_jax.sharding.param_access import ParamAccess
@@ -47,23 +46,6 @@ def of_variables(loss: Any, takes_key: bool) -> Callable[..., Any]:
         return changed(loss(*model, batch, rng=rng))
 
     return keyed if takes_key else plain
-
-
-@dataclasses.dataclass(frozen=True)
-class _Parts:
-    """The uses of the stored leaves of a parameter that is computed from them; None for one that is read as it is."""
-
-    uses: tuple[Any, ...]
-    composed: Composed
-
-    def drop_dim(self, index: int) -> "_Parts":
-        """As `ParamUse.drop_dim`."""
-        return dataclasses.replace(self, uses=tuple(use and use.drop_dim(index) for use in self.uses))
-
-    def read(self, cache: GatherCache, values: Any) -> jax.Array:
-        """The parameter."""
-        return self.composed.build(*[value if use is None else cache(use, value)
-                                     for use, value in zip(self.uses, values, strict=True)])
 
 
 class Functional:
@@ -171,18 +153,14 @@ class Functional:
 
         def part(name: str) -> tuple[Any, Any]:
             """(use, value) of a stored leaf; no use where it is gathered up front, or read as it is."""
-            use, read = by_name.get(name), reads.get(name)
-            if use is None:
-                return None, values[name]
-            value = use.encoded(values[name], read.stacked if read else ())
-            return (None, cache(use, value)) if gathered_up_front(read, use) else (use, value)
+            return held(by_name.get(name), values[name], reads.get(name), cache)
 
         def argument(name: str) -> Any:
             if name not in composed:
                 use, value = part(name)
                 return value if use is None else AtUse(use, value, cache)
             parts, args = zip(*map(part, composed[name].part_names), strict=True)
-            return AtUse(_Parts(parts, composed[name]), args, lambda use, values: use.read(cache, values))
+            return AtUse(ComposedUse(parts, composed[name].build), args, cache)
 
         def as_read(name: str) -> jax.ShapeDtypeStruct:
             """A stored leaf as the loss reads it."""

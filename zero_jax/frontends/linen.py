@@ -15,15 +15,39 @@ from flax.core import meta, unfreeze
 from zero_jax.errors import UsageError
 from zero_jax.frontends.axis_names import BoundAxes
 from zero_jax.frontends.composition import Composed, Composition, group_parts
-from zero_jax.frontends.param_flow import GatherCache
-from zero_jax.frontends.trace_access import gathered_up_front, smallest_plain, trace_reads
+from zero_jax.frontends.param_flow import ComposedUse, GatherCache
+from zero_jax.frontends.trace_access import held, smallest_plain, trace_reads
 from zero_jax.jaxpr.equations import current_trace
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.tree import check_are_dicts, map_named, named_leaves, path_name
 
 
-class _Box(meta.AxisMetadata[Any]):
-    """What stands for a parameter where a module meets the box itself, as in `self.variables["params"]`."""
+@struct.dataclass
+class Stored(meta.AxisMetadata[Any]):
+    """A parameter in its storage layout; `self.param` unboxes it, in the bodies of lifted loops too.
+
+    Where a module meets the box itself, as in `self.variables["params"]`, it stands for the parameter.
+    """
+
+    value: Any
+    use: Any = struct.field(pytree_node=False)
+    cache: GatherCache = struct.field(pytree_node=False)
+
+    def unbox(self) -> Any:
+        """The parameter as the module reads it."""
+        return self.cache(self.use, self.value)
+
+    def replace_boxed(self, val: Any) -> "Stored":
+        """The same box around another value."""
+        return dataclasses.replace(self, value=val)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "Stored":
+        """The box on the way out of a lifted loop."""
+        return dataclasses.replace(self, use=self.use.add_dim(index))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Stored":
+        """The box on the way into a lifted loop over dim `index`."""
+        return dataclasses.replace(self, use=self.use.drop_dim(index))
 
     def __jax_array__(self) -> jax.Array:
         """The parameter."""
@@ -36,63 +60,8 @@ class _Box(meta.AxisMetadata[Any]):
         return getattr(self.unbox(), name)
 
 
-@struct.dataclass
-class Stored(_Box):
-    """A parameter in its storage layout; `self.param` unboxes it, in the bodies of lifted loops too.
-
-    use: None where it is read as it is stored.
-    """
-
-    value: Any
-    use: Any = struct.field(pytree_node=False)
-    cache: GatherCache = struct.field(pytree_node=False)
-
-    def unbox(self) -> Any:
-        """The parameter as the module reads it."""
-        return self.value if self.use is None else self.cache(self.use, self.value)
-
-    def replace_boxed(self, val: Any) -> "Stored":
-        """The same box around another value."""
-        return dataclasses.replace(self, value=val)
-
-    def add_axis(self, index: int, params: dict[Any, Any]) -> "Stored":
-        """The box on the way out of a lifted loop."""
-        return self if self.use is None else dataclasses.replace(self, use=self.use.add_dim(index))
-
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Stored":
-        """The box on the way into a lifted loop over dim `index`."""
-        return self if self.use is None else dataclasses.replace(self, use=self.use.drop_dim(index))
-
-
-@struct.dataclass
-class StoredParts(_Box):
-    """A parameter that is computed where it is read, from the boxes or arrays `value`."""
-
-    value: Any
-    build: Any = struct.field(pytree_node=False)
-
-    def unbox(self) -> Any:
-        """The parameter as the module reads it."""
-        return self.build(*[part.unbox() if isinstance(part, Stored) else part for part in self.value])
-
-    def replace_boxed(self, val: Any) -> "StoredParts":
-        """The same box around other parts."""
-        return dataclasses.replace(self, value=val)
-
-    def add_axis(self, index: int, params: dict[Any, Any]) -> "StoredParts":
-        """The box on the way out of a lifted loop."""
-        return self._of_each(lambda part: part.add_axis(index, params))
-
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> "StoredParts":
-        """The box on the way into a lifted loop over dim `index`."""
-        return self._of_each(lambda part: part.remove_axis(index, params))
-
-    def _of_each(self, edit: Callable[[Stored], Stored]) -> "StoredParts":
-        return self.replace_boxed(tuple(edit(part) if isinstance(part, Stored) else part for part in self.value))
-
-
 def _of_parameter(name: str) -> Callable[..., Any]:
-    def method(self: _Box, *args: Any) -> Any:
+    def method(self: Stored, *args: Any) -> Any:
         return getattr(self.unbox(), name)(*args)
 
     return method
@@ -100,7 +69,7 @@ def _of_parameter(name: str) -> Callable[..., Any]:
 
 _BINARY = ("add", "sub", "mul", "truediv", "matmul", "pow")
 for _name in ("getitem", "neg", "len", "iter", *_BINARY, *(f"r{name}" for name in _BINARY)):
-    setattr(_Box, f"__{_name}__", _of_parameter(f"__{_name}__"))
+    setattr(Stored, f"__{_name}__", _of_parameter(f"__{_name}__"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,24 +249,18 @@ class Linen:
 
         None in place of a use, or of all of them, means as it is.
         """
-        reads = self._reads if reads is None else reads
-        return *self._run(fun, params, variables, rng, batch, uses, reads, composition), {}
-
-    def _run(self, fun: Callable[..., Any], params: Any, variables: Any, rng: Any, batch: Any, uses: Any,
-             reads: Mapping[str, ParamAccess], composition: Composition) -> tuple[Any, Any]:
-        cache = GatherCache()
+        reads, cache = self._reads if reads is None else reads, GatherCache()
 
         def box(name: str, value: Any, use: Any) -> Any:
-            if use is None:
-                return value
-            read = reads.get(name)
-            value = use.encoded(value, read.stacked if read else ())
-            return cache(use, value) if gathered_up_front(read, use) else Stored(value, use, cache)
+            use, value = held(use, value, reads.get(name), cache)
+            return value if use is None else Stored(value, use, cache)
 
         def compose(composed: Composed, parts: list[Any]) -> Any:
-            if any(name in reads and reads[name].on_entry for name in composed.part_names):
-                return composed.build(*[part.unbox() if isinstance(part, Stored) else part for part in parts])
-            return StoredParts(tuple(parts), composed.build)
+            uses, values = zip(*[(part.use, part.value) if isinstance(part, Stored) else (None, part)
+                                 for part in parts], strict=True)
+            boxed = Stored(values, ComposedUse(uses, composed.build), cache)
+            on_entry = any(name in reads and reads[name].on_entry for name in composed.part_names)
+            return boxed.unbox() if on_entry else boxed
 
         boxed = params if uses is None else map_named(box, params, uses)
         boxed = group_parts(boxed, composition, compose) if composition else boxed
@@ -307,7 +270,7 @@ class Linen:
             apply = nn.apply(fun, self._module, mutable=mutable)
             out, new = self._axes(lambda: apply({"params": boxed, **variables}, batch, rngs=keys))
         new = {name: meta.unbox(tree) for name, tree in unfreeze(new).items()}
-        return out, {name: new.get(name, variables[name]) for name in variables}
+        return out, {name: new.get(name, variables[name]) for name in variables}, {}
 
     def reads(self, fun: Callable[..., Any], params: Any, variables: Any,
               rng: Any, batch: Any, *, composition: Composition = ()) -> dict[str, ParamAccess]:
@@ -322,7 +285,7 @@ class Linen:
             reads = {name: ParamAccess(on_entry=True) for name in on_entry}
 
             def run(uses: Any, params: Any, variables: Any, rng: Any, batch: Any) -> Any:
-                out, new = self._run(fun, params, variables, rng, batch, uses, reads, composition)
+                out, new, _ = self.run(fun, params, variables, rng, batch, uses, reads=reads, composition=composition)
                 grown.update(_grown(variables, new))
                 return (out, new), {}
 
@@ -353,7 +316,8 @@ class Linen:
         raise UsageError(f"The parameters of {type(self._module).__name__} cannot be read through boxes.")
 
     def _traced_plainly(self, fun: Callable[..., Any], composition: Composition, *args: Any) -> Any:
-        return jax.eval_shape(lambda p, v, r, b: self._run(fun, p, v, r, b, None, {}, composition), *args)
+        return jax.eval_shape(
+            lambda p, v, r, b: self.run(fun, p, v, r, b, None, reads={}, composition=composition), *args)
 
     def _keys(self, rng: jax.Array) -> dict[str, jax.Array]:
         return {name: jax.random.fold_in(rng, i) for i, name in enumerate(self._streams)}

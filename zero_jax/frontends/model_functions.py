@@ -93,9 +93,13 @@ def stored_values(model: ModelFunctions, given: Mapping[str, Any], rng: Any) -> 
     return model.stored_values(given, rng) if isinstance(model, Lora) else given
 
 
+def _without_adapters(model: ModelFunctions) -> Any:
+    return model.base if isinstance(model, Lora) else model
+
+
 def named(model: ModelFunctions, given: Any, variables: Any) -> dict[str, Any]:
     """The values that a user gives, by the names that the state has for them; variables: of the state."""
-    base = model.base if isinstance(model, Lora) else model
+    base = _without_adapters(model)
     if isinstance(base, Functional) and (base is model or base.is_given(given)):
         return base.named(given)
     return named_values(given, variables)
@@ -108,24 +112,24 @@ def as_given(model: ModelFunctions, params: Any) -> Any:
 
 def check_has_values(model: ModelFunctions) -> None:
     """Raises UsageError for a function of parameters of which shapes alone are known."""
-    base = model.base if isinstance(model, Lora) else model
+    base = _without_adapters(model)
     if isinstance(base, Functional) and base.is_abstract:
         raise UsageError("init: this step was made of shapes alone: give values, as init(rng, batch, params=params).")
 
 
 def is_function(model: ModelFunctions) -> bool:
     """Whether it is a function of parameters, with adapters or without."""
-    return isinstance(model.base if isinstance(model, Lora) else model, Functional)
+    return isinstance(_without_adapters(model), Functional)
 
 
 def is_nnx(model: ModelFunctions) -> bool:
     """Whether it is an NNX module, with adapters or without."""
-    return isinstance(model.base if isinstance(model, Lora) else model, Nnx)
+    return isinstance(_without_adapters(model), Nnx)
 
 
 def reseeded(model: ModelFunctions, variables: Any, rng: Any) -> Any:
     """`variables` with the random streams that an NNX module owns derived from `rng`; traceable."""
-    base = model.base if isinstance(model, Lora) else model
+    base = _without_adapters(model)
     return base.with_streams(variables, rng) if isinstance(base, Nnx) else variables
 
 

@@ -17,16 +17,20 @@ from flax import nnx, traverse_util
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.frontends.axis_names import BoundAxes
-from zero_jax.frontends.composition import Composed, Composition
-from zero_jax.frontends.param_flow import GatherCache
-from zero_jax.frontends.trace_access import gathered_up_front, trace_reads
+from zero_jax.frontends.composition import Composition
+from zero_jax.frontends.param_flow import ComposedUse, GatherCache
+from zero_jax.frontends.trace_access import held, trace_reads
 from zero_jax.gather.gather import Encoded
 from zero_jax.sharding.param_access import ParamAccess
 
 
 @dataclasses.dataclass(frozen=True)
 class OnRead:
-    """A Variable hook. A loop's body sees a slice of a stacked variable: the leading dims are gone."""
+    """A Variable hook. A loop's body sees a slice of a stacked variable: the leading dims are gone.
+
+    use: of the variable's value; a `ComposedUse` of one that is the tuple of what it is computed from. ndim: of the
+    stored array, or of the first one of that tuple.
+    """
 
     use: Any
     ndim: int
@@ -34,31 +38,14 @@ class OnRead:
 
     def __call__(self, variable: Any, value: Any) -> Any:
         """`value`, read through the use that fits its rank; what Flax prints in its place is no array."""
-        array = value.stored if isinstance(value, Encoded) else value
+        first = value[0] if isinstance(self.use, ComposedUse) and isinstance(value, tuple) else value
+        array = first.stored if isinstance(first, Encoded) else first
         if not isinstance(array, (jax.Array, np.ndarray)):
             return value
         use = self.use
         for _ in range(self.ndim - jnp.ndim(array)):
             use = use.drop_dim(0)
         return self.cache(use, value)
-
-
-@dataclasses.dataclass(frozen=True)
-class OnComposedRead:
-    """The hook of a Variable whose value is the tuple of what it is computed from, where it is read.
-
-    reads: for each of these its own hook, or None where it is read as it is.
-    """
-
-    reads: tuple[OnRead | None, ...]
-    build: Callable[..., Any]
-
-    def __call__(self, variable: Any, value: Any) -> Any:
-        """The parameter; what Flax prints in its place is no tuple."""
-        if not isinstance(value, tuple):
-            return value
-        return self.build(*[part if read is None else read(variable, part)
-                            for read, part in zip(self.reads, value, strict=True)])
 
 
 @functools.lru_cache
@@ -123,14 +110,6 @@ def restore_bridged_classes(model: nnx.Module) -> None:
                     object.__setattr__(variable, "__class__", own)
 
 
-def readable(value: Any, use: Any, read: ParamAccess | None, cache: GatherCache) -> tuple[Any, OnRead | None]:
-    """What a model holds of the stored `value`, and the hook with which it reads it; None: as it is."""
-    if use is None:
-        return value, None
-    held = use.encoded(value, read.stacked if read else ())
-    return (cache(use, held), None) if gathered_up_front(read, use) else (held, OnRead(use, value.ndim, cache))
-
-
 class Nnx:
     """An NNX module as pure functions of `params` (a dict tree), `variables` (all that is no `nnx.Param`).
 
@@ -181,39 +160,36 @@ class Nnx:
             ) -> tuple[Any, Any, dict[str, Any]]:
         """(`fun(module, batch)`, new variables, overwritten parameters); each is read through its leaf of `uses`."""
         reads = self._reads if reads is None else reads
-        out, new, final = self._run(fun, params, variables, batch, uses, reads, composition, train=train)
+        out, new, final = self._axes(lambda: self._run(
+            fun, params, variables, batch, uses, reads, composition, train=train))
         return out, new, {name: final[name] for name, read in reads.items() if read.written and name in final}
 
     def with_streams(self, variables: Any, rng: jax.Array) -> Any:
         """`variables` with the key of every random stream derived from `rng`."""
-        return _values(_reseeded(_with_values(self._variables, _replaced, variables), rng))
+        return _values(_reseeded(_with_values(self._variables, variables), rng))
 
     def _run(self, fun: Callable[..., Any], params: Any, variables: Any, batch: Any, uses: Any,
              reads: Mapping[str, ParamAccess], composition: Composition, *, train: bool = True
              ) -> tuple[Any, Any, dict[str, Any]]:
-        return self._axes(lambda: self._run_bound(
-            fun, params, variables, batch, uses, reads, composition, train=train))
-
-    def _run_bound(self, fun: Callable[..., Any], params: Any, variables: Any, batch: Any, uses: Any,
-                   reads: Mapping[str, ParamAccess], composition: Composition, *, train: bool
-                   ) -> tuple[Any, Any, dict[str, Any]]:
         cache, composed = GatherCache(), {each.path: each for each in composition}
+        values, by_path = (dict[Any, Any](traverse_util.flatten_dict(tree or {})) for tree in (params, uses))
 
-        def stored(path: tuple[Any, ...], variable: Any, value: Any, use: Any) -> Any:
+        def stored(path: tuple[Any, ...], variable: Any) -> Any:
             if path in composed:
-                return _composed(composed[path], variable, params, uses, reads, cache)
+                parts = [held(by_path.get(part), values[part], reads.get(_name(part)), cache)
+                         for part in composed[path].part_paths]
+                part_uses, value = zip(*parts, strict=True)
+                first = values[composed[path].part_paths[0]]
+                use = ComposedUse(part_uses, composed[path].build)
+                return _hooked(variable, value, OnRead(use, first.ndim, cache))
             read = reads.get(_name(path))
-            value, on_read = readable(value, use, read, cache)
-            if on_read is None:
+            use, value = held(by_path.get(path), values[path], read, cache)
+            if use is None:
                 return variable.replace(value)
-            own = variable.get_metadata("on_get_value", ())
-            hooks = (on_read, *(own if isinstance(own, tuple) else (own,)))
-            hooked = variable.replace(value, on_get_value=hooks, **_true_sizes(use, read))
-            object.__setattr__(hooked, "__class__", reading_whole(type(hooked)))
-            return hooked
+            return _hooked(variable, value, OnRead(use, values[path].ndim, cache), **_true_sizes(use, read))
 
-        model = nnx.merge(self._graphdef, _with_values(self._params, stored, params, uses),
-                          _with_values(self._variables, _replaced, variables))
+        model = nnx.merge(self._graphdef, _mapped(self._params, stored),
+                          _with_values(self._variables, variables))
         restore_bridged_classes(model)
         if not train:
             model.eval()
@@ -242,8 +218,8 @@ class Nnx:
             reads = {name: ParamAccess(on_entry=True) for name in on_entry}
 
             def run(uses: Any, params: Any, variables: Any, batch: Any) -> Any:
-                out, new, final = self._run(fun, params, variables, batch, uses, reads,  # noqa: B023 (called at once)
-                                            composition)
+                out, new, final = self._axes(lambda: self._run(
+                    fun, params, variables, batch, uses, reads, composition))  # noqa: B023 (called at once)
                 return (out, new), final
 
             self._reads, more = trace_reads(run, (params, variables, batch), on_entry)
@@ -258,18 +234,10 @@ class Nnx:
                     "to start from. Give a constructed module, or a function of rngs that constructs one.")
 
 
-def _composed(composed: Composed, variable: Any, params: Any, uses: Any, reads: Mapping[str, ParamAccess],
-              cache: GatherCache) -> Any:
-    """`variable` with the stored leaves of one parameter as its value, and a hook that computes it from them."""
-    values, hooks = [], []
-    leaves = [dict[Any, Any](traverse_util.flatten_dict(tree or {})) for tree in (params, uses)]
-    for path in composed.part_paths:
-        value, on_read = readable(leaves[0][path], leaves[1].get(path), reads.get(_name(path)), cache)
-        values.append(value)
-        hooks.append(on_read)
-    hook = OnComposedRead(tuple(hooks), composed.build)
+def _hooked(variable: Any, value: Any, on_read: OnRead, **sizes: int) -> Any:
+    """`variable` with a value that it reads through `on_read`, then through the hooks of its own."""
     own = variable.get_metadata("on_get_value", ())
-    hooked = variable.replace(tuple(values), on_get_value=(hook, *(own if isinstance(own, tuple) else (own,))))
+    hooked = variable.replace(value, on_get_value=(on_read, *(own if isinstance(own, tuple) else (own,))), **sizes)
     object.__setattr__(hooked, "__class__", reading_whole(type(hooked)))
     return hooked
 
@@ -355,15 +323,16 @@ def _values(state: Any) -> dict[str, Any]:
     return traverse_util.unflatten_dict({path: _value(variable) for path, variable in _flat(state)})
 
 
-def _replaced(path: tuple[Any, ...], variable: Any, value: Any) -> Any:
-    return variable.replace(value) if isinstance(variable, nnx.Variable) else value
+def _mapped(state: Any, fun: Callable[..., Any]) -> Any:
+    """`state` with `fun(path, variable)` for each variable."""
+    return nnx.from_flat_state([(path, fun(path, variable)) for path, variable in _flat(state)])
 
 
-def _with_values(state: Any, put: Callable[..., Any], *trees: Any) -> Any:
-    """`state` with `put(path, variable, *leaves)` for each variable; leaves are from dict trees (None: no tree)."""
-    flat = [{} if tree is None else traverse_util.flatten_dict(tree) for tree in trees]
-    return nnx.from_flat_state(
-        [(path, put(path, variable, *(leaves.get(path) for leaves in flat))) for path, variable in _flat(state)])
+def _with_values(state: Any, tree: Any) -> Any:
+    """`state` with the values of a dict tree."""
+    values = traverse_util.flatten_dict(tree)
+    return _mapped(state, lambda path, variable: variable.replace(values.get(path))
+                   if isinstance(variable, nnx.Variable) else values.get(path))
 
 
 def _reseeded(state: Any, rng: jax.Array) -> Any:

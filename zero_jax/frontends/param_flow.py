@@ -141,6 +141,25 @@ class _Walk:
                 if all(first == other for other in others) else None for first, *others in zip(*fitting, strict=True)]
 
 
+@dataclasses.dataclass(frozen=True)
+class ComposedUse:
+    """How a model reads a parameter that is computed, by `build`, from a tuple of parts.
+
+    uses: that of each part; None: it is read as it is.
+    """
+
+    uses: tuple[Any, ...]
+    build: Callable[..., jax.Array]
+
+    def drop_dim(self, index: int) -> "ComposedUse":
+        """As `ParamUse.drop_dim`."""
+        return dataclasses.replace(self, uses=tuple(use and use.drop_dim(index) for use in self.uses))
+
+    def add_dim(self, index: int) -> "ComposedUse":
+        """As `ParamUse.add_dim`."""
+        return dataclasses.replace(self, uses=tuple(use and use.add_dim(index) for use in self.uses))
+
+
 class GatherCache:
     """Reads parameters through their uses, and caches what is read, by trace: no value may leave its trace."""
 
@@ -151,9 +170,12 @@ class GatherCache:
         """`value` as the model reads it, gathered and read at the first call with these two in this trace.
 
         Args:
-          use: a `gather.ParamUse`, or an `AccessRecorder`.
-          value: the stored array, or an `Encoded`, which is made anew wherever a loop hands it on.
+          use: a `gather.ParamUse`, an `AccessRecorder`, or a `ComposedUse` of such.
+          value: the stored array, or an `Encoded`, which is made anew wherever a loop hands it on; or a tuple of such.
         """
+        if isinstance(use, ComposedUse):
+            return use.build(*[part if each is None else self(each, part)
+                               for each, part in zip(use.uses, value, strict=True)])
         array = value.stored if isinstance(value, Encoded) else value
         trace = current_trace()
         entries = self._read.setdefault((id(array), use), [])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zero_jax.frontends.param_flow import mark_read, param_flow, read_name
+from zero_jax.frontends.param_flow import GatherCache, mark_read, param_flow, read_name
 from zero_jax.jaxpr.equations import Jaxpr, inner_jaxprs, is_literal, primitive_of, shape_of, trace_with_shape
 from zero_jax.jaxpr.primitives import CALLS, CONSTRAINT, CONVERT, DOT, NAME, REMAT, dot_dims, permutation
 from zero_jax.sharding.param_access import ParamAccess
@@ -72,28 +72,34 @@ def trace_reads(run: Callable[..., Any], args: tuple[Any, ...], on_entry: frozen
     recorded_run = functools.partial(run, jax.tree.unflatten(jax.tree.structure(params), recorders))
     closed, (_, final) = trace_with_shape(recorded_run, *args)
     flow = param_flow(closed.jaxpr, [name for name, _ in leaves], sorted(final))
-    reads, products = {}, product_uses(closed.jaxpr)
+    reads, products = {}, Uses()
+    _walk(closed.jaxpr, {}, products)
     for name, leaf in leaves:
         dims = {dims_read for reader, dims_read in seen if reader == name}
         always_read = set(range(leaf.ndim)).intersection(*dims)
         stacked = tuple(d for d in range(leaf.ndim) if d not in always_read)
         uses = products.get(name, [None])
         reads[name] = ParamAccess(
-            stacked=stacked, contracted=contracted_dims(uses, leaf.ndim, stacked),
-            products=num_products(uses, leaf.ndim - len(stacked)),
+            stacked=stacked, contracted=_contracted_dims(uses, leaf.ndim, stacked),
+            products=len(uses) * all(use is not None and use.ndim == leaf.ndim - len(stacked) for use in uses),
             checkpointed=any(use.checkpointed for use in uses if use is not None),
             count=sum(reader == name for reader, _ in seen), on_entry=name in on_entry,
             on_entry_if_padded=name in flow.summed | derived, written=name in flow.written, derived=name in derived)
     return reads, (flow.bypassed | unfit) - on_entry
 
 
-def gathered_up_front(read: ParamAccess | None, use: Any) -> bool:
-    """Whether a parameter read so is given to the model already gathered by `use`, and not where it reads it."""
-    if read is None or use is None:
-        return False
-    if read.on_entry or not read.on_entry_if_padded:
-        return read.on_entry
-    return not isinstance(use, AccessRecorder) and not use.stored_shape.is_identity
+def held(use: Any, value: Any, read: ParamAccess | None, cache: GatherCache) -> tuple[Any, Any]:
+    """(The use with which a model reads what it holds of the stored `value`, or None: as it is; what it holds).
+
+    What cannot be intercepted is gathered already.
+    """
+    if use is None:
+        return None, value
+    value, on_entry = use.encoded(value, read.stacked if read else ()), False
+    if read is not None:
+        on_entry = read.on_entry or read.on_entry_if_padded and not (
+            isinstance(use, AccessRecorder) or use.stored_shape.is_identity)
+    return (None, cache(use, value)) if on_entry else (use, value)
 
 
 def smallest_plain(works: Callable[[frozenset[str]], bool], names: list[str]) -> frozenset[str]:
@@ -126,14 +132,7 @@ Uses = dict[str, list[Product | None]]
 """By parameter its uses; None for what is no product."""
 
 
-def product_uses(jaxpr: Jaxpr) -> Uses:
-    """What `jaxpr` does with the parameters whose reads it marks (`mark_read`)."""
-    uses: Uses = {}
-    _walk(jaxpr, {}, uses)
-    return uses
-
-
-def contracted_dims(uses: Sequence[Product | None], ndim: int, stacked: tuple[int, ...]) -> tuple[int, ...] | None:
+def _contracted_dims(uses: Sequence[Product | None], ndim: int, stacked: tuple[int, ...]) -> tuple[int, ...] | None:
     """The dims of a parameter of `ndim` dims that all of its uses sum over; None where it has other uses.
 
     stacked: its dims that loops run over, which a use inside of them does not have.
@@ -149,14 +148,12 @@ def contracted_dims(uses: Sequence[Product | None], ndim: int, stacked: tuple[in
     return found.pop() if len(found) == 1 else None
 
 
-def num_products(uses: Sequence[Product | None], ndim: int) -> int:
-    """The number of `uses` if each is a product with an array of `ndim` dims; else 0."""
-    return len(uses) if all(use is not None and use.ndim == ndim for use in uses) else 0
-
-
 def _walk(jaxpr: Jaxpr, known: Mapping[Any, tuple[str, tuple[int, ...]]], uses: Uses, checkpointed: bool = False
           ) -> None:
-    """known: of variables that are parameters, the name, and for each dim that of the array as it was read."""
+    """Adds what `jaxpr` does with the parameters whose reads it marks (`mark_read`) to `uses`.
+
+    known: of variables that are parameters, the name, and for each dim that of the array as it was read.
+    """
     aliases = dict(known)
     for eqn in jaxpr.eqns:
         taken = [None if is_literal(atom) else aliases.get(atom) for atom in eqn.invars]
