@@ -3,14 +3,13 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.gather.quantized.leaves import QuantizedLeaves
-from zero_jax.layout.host_leaves import gradient_lines, host_lines, param_bytes_of
 from zero_jax.sharding.auto_axes import computing_on, on_auto_axes
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess, Tiles
@@ -141,13 +140,21 @@ class Layout:
     @property
     def host_weights(self) -> frozenset[str]:
         """Names of the trainable parameters whose array that the model reads is in host memory."""
-        field = "params" if self.state.weights is None else "weights"
-        return frozenset(name.partition("/")[2] for name in self.host if name.startswith(f"{field}/"))
+        return self._host_names(self._read_field)
 
     @property
     def host_params(self) -> frozenset[str]:
         """Names of all parameters that the model reads from host memory, frozen ones as well."""
-        return self.host_weights | {name.partition("/")[2] for name in self.host if name.startswith("frozen/")}
+        return self._host_names(self._read_field, "frozen")
+
+    @property
+    def _read_field(self) -> str:
+        """The field of the state that the model reads trainable parameters from."""
+        return "params" if self.state.weights is None else "weights"
+
+    def _host_names(self, *fields: str) -> frozenset[str]:
+        parts = [name.partition("/") for name in self.host]
+        return frozenset(name for field, _, name in parts if field in fields)
 
     @property
     def tiles(self) -> tuple[Tiles, ...]:
@@ -174,17 +181,18 @@ class Layout:
     @property
     def device_bytes(self) -> int:
         """Bytes of state in the memory of each device."""
-        return sum(placement.device_bytes for placement in self.placements() if placement.memory == "device")
+        return self._bytes_in("device")
 
     @property
     def host_bytes(self) -> int:
         """Bytes of state in host memory for each device."""
-        return sum(row.device_bytes for row in self.placements() if row.memory == "host")
+        return self._bytes_in("host")
 
     @property
     def host_param_bytes(self) -> int:
         """Those of them that the model reads, forward and once more backward."""
-        return param_bytes_of(self.placements(), self.host_params)
+        return sum(row.device_bytes for row in self.placements() if row.memory == "host"
+                   and row.name.partition("/")[0] in (self._read_field, "frozen"))
 
     @property
     def host_gradient_bytes(self) -> int:
@@ -194,7 +202,10 @@ class Layout:
     @property
     def disk_bytes(self) -> int:
         """Bytes of state in files for each device; a step reads and writes each of them once."""
-        return sum(placement.device_bytes for placement in self.placements() if placement.memory == "disk")
+        return self._bytes_in("disk")
+
+    def _bytes_in(self, memory: str) -> int:
+        return sum(row.device_bytes for row in self.placements() if row.memory == memory)
 
     def placements(self) -> list[Placement]:
         """Every leaf of the state, in tree order."""
@@ -238,21 +249,17 @@ class Layout:
                          + memory + (f" [{row.note}]" if row.note else ""))
         replicated = self.replicated()
         lines.append(
-            "replicated (could not be sharded): "
-            + (", ".join(f"{row.name} ({row.bytes:,} bytes)" for row in replicated) or "none"))
+            f"replicated (could not be sharded): {_listed(f'{row.name} ({row.bytes:,} bytes)' for row in replicated)}")
         shapes = dict(named_leaves(merge(self.stored_shapes.params, self.stored_shapes.frozen)))
         up_front = [name for name, access in self.reads.items()
                     if access.on_entry or access.on_entry_if_padded and not shapes[name].is_identity]
-        lines.append("gathered up front: " + (", ".join(up_front) or "none"))
-        lines.append("unused parameters: "
-                     + (", ".join(name for name, access in self.reads.items() if not access.count) or "none"))
+        lines.append(f"gathered up front: {_listed(up_front)}")
+        lines.append(f"unused parameters: {_listed(name for name, access in self.reads.items() if not access.count)}")
         if self.gather_note:
             lines.append(f"parameters are gathered {self.gather_note}")
         lines += tile_lines(self.reads, shapes, dict(named_leaves(self.uses)), self.not_tiled)
         if self.host:
-            tiled = self.axes.is_tpu
-            lines += host_lines(rows, self.host_params, self.reads, tiled=tiled) + gradient_lines(
-                self.host_gradients, self.reads, self.microbatches, tiled=tiled)
+            lines += self._host_lines(rows)
         if self.disk:
             lines.append(f"read from and written to disk by each step: {self.disk_bytes:,} bytes each way for each "
                          "device, and a copy of the parameters that are in memory is written; two generations")
@@ -262,6 +269,31 @@ class Layout:
             lines.append("leaves of the batch that are whole on every device: " + ", ".join(self.replicated_batch))
         lines += [] if self.quantized is None else self.quantized.describe()
         return "\n".join(lines)
+
+    def _host_lines(self, rows: Sequence[Placement]) -> list[str]:
+        """What the update, the model and backward move from and to host memory, and what is too small for it."""
+        vectors = ", or stacks of vectors, whose layers are parts of a TPU's tiles" * self.axes.is_tpu
+        read, written = update_bytes_of(rows)
+        lines = [f"read from and written to host memory by the update: {read:,} and {written:,} bytes for each device"]
+        if params := self.host_params:
+            by_layer = sorted(name for name in params if self.reads[name].stacked)
+            lines += [
+                f"parameters read from host memory by each microbatch: {self.host_param_bytes:,} bytes forward and "
+                f"as many backward for each device; layer by layer: {_listed(by_layer)}; whole: "
+                f"{_listed(sorted(params.difference(by_layer)))}",
+                f"parameters in device memory, since their shards are small{vectors}: "
+                f"{_listed(sorted(self.reads.keys() - params))}"]
+        if self.host_gradients:
+            size, count = self.host_gradient_bytes, self.microbatches
+            moved = f"{size:,} bytes for each device" if count == 1 else (
+                f"sums over microbatches, of which each of {count} reads and writes {size:,} bytes for each "
+                f"device, {count * size:,} each way in a step")
+            lines += [
+                f"gradients written to host memory by backward, layer by layer: {moved}, which the update reads, and "
+                f"once more where a global norm scales them: {_listed(sorted(self.host_gradients))}",
+                f"gradients in device memory, of no stacked layers or with small shards{vectors}: "
+                f"{_listed(sorted(self.reads.keys() - self.host_gradients.keys()))}"]
+        return lines
 
     def _note(self, name: str, leaf: jax.ShapeDtypeStruct, stored_shape: StoredShape) -> str:
         if not stored_shape.is_identity:
@@ -310,6 +342,17 @@ class Layout:
 
         with computing_on(self.mesh):
             return jax.tree.map(put, self.stored_shapes, self.state, on_auto_axes(state, self.mesh))
+
+
+def update_bytes_of(rows: Iterable[Placement]) -> tuple[int, int]:
+    """Bytes for each device that the update reads from host memory, and that it writes there."""
+    fields = [(row.name.partition("/")[0], row.device_bytes) for row in rows if row.memory == "host"]
+    read = sum(size for field, size in fields if field not in ("weights", "frozen"))
+    return read, sum(size for field, size in fields if field != "frozen")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
 
 
 @functools.lru_cache(maxsize=4096)

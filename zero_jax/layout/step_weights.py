@@ -61,13 +61,9 @@ def gather_step_weights(params: Params, frozen: Params, layout: Layout) -> tuple
     """What microbatches read of trainable and frozen parameters, which are as stored: the copies, if there are any."""
     if layout.step_weights is None:
         return params, frozen
-    copies, state, shapes = microbatch_layout(layout).state, layout.state, layout.stored_shapes
-
-    def shardings(tree: Pytree) -> Pytree:
-        return jax.tree.map(lambda leaf: leaf.sharding, tree)
-
-    return (gather_copy(params, shardings(state.params), copies.weights, shapes.params, layout),
-            gather_copy(frozen, shardings(state.frozen), copies.frozen, shapes.frozen, layout))
+    copies, shardings, shapes = microbatch_layout(layout).state, layout.shardings, layout.stored_shapes
+    return (gather_copy(params, shardings.params, copies.weights, shapes.params, layout),
+            gather_copy(frozen, shardings.frozen, copies.frozen, shapes.frozen, layout))
 
 
 def step_weights_bytes(layout: Layout) -> int:

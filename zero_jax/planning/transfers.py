@@ -16,7 +16,7 @@ import dataclasses
 import math
 
 from zero_jax.contract.host import HostBudget, HostUse, bytes_ahead, bytes_of
-from zero_jax.layout.host_leaves import update_bytes_of
+from zero_jax.layout.layout import update_bytes_of
 from zero_jax.offload.disk_leaves import DiskTraffic
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.xla.chip import Chip

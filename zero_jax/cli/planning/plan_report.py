@@ -21,8 +21,7 @@ from zero_jax.cli.reports.report import (
     size_text,
 )
 from zero_jax.contract.verify import Report
-from zero_jax.layout.host_leaves import update_bytes_of
-from zero_jax.layout.layout import Layout
+from zero_jax.layout.layout import Layout, update_bytes_of
 from zero_jax.planning.memory import model_states
 from zero_jax.planning.plan import Plan
 from zero_jax.planning.search import SearchResult, tokens_per_second
