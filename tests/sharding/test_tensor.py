@@ -54,12 +54,12 @@ def test_numbers_of_one_device(flavour, stage, tensor, partition, sequence):
 
 
 @weekly("broken, options", [
-    ("fetch", {"partition_activations": True}), ("gathered", {"sequence_parallel": True})])
+    ("fetch", {"partition_activations": True}), ("moved", {"sequence_parallel": True})])
 def test_the_comparison_sees_a_wrong_activation(broken, options, monkeypatch):
     right = getattr(Activations, broken)
 
-    def wrong(self, leaf):
-        leaf = right(self, leaf)
+    def wrong(self, leaf, **how):
+        leaf = right(self, leaf, **how)
         return leaf * 1.01 if self.is_activation(leaf) else leaf
 
     monkeypatch.setattr(Activations, broken, wrong)

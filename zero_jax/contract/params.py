@@ -10,16 +10,15 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from zero_jax.contract.report import ParamTraffic
-from zero_jax.gather.gather import ParamUse, compute_spec, names_of
+from zero_jax.gather.gather import ParamUse, compute_spec
 from zero_jax.gather.quantized.gather import GatherCodes
 from zero_jax.gather.quantized.reduce import sent_bytes
 from zero_jax.layout.layout import Layout
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
-from zero_jax.sharding.partition import parts_of
+from zero_jax.sharding.partition import axes_by_dim, parts_of
 from zero_jax.sharding.stored_shape import StoredShape
 from zero_jax.tree import named_leaves
 from zero_jax.typing import Shape
@@ -35,7 +34,7 @@ def param_traffic(layout: Layout, num_microbatches: int = 1) -> tuple[ParamTraff
     traffic = [*_trainable(layout, num_microbatches), *_frozen(layout, num_microbatches)]
     keys = [(re.sub(r"\d+", "", each.name), each.size) for each in traffic]
     copies = Counter(keys)
-    splits = [tuple(tuple(names_of(P(entry))) for entry in sharding.spec) for sharding in _shardings(layout)]
+    splits = [tuple(axes_by_dim(sharding.spec)) for sharding in _shardings(layout)]
     return tuple(dataclasses.replace(each, copies=copies[key], splits=split)
                  for each, key, split in zip(traffic, keys, splits, strict=True))
 

@@ -25,13 +25,12 @@ from zero_jax.diloco.outer import (
     sum_part,
 )
 from zero_jax.errors import UsageError
-from zero_jax.gather.gather import names_of
 from zero_jax.jaxpr.equations import trace_flat
 from zero_jax.layout.compute_params import gather_compute_params
 from zero_jax.layout.layout import Layout
 from zero_jax.layout.make_layout import LayoutPolicy, make_layout
 from zero_jax.layout.slices import OUTER_SCOPE, mean_of_slices, stacked_layout
-from zero_jax.sharding.partition import OWNED
+from zero_jax.sharding.partition import OWNED, names_of
 from zero_jax.stages import STAGES
 from zero_jax.state import ZeroState
 from zero_jax.step.accumulate import is_key

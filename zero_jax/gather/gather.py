@@ -22,6 +22,7 @@ from zero_jax.sharding.host_arrays import carrier_of, fetch, is_on_host
 from zero_jax.sharding.mesh import major_first
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import Tiles
+from zero_jax.sharding.partition import axes_by_dim, names_of
 from zero_jax.sharding.stored_shape import StoredShape
 
 GATHERED = "zero_gathered"
@@ -38,6 +39,10 @@ SCATTER_QUANTIZED = "zero_scatter_quantized"
 """The same, of a gradient sent as codes (`quantized.reduce`)."""
 GATHER_SCOPE = "zero_gather"
 """In the op_name of every collective that gathers parameters, and the name of the primitive that does."""
+SECONDARY_GATHER, TANGENT = "zero_gather_secondary", "zero_read_tangent"
+"""The names of the primitives that gather over all but the secondary axes, and what the carrier's tangent becomes."""
+READS = ("zero_read", "zero_last_read")
+"""The names of the primitives that read a parameter; the second has one derivative, of which nothing is left."""
 HOST_READ_SCOPE = "zero_host_read"
 """In the op_name of every read of a parameter's shard from host memory."""
 
@@ -171,7 +176,7 @@ def is_scatter(eqn: JaxprEqn) -> bool:
 
 def use_of_read(eqn: JaxprEqn) -> ParamUse | None:
     """How `eqn` reads a parameter, if it reads one."""
-    return own_use(eqn) if primitive_of(eqn) in (_READ.name, _LAST_READ.name) else None
+    return own_use(eqn) if primitive_of(eqn) in READS else None
 
 
 def differentiated_last(eqn: JaxprEqn) -> JaxprEqn:
@@ -194,20 +199,20 @@ def gather_sequence(spec: P, axes: MeshAxes, last: Sequence[str] = ()) -> list[P
     the others are gathered, a device would send as much over it as a whole host has to (3.61 instead of 0.93 bytes per
     parameter in a step, a GPT-2 of width 512 on h100:128x8).
     """
-    specs, names, entries = [spec], axes.mesh.axis_names, [tuple(names_of(P(entry))) for entry in spec]
+    specs, names, entries = [spec], axes.mesh.axis_names, axes_by_dim(spec)
     for axis in sorted(major_first(entries, names)[::-1] if axes.is_tpu else names, key=lambda axis: axis in last):
         dim = next((dim for dim, entry in enumerate(entries) if axis in entry), None)
         if axis != axes.tensor and dim is not None:
             gone = {axis} if axes.is_tpu else {
                 name for name in entries[dim] if name != axes.tensor and (name in last) == (axis in last)}
             entries[dim] = tuple(name for name in entries[dim] if name not in gone)
-            specs.append(P(*[None if not e else e[0] if len(e) == 1 else e for e in entries]))
+            specs.append(P(*entries))
     return specs
 
 
 def compute_spec(spec: P, axes: MeshAxes) -> P:
     """The spec with which the model reads a parameter that is stored with `spec`: split over `tensor` alone."""
-    return P(*[axes.tensor if axes.tensor in names_of(P(entry)) else None for entry in spec])
+    return P(*[axes.tensor if axes.tensor in names else None for names in axes_by_dim(spec)])
 
 
 def gathered(shard: jax.Array, axes: MeshAxes, spec: P, kept: Sequence[str] = ()) -> jax.Array:
@@ -216,9 +221,8 @@ def gathered(shard: jax.Array, axes: MeshAxes, spec: P, kept: Sequence[str] = ()
     For `jax.shard_map`. In the order of `gather_sequence`, and of the axes of one dim always the minor ones first: what
     is gathered is then one block of each device that is left.
     """
-    left = [[name for name in names_of(P(entry)) if name != axes.tensor] for entry in spec]
-    steps = [[names_of(P(entry)) for entry in step] for step in gather_sequence(spec, axes, kept)]
-    steps = [step for step in steps if {*kept} <= {name for names in step for name in names}]
+    left = [[name for name in names if name != axes.tensor] for names in axes_by_dim(spec)]
+    steps = [axes_by_dim(step) for step in gather_sequence(spec, axes, kept) if {*kept} <= {*names_of(step)}]
     with jax.named_scope(GATHER_SCOPE):
         for before, after in itertools.pairwise(steps):
             dim = next(dim for dim, (names, rest) in enumerate(zip(before, after, strict=True)) if names != rest)
@@ -231,13 +235,8 @@ def gathered(shard: jax.Array, axes: MeshAxes, spec: P, kept: Sequence[str] = ()
 
 def secondary_spec(spec: P, axes: MeshAxes, secondary: Sequence[str]) -> P:
     """The spec of what is gathered from `spec` over all axes but the secondary ones and `tensor`."""
-    kept = [tuple(name for name in names_of(P(entry)) if name in (axes.tensor, *secondary)) for entry in spec]
-    return P(*[None if not names else names[0] if len(names) == 1 else names for names in kept])
-
-
-def names_of(spec: P) -> list[str]:
-    """The mesh axes of a spec, the major first."""
-    return [name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry)]
+    kept = (axes.tensor, *secondary)
+    return P(*[tuple(name for name in names if name in kept) for names in axes_by_dim(spec)])
 
 
 def _gathered(value: jax.Array, use: ParamUse) -> jax.Array:
@@ -282,8 +281,7 @@ def _linear(value: jax.Array, use: ParamUse) -> jax.Array:
 # What these compute, as one device does; how many do it together says `views.local`.
 _GATHER, _GATHER_SECONDARY, _READ, _LAST_READ, _TANGENT = (
     named_call(name, fun, add_dim=lambda use: use.add_dim(0)) for name, fun in (
-        (GATHER_SCOPE, _gathered), ("zero_gather_secondary", lambda value, use: use.cast(use.on_device(value))),
-        *((name, lambda carrier, gathered, use: gathered) for name in ("zero_read", "zero_last_read")),
-        ("zero_read_tangent", _linear)))
+        (GATHER_SCOPE, _gathered), (SECONDARY_GATHER, lambda value, use: use.cast(use.on_device(value))),
+        *((name, lambda carrier, gathered, use: gathered) for name in READS), (TANGENT, _linear)))
 set_read(_READ, _TANGENT, _reduce, last=False)
 set_read(_LAST_READ, _TANGENT, _reduce, last=True)

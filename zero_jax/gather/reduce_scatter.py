@@ -14,6 +14,7 @@ from zero_jax.gather.quantized.policy import Hop
 from zero_jax.gather.quantized.reduce import reduce_quantized
 from zero_jax.sharding.mesh import fills_tiles, major_first, tile_block
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.partition import axes_by_dim
 from zero_jax.xla.platform import Platform
 
 MAX_UNPADDED_ROWS = 2**14
@@ -36,8 +37,8 @@ def reduce_parts(value: jax.Array, mesh_axes: MeshAxes, spec: P, hops: Sequence[
     if hops:
         return reduce_quantized(value, mesh_axes, spec, hops)
     mesh, tensor = mesh_axes.mesh, mesh_axes.tensor
-    splits = [(dim, (entry,) if isinstance(entry, str) else entry) for dim, entry in enumerate(spec) if entry]
-    splits = [(dim, tuple(axis for axis in axes if axis != tensor)) for dim, axes in splits]
+    splits = [(dim, tuple(axis for axis in axes if axis != tensor))
+              for dim, axes in enumerate(axes_by_dim(spec)) if axes]
     rest = tuple(axis for axis in mesh_axes.step_names
                  if axis != tensor and all(axis not in axes for _, axes in splits))
     if mesh_axes.is_tpu:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from zero_jax.jaxpr.equations import ClosedJaxpr, JaxprEqn, bind_in_scope, is_literal, primitive_of, scope_of, value_of
+from zero_jax.jaxpr.equations import ClosedJaxpr, JaxprEqn, bind_in_scope, primitive_of, run_jaxpr, scope_of
 from zero_jax.jaxpr.primitives import JIT, REMAT, SCAN, Scan, call_jaxpr
 
 
@@ -29,17 +29,14 @@ def open_at_use(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     An argument that a scan runs over, or that it, a checkpoint or a call takes, is opened within; one that a branch, a
     `while` or a function with a derivative of its own takes, or that a scan carries, before it.
     """
-    jaxpr, env = closed.jaxpr, dict[Any, Any]()
-    env.update(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
-    for eqn in jaxpr.eqns:
-        taken = [value_of(atom, env) if is_literal(atom) else env[atom] for atom in eqn.invars]
-        if any(isinstance(each, AtUse) for each in taken):
-            with jax.named_scope(scope_of(eqn)):
-                outs = _WITHIN.get(primitive_of(eqn), _bound)(eqn, taken)
-        else:
-            outs = bind_in_scope(eqn, taken)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [_opened(value_of(atom, env) if is_literal(atom) else env[atom]) for atom in jaxpr.outvars]
+    return list(map(_opened, run_jaxpr(closed, args, _open_within)))
+
+
+def _open_within(eqn: JaxprEqn, taken: list[Any]) -> Sequence[Any]:
+    if not any(isinstance(each, AtUse) for each in taken):
+        return bind_in_scope(eqn, taken)
+    with jax.named_scope(scope_of(eqn)):
+        return _WITHIN.get(primitive_of(eqn), _bound)(eqn, taken)
 
 
 def _opened(value: Any) -> Any:
@@ -75,18 +72,15 @@ def _checkpointed(eqn: JaxprEqn, taken: list[Any]) -> Sequence[Any]:
 
 def _scanned(eqn: JaxprEqn, taken: list[Any]) -> Sequence[Any]:
     scan = Scan.of(eqn)
-    over = scan.num_consts + scan.num_carry
-    consts, carry, scanned = taken[:scan.num_consts], taken[scan.num_consts:over], taken[over:]
+    consts, carry, scanned = scan.parts(taken)
     inside = [dataclasses.replace(each, use=each.use.drop_dim(0)) if isinstance(each, AtUse) else each
               for each in scanned]
 
-    def body(carry: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = open_at_use(call_jaxpr(eqn), [*consts, *carry, *_with_values(inside, values)])
-        return outs[:scan.num_carry], outs[scan.num_carry:]
+    def body(*values: Any) -> list[Any]:
+        first = len(consts) + len(carry)
+        return open_at_use(call_jaxpr(eqn), [*values[:first], *_with_values(inside, values[first:])])
 
-    carry, stacked = jax.lax.scan(body, list(map(_opened, carry)), list(map(_closed, scanned)), length=scan.length,
-                                  reverse=scan.reverse, unroll=scan.unroll)
-    return [*carry, *stacked]
+    return scan.run(body, [*consts, *map(_opened, carry), *map(_closed, scanned)])
 
 
 _WITHIN: dict[str, Callable[..., Sequence[Any]]] = {

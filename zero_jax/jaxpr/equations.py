@@ -123,14 +123,13 @@ def run_eqns(eqns: Iterable[JaxprEqn], env: dict[Any, Any],
         env.update(zip(eqn.outvars, bind(eqn, [value_of(atom, env) for atom in eqn.invars]), strict=True))
 
 
-def live_eqns(eqns: Sequence[JaxprEqn], outputs: Iterable[Any]) -> list[JaxprEqn]:
-    """Those of `eqns` that `outputs` come from, and those with effects."""
-    wanted, needed = set(variables(outputs)), []
-    for eqn in reversed(eqns):
-        if eqn.effects or any(var in wanted for var in eqn.outvars):
-            wanted.update(variables(eqn.invars))
-            needed.append(eqn)
-    return needed[::-1]
+def run_jaxpr(closed: ClosedJaxpr, args: Sequence[Any],
+              bind: Callable[[JaxprEqn, list[Any]], Sequence[Any]] = bind_eqn) -> list[Any]:
+    """The results of `closed` on `args`, each equation evaluated with `bind`."""
+    jaxpr = closed.jaxpr
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
+    run_eqns(jaxpr.eqns, env, bind)
+    return [value_of(atom, env) for atom in jaxpr.outvars]
 
 
 def eqn_of(fun: Callable[..., Any], invars: Sequence[Any], outvars: Sequence[Any]) -> JaxprEqn:
@@ -153,16 +152,14 @@ def replace_eqn(eqn: JaxprEqn, fun: Callable[..., Any]) -> JaxprEqn:
     return eqn_of(jax.jit(fun), eqn.invars, eqn.outvars)
 
 
-def needed_eqns(closed: ClosedJaxpr, wanted: Sequence[Any]) -> list[JaxprEqn]:
+def needed_eqns(closed: ClosedJaxpr, wanted: Iterable[Any]) -> list[JaxprEqn]:
     """The equations, in order, that the variables among `wanted` follow from."""
-    makers, todo = producers(closed.jaxpr), [var for var in wanted if not isinstance(var, Literal)]
-    needed: set[int] = set()
-    while todo:
-        eqn = makers.get(todo.pop())
-        if eqn is not None and id(eqn) not in needed:
-            needed.add(id(eqn))
-            todo += variables(eqn.invars)
-    return [eqn for eqn in closed.jaxpr.eqns if id(eqn) in needed]
+    found, needed = set(variables(wanted)), []
+    for eqn in reversed(closed.jaxpr.eqns):
+        if not found.isdisjoint(eqn.outvars):
+            found.update(variables(eqn.invars))
+            needed.append(eqn)
+    return needed[::-1]
 
 
 def structure_of(eqns: Iterable[JaxprEqn], invars: Sequence[Any], outvars: Sequence[Any]) -> tuple[Any, ...]:

@@ -14,12 +14,11 @@ from zero_jax.jaxpr.equations import (
     inner_jaxprs,
     jaxpr_to_fun,
     primitive_of,
-    run_eqns,
+    run_jaxpr,
     scope_of,
     trace,
     trace_flat,
     type_of,
-    value_of,
 )
 from zero_jax.jaxpr.primitives import CALLS, call_jaxpr
 
@@ -52,17 +51,11 @@ def with_jaxpr_passes(fun: Callable[..., Any], *passes: Pass, as_call: str = "",
 
 def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     """`closed` with the equations of what it calls in the place of the calls, at any depth; loops and branches stay."""
-    def run(closed: ClosedJaxpr, args: Any) -> list[Any]:
-        jaxpr = closed.jaxpr
-        env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
-        run_eqns(jaxpr.eqns, env, bind)
-        return [value_of(atom, env) for atom in jaxpr.outvars]
-
     def bind(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
         with jax.named_scope(scope_of(eqn)):
-            return run(call_jaxpr(eqn), args) if primitive_of(eqn) in CALLS else bind_eqn(eqn, args)
+            return run_jaxpr(call_jaxpr(eqn), args, bind) if primitive_of(eqn) in CALLS else bind_eqn(eqn, args)
 
-    return trace(lambda *args: run(closed, args), *map(type_of, closed.jaxpr.invars))
+    return trace(lambda *args: run_jaxpr(closed, args, bind), *map(type_of, closed.jaxpr.invars))
 
 
 def applied(each: Pass, closed: ClosedJaxpr) -> ClosedJaxpr:

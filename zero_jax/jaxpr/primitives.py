@@ -209,6 +209,23 @@ class Scan:
         params = eqn.params
         return cls(len(eqn.invars) - scanned - carried, carried, params["length"], params["reverse"], params["unroll"])
 
+    def parts(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """(Constants, carry, what is scanned over)."""
+        end = self.num_consts + self.num_carry
+        return operands[:self.num_consts], operands[self.num_consts:end], operands[end:]
+
+    def run(self, body: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
+        """The results of the scan with another body, a function of flat arguments to flat results."""
+        consts, carry, scanned = self.parts(operands)
+
+        def step(carry: Any, scanned: Any) -> Any:
+            outs = body(*consts, *carry, *scanned)
+            return list(outs[:self.num_carry]), list(outs[self.num_carry:])
+
+        carry, stacked = jax.lax.scan(step, list(carry), list(scanned), length=self.length, reverse=self.reverse,
+                                      unroll=self.unroll)
+        return [*carry, *stacked]
+
 
 def num_iterations(eqn: JaxprEqn) -> int:
     """How often `eqn` evaluates its inner jaxprs: the length of a scan, the grid of a Pallas kernel, else 1.
@@ -263,7 +280,6 @@ def conv_dims(conv: JaxprEqn) -> ConvDims:
     """The dims of a conv_general_dilated."""
     lhs, kernel, _ = conv.params["dimension_numbers"]
     return ConvDims(lhs, kernel, conv.params["feature_group_count"] * conv.params["batch_group_count"])
-
 
 
 def empty_on_host(shape: Sequence[int], dtype: Any) -> jax.Array:

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
-from zero_jax.gather.gather import names_of
 from zero_jax.sharding.batch import abstract_batch, check_dtype
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.partition import axes_by_dim, names_of
 from zero_jax.tree import map_named, named_leaves
 from zero_jax.typing import Batch, Pattern, Pytree, Spec
 
@@ -79,8 +79,8 @@ class BatchLayout:
         """Where a leaf belongs, whole where it does not divide; steps: of several batches, (steps, ...)."""
         one = jax.ShapeDtypeStruct(np.shape(leaf)[int(steps):], leaf.dtype)
         spec = self.spec(name, one)
-        divides = all(size % self.axes.size(*names_of(P(entry))) == 0
-                      for size, entry in zip(one.shape, spec, strict=False))
+        divides = all(size % self.axes.size(*names) == 0
+                      for size, names in zip(one.shape, axes_by_dim(spec), strict=False))
         return NamedSharding(self.axes.mesh, P(*[None] * steps, *spec) if divides else P())
 
     def replicated(self, batch: Batch) -> tuple[str, ...]:
@@ -154,12 +154,11 @@ class BatchLayout:
         spec, shape = self.spec(name, leaf), np.shape(leaf)
         if len(spec) > len(shape):
             raise UsageError(f"batch_specs: batch[{name!r}] of shape {shape} has fewer dims than {spec}.")
-        for dim, entry in enumerate(spec):
-            ways = self.axes.size(*names_of(P(entry)))
-            if shape[dim] % ways:
+        for dim, names in enumerate(axes_by_dim(spec)):
+            if shape[dim] % self.axes.size(*names):
                 raise UsageError(f"batch_specs: dim {dim} of batch[{name!r}] of shape {shape} does not divide over "
-                                 f"{entry!r} of the mesh {self.axes.sizes}: pad it (a graph's edges with those of a "
-                                 "node of its own), or give None, which leaves it whole on every device.")
+                                 f"{spec[dim]!r} of the mesh {self.axes.sizes}: pad it (a graph's edges with those of "
+                                 "a node of its own), or give None, which leaves it whole on every device.")
         if any(spec) and num_microbatches > 1:
             raise UsageError(f"batch_specs: batch[{name!r}] is no part of the examples that accumulate="
                              f"{num_microbatches} splits: give accumulate=1, or None for it, so that every microbatch "

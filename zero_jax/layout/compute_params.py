@@ -13,12 +13,13 @@ from jax.lax import dynamic_update_slice_in_dim, slice_in_dim
 from jax.lax import optimization_barrier as barrier
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.gather.gather import compute_spec, gather_sequence, gathered, names_of
+from zero_jax.gather.gather import compute_spec, gather_sequence, gathered
 from zero_jax.gather.quantized.gather import GatherCodes
 from zero_jax.layout.layout import Layout
 from zero_jax.layout.slices import on_one_slice
 from zero_jax.sharding.mesh import constrain
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.partition import names_of
 from zero_jax.tree import leaf_bytes, map_named, named_leaves
 
 MAX_GATHER_BYTES = 2**30

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -89,17 +89,16 @@ def partition_state(params: Any, optimizer: Any, sizes: Mapping[str, int],
     def update(grads: Any, state: Any, params: Any, value: Any) -> Any:
         return optimizer.init(params), optimizer.update(grads, state, params, value=value)
 
-    def pick(tree: Any, index: int) -> Any:
-        return jax.tree.map(lambda both: both[index], tree, is_leaf=lambda leaf: isinstance(leaf, tuple)
-                            and len(leaf) == 2 and isinstance(leaf[0], StoredShape))
+    def unzipped(tree: Any, chosen: Iterable[tuple[StoredShape, P]]) -> tuple[Any, Any]:
+        pairs, structure = list(chosen), jax.tree.structure(tree)
+        return (jax.tree.unflatten(structure, [stored_shape for stored_shape, _ in pairs]),
+                jax.tree.unflatten(structure, [spec for _, spec in pairs]))
 
     unmergeable: set[StoredShape] = set()
     while True:
-        chosen = map_named(choose, params)
-        param_shapes, specs = pick(chosen, 0), pick(chosen, 1)
         chosen_by_name = {name: choose(name, leaf) for name, leaf in named_leaves(params)}
-        placed = map_named(place, state)
-        state_shapes, state_specs = pick(placed, 0), pick(placed, 1)
+        param_shapes, specs = unzipped(params, chosen_by_name.values())
+        state_shapes, state_specs = unzipped(state, [place(name, leaf) for name, leaf in named_leaves(state)])
         if not any(stored_shape.merges for stored_shape in jax.tree.leaves(param_shapes)):
             return param_shapes, specs, state_shapes, state_specs
 
@@ -190,9 +189,6 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
     def identity_shapes(tree: Pytree) -> Pytree:
         return jax.tree.map(lambda leaf: identity_shape(leaf.shape), tree)
 
-    def map_specs(fun: Callable[[Spec], Any], specs: Pytree) -> Pytree:
-        return jax.tree.map(fun, specs, is_leaf=lambda leaf: isinstance(leaf, P))
-
     def as_read(name: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return leaf.update(dtype=precision.read_dtype(name, leaf.dtype))
 
@@ -202,7 +198,7 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
         params, optimizer, sizes if stage.shards_optimizer else {}, reads, tiled=axes.is_tpu, splits=splits)
     has_weights = (policy.compute_shards or not stage.shards_params) and any(
         leaf.dtype != as_read(name, leaf).dtype for name, leaf in named_leaves(params))
-    unsharded_specs = map_specs(lambda spec: compute_spec(spec, axes), sharded_specs)
+    unsharded_specs = jax.tree.map(lambda spec: compute_spec(spec, axes), sharded_specs)
     shards_master = stage.shards_params or has_weights and stage.shards_optimizer
     param_specs = sharded_specs if shards_master else unsharded_specs
     weights = jax.tree.map(put, map_named(as_read, params), sharded_specs if stage.shards_params else unsharded_specs,
@@ -278,7 +274,7 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
             frozen=frozen_shapes, opt_state=opt_shapes, variables=identity_shapes(state.variables),
             ema=param_shapes if has_ema else None, guard=identity_shapes(state.guard),
             rng=identity_shapes(state.rng)),
-        gradients=map_specs(lambda spec: NamedSharding(mesh, spec), sharded_specs),
+        gradients=jax.tree.map(lambda spec: NamedSharding(mesh, spec), sharded_specs),
         uses=merge(map_named(use, params, param_specs, sharded_specs, param_shapes),
                    map_named(use_frozen, frozen, frozen_specs, frozen_shapes)),
         quantized=quantized)

@@ -18,10 +18,9 @@ from zero_jax.jaxpr.equations import (
     JaxprEqn,
     bind_eqn,
     primitive_of,
-    run_eqns,
+    run_jaxpr,
     scope_of,
     trace_flat,
-    value_of,
 )
 from zero_jax.jaxpr.primitives import CALLS, COND, ELEMENTWISE, branches, call_jaxpr, reduce_all, reduced_axes
 from zero_jax.layout.layout import Layout
@@ -112,10 +111,7 @@ class _Interpreter:
         self.needed = needed
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-        jaxpr = closed.jaxpr
-        env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
-        run_eqns(jaxpr.eqns, env, self._scoped)
-        return [value_of(atom, env) for atom in jaxpr.outvars]
+        return run_jaxpr(closed, args, self._scoped)
 
     def _scoped(self, eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
         with jax.named_scope(scope_of(eqn)):

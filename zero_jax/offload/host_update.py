@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.gather.gather import names_of
 from zero_jax.jaxpr.equations import (
     ClosedJaxpr,
     bind_in_scope,
@@ -28,6 +27,7 @@ from zero_jax.jaxpr.primitives import bind_unsharded
 from zero_jax.offload.blocks import Blocks, bind_on_block, cut_in_loops
 from zero_jax.offload.split import Split, Unit, split_update, traced_update
 from zero_jax.sharding.host_arrays import fetch, is_on_host, put_on_host
+from zero_jax.sharding.partition import names_of
 from zero_jax.tree import leaf_bytes
 from zero_jax.xla.platform import Platform
 

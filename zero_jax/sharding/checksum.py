@@ -16,6 +16,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.sharding.partition import names_of
+
 _LANES = ((0x85EBCA6B, 0xC2B2AE35), (0x7FEB352D, 0x846CA68B))
 """Multipliers of the two lanes: MurmurHash3's finaliser, and Wellons's `lowbias32`; odd, so that each is one to one."""
 
@@ -31,7 +33,7 @@ def digests(leaves: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> 
     mesh, specs = shardings[0].mesh, [sharding.spec for sharding in shardings]
     plain = [jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf for leaf in leaves]
     seeds = [seed_of(leaf.shape, leaf.dtype) for leaf in leaves]
-    spread = [_axes(spec) for spec in specs]
+    spread = [tuple(names_of(spec)) for spec in specs]
 
     def each(*parts: jax.Array) -> jax.Array:
         words = [part_words(part, seed, leaf.shape, spec)
@@ -60,12 +62,6 @@ def dtype_name(dtype: Any) -> str:
 def seed_of(shape: tuple[int, ...], dtype: Any) -> int:
     """The contribution of shape and dtype to a digest, 32 bits."""
     return zlib.crc32(f"{dtype_name(dtype)}{list(shape)}".encode())
-
-
-def _axes(spec: P) -> tuple[str, ...]:
-    """The mesh axes that `spec` divides by."""
-    parts = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
-    return tuple(name for part in parts for name in part)
 
 
 def part_words(part: jax.Array, seed: int, shape: tuple[int, ...], spec: P) -> jax.Array:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.sharding.mesh import fills_tiles
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.sharding.stored_shape import StoredShape, identity_shape
+from zero_jax.typing import AxisNames
 
 OWNED = "owned"
 """In the names of optimizer states whose first dim is spread over the devices, whatever their shape."""
@@ -69,9 +70,7 @@ class Split:
 
     def spec(self, spec: P) -> P:
         """The spec of the leaf, from that of one part."""
-        entry = spec[self.dim]
-        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        return P(*spec[:self.dim], (self.axis, *names) if names else self.axis, *spec[self.dim + 1:])
+        return P(*spec[:self.dim], (self.axis, *axes_by_dim(spec)[self.dim]), *spec[self.dim + 1:])
 
 
 def choose_spec(shape: tuple[int, ...], sizes: Mapping[str, int], read: ParamAccess | None = None, *,
@@ -84,7 +83,7 @@ def choose_spec(shape: tuple[int, ...], sizes: Mapping[str, int], read: ParamAcc
     if split:
         return split.spec(choose_spec(split.local(shape), sizes, read, tiled=tiled))
     stacked = () if read is None else read.undivided
-    return _spec(_choose_dims(shape, tuple(item for item in sizes.items() if item[1] > 1), stacked, tiled))
+    return P(*_choose_dims(shape, tuple(item for item in sizes.items() if item[1] > 1), stacked, tiled))
 
 
 def choose_stored_shape(shape: tuple[int, ...], sizes: Mapping[str, int], read: ParamAccess | None = None, *,
@@ -108,7 +107,7 @@ def choose_stored_shape(shape: tuple[int, ...], sizes: Mapping[str, int], read: 
     spec, axes = choose_spec(shape, sizes, read, tiled=tiled), tuple(item for item in sizes.items() if item[1] > 1)
     num_shards, size = math.prod(sizes.values()), math.prod(shape)
     if tiled and (padded := _padded_to_tiles(shape, axes, stacked)):
-        return padded[0], _spec(padded[1])
+        return padded[0], P(*padded[1])
     if size <= 1 or parts_of(spec, sizes) == num_shards or len(set(stacked)) == len(shape):
         return identity_shape(shape), spec
     stored_shape, dims = _padded(shape, axes, stacked, tiled)
@@ -118,7 +117,7 @@ def choose_stored_shape(shape: tuple[int, ...], sizes: Mapping[str, int], read: 
         merged = StoredShape((*((size,) for size in shape[:loops]), shape[loops:]), (*shape[:loops], merged_size))
         if merged_size <= MAX_MERGED and merged.padding + CLOSE * size < stored_shape.padding:
             stored_shape, dims = merged, (*[()] * loops, tuple(name for name, _ in axes))
-    return stored_shape, _spec(dims)
+    return stored_shape, P(*dims)
 
 
 def _rounded(size: int, num_shards: int, tiled: bool) -> int:
@@ -128,19 +127,25 @@ def _rounded(size: int, num_shards: int, tiled: bool) -> int:
     return next(padded for padded, share in sizes if padded - size <= share * size or share == 1)
 
 
+def axes_by_dim(spec: P, ndim: int = 0) -> list[AxisNames]:
+    """For each dim the mesh axes that split it, major first; of at least `ndim` dims."""
+    entries = (*spec, *[None] * (ndim - len(spec)))
+    return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries]
+
+
+def names_of(spec: P) -> list[str]:
+    """The mesh axes of a spec, the major first."""
+    return [name for names in axes_by_dim(spec) for name in names]
+
+
 def parts_of(spec: P, sizes: Mapping[str, int]) -> int:
     """The number of shards into which `spec` divides an array."""
-    names = (name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry))
-    return math.prod(sizes[name] for name in names if name in sizes)
-
-
-def _spec(dims: tuple[tuple[str, ...], ...]) -> P:
-    return P(*[None if not entry else entry[0] if len(entry) == 1 else entry for entry in dims])
+    return math.prod(sizes[name] for name in names_of(spec) if name in sizes)
 
 
 @functools.cache
 def _choose_dims(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], stacked: tuple[int, ...],
-                 tiled: bool) -> tuple[tuple[str, ...], ...]:
+                 tiled: bool) -> tuple[AxisNames, ...]:
     """For each dim the axes that split it."""
     dims = [dim for dim, size in enumerate(shape) if size and dim not in stacked]
 
@@ -158,7 +163,7 @@ def _choose_dims(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], sta
 
 @functools.cache
 def _padded(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], stacked: tuple[int, ...],
-            tiled: bool) -> tuple[StoredShape, tuple[tuple[str, ...], ...]]:
+            tiled: bool) -> tuple[StoredShape, tuple[AxisNames, ...]]:
     """The stored shape of least padding with every axis on some dim, no dims merged; and the axes of each dim."""
     dims = [dim for dim, size in enumerate(shape) if size and dim not in stacked]
 
@@ -173,7 +178,7 @@ def _padded(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], stacked:
 
 @functools.cache
 def _padded_to_tiles(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], stacked: tuple[int, ...]
-                     ) -> tuple[StoredShape, tuple[tuple[str, ...], ...]] | None:
+                     ) -> tuple[StoredShape, tuple[AxisNames, ...]] | None:
     """The stored shape of least padding whose shards fill tiles, no dims merged; and the axes of each dim.
 
     None where that takes more than `MAX_TILE_PADDING`, for vectors, and where shards of the true shape fill tiles.
@@ -212,6 +217,6 @@ def _ragged(shape: tuple[int, ...], num_shards: Mapping[int, int], tiled: bool) 
 
 
 def _by_dim(choice: tuple[int | None, ...], ndim: int, sizes: tuple[tuple[str, int], ...]
-            ) -> tuple[tuple[str, ...], ...]:
+            ) -> tuple[AxisNames, ...]:
     return tuple(tuple(name for (name, _), chosen in zip(sizes, choice, strict=True) if chosen == dim)
                  for dim in range(ndim))

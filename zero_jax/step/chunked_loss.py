@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from zero_jax.arguments import whole
 from zero_jax.errors import UsageError
-from zero_jax.gather.gather import names_of
 from zero_jax.sharding.mesh_axes import AxisRoles, MeshAxes
+from zero_jax.sharding.partition import names_of
 from zero_jax.step.losses import call_model
 from zero_jax.typing import AxisNames, Batch, Loss
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
-from zero_jax.gather.gather import names_of, split_dim
+from zero_jax.gather.gather import split_dim
 from zero_jax.jaxpr.equations import (
     Jaxpr,
     JaxprEqn,
@@ -41,6 +41,7 @@ from zero_jax.jaxpr.primitives import (
 )
 from zero_jax.sharding.mesh import constrain
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.partition import names_of
 from zero_jax.transforms.fp8_products import rounded_product
 from zero_jax.transforms.tiled_products import tiled_product
 from zero_jax.tree import leaf_bytes
@@ -145,16 +146,17 @@ class Activations:
         followed.
         """
         eqns: list[JaxprEqn] = []
+        enter, leave = (functools.partial(_moved, at=self, enters=enters) for enters in (True, False))
         for eqn, role, side in _roles(jaxpr):
             out: Any = eqn.outvars[0] if eqn.outvars else None
             if role in ("row", "lookup") and self._is_stream(out.aval):
                 unsplit = variable_like(out)
-                eqns += [eqn.replace(outvars=[unsplit]), eqn_of(functools.partial(_leave, at=self), [unsplit], [out])]
+                eqns += [eqn.replace(outvars=[unsplit]), eqn_of(leave, [unsplit], [out])]
             elif role == "column" and self._is_stream(eqn.invars[side].aval):
                 operand = eqn.invars[side]
                 unsplit = variable_like(operand)
                 invars = [unsplit if i == side else atom for i, atom in enumerate(eqn.invars)]
-                eqns += [eqn_of(functools.partial(_enter, at=self), [operand], [unsplit]), eqn.replace(invars=invars)]
+                eqns += [eqn_of(enter, [operand], [unsplit]), eqn.replace(invars=invars)]
             else:
                 eqns.append(eqn)
         return jaxpr.replace(eqns=eqns)
@@ -176,29 +178,20 @@ class Activations:
     def _is_stream(self, aval: Any) -> bool:
         return aval.ndim >= 3 and aval.shape[0] == self.batch_size and self._dim(aval) == 1
 
-    def gathered(self, value: Any) -> Any:
-        """`value` with all of its sequence."""
-        return constrain(value, self.axes.mesh, self._spec(value, None))
-
-    def part(self, value: Any) -> Any:
-        """`value` split along the sequence."""
-        return constrain(value, self.axes.mesh, self._spec(value, 1))
+    def moved(self, value: Any, *, enters: bool) -> Any:
+        """`value` split along the sequence, then whole, where a product is entered; else the other way round."""
+        for dim in (1, None) if enters else (None, 1):
+            value = constrain(value, self.axes.mesh, self._spec(value, dim))
+        return value
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _enter(value: jax.Array, at: Activations) -> jax.Array:
-    return at.gathered(at.part(value))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _moved(value: jax.Array, at: Activations, enters: bool) -> jax.Array:
+    return at.moved(value, enters=enters)
 
 
-_enter.defvjp(lambda value, at: (_enter(value, at), None), lambda at, _, cotangent: (at.part(at.gathered(cotangent)),))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _leave(value: jax.Array, at: Activations) -> jax.Array:
-    return at.part(at.gathered(value))
-
-
-_leave.defvjp(lambda value, at: (_leave(value, at), None), lambda at, _, cotangent: (at.gathered(at.part(cotangent)),))
+_moved.defvjp(lambda value, at, enters: (_moved(value, at, enters), None),
+              lambda at, enters, _, cotangent: (at.moved(cotangent, enters=not enters),))
 
 
 def _streams(jaxpr: Jaxpr, at: Activations) -> bool:

@@ -23,7 +23,7 @@ from zero_jax.jaxpr.equations import (
     is_literal,
     is_on_host_atom,
     jaxpr_to_fun,
-    live_eqns,
+    needed_eqns,
     primitive_of,
     run_eqns,
     scope_of,
@@ -125,10 +125,7 @@ def _reads_params(jaxpr: Jaxpr) -> bool:
 
 
 def _gathering_again(fun: Callable[..., Any], on_host: Sequence[bool]) -> Callable[..., Any]:
-    """`fun` as a `jax.custom_vjp` that saves nothing which is computed from gathered parameters alone.
-
-    on_host: of each argument, whether it is in host memory.
-    """
+    """`fun` as a `jax.custom_vjp` that saves nothing which is computed from gathered parameters alone."""
     def forward(*args: Any) -> tuple[Any, Any]:
         leaves, treedef = jax.tree.flatten(args)
         closed, results = trace_flat(functools.partial(jax.vjp, fun), leaves, treedef)
@@ -147,9 +144,18 @@ def _gathering_again(fun: Callable[..., Any], on_host: Sequence[bool]) -> Callab
         return (jax.tree.unflatten(out, [value_of(atom, env) for atom in jaxpr.outvars[:first]]),
                 jax.tree_util.Partial(remade, *(env[var] for var in saved)))
 
-    def backward(remade: Any, cotangents: Any) -> Any:
-        # Parameters in host memory have no derivative (`gather.Encoded`), and JAX makes zeros of it in device memory.
-        return tuple(None if host else each for host, each in zip(on_host, remade()(cotangents), strict=True))
+    return with_pullback(fun, forward, lambda remade: remade(), on_host)
+
+
+def with_pullback(fun: Callable[..., Any], forward: Callable[..., tuple[Any, Any]], restore: Callable[[Any], Any],
+                  on_host: Sequence[bool]) -> Callable[..., Any]:
+    """`fun` as a `jax.custom_vjp`: `forward` gives its results and what backward keeps; `restore` the pullback of that.
+
+    on_host: of each argument, whether it is in host memory. Such parameters have no derivative (`gather.Encoded`), and
+    JAX makes zeros of it in device memory.
+    """
+    def backward(kept: Any, cotangents: Any) -> Any:
+        return tuple(None if host else each for host, each in zip(on_host, restore(kept)(cotangents), strict=True))
 
     call = jax.custom_vjp(fun)
     call.defvjp(forward, backward)
@@ -259,7 +265,7 @@ def _part(eqn: JaxprEqn, outs: Sequence[Any]) -> JaxprEqn:
     parts = []
     for body in bodies:
         results = [body.jaxpr.outvars[i] for i in kept]
-        eqns = live_eqns(body.jaxpr.eqns, results)
+        eqns = needed_eqns(body, results)
         used = {atom for inner in eqns for atom in variables(inner.invars)} | set(variables(results))
         parts.append((body, eqns, results, [var in used for var in body.jaxpr.invars]))
     needed = [i for i, uses in enumerate(zip(*(uses for *_, uses in parts), strict=True)) if any(uses)]

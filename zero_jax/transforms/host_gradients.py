@@ -147,8 +147,7 @@ def _added(loop: JaxprEqn, stacks: Mapping[int, tuple[Any, NamedSharding]], firs
     scan, body, numbers = Scan.of(loop), jaxpr_to_fun(call_jaxpr(loop)), list(stacks)
 
     def run(first: Any, weight: Any, sums: Any, *operands: Any) -> list[Any]:
-        consts, carry, xs = (operands[:scan.num_consts], operands[scan.num_consts:][:scan.num_carry],
-                             operands[scan.num_consts + scan.num_carry:])
+        consts, carry, xs = scan.parts(operands)
 
         def step(carried: Any, xs: Any) -> Any:
             carry, sums, done = carried

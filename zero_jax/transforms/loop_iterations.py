@@ -16,7 +16,7 @@ from zero_jax.jaxpr.equations import (
     inner_jaxprs,
     is_literal,
     primitive_of,
-    run_eqns,
+    run_jaxpr,
     scope_of,
     shape_of,
     value_of,
@@ -67,12 +67,6 @@ def run_in_iterations(closed: ClosedJaxpr, args: Sequence[Any], parts: jax.Array
     """
     taken, results = 0, []
 
-    def run(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-        jaxpr = closed.jaxpr
-        env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
-        run_eqns(jaxpr.eqns, env, bind)
-        return [value_of(atom, env) for atom in jaxpr.outvars]
-
     def bind(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
         nonlocal taken
         iterations = _iterations(eqn)
@@ -80,14 +74,14 @@ def run_in_iterations(closed: ClosedJaxpr, args: Sequence[Any], parts: jax.Array
             return bind_in_scope(eqn, args)
         with jax.named_scope(scope_of(eqn)):
             if primitive_of(eqn) == JIT:
-                return run(call_jaxpr(eqn), args)
+                return run_jaxpr(call_jaxpr(eqn), args, bind)
             run_eqn = _run_mapped if primitive_of(eqn) == SHARD_MAP else _run_loop
             outs, result = run_eqn(eqn, args, parts[taken:taken + iterations], work)
         taken += iterations
         results.append(result)
         return outs
 
-    outs = run(closed, args)
+    outs = run_jaxpr(closed, args, bind)
     return outs, jnp.concatenate(results)
 
 
@@ -119,12 +113,12 @@ def _run_mapped(eqn: JaxprEqn, args: list[Any], parts: jax.Array, work: Callable
 def _run_loop(eqn: JaxprEqn, args: list[Any], parts: jax.Array, work: Callable[[jax.Array], jax.Array]
               ) -> tuple[list[Any], jax.Array]:
     scan, body = Scan.of(eqn), call_jaxpr(eqn)
-    begin, end = scan.num_consts, scan.num_consts + scan.num_carry
+    consts, carry, scanned = scan.parts(args)
     nested = _holds_loops(body.jaxpr)
 
     def one_iteration(carry: Any, xs: Any) -> Any:
         own, part = xs
-        values = [*args[:begin], *carry, *own]
+        values = [*consts, *carry, *own]
         if nested:
             outs, result = run_in_iterations(body, values, part, work)
         else:
@@ -134,7 +128,7 @@ def _run_loop(eqn: JaxprEqn, args: list[Any], parts: jax.Array, work: Callable[[
 
     each = parts.reshape(scan.length, -1, *parts.shape[1:])
     carry, (ys, results) = jax.lax.scan(
-        one_iteration, list(args[begin:end]), (list(args[end:]), each), scan.length, scan.reverse, scan.unroll)
+        one_iteration, list(carry), (list(scanned), each), scan.length, scan.reverse, scan.unroll)
     return [*carry, *ys], results.reshape(parts.shape[0], *results.shape[2:])
 
 

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.errors import UsageError
-from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, bind_eqn, eqn_of, is_literal, primitive_of, shape_of, variables
-from zero_jax.jaxpr.primitives import CONSTRAINT, CONVERT, DOT, NAME, dot_dims, inlined_eqns, jit_name, permutation
+from zero_jax.jaxpr.equations import Jaxpr, JaxprEqn, eqn_of, is_literal, primitive_of, variables
+from zero_jax.jaxpr.primitives import CONSTRAINT, CONVERT, DOT, NAME, dot_dims, inlined_eqns, jit_name
+from zero_jax.transforms.tiled_products import WeightProduct
 from zero_jax.typing import Shape
 
 ADAPTED = "zero_adapted_"
@@ -145,7 +146,7 @@ def split_low_rank_products(jaxpr: Jaxpr, *, specs: Mapping[str, LowRank]) -> Ja
             side = next((side for side in (1, 0) if _known(eqn.invars[side], weights)), None)
             if side is not None:
                 call, moves = weights[eqn.invars[side]]
-                eqns += _split(eqn, side, call, moves, specs[_name(call, specs)]) or [eqn]
+                eqns += _split(WeightProduct(moves, eqn, side), call, specs[_name(call, specs)]) or [eqn]
                 continue
         eqns.append(eqn)
     eqns = _without_unused(eqns, weights, jaxpr.outvars)
@@ -163,15 +164,11 @@ def _name(call: JaxprEqn, specs: Mapping[str, LowRank]) -> str:
     return [*specs][int((jit_name(call) or "").removeprefix(ADAPTED))]
 
 
-def _split(dot: JaxprEqn, side: int, call: JaxprEqn, moves: tuple[JaxprEqn, ...], spec: LowRank
-           ) -> list[JaxprEqn] | None:
-    """The equations in the place of `dot`, whose operand `side` is what `moves` make of an adapted weight."""
+def _split(of_weight: WeightProduct, call: JaxprEqn, spec: LowRank) -> list[JaxprEqn] | None:
+    """The equations in the place of a product with the adapted weight that `call` makes."""
+    dot, side, order = of_weight.dot, of_weight.side, of_weight.order
     numbers = dot_dims(dot)
     contracted, batched = numbers.contracted[side], numbers.batched[side]
-    order = list(range(shape_of(call.invars[0]).ndim))  # for each dim of the operand, that of the weight
-    for move in moves:
-        if primitive_of(move) == "transpose":
-            order = [order[dim] for dim in permutation(move)]
     if len(order) not in (len(spec.shape), len(spec.shape) - len(spec.stacked)):
         return None  # batched by a vmap of the model's
     dims = spec.dims(len(order))
@@ -185,9 +182,7 @@ def _split(dot: JaxprEqn, side: int, call: JaxprEqn, moves: tuple[JaxprEqn, ...]
                                           key=lambda pair: dims.stacked.index(pair[0]))]
 
     def product(other: jax.Array, weight: jax.Array, a: jax.Array, b: jax.Array, *key: jax.Array) -> Sequence[Any]:
-        for move in moves:
-            (weight,) = bind_eqn(move, [weight])
-        (result,) = bind_eqn(dot, [other, weight] if side == 1 else [weight, other])
+        result = of_weight.multiply(weight, other)
         left, right = (thin.astype(other.dtype) for thin in spec.matrices(a, b))
         kept = _dropped(other, spec.dropout, key[0]) if key else other
         stacked = tuple(range(len(outer)))

@@ -5,7 +5,6 @@ layers are unrolled, the equations between the first reads of `blocks_0/...`, `b
 """
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,6 +48,7 @@ from zero_jax.jaxpr.primitives import (
     with_call_jaxpr,
     with_policy,
 )
+from zero_jax.transforms.gather_again import with_pullback
 from zero_jax.transforms.tiled_products import TILED_PRODUCT
 
 
@@ -212,27 +212,23 @@ def _checkpoint_iterations(eqn: JaxprEqn, remat: Remat) -> JaxprEqn:
     scan, body = Scan.of(eqn), jaxpr_to_fun(call_jaxpr(eqn))
     group = remat.group(scan.length)
 
+    if group == 1:
+        return replace_eqn(eqn, lambda *args: scan.run(
+            jax.checkpoint(body, policy=remat.saveable, prevent_cse=False), args))
+
     def loop(*args: Any) -> list[Any]:
-        consts, carry, xs = (args[:scan.num_consts], args[scan.num_consts:][:scan.num_carry],
-                             args[scan.num_consts + scan.num_carry:])
+        consts, carry, xs = scan.parts(args)
 
-        def one_iteration(run: Callable[..., Any], carry: Any, xs: Any) -> Any:
-            out = run(*consts, *carry, *xs)
+        def one_iteration(carry: Any, xs: Any) -> Any:
+            out = body(*consts, *carry, *xs)
             return tuple(out[:len(carry)]), tuple(out[len(carry):])
-
-        def checkpointed_iteration(carry: Any, xs: Any) -> Any:
-            return one_iteration(jax.checkpoint(body, policy=remat.saveable, prevent_cse=False), carry, xs)
 
         def checkpointed_group(carry: Any, xs: Any) -> Any:
             iterations = jax.checkpoint(
-                lambda carry, xs: jax.lax.scan(functools.partial(one_iteration, body), carry, xs, reverse=scan.reverse),
+                lambda carry, xs: jax.lax.scan(one_iteration, carry, xs, reverse=scan.reverse),
                 policy=remat.saveable, prevent_cse=False)
             return iterations(carry, xs)
 
-        if group == 1:
-            carry, ys = jax.lax.scan(
-                checkpointed_iteration, tuple(carry), tuple(xs), scan.length, scan.reverse, scan.unroll)
-            return [*carry, *ys]
         num_groups = scan.length // group
         stacked = [x.reshape(num_groups, group, *x.shape[1:]) for x in xs]
         carry, ys = jax.lax.scan(checkpointed_group, tuple(carry), tuple(stacked), num_groups, scan.reverse)
@@ -325,10 +321,7 @@ def isolate_inner_remat(jaxpr: Jaxpr, *, activations: Any = None, host_in_barrie
 
 def _with_own_policy(fun: Callable[..., Any], policy: Any, *, prevent_cse: Any, on_host: Sequence[bool],
                      activations: Any = None) -> Callable[..., Any]:
-    """`fun` as a `jax.custom_vjp` whose residuals are what `policy` keeps, whatever a policy around it says.
-
-    on_host: of each argument, whether it is in host memory.
-    """
+    """`fun` as a `jax.custom_vjp` whose residuals are what `policy` keeps, whatever a policy around it says."""
     def saveable(prim: Any, *avals: Any, **params: Any) -> Any:
         saved = policy is not None and policy(prim, *avals, **params)
         return saved or prim.name != NAME and not {KEPT, SECONDARY}.isdisjoint(policy_names(prim, params))
@@ -339,14 +332,10 @@ def _with_own_policy(fun: Callable[..., Any], policy: Any, *, prevent_cse: Any, 
         out, pullback = jax.vjp(checkpointed, *args)
         return out, pullback if activations is None else jax.tree.map(activations.stash, pullback)
 
-    def backward(pullback: Any, cotangents: Any) -> Any:
-        pullback = pullback if activations is None else jax.tree.map(activations.fetch, pullback)
-        # Parameters in host memory have no derivative (`gather.Encoded`), and JAX makes zeros of it in device memory.
-        return tuple(None if host else each for host, each in zip(on_host, pullback(cotangents), strict=True))
+    def restore(pullback: Any) -> Any:
+        return pullback if activations is None else jax.tree.map(activations.fetch, pullback)
 
-    call = jax.custom_vjp(checkpointed)
-    call.defvjp(forward, backward)
-    return call
+    return with_pullback(checkpointed, forward, restore, on_host)
 
 
 def _without_tangents_of_integers(call: Callable[..., Any]) -> Callable[..., Any]:

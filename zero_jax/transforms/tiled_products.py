@@ -58,18 +58,19 @@ class WeightProduct:
         (result,) = bind_eqn(self.dot, [weight, other] if self.side == 0 else [other, weight], **params)
         return result
 
-    def operand_dim(self, dim: int) -> int:
-        """The dim of the product's operand that is the dim `dim` of the weight."""
+    @property
+    def order(self) -> list[int]:
+        """For each dim of the product's operand that of the weight."""
         order = list(range(shape_of(self.dot.invars[self.side]).ndim))
         for move in self.moves:
             if primitive_of(move) == "transpose":
                 order = [order[before] for before in permutation(move)]
-        return order.index(dim)
+        return order
 
     def dims_beside(self, dim: int) -> tuple[int | None, int | None]:
         """The dims of the other operand and of the result that belong to the weight's dim; None: it has none there."""
         side, (contracted, batched) = self.side, dot_dims(self.dot)
-        at = self.operand_dim(dim)
+        at = self.order.index(dim)
         if at in contracted[side]:
             return contracted[1 - side][contracted[side].index(at)], None
         if at in batched[side]:
@@ -175,7 +176,8 @@ class TiledProduct:
         """Whether it sums over the dim of the weight that tensor parallelism splits; None where that splits none."""
         spec = compute_spec(self.use.stored, self.use.axes)
         split = next((dim for dim, entry in enumerate(spec) if entry is not None), None)
-        return None if split is None else self._operand_dim(split) in dot_dims(self._dot).contracted[self.product.side]
+        return None if split is None else (
+            self.product.order.index(self._true_dim(split)) in dot_dims(self._dot).contracted[self.product.side])
 
     @property
     def flops(self) -> float:
@@ -267,10 +269,6 @@ class TiledProduct:
     def _dims(self) -> tuple[int | None, int | None]:
         """The dims of the other operand and of the result along which tiles lie; None: each tile needs all of it."""
         return self.product.dims_beside(self._true_dim(self._stored_dim))
-
-    def _operand_dim(self, stored_dim: int) -> int:
-        """The dim of the product's operand that is the dim `stored_dim` of the stored weight."""
-        return self.product.operand_dim(self._true_dim(stored_dim))
 
     def _true_dim(self, stored_dim: int) -> int:
         return sum(len(group) for group in self.use.stored_shape.dims[:stored_dim])

@@ -22,11 +22,13 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.errors import UsageError
 from zero_jax.gather.gather import (
     GATHER_SCOPE,
+    READS,
     SCATTER,
     SCATTER_QUANTIZED,
+    SECONDARY_GATHER,
+    TANGENT,
     ParamUse,
     gathered,
-    names_of,
     secondary_spec,
 )
 from zero_jax.gather.quantized.policy import Hop
@@ -41,11 +43,10 @@ from zero_jax.jaxpr.equations import (
     inner_jaxprs,
     is_literal,
     primitive_of,
-    run_eqns,
+    run_jaxpr,
     scope_of,
     trace,
     type_of,
-    value_of,
 )
 from zero_jax.jaxpr.named_call import computed_by
 from zero_jax.jaxpr.primitives import (
@@ -75,6 +76,7 @@ from zero_jax.jaxpr.primitives import (
 )
 from zero_jax.jaxpr.random_keys import bits_at
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.partition import names_of
 from zero_jax.transforms.tiled_products import TILED_PRODUCT
 from zero_jax.views.rules import ELEMENTWISE, plan_back, plan_of, plan_whole
 from zero_jax.views.spread import (
@@ -94,10 +96,6 @@ from zero_jax.views.spread import (
     whole,
 )
 
-_READS = ("zero_read", "zero_last_read")
-_TANGENT = "zero_read_tangent"
-_GATHERS = (GATHER_SCOPE, _TANGENT)
-_COPY = "zero_gather_secondary"
 _SCATTERS = (SCATTER, SCATTER_QUANTIZED)
 _CALLBACKS = "debug_print", "debug_callback", "io_callback", "pure_callback"
 _MADE_IN_PARTS = frozenset({*ELEMENTWISE, BROADCAST, RESHAPE, IOTA, RANDOM_BITS})
@@ -155,11 +153,11 @@ class LocalView:
         name = primitive_of(eqn)
         if not eqn.outvars:  # what JAX leaves of a call of which nothing is read
             return []
-        if name in _READS:
+        if name in READS:
             return [ins[1]]
-        if name in _GATHERS:
+        if name in (GATHER_SCOPE, TANGENT):
             return [whole(ndim_at(eqn.outvars[0]))]
-        if name == _COPY:
+        if name == SECONDARY_GATHER:
             return [spread_of(self._copy_spec(own_use(eqn)), ndim_at(eqn.outvars[0]), self.axes)]
         if name in (CONSTRAINT, "reshard"):
             return ins
@@ -188,8 +186,8 @@ class LocalView:
     def _scan_spreads(self, eqn: JaxprEqn, ins: Sequence[Spread]) -> tuple[list[Spread], list[Spread]]:
         """(Of the operands, of the results): the carry is spread as one iteration leaves it to the next."""
         scan, body = Scan.of(eqn), call_jaxpr(eqn)
-        ends = scan.num_consts, scan.num_consts + scan.num_carry
-        consts, carry, xs = list(ins[:ends[0]]), list(ins[ends[0]:ends[1]]), list(map(_unstacked, ins[ends[1]:]))
+        consts, carry, xs = map(list, scan.parts(ins))
+        xs = list(map(_unstacked, xs))
 
         def step(carry: Sequence[Spread]) -> list[Spread]:
             return self.spreads(body, [*consts, *carry, *xs])
@@ -271,13 +269,13 @@ class LocalView:
         name, ins = primitive_of(eqn), [operand.spread for operand in operands]
         if not (eqn.outvars or eqn.effects):
             return []
-        if name in _READS:
+        if name in READS:
             return [operands[1]]
         if name == GATHER_SCOPE:
             return [self._gathered(own_use(eqn), operands[0])]
-        if name == _TANGENT:  # of what is stored: no codes, and no copy
+        if name == TANGENT:  # of what is stored: no codes, and no copy
             return [self._gathered(dataclasses.replace(own_use(eqn), codes=None, secondary=()), operands[0])]
-        if name == _COPY:
+        if name == SECONDARY_GATHER:
             return [self._copied(own_use(eqn), operands[0])]
         if name in (CONSTRAINT, "reshard"):
             return [self._constrained(eqn, operands[0])]
@@ -441,18 +439,11 @@ class LocalView:
         scan, body = Scan.of(eqn), call_jaxpr(eqn)
         ins, outs = self._scan_spreads(eqn, [operand.spread for operand in operands])
         args = [self.to(operand, want) for operand, want in zip(operands, ins, strict=True)]
-        ends = scan.num_consts, scan.num_consts + scan.num_carry
-        inner = [*ins[:ends[1]], *map(_unstacked, ins[ends[1]:])]
-        run = self.function(body, inner, [*outs[:scan.num_carry], *map(_unstacked, outs[scan.num_carry:])],
-                            operands[:ends[0]])
-
-        def step(carry: Any, xs: Any) -> Any:
-            results = run(*args[:ends[0]], *carry, *xs)
-            return results[:scan.num_carry], results[scan.num_carry:]
-
-        carry, ys = jax.lax.scan(step, args[ends[0]:ends[1]], args[ends[1]:], length=scan.length, reverse=scan.reverse,
-                                 unroll=scan.unroll)
-        return self._values(eqn, [*carry, *ys], outs)
+        consts, carry, xs = scan.parts(ins)
+        run = self.function(body, [*consts, *carry, *map(_unstacked, xs)],
+                            [*outs[:scan.num_carry], *map(_unstacked, outs[scan.num_carry:])],
+                            operands[:scan.num_consts])
+        return self._values(eqn, scan.run(run, args), outs)
 
     def _branched(self, eqn: JaxprEqn, operands: Sequence[_Value]) -> list[_Value]:
         ins, outs = self._cond_spreads(eqn, [operand.spread for operand in operands])
@@ -567,10 +558,7 @@ def _run_manual(closed: ClosedJaxpr, *args: Any) -> list[Any]:
         with jax.named_scope(scope_of(eqn)):  # by which the plan knows kernels of Pallas
             return _run_manual(call_jaxpr(eqn), *args) if primitive_of(eqn) in CALLS else bind_eqn(eqn, args)
 
-    jaxpr = closed.jaxpr
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
-    run_eqns(closed.jaxpr.eqns, env, bind)
-    return [value_of(atom, env) for atom in closed.jaxpr.outvars]
+    return run_jaxpr(closed, args, bind)
 
 
 def _holds_own(eqn: JaxprEqn) -> bool:

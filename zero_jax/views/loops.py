@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+from zero_jax.gather.gather import READS
 from zero_jax.jaxpr.equations import (
     Jaxpr,
     JaxprEqn,
@@ -21,8 +21,6 @@ from zero_jax.jaxpr.equations import (
     variables,
 )
 from zero_jax.jaxpr.primitives import CONVERT, REMAT, SCAN, Scan, call_jaxpr, with_call_jaxpr
-
-READS = ("zero_read", "zero_last_read")
 
 
 def read_before_loops(jaxpr: Jaxpr) -> Jaxpr:
@@ -59,24 +57,20 @@ def _invariant_reads(eqn: JaxprEqn) -> list[JaxprEqn]:
 
 def _with_reads_before(eqn: JaxprEqn, hoisted: list[JaxprEqn]) -> JaxprEqn:
     scan, body = Scan.of(eqn), call_jaxpr(eqn)
-    ends = scan.num_consts, scan.num_consts + scan.num_carry
     moved = set(map(id, hoisted))
-    rest = [inner for inner in body.jaxpr.eqns if id(inner) not in moved]
+    rest = body.jaxpr.replace(eqns=[inner for inner in body.jaxpr.eqns if id(inner) not in moved])
 
     def fun(*args: Any) -> list[Any]:
         before: dict[Any, Any] = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
-        before.update(zip(body.jaxpr.invars, args[:ends[0]], strict=False))
+        before.update(zip(body.jaxpr.invars, args[:scan.num_consts], strict=False))
         run_eqns(hoisted, before)
 
-        def step(carry: Any, xs: Any) -> Any:
-            env = {**before, **dict(zip(body.jaxpr.invars[ends[0]:], (*carry, *xs), strict=True))}
-            run_eqns(rest, env)
-            out = [value_of(atom, env) for atom in body.jaxpr.outvars]
-            return out[:scan.num_carry], out[scan.num_carry:]
+        def iteration(*values: Any) -> list[Any]:
+            env = {**before, **dict(zip(body.jaxpr.invars, values, strict=True))}
+            run_eqns(rest.eqns, env)
+            return [value_of(atom, env) for atom in rest.outvars]
 
-        carry, ys = jax.lax.scan(step, list(args[ends[0]:ends[1]]), list(args[ends[1]:]), length=scan.length,
-                                 reverse=scan.reverse, unroll=scan.unroll)
-        return [*carry, *ys]
+        return scan.run(iteration, args)
 
     return replace_eqn(eqn, fun)
 

@@ -240,10 +240,10 @@ def _combined(combine: str) -> Rule:
     return rule
 
 
-def _along(*names: str) -> Rule:
-    """Of what works along the dims that the first of these parameters names: none of them may be split."""
+def _along(name: str) -> Rule:
+    """Of what works along the dims that this parameter names: none of them may be split."""
     def rule(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
-        given = next(eqn.params[name] for name in names if name in eqn.params)
+        given = eqn.params[name]
         along = tuple(given) if isinstance(given, (tuple, list)) else (int(given),)
         joint = _joint(spreads)
         along = tuple(dim % len(joint.dims) for dim in along)
@@ -252,11 +252,6 @@ def _along(*names: str) -> Rule:
         return Plan((joint,) * len(eqn.invars), (joint,) * len(eqn.outvars))
 
     return rule
-
-
-def _top_k(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
-    along = eqn.params.get("axis", -1) % len(spreads[0].dims)
-    return None if spreads[0].dims[along] else Plan((spreads[0],), (spreads[0],) * len(eqn.outvars))
 
 
 def _pad(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
@@ -300,20 +295,10 @@ def _dynamic_update_slice(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) 
     return Plan((joint, joint, *(start.without_sum for start in starts)), (joint,))
 
 
-def _rev(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
-    return None if _over(spreads[0], eqn.params["dimensions"]) else Plan((spreads[0],), (spreads[0],))
-
-
 def _tile(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
     dims = tuple(split and Split(split.axes, (split.outer[0] * times, *split.outer[1:]))
                  for split, times in zip(spreads[0].dims, eqn.params["reps"], strict=True))
     return Plan((spreads[0],), (Spread(dims, spreads[0].partial),))
-
-
-def _split(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
-    if spreads[0].dims[eqn.params["axis"]]:
-        return None
-    return Plan((spreads[0],), (spreads[0],) * len(eqn.outvars))
 
 
 def _stack(eqn: JaxprEqn, spreads: Sequence[Spread], ways: Ways) -> Plan | None:
@@ -565,16 +550,14 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("reduce_max", "reduce_or"), _combined("max")),
     **dict.fromkeys(("reduce_min", "reduce_and"), _combined("min")),
     **dict.fromkeys(("reduce_prod", "reduce_xor", "argmax", "argmin"), _combined("")),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k", "split"), _along("axis")),
     **dict.fromkeys(("sort", "concatenate"), _along("dimension")),
-    "top_k": _top_k,
     "pad": _pad,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
-    "rev": _rev,
+    "rev": _along("dimensions"),
     "tile": _tile,
-    "split": _split,
     "stack": _stack,
     "unstack": _unstack,
     **dict.fromkeys(("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum",

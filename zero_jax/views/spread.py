@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zero_jax.gather.gather import compute_spec, names_of
+from zero_jax.gather.gather import compute_spec
 from zero_jax.gather.reduce_scatter import mesh_ordered_runs, reduce_parts
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.partition import axes_by_dim
 from zero_jax.typing import AxisNames, Shape
 
 Ways = Callable[[AxisNames], int]
@@ -72,7 +73,7 @@ class Spread:
         assert not self.partial and all(dim is None or {*dim.outer[1:]} <= {1} for dim in self.dims), self
         entries = [[None] * (dim is not None and not dim.is_plain) + [None if dim is None else dim.axes]
                    for dim in self.dims]
-        return P(*[axes[0] if axes and len(axes) == 1 else axes for entry in entries for axes in entry])
+        return P(*[axes for entry in entries for axes in entry])
 
     def blocks(self, value: jax.Array) -> jax.Array:
         """`value` with a dim of its own for the blocks into which a dim is cut."""
@@ -127,8 +128,8 @@ def whole(ndim: int) -> Spread:
 def spread_of(spec: P, ndim: int, axes: MeshAxes) -> Spread:
     """That of an array sharded by `spec`; mesh axes of size 1 split nothing, and `tensor` is the partitioner's."""
     dims: list[Split | None] = [None] * ndim
-    for dim, entry in enumerate(spec):
-        names = [name for name in names_of(P(entry)) if axes.size(name) > 1]
+    for dim, names in enumerate(axes_by_dim(spec)):
+        names = [name for name in names if axes.size(name) > 1]
         if own := tuple(name for name in names if name != axes.tensor):
             blocks = axes.tensor_size if names[0] == axes.tensor else 1
             dims[dim] = Split(own, (blocks, *(1,) * (len(own) - 1)))
@@ -189,7 +190,7 @@ def on_tensor(fun: Callable[..., Any], before: Sequence[P], after: Any, axes: Me
     The partitioner gathers over `tensor` what a collective over other axes takes.
     """
     def of_tensor(specs: Any) -> Any:
-        return jax.tree.map(lambda spec: compute_spec(spec, axes), specs, is_leaf=lambda spec: isinstance(spec, P))
+        return jax.tree.map(lambda spec: compute_spec(spec, axes), specs)
 
     return jax.shard_map(fun, axis_names={axes.tensor}, in_specs=of_tensor(tuple(before)), out_specs=of_tensor(after),
                          check_vma=False) if axes.tensor_enabled else fun

@@ -13,6 +13,7 @@ from zero_jax.gather.quantized.messages import BlockFormat, as_words, from_words
 from zero_jax.gather.quantized.products import MatrixFormat
 from zero_jax.sharding.mesh import constrain
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.partition import axes_by_dim
 from zero_jax.typing import AxisNames, DType, Shape
 
 
@@ -134,7 +135,7 @@ class GatherCodes:
         shape: list[tuple[int, int]] = []
         axes: dict[str, int] = {}
         own: list[int] = []
-        for dim, entry in enumerate(self._entries):
+        for dim, entry in enumerate(axes_by_dim(self.spec, len(self.local))):
             for axis in entry:
                 if axis in order:
                     axes[axis] = len(shape)
@@ -154,9 +155,3 @@ class GatherCodes:
         """The dims that loops may slice, and the others."""
         return ([dim for dim, is_loop in enumerate(self.loops) if is_loop],
                 [dim for dim, is_loop in enumerate(self.loops) if not is_loop])
-
-    @property
-    def _entries(self) -> list[tuple[str, ...]]:
-        """For each dim the axes that shard it, major first."""
-        padded = (*self.spec, *[None] * (len(self.local) - len(self.spec)))
-        return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in padded]

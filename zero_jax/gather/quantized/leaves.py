@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.arguments import check_matched
 from zero_jax.errors import UsageError
 from zero_jax.gather.quantized.gather import GatherCodes
 from zero_jax.gather.quantized.messages import BlockFormat
@@ -14,7 +15,7 @@ from zero_jax.gather.quantized.policy import Codes, Hop
 from zero_jax.gather.quantized.products import MatrixFormat
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.sharding.param_access import ParamAccess
-from zero_jax.sharding.partition import parts_of
+from zero_jax.sharding.partition import axes_by_dim, parts_of
 from zero_jax.sharding.stored_shape import StoredShape
 from zero_jax.typing import AxisNames, DType
 
@@ -80,11 +81,11 @@ def quantized_leaves(policy: Codes, leaves: Mapping[str, Leaf], axes: MeshAxes, 
     Raises ValueError where nothing would be sent in a format that is asked for, or where a parameter is excluded that
     there is not.
     """
-    policy.check_names(leaves)
+    check_matched("Communication: exclude", policy.exclude, leaves)
     hops = policy.hops(axes, hpz_axes)
     leaves = {name: leaf for name, leaf in leaves.items()
               if leaf.gathered and policy.weights is not None or leaf.trained and hops}
-    weights = policy.weight_format or BlockFormat("int8", policy.block)
+    weights = BlockFormat(policy.weights or "int8", policy.block)
     codes = {name: _codes(weights, leaf, axes, hpz_axes) for name, leaf in leaves.items()}
     reasons = {name: why for name, leaf in leaves.items() if (why := policy.reason(
         name, leaf.stored_shape.shape, leaf.dtype, num_loops=len(leaf.access.stacked),
@@ -131,11 +132,9 @@ def with_products(found: QuantizedLeaves | None, products: frozenset[str], leave
 def _codes(format: BlockFormat | MatrixFormat, leaf: Leaf, axes: MeshAxes, hpz_axes: AxisNames) -> GatherCodes:
     """How the messages of a leaf are made."""
     stored = leaf.stored_shape.stored
-    entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-               for entry in (*leaf.spec, *[None] * (len(stored) - len(leaf.spec)))]
+    entries = axes_by_dim(leaf.spec, len(stored))
     local = tuple(size // axes.size(*entry) for size, entry in zip(stored, entries, strict=True))
     names = [axis for axis in axes.mesh.axis_names if any(axis in entry for entry in entries)]
     order = sorted(names, key=lambda axis: (axis != axes.tensor, axis not in hpz_axes))
     return GatherCodes(
-        format, axes, P(*[entry or None for entry in entries]),
-        local, tuple(dim in leaf.access.stacked for dim in range(len(stored))), tuple(order))
+        format, axes, P(*entries), local, tuple(dim in leaf.access.stacked for dim in range(len(stored))), tuple(order))

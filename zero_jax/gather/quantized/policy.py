@@ -2,11 +2,11 @@
 
 import dataclasses
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from zero_jax.arguments import check_matched, patterns, shown, whole
+from zero_jax.arguments import patterns, shown, whole
 from zero_jax.errors import UsageError
 from zero_jax.gather.quantized.messages import GRADIENT_NAMES, NAMES, BlockFormat
 from zero_jax.sharding.mesh_axes import MeshAxes
@@ -58,11 +58,6 @@ class Codes:
         parts = [f"{what} {how}" for what, how in (("weights", self.weights), ("gradients", gradients)) if how]
         return f"{', '.join(parts)}, blocks of {self.block}"
 
-    @property
-    def weight_format(self) -> BlockFormat | None:
-        """How weights are encoded."""
-        return None if self.weights is None else BlockFormat(self.weights, self.block)
-
     def hops(self, axes: MeshAxes, hpz_axes: AxisNames = ()) -> tuple[Hop, ...]:
         """The all-to-alls of a gradient, inside a node first; none where gradients are sent as they are.
 
@@ -80,10 +75,6 @@ class Codes:
         formats = self.gradients if isinstance(self.gradients, tuple) else (self.gradients,) * 2
         return tuple((tuple(group), BlockFormat(formats[min(number, 1)], self.block))
                      for number, group in enumerate(group for group in groups if group))
-
-    def check_names(self, names: Collection[str]) -> None:
-        """Raises ValueError for a pattern of `exclude` that is in none of `names`, those of the parameters."""
-        check_matched("Communication: exclude", self.exclude, names)
 
     def reason(self, name: str, shape: Shape, dtype: DType, *, num_loops: int, local_size: int, num_parts: int,
                all_parts: int) -> str:

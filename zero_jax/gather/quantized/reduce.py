@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from zero_jax.gather.quantized.messages import BlockFormat, as_words, from_words
 from zero_jax.gather.quantized.policy import Hop
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.partition import axes_by_dim
 from zero_jax.typing import AxisNames
 
 
@@ -23,8 +24,7 @@ def reduce_quantized(value: jax.Array, axes: MeshAxes, spec: P, hops: Sequence[H
     hops: as `Codes.hops` gives them; together they are all axes of `spec` but for `axes.tensor`.
     """
     size = axes.mesh.shape
-    entries = [tuple(axis for axis in _names(entry) if axis != axes.tensor)
-               for entry in (*spec, *[None] * (value.ndim - len(spec)))]
+    entries = [tuple(axis for axis in names if axis != axes.tensor) for names in axes_by_dim(spec, value.ndim)]
     local = [dim // math.prod(size[axis] for axis in entry) for dim, entry in zip(value.shape, entries, strict=True)]
 
     # First, the parts of all devices: (the axes of each hop, the first hop's before the next's, values of a shard).
@@ -75,7 +75,3 @@ def _all_reduce(values: jax.Array, hop_axes: AxisNames, num_devices: int, codes:
     messages = jax.lax.all_gather(message if not words else as_words(message), hop_axes)
     messages = messages if not words else from_words(messages, message.shape[-1])
     return codes.decode(messages, padded.shape[1], jnp.float32).reshape(-1)[:values.size]
-
-
-def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
