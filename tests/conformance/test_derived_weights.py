@@ -9,9 +9,9 @@ from flax import nnx
 from support.beside_plain_loop import compare, factory, squares, vectors
 from support.oracle import slow
 from support.program_controls import partitioned
+from support.targets import mesh_of
 
 import zero_jax
-from zero_jax.xla import devices as xla_devices
 
 
 class Normed(nn.Module):
@@ -95,9 +95,7 @@ def test_derived_weights_have_the_numbers_of_one_device(model, stage, sizes):
 
 def verified(model, stage, sizes, target, **options):
     """The report of a step that `verify` accepts."""
-    if extra := xla_devices.missing_compiler(target):
-        pytest.skip(f"needs {extra}")
-    mesh = zero_jax.make_mesh(data=(2, 4) if target == "v5e:2x4" else 8, devices=xla_devices.target_devices(target))
+    mesh = mesh_of(target, data=(2, 4) if target == "v5e:2x4" else 8)
     width, hidden = {"even": (256, 256), "uneven": (260, 268)}[sizes]
     batch = {"x": jax.ShapeDtypeStruct((64, width), jnp.float32), "y": jax.ShapeDtypeStruct((64, 1), jnp.float32)}
     step = zero_jax.make_zero_train_step(MODELS[model](width, hidden), stage, mesh=mesh, loss=squares, **options)

@@ -10,9 +10,9 @@ import pytest
 from support.beside_plain_loop import compare, squares, vectors
 from support.covering import weekly
 from support.oracle import slow
+from support.targets import mesh_of
 
 import zero_jax
-from zero_jax.xla import devices as xla_devices
 
 
 class Typed(nn.Module):
@@ -37,10 +37,8 @@ OWN_DTYPES = {"bf16 of fp32": (jnp.bfloat16, None), "fp32 of bf16": (jnp.float32
     (3, "even"), slow(3, "uneven"), slow(2, "even"), slow(2, "uneven"), slow(1, "even")])
 def test_a_modules_own_dtype_keeps_the_reduce_scatter(case, stage, sizes):
     """Reduced in the dtype in which the step gives the parameter, and nothing large is all-reduced."""
-    if extra := xla_devices.missing_compiler("h100:8"):
-        pytest.skip(f"needs {extra}")
     dtype, precision = OWN_DTYPES[case]
-    mesh = zero_jax.make_mesh(devices=xla_devices.target_devices("h100:8"))
+    mesh = mesh_of("h100:8")
     width = {"even": 512, "uneven": 515}[sizes]
     batch = {"x": jax.ShapeDtypeStruct((64, width), jnp.float32), "y": jax.ShapeDtypeStruct((64, 1), jnp.float32)}
     step = zero_jax.make_zero_train_step(Typed(width, dtype), stage, mesh=mesh, loss=squares, precision=precision)

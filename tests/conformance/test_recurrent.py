@@ -9,9 +9,9 @@ from support.beside_plain_loop import STAGES, compare, factory, squares, vectors
 from support.covering import weekly
 from support.oracle import slow
 from support.program_controls import partitioned
+from support.targets import mesh_of
 
 import zero_jax
-from zero_jax.xla import devices as xla_devices
 
 
 class Recurrent(nn.Module):
@@ -70,10 +70,8 @@ def test_recurrent_loops(flavour, stage, sizes):
     slow("shared", 3, "even")])
 def test_recurrent_loops_send_their_parameters_once(flavour, stage, sizes, target):
     """`verify` raises where a step sends more than its contract: 26 times as much, once."""
-    if extra := xla_devices.missing_compiler(target):
-        pytest.skip(f"needs {extra}")
     on_tpu = target.startswith("v5e")
-    mesh = zero_jax.make_mesh(data=(2, 4) if on_tpu else 8, devices=xla_devices.target_devices(target))
+    mesh = mesh_of(target, data=(2, 4) if on_tpu else 8)
     width = {"even": 256, "uneven": 1004 if on_tpu else 268}[sizes]  # parts of small leaves do not fill TPU tiles
     batch = {"x": jax.ShapeDtypeStruct((64, width), jnp.float32), "y": jax.ShapeDtypeStruct((64, 1), jnp.float32)}
     step = zero_jax.make_zero_train_step(RECURRENT[flavour](width, width), stage, mesh=mesh, loss=squares)
@@ -83,9 +81,7 @@ def test_recurrent_loops_send_their_parameters_once(flavour, stage, sizes, targe
 
 def test_the_partitioner_sends_in_each_iteration_and_the_report_says_so():
     """Negative control."""
-    if extra := xla_devices.missing_compiler("h100:8"):
-        pytest.skip(f"needs {extra}")
-    mesh = zero_jax.make_mesh(devices=xla_devices.target_devices("h100:8"))
+    mesh = mesh_of("h100:8")
     batch = {"x": jax.ShapeDtypeStruct((64, 256), jnp.float32), "y": jax.ShapeDtypeStruct((64, 1), jnp.float32)}
     with partitioned():
         report = zero_jax.make_zero_train_step(Recurrent(256), 3, mesh=mesh, loss=squares).compiled_step(batch).report

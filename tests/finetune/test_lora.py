@@ -7,7 +7,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from support.flat import flat_step
 from support.hand_lora import applied, by_path, merged_by_hand, nested, plain_lora
@@ -154,28 +153,10 @@ class TestNumbers:
             low = {key[:2]: value for key, value in params["lora"].items()}
             return apply({**params, "lora": low}, batch)
 
-        losses, _, params = by_hand_without_merge(unmerged, start, batches)
+        losses, _, params = plain_lora(unmerged, start, batches, scale=None)
         np.testing.assert_allclose(run.losses, losses, rtol=1e-6)
         for name, leaf in run.params.items():
             np.testing.assert_allclose(leaf, params[renamed[name]], atol=1e-5, err_msg=name)
-
-
-def by_hand_without_merge(apply, start, batches):
-    trained = [name for name in start if "_lora_" in name]
-    params, losses = dict(start), []
-    opt_state = ADAMW.init({name: start[name] for name in trained})
-
-    @jax.jit
-    def step(params, opt_state, batch):
-        adapters = {name: params[name] for name in trained}
-        loss, grads = jax.value_and_grad(lambda low: apply(nested({**params, **low}), batch))(adapters)
-        updates, opt_state = ADAMW.update(grads, opt_state, adapters)
-        return loss, params | optax.apply_updates(adapters, updates), opt_state
-
-    for batch in batches:
-        loss, params, opt_state = step(params, opt_state, batch)
-        losses.append(float(loss))
-    return losses, None, params
 
 
 class TestProducts:
@@ -265,7 +246,6 @@ class TestValues:
         assert all(np.abs(leaf).max() == 0 for name, leaf in params.items() if name.endswith("_b"))
         np.testing.assert_allclose(step.evaluator()(state, batch), next_token(model.bind({"params": base}), batch),
                                    rtol=1e-6)
-
 
     @pytest.mark.slow
     def test_a_checkpoint_has_its_alpha(self, tmp_path):

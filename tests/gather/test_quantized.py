@@ -22,6 +22,7 @@ from zero_jax import Communication
 from zero_jax.contract import verify as contract
 from zero_jax.contract.report import CODES
 from zero_jax.sharding.mesh_axes import MeshAxes
+from zero_jax.sharding.partition import axes_by_dim
 from zero_jax.tree import map_named, named_leaves
 
 SGD = optax.sgd(0.5)
@@ -46,8 +47,8 @@ def step_of(model, stage, data, options, communication, **more):
     options = dict(options)
     mesh = zero_jax.make_mesh(data if len(data) > 1 else data[0], tensor=options.pop("tensor", 1))
     rules = gpt2.tensor_rules(NET) if "tensor" in mesh.axis_names else ()
-    return flat_step(model, stage, mesh=mesh, optimizer=SGD, tensor_rules=rules,
-                                         communication=communication, **options, **more)
+    return flat_step(model, stage, mesh=mesh, optimizer=SGD, tensor_rules=rules, communication=communication,
+                     **options, **more)
 
 
 def received(step, layout, params, policy, block=None):
@@ -118,8 +119,8 @@ def test_words_give_what_bytes_do(kind, monkeypatch):
     gathers = step_of(model, *rest).layout(batch).quantized.gathers
     assert len(gathers) > 3
     for name, codes in gathers.items():
-        sizes = [3 if is_loop else local * codes.axes.size(*([entry] if isinstance(entry, str) else entry or ()))
-                 for local, is_loop, entry in zip(codes.local, codes.loops, codes.spec, strict=True)]
+        sizes = [3 if is_loop else local * codes.axes.size(*names)
+                 for local, is_loop, names in zip(codes.local, codes.loops, axes_by_dim(codes.spec), strict=True)]
         stored = np.random.default_rng(3).normal(size=sizes).astype(np.float32)
         received, messages = [], []
         for is_tpu in (False, True):

@@ -12,17 +12,14 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.covering import covering
-from support.flat import flat_step
 from support.oracle import ADAMW, Trained, loss_difference, param_difference, slow, train
-from support.targets import simulated
+from support.targets import mesh_of, simulated
 from support.workloads import FLAVOURS, MLPS, classify, token_batches, vector_batches
 
 import zero_jax
 from models import gpt2
 from zero_jax.gather import reduce_scatter as scatter
 from zero_jax.sharding.mesh_axes import MeshAxes
-from zero_jax.tree import named_leaves
-from zero_jax.xla import devices as xla_devices
 from zero_jax.xla import hlo
 from zero_jax.xla.devices import compiler_options
 from zero_jax.xla.platform import Platform
@@ -66,16 +63,7 @@ def run(name, stage, mesh) -> Trained:
     else:
         model, batches = VECTOR_MODELS[name], vector_batches()
         options = {"optimizer": optax.sgd(0.1, momentum=0.9), "loss": classify}
-    if not mesh:
-        return train(model, 0, 1, batches=batches, precision="fp32", **options)
-    step = flat_step(model, stage, mesh=zero_jax.make_mesh(**mesh), precision="fp32", **options)
-    state, losses, norms = step.init(jax.random.key(0), batches[0]), [], []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        losses.append(metrics["loss"])
-        norms.append(metrics["grad_norm"])
-    params = {name: np.asarray(leaf) for name, leaf in named_leaves(step.params(state))}
-    return Trained(np.array(losses, np.float64), np.array(norms, np.float64), params, {}, state=state, step=step)
+    return train(model, stage, zero_jax.make_mesh(**mesh) if mesh else 1, batches=batches, precision="fp32", **options)
 
 
 FAST = [("linen dropout", "factored", 3)]
@@ -177,9 +165,7 @@ def wire(target, shape, spec, product=False):
 
     Of a product XLA chooses how it lies; else it lies as it comes.
     """
-    if extra := xla_devices.missing_compiler(target):
-        pytest.skip(f"needs {extra}")
-    mesh = zero_jax.make_mesh(devices=xla_devices.target_devices(target))
+    mesh = mesh_of(target)
     sizes = [(mesh.size, 256, shape[0]), (mesh.size, 256, shape[1])] if product else [(mesh.size, *shape), ()]
 
     def part(left, right):

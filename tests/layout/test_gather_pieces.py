@@ -12,7 +12,6 @@ from support.workloads import token_batches
 import zero_jax
 from models import gpt2
 from zero_jax.layout import compute_params
-from zero_jax.layout import compute_params as gather_pieces
 from zero_jax.layout.compute_params import Piece, cut
 from zero_jax.step import overlap
 from zero_jax.tree import named_leaves
@@ -33,16 +32,16 @@ def trained(case, pieces, monkeypatch, *, wrong=False):
     stage, config, sizes, options = CASES[case]
     monkeypatch.setattr(overlap, "gathers_in_pieces", lambda *_: pieces)
     if pieces:
-        monkeypatch.setattr(gather_pieces, "MIN_BYTES", 1)
-        monkeypatch.setattr(gather_pieces, "PIECE_BYTES", 2**12)
+        monkeypatch.setattr(compute_params, "MIN_BYTES", 1)
+        monkeypatch.setattr(compute_params, "PIECE_BYTES", 2**12)
         if "long axis" in case:  # as on v5e: whole leaves over all axes but the last
             monkeypatch.setattr(compute_params, "LONG_AXIS", 2)
             begun, own = [], compute_params._gathered_first
             monkeypatch.setattr(compute_params, "_gathered_first", lambda spec, layout: begun.append(
                 (spec, found := own(spec, layout))) or found)
     if wrong:
-        right = gather_pieces.dynamic_update_slice_in_dim
-        monkeypatch.setattr(gather_pieces, "dynamic_update_slice_in_dim", lambda into, value, start, dim: right(
+        right = compute_params.dynamic_update_slice_in_dim
+        monkeypatch.setattr(compute_params, "dynamic_update_slice_in_dim", lambda into, value, start, dim: right(
             into, value, max(0, start - value.shape[dim]), dim))
     with simulated("v5e:2x4" if "long axis" in case else None):  # gathers over one axis after another
         step = flat_step(gpt2.build(config), stage, mesh=zero_jax.make_mesh(**sizes), **{
@@ -87,5 +86,5 @@ def test_a_leaf_is_cut_along_a_dim_that_nothing_splits(shape, specs, expected):
 
 
 def test_pieces_of_large_models_are_larger():
-    assert gather_pieces.piece_bytes(2**20) == 2**25
-    assert gather_pieces.piece_bytes(64 * 2**27) == 2**27
+    assert compute_params.piece_bytes(2**20) == 2**25
+    assert compute_params.piece_bytes(64 * 2**27) == 2**27

@@ -12,8 +12,7 @@ from support.workloads import token_batches
 import zero_jax
 from models import gpt2
 from zero_jax.gather import gather
-from zero_jax.layout import compute_params as gather_compute_params
-from zero_jax.layout import compute_params as gather_pieces
+from zero_jax.layout import compute_params
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.tree import named_leaves
 
@@ -32,11 +31,11 @@ def step_of(config, sizes, stage=2, **options):
 
 def copied(layout, buffer, monkeypatch):
     """The copy of random parameters, by name, with `buffer` bytes gathered at a time; and the traced program."""
-    monkeypatch.setattr(gather_compute_params, "MAX_GATHER_BYTES", buffer)
+    monkeypatch.setattr(compute_params, "MAX_GATHER_BYTES", buffer)
     keys = iter(jax.random.split(jax.random.key(0), 100))
     params = jax.tree.map(lambda leaf, at: jax.device_put(jax.random.normal(next(keys), leaf.shape), at),
                           layout.state.params, layout.gradients)
-    traced = jax.jit(lambda params: gather_compute_params.gather_compute_params(params, layout),
+    traced = jax.jit(lambda params: compute_params.gather_compute_params(params, layout),
                      out_shardings=layout.shardings.weights).trace(params)
     made = traced.lower().compile()(params)
     return {name: np.asarray(leaf.astype(jnp.float32)) for name, leaf in named_leaves(made)}, str(traced.jaxpr)
@@ -73,7 +72,7 @@ def test_layers_in_iterations_are_the_layers_at_once(config, sizes, monkeypatch)
 def test_steps_in_iterations_are_the_steps_at_once(monkeypatch):
     """Where the copy takes the place of the last one, which the step read."""
     def trained(buffer):
-        monkeypatch.setattr(gather_compute_params, "MAX_GATHER_BYTES", buffer)
+        monkeypatch.setattr(compute_params, "MAX_GATHER_BYTES", buffer)
         step, batches = step_of(ODD, {}), token_batches(3)
         state = step.init(jax.random.key(0), batches[0])
         for batch in batches:
@@ -99,7 +98,7 @@ def test_what_is_not_gathered_is_not_sliced(monkeypatch):
 @pytest.mark.parametrize(("layers", "size", "iterations"), [
     (48, 2**30, 1), (48, 2**30 + 1, 2), (187, 6 * 2**30, 11), (7, 2**31, 7), (4, 2**40, 4)])
 def test_iterations_are_equal_and_small(layers, size, iterations):
-    assert gather_compute_params._iterations(layers, size) == iterations
+    assert compute_params._iterations(layers, size) == iterations
 
 
 @pytest.mark.grid
@@ -121,10 +120,10 @@ def test_no_buffer_grows_with_depth(target, monkeypatch):
         return temporaries(96) - temporaries(24)
 
     allowed = 72 * (length * width * 2 + (2 + 4) * 12 * width**2 / 8)
-    monkeypatch.setattr(gather_compute_params, "MAX_GATHER_BYTES", 2**18)
-    monkeypatch.setattr(gather_compute_params, "piece_bytes", lambda total: 2**22)
+    monkeypatch.setattr(compute_params, "MAX_GATHER_BYTES", 2**18)
+    monkeypatch.setattr(compute_params, "piece_bytes", lambda total: 2**22)
     assert grown() <= 1.1 * allowed
     # Control: leaves gathered whole, which GPUs transpose; XLA:TPU gathers them where they are to be.
-    monkeypatch.setattr(gather_pieces, "MIN_BYTES", 2**60)
-    monkeypatch.setattr(gather_compute_params, "MAX_GATHER_BYTES", 2**60)
+    monkeypatch.setattr(compute_params, "MIN_BYTES", 2**60)
+    monkeypatch.setattr(compute_params, "MAX_GATHER_BYTES", 2**60)
     assert target != "h100:8" or grown() > 1.1 * allowed

@@ -28,7 +28,10 @@ def merged_by_hand(params, scale):
 
 
 def plain_lora(apply, start, batches, *, scale, trainable=(), optimizer=ADAMW):
-    """Losses, gradient norms and parameters of a loop on one device. apply: (the model's params, batch) -> loss."""
+    """Losses, gradient norms and parameters of a loop on one device. apply: (the model's params, batch) -> loss.
+
+    scale: of A B; None: `apply` takes adapters and base as they are.
+    """
     trained = {name for name in start if name.endswith(("_lora_a", "_lora_b")) or name in trainable}
     opt_state = optimizer.init({name: start[name] for name in trained})
     params, losses, norms = dict(start), [], []
@@ -37,7 +40,7 @@ def plain_lora(apply, start, batches, *, scale, trainable=(), optimizer=ADAMW):
     def step(params, opt_state, batch):
         def loss_of(adapters):
             tree = nested({**params, **adapters})
-            return apply(merged_by_hand(tree, scale), batch)
+            return apply(tree if scale is None else merged_by_hand(tree, scale), batch)
 
         adapters = {name: params[name] for name in trained}
         loss, grads = jax.value_and_grad(loss_of)(adapters)

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from support.flat import flat_step
-from support.oracle import ADAMW, by_name, loss_difference, oracle, param_difference, train
+from support.oracle import ADAMW, loss_difference, oracle, param_difference, train
 from support.targets import mesh_of
 
 import zero_jax
@@ -95,6 +95,12 @@ def small_oracle():
     return oracle(Small(), batches=batches())
 
 
+def take_the_first_tile(monkeypatch):
+    """A negative control: in the place of every other one."""
+    tile = TiledProduct._tile
+    monkeypatch.setattr(TiledProduct, "_tile", lambda self, value, dim, index: tile(self, value, dim, 0))
+
+
 def test_numbers_are_those_of_one_device(small_oracle, monkeypatch):
     run = train(Small(), 3, 8, batches=batches(), tiling=SMALL_TILES)
     assert loss_difference(run, small_oracle) < 1e-6 and param_difference(run, small_oracle) < 2e-6
@@ -103,9 +109,7 @@ def test_numbers_are_those_of_one_device(small_oracle, monkeypatch):
     assert "computed in tiles: up/kernel, 4 along dim 1: 576 of 2,304 bytes are gathered at a time" in lines
     assert "computed in tiles: down/kernel, 2 along dim 0" in lines
 
-    # Negative control: the first tile in the place of every other one.
-    tile = TiledProduct._tile
-    monkeypatch.setattr(TiledProduct, "_tile", lambda self, value, dim, index: tile(self, value, dim, 0))
+    take_the_first_tile(monkeypatch)
     broken = train(Small(), 3, 8, batches=batches()[:1], tiling=SMALL_TILES)
     assert abs(broken.norms[0] - small_oracle.norms[0]) > 1e-2
 
@@ -149,9 +153,7 @@ def test_tiles_of_copies_and_of_codes_have_the_numbers_of_one_device(model, opti
         # Codes they are, so that no run is as near as one without: else nothing was sent as codes.
         assert param_difference(run, plain) > 3e-5
 
-    # Negative control: the first tile in the place of every other one.
-    tile = TiledProduct._tile
-    monkeypatch.setattr(TiledProduct, "_tile", lambda self, value, dim, index: tile(self, value, dim, 0))
+    take_the_first_tile(monkeypatch)
     broken = train(made, 3, sizes, batches=batches()[:1], tiling=tiles, **options)
     assert abs(broken.norms[0] - plain.norms[0]) > 1e-2
 
@@ -191,18 +193,13 @@ SPLIT_TILES = {"up/kernel": 3, "down/kernel": 97}  # along the dims that are not
 @pytest.mark.slow
 def test_tiles_are_along_what_tensor_parallelism_does_not_split(small_oracle):
     mesh = zero_jax.make_mesh(4, tensor=2)
-    step = flat_step(Small(), 3, mesh=mesh, optimizer=ADAMW, tiling=SPLIT_TILES, **SPLIT)
-    lines = step.layout(batches(1)[0]).describe()
+    run = train(Small(), 3, mesh, batches=batches(), tiling=SPLIT_TILES, **SPLIT)
+    assert loss_difference(run, small_oracle) < 2e-6 and param_difference(run, small_oracle) < 2e-6
+    lines = run.step.layout().describe()
     assert "up/kernel, 3 along dim 0" in lines and "down/kernel, 97 along dim 1" in lines
     plain = flat_step(Small(), 3, mesh=mesh, optimizer=ADAMW, **SPLIT)
-    promised = [each.contract(batches(1)[0]).budget("activations").communication_bytes for each in (step, plain)]
+    promised = [each.contract(batches(1)[0]).budget("activations").communication_bytes for each in (run.step, plain)]
     assert promised[0] == promised[1] > 0
-    state = step.init(jax.random.key(0), batches(1)[0])
-    for batch, loss in zip(batches(), small_oracle.losses, strict=True):
-        state, metrics = step(state, batch)
-        assert abs(metrics["loss"] - loss) < 2e-6
-    params = by_name(step.params(state))
-    assert max(abs(params[name] - value).max() for name, value in small_oracle.params.items()) < 2e-6
 
 
 @pytest.mark.slow
@@ -222,7 +219,7 @@ TARGET_BATCH = {name: jax.ShapeDtypeStruct((32, 64), jnp.int32) for name in ("in
 def test_targets_keep_the_contract(target, options, monkeypatch):
     def compiled():
         step = flat_step(lambda rngs: NnxNet(rngs, 256), 3, mesh=mesh_of(target), precision="bf16",
-                                             tiling={"up/kernel": 8, "down/kernel": 4}, **options)
+                         tiling={"up/kernel": 8, "down/kernel": 4}, **options)
         return step.compiled_step(TARGET_BATCH)
 
     report = compiled().verify()
@@ -245,7 +242,7 @@ def test_targets_keep_the_contract(target, options, monkeypatch):
 def test_targets_send_copies_once_and_codes_in_tiles(target, sizes, options, monkeypatch):
     def compiled(**tiling):
         step = flat_step(lambda rngs: NnxNet(rngs, 256), 3, mesh=mesh_of(target, **sizes),
-                                             precision="bf16", **tiling, **options)
+                         precision="bf16", **tiling, **options)
         return step.compiled_step(TARGET_BATCH)
 
     tiled, plain = compiled(tiling={"up/kernel": 8, "down/kernel": 4}), compiled()
@@ -266,8 +263,15 @@ class Wide(nn.Module):
         return nn.Dense(16384, use_bias=False, name="wide")(nn.LayerNorm(name="norm")(x))
 
 
-def assert_tiles_save(target, tensor, **options):
+@pytest.mark.grid
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "options"), [
+    ("h100:8", {}), ("h100:1", {"offload": "parameters"}),
+    *(("h100:8", {"tensor_rules": [("wide/kernel", spec)]}) for spec in (P(None, "tensor"), P("tensor", None)))])
+def test_temporaries_are_those_of_a_tile(target, options):
     """The product of one wide layer: a tile and its gradient, the gradient's shard, and no whole weight."""
+    tensor = 2 if "tensor_rules" in options else 1
+
     def compiled(tiling):
         step = flat_step(
             Wide(), 3, loss=lambda model, batch: jnp.square(model(batch["x"]).astype(jnp.float32)).mean(),
@@ -282,23 +286,6 @@ def assert_tiles_save(target, tensor, **options):
     bound = (3 if column else 1) * whole / devices + 2 * whole / 16 + update
     assert tiled.memory.temp_size_in_bytes < bound
     assert plain.memory.temp_size_in_bytes > bound  # negative control
-
-
-@pytest.mark.slow
-def test_temporaries_are_those_of_a_tile():
-    assert_tiles_save("h100:8", 1)
-
-
-@pytest.mark.grid
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", [P(None, "tensor"), P("tensor", None)])
-def test_temporaries_of_split_weights_are_those_of_a_tile(spec):
-    assert_tiles_save("h100:8", 2, tensor_rules=[("wide/kernel", spec)])
-
-
-@pytest.mark.slow
-def test_temporaries_of_one_device_are_those_of_a_tile():
-    assert_tiles_save("h100:1", 1, offload="parameters")
 
 
 def make(model=None, stage=3, **options):

@@ -14,12 +14,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.covering import weekly
-from support.flat import flat_step
 from support.oracle import loss_difference, oracle, param_difference, slow, train
-from support.random_modules import check as check_module
-from support.random_modules import draw
-from support.workloads import FLAVOURS, KEY_BIAS, token_batches
-from support.zoo import CASES
+from support.workloads import KEY_BIAS, token_batches
 
 import zero_jax
 from models import gpt2
@@ -29,7 +25,6 @@ from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.step import gradients
 from zero_jax.views import local
 from zero_jax.views.in_parts import local_view
-from zero_jax.xla import devices as xla_devices
 
 BATCH, WIDTH = 16, 6
 CONFIG = gpt2.Config(2, 32, 2, vocab_size=64, max_length=16)
@@ -343,29 +338,6 @@ def test_what_has_no_rule_along_the_sequence_is_computed_in_parts_along_the_exam
         of_sequences(lambda x, w: jnp.cumsum(x, axis=1), lambda x, w: jnp.cumsum(x, axis=1), data=4, context=2)
 
 
-@functools.cache
-def gpt2_alone(flavour, scanned):
-    return oracle(FLAVOURS[flavour](dataclasses.replace(CONFIG, scan_layers=scanned)), batches=token_batches(),
-                  precision="fp32")
-
-
-FAST = [("linen", True, 3, 8)]
-TENSOR = [("nnx", True, 3, {"tensor": 2}), ("linen", False, 1, {"data": (2, 2), "tensor": 2})]
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("flavour, scanned, stage, data", [*FAST, *(
-    slow(*row) for row in (*TENSOR, *itertools.product(FLAVOURS, (True, False), range(4), (8, (2, 4), (2, 2, 2))))
-    if row not in FAST)])
-def test_gpt2_is_one_device(flavour, scanned, stage, data):
-    split = isinstance(data, dict)
-    many = train(FLAVOURS[flavour](dataclasses.replace(CONFIG, scan_layers=scanned)), stage,
-                 zero_jax.make_mesh(**data) if split else data, batches=token_batches(), precision="fp32",
-                 **{"tensor_rules": gpt2.tensor_rules(CONFIG)} if split else {})
-    one = gpt2_alone(flavour, scanned)
-    assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
-
-
 class Uneven(nn.Module):
     """No dim of a part divides over four devices; `tensor` splits one of each kernel."""
 
@@ -399,30 +371,11 @@ def test_uneven_leaves_beside_tensor_are_one_device(stage, sizes):
 def test_gpt2_of_split_sequences_is_one_device(stage, sizes):
     many = train(gpt2.build(CONFIG), stage, zero_jax.make_mesh(**sizes), batches=token_batches(),
                  precision="fp32")
-    one = gpt2_alone("linen", True)
+    one = oracle(gpt2.build(CONFIG), batches=token_batches(), precision="fp32")
     assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
 
 
 SGD = optax.sgd(0.1, momentum=0.9)
-
-
-@pytest.mark.slow
-@weekly("name", ["nnx mixture", "convolutional net", "encoder-decoder"])
-def test_a_model_of_others_is_one_device(name):
-    case = CASES[name]
-    options = {"batches": [case.batch] * 4, "loss": case.loss, "rng_streams": case.rng_streams, "optimizer": SGD}
-    one, many = oracle(case.model, **options), train(case.model, 3, 8, **options)
-    assert loss_difference(many, one) < 2e-6 and param_difference(many, one) < 1e-6
-    chex.assert_trees_all_close(many.variables, one.variables, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.grid
-@pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 60, 10)], ids=str)
-def test_modules_grown_from_a_seed_are_one_device(seeds, monkeypatch):
-    for seed in seeds:
-        check_module(draw(seed))
-        jax.clear_caches()
 
 
 @weekly("remat, narrow", [("full", True), (None, True), ("full", False)], ids=str)
@@ -466,38 +419,6 @@ def test_microbatches_weights_and_metrics_of_each_example(reduce):
     assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
 
 
-CODES = zero_jax.Communication(weights="int8", gradients="int8")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"hpz_axes": ("data_1",), "communication": CODES}, slow({"communication": CODES}),
-                                     slow({"hpz_axes": ("data_1",)}), slow({"hpz_axes": ("data_0",)}),
-                                     slow({"hpz_axes": ("data_0",), "communication": CODES})], ids=str)
-def test_secondary_shards_and_codes_have_the_numbers_of_the_step_without(options):
-    local, plain = (train(gpt2.build(CONFIG), 3, (2, 4), batches=token_batches(), precision="bf16",
-                          **each) for each in (options, {}))
-    assert loss_difference(local, plain) < 2e-3
-    assert local.step.verify(token_batches()[0]).violations == ()  # the codes' messages have names, too
-    assert "communication" not in options or loss_difference(local, plain) > 1e-6  # the codes are seen
-
-
-HOST = zero_jax.Offload(parameters="host", gradients="host", buffer_bytes=2**16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [
-    {"offload": HOST, "accumulate": 2}, slow({"offload": "parameters"}),
-    slow({"offload": "parameters", "partition_activations": "cpu", "remat": "full"}),
-    slow({"offload": "optimizer"})], ids=str)
-def test_what_is_in_host_memory_is_one_device(options):
-    config = dataclasses.replace(CONFIG, width=128)
-    one = oracle(gpt2.build(config), batches=token_batches(), precision="fp32")
-    many = train(gpt2.build(config), 3, zero_jax.make_mesh(replica=2, data=2), batches=token_batches(),
-                 precision="fp32", **options)
-    assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
-    assert many.step.layout().host
-
-
 def test_one_device_tells_what_a_program_prints():
     """The sum over all examples, once, and in each iteration of a loop."""
     told = []
@@ -538,35 +459,6 @@ def test_calls_to_the_host_that_every_device_beside_tensor_would_make_are_refuse
 
     with pytest.raises(zero_jax.UsageError, match="calls back to the host .io_callback.*'tensor': 2.*leave the call"):
         in_parts(calling, MeshAxes.of(zero_jax.make_mesh(data=4, tensor=2)), *arrays())
-
-
-@pytest.mark.filterwarnings("ignore:Every device computes the whole")
-def test_a_gradient_that_a_device_does_not_send_is_told_apart():
-    """Negative control: a loss that leaves out an eighth of the batch."""
-    def forgetful(model, batch):
-        logits = model(batch["inputs"])[:7]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"][:7]).mean()
-
-    broken = train(gpt2.build(CONFIG), 3, 8, batches=token_batches(), precision="fp32", loss=forgetful)
-    assert param_difference(broken, gpt2_alone("linen", True), KEY_BIAS) > 1e-4
-
-
-@pytest.mark.grid
-@pytest.mark.slow
-@pytest.mark.parametrize("target, stage, sizes", [
-    ("h100:8", 3, {}), ("h100:8", 3, {"tensor": 2}), ("h100:8", 1, {}), ("h100:2x8", 3, {}), ("v5e:2x4", 2, {}),
-    ("v5p:2x2x2", 3, {}), ("v6e:2x4", 3, {}), ("h100:8", 3, {"context": 2})])
-def test_steps_for_targets_keep_the_contract(target, stage, sizes):
-    if extra := xla_devices.missing_compiler(target):
-        pytest.skip(f"needs {extra}")
-    mesh, tensor = zero_jax.make_mesh(devices=xla_devices.target_devices(target), **sizes), sizes.get("tensor", 1)
-    config = gpt2.Config(4, 512, 8, vocab_size=2048, max_length=256,
-                         attention=zero_jax.attention(mesh) if tensor > 1 else None)
-    tokens = jax.ShapeDtypeStruct((mesh.devices.size // tensor, 256), jnp.int32)
-    step = flat_step(gpt2.build(config), stage, mesh=mesh, precision="bf16",
-                                         tensor_rules=gpt2.tensor_rules(config) if tensor > 1 else ())
-    report = step.verify({"inputs": tokens, "targets": tokens})
-    assert report.communication_bytes < 1.03 * report.contract.communication_bytes
 
 
 def test_the_body_of_a_shard_map_keeps_its_scopes():
