@@ -37,7 +37,7 @@ class Composed:
     @property
     def name(self) -> str:
         """The name of the parameter."""
-        return _name(self.path)
+        return name_of(self.path)
 
     @property
     def part_paths(self) -> tuple[Path, ...]:
@@ -47,7 +47,12 @@ class Composed:
     @property
     def part_names(self) -> tuple[str, ...]:
         """The names of the stored leaves."""
-        return tuple(map(_name, self.part_paths))
+        return tuple(map(name_of, self.part_paths))
+
+
+def name_of(path: Path) -> str:
+    """The name of a leaf, from its keys."""
+    return "/".join(map(str, path))
 
 
 Composition: TypeAlias = Sequence[Composed]
@@ -77,10 +82,6 @@ def part_specs(specs: Mapping[str, P], composition: Composition) -> dict[str, P]
             if spec is not None and any(spec[dim] is not None for dim in shared):
                 by_part[name] = P(*[entry if dim in shared else None for dim, entry in enumerate(spec)])
     return by_part
-
-
-def _name(path: Path) -> str:
-    return "/".join(map(str, path))
 
 
 def refuse_derived(reads: dict[str, ParamAccess], composition: Composition) -> dict[str, ParamAccess]:

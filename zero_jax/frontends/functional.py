@@ -1,18 +1,28 @@
 """Functions of parameters: `loss(params, batch)` of any pytree of arrays (plain JAX, Equinox, Haiku)."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 from jax.core import Tracer
 
 from zero_jax.errors import UsageError
 from zero_jax.frontends.composition import Composition
 from zero_jax.frontends.param_flow import ComposedUse, GatherCache
 from zero_jax.frontends.trace_access import held, trace_reads
-from zero_jax.jaxpr.at_use import AtUse, open_at_use
-from zero_jax.jaxpr.equations import trace_with_shape
+from zero_jax.jaxpr.equations import (
+    ClosedJaxpr,
+    JaxprEqn,
+    bind_in_scope,
+    primitive_of,
+    run_jaxpr,
+    scope_of,
+    trace_with_shape,
+)
+from zero_jax.jaxpr.primitives import JIT, REMAT, SCAN, Checkpoint, Scan, call_jaxpr
 from zero_jax.sharding.param_access import ParamAccess
 from zero_jax.tree import named_leaves
 
@@ -122,15 +132,10 @@ class Functional:
     def init(self, fun: Callable[..., Any], rng: Any, batch: Any, given: Any) -> tuple[Any, Any]:
         """(params as a dict tree, variables), traceable; zeros where only values or shapes were given."""
         del fun, batch
-        tree: dict[str, Any] = {}
-        for name, leaf in self._learned(self._make(rng)):
-            *path, last = name.split("/")
-            place = tree
-            for key in path:
-                place = place.setdefault(key, {})
-            place[last] = leaf if isinstance(leaf, Tracer) else jnp.zeros(leaf.shape, leaf.dtype)
+        leaves = {name: leaf if isinstance(leaf, Tracer) else jnp.zeros(leaf.shape, leaf.dtype)
+                  for name, leaf in self._learned(self._make(rng))}
         made = given if self._make_variables is None else self._make_variables(rng)
-        return tree, dict(made) if self._has_variables else {}
+        return traverse_util.unflatten_dict(leaves, sep="/"), dict(made) if self._has_variables else {}
 
     def lasting(self, variables: Any) -> Any:
         """As `ModelFunctions.lasting`."""
@@ -158,9 +163,9 @@ class Functional:
         def argument(name: str) -> Any:
             if name not in composed:
                 use, value = part(name)
-                return value if use is None else AtUse(use, value, cache)
+                return value if use is None else _Held(use, value, cache)
             parts, args = zip(*map(part, composed[name].part_names), strict=True)
-            return AtUse(ComposedUse(parts, composed[name].build), args, cache)
+            return _Held(ComposedUse(parts, composed[name].build), args, cache)
 
         def as_read(name: str) -> jax.ShapeDtypeStruct:
             """A stored leaf as the loss reads it."""
@@ -176,7 +181,7 @@ class Functional:
         likes = [jax.ShapeDtypeStruct(self._shapes[name], dtype(name)) for name in self._names]
         closed, out = trace_with_shape(
             lambda leaves, *others: run(jax.tree.unflatten(self._structure, leaves), *others), likes, variables, batch)
-        outs = open_at_use(closed, [*map(argument, self._names), *jax.tree.leaves((variables, batch))])
+        outs = _reading_at_use(closed, [*map(argument, self._names), *jax.tree.leaves((variables, batch))])
         return *self._split(jax.tree.unflatten(jax.tree.structure(out), outs), variables), {}
 
     def _split(self, out: Any, variables: Any) -> tuple[Any, Any]:
@@ -202,3 +207,64 @@ class Functional:
 def _makes(value: Any) -> bool:
     """Whether it is a function of a key, and no pytree that can be called, as a module of Equinox."""
     return callable(value) and jax.tree.leaves(value) == [value]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """An argument that is read at each use: `value`, a pytree of arrays that loops slice along their first dims."""
+
+    use: Any
+    value: Any
+    cache: GatherCache
+
+
+def _reading_at_use(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """The results of `closed` on `args`, some of which are `_Held`; traceable.
+
+    One that a scan runs over, or that it, a checkpoint or a call takes, is read within; one that a branch, a `while` or
+    a function with a derivative of its own takes, or that a scan carries, before it.
+    """
+    return list(map(_read, run_jaxpr(closed, args, _bind)))
+
+
+def _bind(eqn: JaxprEqn, taken: list[Any]) -> Sequence[Any]:
+    if not any(isinstance(each, _Held) for each in taken):
+        return bind_in_scope(eqn, taken)
+    with jax.named_scope(scope_of(eqn)):
+        if primitive_of(eqn) == SCAN:
+            return _scanned(eqn, taken)
+        if primitive_of(eqn) == REMAT:
+            checkpoint = Checkpoint.of(eqn)
+            return jax.checkpoint(
+                lambda *values: _reading_at_use(call_jaxpr(eqn), _around(taken, values)),
+                prevent_cse=checkpoint.prevent_cse, policy=checkpoint.policy)(*map(_value, taken))
+        if primitive_of(eqn) in (JIT, "closed_call"):
+            return _reading_at_use(call_jaxpr(eqn), taken)
+        return bind_in_scope(eqn, list(map(_read, taken)))
+
+
+def _scanned(eqn: JaxprEqn, taken: list[Any]) -> Sequence[Any]:
+    scan = Scan.of(eqn)
+    consts, carry, scanned = scan.parts(taken)
+    inside = [dataclasses.replace(each, use=each.use.drop_dim(0)) if isinstance(each, _Held) else each
+              for each in scanned]
+
+    def body(*values: Any) -> list[Any]:
+        first = len(consts) + len(carry)
+        return _reading_at_use(call_jaxpr(eqn), [*values[:first], *_around(inside, values[first:])])
+
+    return scan.run(body, [*consts, *map(_read, carry), *map(_value, scanned)])
+
+
+def _read(each: Any) -> Any:
+    return each.cache(each.use, each.value) if isinstance(each, _Held) else each
+
+
+def _value(each: Any) -> Any:
+    """What of an argument passes into a loop or a checkpoint; `_around` is the inverse."""
+    return each.value if isinstance(each, _Held) else each
+
+
+def _around(args: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    return [dataclasses.replace(each, value=value) if isinstance(each, _Held) else value
+            for each, value in zip(args, values, strict=True)]

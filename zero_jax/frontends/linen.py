@@ -1,8 +1,9 @@
 """Linen modules: parameters in boxes that open where the module asks for them."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -332,17 +333,12 @@ def _is_partitioned(leaf: Any) -> bool:
     return isinstance(leaf, meta.Partitioned)
 
 
-class _missing_streams_explained:
+@contextlib.contextmanager
+def _missing_streams_explained(streams: tuple[str, ...]) -> Iterator[None]:
     """Names the argument to change where a module asks for an RNG stream that it was not given."""
-
-    def __init__(self, streams: tuple[str, ...]):
-        self._streams = streams
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if isinstance(error, errors.InvalidRngError):
-            raise UsageError(
-                f"{error} The step gives the RNG streams {self._streams}: name the others in "
-                "make_zero_train_step(..., rng_streams=(...)).") from error
+    try:
+        yield
+    except errors.InvalidRngError as error:
+        raise UsageError(
+            f"{error} The step gives the RNG streams {streams}: name the others in "
+            "make_zero_train_step(..., rng_streams=(...)).") from error

@@ -17,7 +17,7 @@ from flax import nnx, traverse_util
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.frontends.axis_names import BoundAxes
-from zero_jax.frontends.composition import Composition
+from zero_jax.frontends.composition import Composition, name_of
 from zero_jax.frontends.param_flow import ComposedUse, GatherCache
 from zero_jax.frontends.trace_access import held, trace_reads
 from zero_jax.gather.gather import Encoded
@@ -129,7 +129,7 @@ class Nnx:
             self._graphdef, self._params, self._variables = nnx.split(model, nnx.Param, ...)
         else:
             self._graphdef, self._params, self._variables = _abstract_split(model)
-        self.metadata = {_name(path): tuple(names) for path, variable in _flat(self._params)
+        self.metadata = {name_of(path): tuple(names) for path, variable in _flat(self._params)
                          if (names := variable.get_metadata("out_sharding", None))}
         self.given: Any = ()
         self._reads: dict[str, ParamAccess] = {}
@@ -137,10 +137,12 @@ class Nnx:
         for path, variable in (*_flat(self._params), *_flat(self._variables)):
             value = _value(variable)
             if isinstance(value, dict) or isinstance(value, (list, tuple)) and isinstance(variable, nnx.Param):
-                raise UsageError(f"{_name(path)} is an nnx.{type(variable).__name__} of a {type(value).__name__}: give "
-                                 "each array a variable of its own, in an nnx.Dict or nnx.List, say.")
+                raise UsageError(f"{name_of(path)} is an nnx.{type(variable).__name__} of a {type(value).__name__}: "
+                                 "give each array a variable of its own, in an nnx.Dict or nnx.List, say.")
+            if isinstance(value, jax.ShapeDtypeStruct) and isinstance(model, nnx.Module):
+                raise UsageError(f"{type(model).__name__}: {name_of(path)} is abstract, so the model has no values to "
+                                 "start from. Give a constructed module, or a function of rngs that constructs one.")
         if isinstance(model, nnx.Module):
-            self._refuse_abstract()
             self.given = (_values(self._params), _values(self._variables))
 
     def init(self, fun: Callable[..., Any], rng: jax.Array, batch: Any, given: Any) -> tuple[Any, Any]:
@@ -176,13 +178,13 @@ class Nnx:
 
         def stored(path: tuple[Any, ...], variable: Any) -> Any:
             if path in composed:
-                parts = [held(by_path.get(part), values[part], reads.get(_name(part)), cache)
+                parts = [held(by_path.get(part), values[part], reads.get(name_of(part)), cache)
                          for part in composed[path].part_paths]
                 part_uses, value = zip(*parts, strict=True)
                 first = values[composed[path].part_paths[0]]
                 use = ComposedUse(part_uses, composed[path].build)
                 return _hooked(variable, value, OnRead(use, first.ndim, cache))
-            read = reads.get(_name(path))
+            read = reads.get(name_of(path))
             use, value = held(by_path.get(path), values[path], read, cache)
             if use is None:
                 return variable.replace(value)
@@ -195,16 +197,17 @@ class Nnx:
             model.eval()
         out = fun(model, batch)
         new = dict(nnx.to_flat_state(nnx.state(model)))
-        final = {_name(path): _value(new[path]) for path, _ in _flat(self._params)
+        final = {name_of(path): _value(new[path]) for path, _ in _flat(self._params)
                  if path in new and path not in composed}
         for path in composed.keys() & new.keys():
             if not isinstance(_value(new[path]), tuple):
-                raise UsageError(f"The model overwrites its parameter {_name(path)} in its forward pass, which is not "
-                                 "stored as such (it has an adapter, or is quantised): leave it out of the targets.")
+                raise UsageError(f"The model overwrites its parameter {name_of(path)} in its forward pass, which is "
+                                 "not stored as such (it has an adapter, or is quantised): leave it out of the "
+                                 "targets.")
         own = {path: _value(new.get(path)) for path, _ in _flat(self._variables)}
         for path, before in traverse_util.flatten_dict(variables).items():
             if jax.tree.structure(own.get(path)) != jax.tree.structure(before):
-                raise UsageError(f"The model's variable {_name(path)} has another structure after a run than before: "
+                raise UsageError(f"The model's variable {name_of(path)} has another structure after a run than before: "
                                  "sow into nnx.Intermediate, which starts empty at every step, or an array.")
         return out, traverse_util.unflatten_dict(own), final
 
@@ -225,13 +228,6 @@ class Nnx:
             self._reads, more = trace_reads(run, (params, variables, batch), on_entry)
             if not more:
                 return self._reads
-
-    def _refuse_abstract(self) -> None:
-        for path, variable in [*_flat(self._params), *_flat(self._variables)]:
-            if isinstance(_value(variable), jax.ShapeDtypeStruct):
-                raise UsageError(
-                    f"{type(self._model).__name__}: {_name(path)} is abstract, so the model has no values "
-                    "to start from. Give a constructed module, or a function of rngs that constructs one.")
 
 
 def _hooked(variable: Any, value: Any, on_read: OnRead, **sizes: int) -> Any:
@@ -313,10 +309,6 @@ def _true_sizes(use: Any, read: ParamAccess | None) -> dict[str, int]:
     if read is None or read.stacked or stored_shape is None or stored_shape.is_identity:
         return {}
     return {"ndim": len(stored_shape.shape), "size": math.prod(stored_shape.shape)}
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return "/".join(map(str, path))
 
 
 def _values(state: Any) -> dict[str, Any]:

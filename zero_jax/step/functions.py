@@ -17,8 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import UsageError
-from zero_jax.frontends.input_cast import casting_inputs
-from zero_jax.frontends.model_functions import ModelFunctions, other_reads, reseeded
+from zero_jax.frontends.model_functions import ModelFunctions, casting_inputs, other_reads, reseeded
 from zero_jax.jaxpr.passes import with_jaxpr_passes
 from zero_jax.layout.batch_layout import BatchLayout
 from zero_jax.layout.compute_params import gather_compute_params

@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +64,8 @@ class GatherCodes:
 
     def drop_dim(self, index: int) -> "GatherCodes":
         """As `ParamUse.drop_dim`."""
-        return self._edit(lambda values: (*values[:index], *values[index + 1:]))
+        spec, local, loops = ((*values[:index], *values[index + 1:]) for values in (self.spec, self.local, self.loops))
+        return dataclasses.replace(self, spec=P(*spec), local=local, loops=loops)
 
     def tile(self, dim: int, count: int) -> "GatherCodes":
         """Of one of `count` equal parts along the dim `dim`, which no axis shards."""
@@ -77,9 +77,6 @@ class GatherCodes:
         spec, local, loops = P(*self.spec[:index], None, *self.spec[index:]), self.local, self.loops
         return dataclasses.replace(self, spec=spec, local=(*local[:index], 1, *local[index:]),
                                    loops=(*loops[:index], True, *loops[index:]))
-
-    def _edit(self, edit: Callable[[Any], Any]) -> "GatherCodes":
-        return dataclasses.replace(self, spec=P(*edit(self.spec)), local=edit(self.local), loops=edit(self.loops))
 
     def encode(self, stored: jax.Array) -> jax.Array:
         """The messages of all devices, each made of its own shard; under jit. Floats in, uint8 or uint32 out."""
