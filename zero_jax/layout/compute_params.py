@@ -149,14 +149,14 @@ def cast_compute_params(params: Any, layout: Layout) -> Any:
 
 
 def _iterations(layers: int, size: int) -> int:
-    """The number of equal rounds in which `layers` layers of `size` bytes in total are gathered."""
+    """The number of equal iterations in which `layers` layers of `size` bytes in total are gathered."""
     return next((iterations for iterations in range(1, layers)
                  if layers % iterations == 0 and size <= iterations * MAX_GATHER_BYTES), layers)
 
 
 def _gather_iterations(param: jax.Array, donated: jax.Array, mesh_axes: MeshAxes, spec: P, dim: int, iterations: int,
-                   codes: GatherCodes | None = None) -> jax.Array:
-    """`param`, sharded by `spec`, gathered into `donated` in `rounds` slices of `dim`; as codes where there are such.
+                       codes: GatherCodes | None = None) -> jax.Array:
+    """`param`, sharded by `spec`, gathered into `donated` in so many slices of `dim`; as codes where there are some.
 
     A `shard_map`, and on a GPU one row of the result per iteration: otherwise XLA gives the result the memory layout of
     what it gathers and transposes it at the end, which takes as much memory again. On a TPU rows would need a copy, for

@@ -38,6 +38,7 @@ from zero_jax.jaxpr.primitives import (
     permutation,
 )
 from zero_jax.sharding.mesh import constrain
+from zero_jax.sharding.param_access import Tiles
 
 _MOVES = (CONVERT, NAME, "transpose", "copy")
 """Primitives of one operand through which a weight is followed to its product."""
@@ -177,19 +178,19 @@ class TiledProduct:
         spec = compute_spec(self.use.stored, self.use.axes)
         split = next((dim for dim, entry in enumerate(spec) if entry is not None), None)
         return None if split is None else (
-            self.product.order.index(self._true_dim(split)) in dot_dims(self._dot).contracted[self.product.side])
+            self.product.order.index(self._true_dim(split)) in dot_dims(self.product.dot).contracted[self.product.side])
 
     @property
     def flops(self) -> float:
         """Of the forward product."""
-        operand, (contracted, _) = self._dot.invars[0], dot_dims(self._dot)
+        operand, (contracted, _) = self.product.dot.invars[0], dot_dims(self.product.dot)
         sizes = shape_of(operand).shape
-        out = shape_of(self._dot.outvars[0]).shape
+        out = shape_of(self.product.dot.outvars[0]).shape
         return 2.0 * math.prod(out) * math.prod(sizes[dim] for dim in contracted[0])
 
     def forward(self, stored: jax.Array, other: jax.Array) -> jax.Array:
         """The product, in a loop over the tiles."""
-        out, (of_other, of_out) = shape_of(self._dot.outvars[0]), self._dims
+        out, (of_other, of_out) = shape_of(self.product.dot.outvars[0]), self._dims
         # The sum of the tiles' products is in float32, as the product's own would be.
         dtype = jnp.promote_types(out.dtype, jnp.float32) if of_out is None else out.dtype
         stored = self._at_hand(stored)
@@ -197,13 +198,13 @@ class TiledProduct:
         wide = {} if self.use.axes.platform == "cpu" else {"preferred_element_type": dtype}
 
         def one_tile(index: Any, result: jax.Array) -> jax.Array:
-            _, gathered = self._tile_use.gather(self._tile(stored, self._stored_dim, index), is_copy=True)
+            _, gathered = self._tile_use.gather(self._tile(stored, self._tiles.dim, index), is_copy=True)
             other_tile = self._tile(other, of_other, index)
             if of_out is None:
                 return result + self.product.multiply(gathered, other_tile, **wide).astype(dtype)
             return self._put(result, self.product.multiply(gathered, other_tile), of_out, index)
 
-        return jax.lax.fori_loop(0, self._count, one_tile, jnp.zeros(out.shape, dtype)).astype(out.dtype)
+        return jax.lax.fori_loop(0, self._tiles.count, one_tile, jnp.zeros(out.shape, dtype)).astype(out.dtype)
 
     def _backward(self, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[Any, None, jax.Array]:
         (of_other, of_out), stored, other = self._dims, self._at_hand(saved[0]), saved[1]
@@ -212,19 +213,19 @@ class TiledProduct:
 
         def one_tile(index: Any, sums: Any) -> Any:
             of_weight, of_operand = sums
-            carrier, gathered = use.gather(self._tile(stored, self._stored_dim, index), is_copy=True)
+            carrier, gathered = use.gather(self._tile(stored, self._tiles.dim, index), is_copy=True)
 
             def product(carrier: jax.Array, other: jax.Array) -> jax.Array:
                 return self.product.multiply(use.read(carrier, gathered), other)
 
             _, pullback = jax.vjp(product, carrier, self._tile(other, of_other, index))
             tile, part = pullback(self._tile(cotangent, of_out, index))
-            of_weight = self._put(of_weight, tile, self._stored_dim, index) if reduced is not None else None
+            of_weight = self._put(of_weight, tile, self._tiles.dim, index) if reduced is not None else None
             return of_weight, (of_operand + part.astype(dtype) if of_other is None
                                else self._put(of_operand, part, of_other, index))
 
         gradient = None if reduced is None else constrain(jnp.zeros(stored.shape, use.reduce), use.mesh, reduced)
-        gradient, result = jax.lax.fori_loop(0, self._count, one_tile, (gradient, jnp.zeros(other.shape, dtype)))
+        gradient, result = jax.lax.fori_loop(0, self._tiles.count, one_tile, (gradient, jnp.zeros(other.shape, dtype)))
         return gradient, None, result.astype(other.dtype)
 
     def _at_hand(self, stored: jax.Array) -> jax.Array:
@@ -232,43 +233,33 @@ class TiledProduct:
 
         XLA would take a slice of a slice of an array in host memory there, by the processor.
         """
-        assert self.use.tiles is not None
-        return self.use.on_device(stored) if self.use.tiles.of_slice else stored
+        return self.use.on_device(stored) if self._tiles.of_slice else stored
 
     def _tile(self, value: jax.Array, dim: int | None, index: Any) -> jax.Array:
         """The part of `value` that belongs to a tile; all of it where `dim` is None."""
         if dim is None:
             return value
-        size = value.shape[dim] // self._count
+        size = value.shape[dim] // self._tiles.count
         return jax.lax.dynamic_slice_in_dim(value, index * size, size, dim)
 
     def _put(self, value: jax.Array, part: jax.Array, dim: int, index: Any) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(value, part.astype(value.dtype), index * part.shape[dim], dim)
 
     @property
-    def _count(self) -> int:
+    def _tiles(self) -> Tiles:
         assert self.use.tiles is not None
-        return self.use.tiles.count
-
-    @property
-    def _stored_dim(self) -> int:
-        assert self.use.tiles is not None
-        return self.use.tiles.dim
+        return self.use.tiles
 
     @property
     def _tile_use(self) -> ParamUse:
         """How a tile is read: as the whole would be, since the dim that is cut is neither sharded nor padded."""
-        codes = self.use.codes and self.use.codes.tile(self._stored_dim, self._count)
+        codes = self.use.codes and self.use.codes.tile(self._tiles.dim, self._tiles.count)
         return dataclasses.replace(self.use, tiles=None, codes=codes)
-
-    @property
-    def _dot(self) -> JaxprEqn:
-        return self.product.dot
 
     @property
     def _dims(self) -> tuple[int | None, int | None]:
         """The dims of the other operand and of the result along which tiles lie; None: each tile needs all of it."""
-        return self.product.dims_beside(self._true_dim(self._stored_dim))
+        return self.product.dims_beside(self._true_dim(self._tiles.dim))
 
     def _true_dim(self, stored_dim: int) -> int:
         return sum(len(group) for group in self.use.stored_shape.dims[:stored_dim])
