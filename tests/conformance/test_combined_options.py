@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 from support.flat import flat_step
+from support.normed_net import losses_of
 from support.workloads import token_batches
 
 import zero_jax
@@ -19,11 +20,7 @@ def losses(**options):
     step = flat_step(
         gpt2.build(CONFIG), 3, optimizer=optax.adamw(1e-3, eps=1e-6), accumulate=2, mesh=zero_jax.make_mesh(8),
         **options)
-    state, found = step.init(jax.random.key(0), batches[0]), []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        found.append(float(metrics["loss"]))
-    return np.array(found)
+    return np.array(losses_of(step, step.init(jax.random.key(0), batches[0]), batches)[0])
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.hand_lora import applied, nested, plain_lora
+from support.normed_net import losses_of
 from support.oracle import ADAMW, by_name, slow
 from support.programs import Row, compiled_once
 from support.workloads import FLAVOURS, token_batches
@@ -38,17 +39,14 @@ def decoded_by_hand(kernel, name):
 def tuned(flavour, name, stage, num_devices=8):
     model, batches = FLAVOURS[flavour](CONFIG), token_batches(3)
     plain = zero_jax.make_zero_train_step(model, 0, mesh=zero_jax.make_mesh(1))
-    base = by_name(plain.params(plain.init(jax.random.key(3), batches[0])))
+    tree = plain.params(plain.init(jax.random.key(3), batches[0]))
     step = zero_jax.make_zero_train_step(
         zero_jax.lora(model, 3, "qkv", alpha=6.0, base=name), stage, mesh=zero_jax.make_mesh(num_devices),
         optimizer=ADAMW)
-    tree = plain.params(plain.init(jax.random.key(3), batches[0]))
     state = step.init(jax.random.key(0), batches[0], params=tree)
-    start, before, losses = by_name(step.params(state)), by_name(state.frozen), []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return step, state, start, before, np.array(losses), base, model, batches
+    start, before = by_name(step.params(state)), by_name(state.frozen)
+    losses, state = losses_of(step, state, batches)
+    return step, state, start, before, losses, by_name(tree), model, batches
 
 
 @pytest.mark.grid

@@ -9,6 +9,7 @@ import optax
 import pytest
 from support.covering import weekly
 from support.flat import flat_step
+from support.normed_net import losses_of
 from support.targets import mesh_of
 from support.workloads import token_batches
 
@@ -68,10 +69,7 @@ def plain(params, batches, loss=loss):
 def trained(params, stage, loss=loss, batches=BATCHES, **options):
     step = flat_step(
         params=params, loss=loss, stage=stage, optimizer=OPTIMIZER, mesh=zero_jax.make_mesh(8), **options)
-    state, losses = step.init(jax.random.key(0), batches[0]), []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+    losses, state = losses_of(step, step.init(jax.random.key(0), batches[0]), batches)
     return step, state, losses
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from support.flat import flat_step
+from support.normed_net import losses_of
 from support.oracle import by_name, slow
 from support.plain_training import linen_functions, nnx_functions
 from support.programs import program
@@ -95,10 +96,7 @@ def test_a_step_is_a_plain_step_with_the_rounded_weights(kind):
     state = step.init(jax.random.key(0), batches[0])
     layout = step.layout()
     start = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), (step.params(state), state.variables))
-    losses = []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+    losses, state = losses_of(step, state, batches)
     expected, params = losses_of_plain_steps(step, layout, model, batches, start, policy)
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
     last = by_name(step.params(state))

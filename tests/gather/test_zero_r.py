@@ -238,13 +238,6 @@ def test_secondary_shards_keep_backward_inside_the_node():
 
 
 @pytest.mark.slow
-def test_combine_threshold_changes_the_program():
-    few, many = (sum(1 for _ in collectives(compiled(sizes=(), combine_bytes=size, **CHECKPOINTED)[1]))
-                 for size in (2**30, 1))
-    assert many > 1.5 * few
-
-
-@pytest.mark.slow
 def test_logits_never_exist_whole():
     logits = BATCH // 8 * LENGTH * VOCAB  # of which the program with chunks has an eighth
     (whole, text, step), (made, chunked, other) = (
@@ -254,16 +247,6 @@ def test_logits_never_exist_whole():
     assert (LENGTH, VOCAB) in shapes[0] and (LENGTH // 8, VOCAB) not in shapes[0]
     assert (LENGTH // 8, VOCAB) in shapes[1] and (LENGTH, VOCAB) not in shapes[1] and logits == LENGTH * VOCAB
     assert sent(chunked, other).total() == pytest.approx(sent(text, step).total(), rel=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.grid
-@pytest.mark.parametrize("stage", [pytest.param(stage, marks=() if stage == 3 else pytest.mark.slow)
-                                   for stage in range(4)])
-def test_all_state_is_updated_in_place(stage):
-    made, _, _ = compiled(stage=stage, **CHECKPOINTED)
-    memory, state = made.memory, made.state_bytes
-    assert memory.alias_size_in_bytes == pytest.approx(state, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What training needs beside the stages: frozen parameters, averages, clipping, masks, rates, and every precision."""
+"""What training needs beside the stages: frozen parameters, averages, and every precision."""
 
 import functools
 import math
@@ -147,40 +147,6 @@ class TestAverage:
             zero_jax.make_zero_train_step(Mlp(), 3, ema=1.5)
         with pytest.raises(ValueError, match="keeps no average"):
             zero_jax.make_zero_train_step(Mlp(), 3, mesh=zero_jax.make_mesh(8)).evaluator(ema=True)
-
-
-def matrices(params):
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
-
-
-def rates(params):
-    return map_named(lambda name, _: "slow" if name.startswith("Dense_0") else "fast", params)
-
-
-MACHINERY = {
-    "clip by global norm": optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.5)),
-    "schedule": optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10), eps=1e-6),
-    "weight decay mask": optax.adamw(1e-2, eps=1e-6, weight_decay=0.3, mask=matrices),
-    "rates per parameter": optax.multi_transform({"slow": optax.sgd(1e-3), "fast": optax.sgd(0.3)}, rates),
-}
-CONTROLS = {
-    "clip by global norm": optax.sgd(0.5), "schedule": optax.adamw(1e-2, eps=1e-6),
-    "weight decay mask": optax.adamw(1e-2, eps=1e-6, weight_decay=0.3), "rates per parameter": optax.sgd(0.3)}
-
-
-@functools.cache
-def mlp(optimizers, name, stage, num_devices):
-    return train(Mlp(), stage, num_devices, batches=VECTORS, loss=classify,
-                 optimizer={"machinery": MACHINERY, "controls": CONTROLS}[optimizers][name])
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("stage", [slow(1), 3])
-@weekly("name", MACHINERY)
-def test_machinery_is_one_device(name, stage):
-    one, many = mlp("machinery", name, 0, 1), mlp("machinery", name, stage, 8)
-    assert loss_difference(many, one) < 1e-6 and param_difference(many, one) < 1e-5
-    assert param_difference(mlp("controls", name, 3, 8), one) > 1e-3  # negative control
 
 
 @functools.cache

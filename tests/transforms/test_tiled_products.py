@@ -95,12 +95,6 @@ def small_oracle():
     return oracle(Small(), batches=batches())
 
 
-def take_the_first_tile(monkeypatch):
-    """A negative control: in the place of every other one."""
-    tile = TiledProduct._tile
-    monkeypatch.setattr(TiledProduct, "_tile", lambda self, value, dim, index: tile(self, value, dim, 0))
-
-
 def test_numbers_are_those_of_one_device(small_oracle, monkeypatch):
     run = train(Small(), 3, 8, batches=batches(), tiling=SMALL_TILES)
     assert loss_difference(run, small_oracle) < 1e-6 and param_difference(run, small_oracle) < 2e-6
@@ -109,7 +103,9 @@ def test_numbers_are_those_of_one_device(small_oracle, monkeypatch):
     assert "computed in tiles: up/kernel, 4 along dim 1: 576 of 2,304 bytes are gathered at a time" in lines
     assert "computed in tiles: down/kernel, 2 along dim 0" in lines
 
-    take_the_first_tile(monkeypatch)
+    # Negative control: the first tile in the place of every other one.
+    tile = TiledProduct._tile
+    monkeypatch.setattr(TiledProduct, "_tile", lambda self, value, dim, index: tile(self, value, dim, 0))
     broken = train(Small(), 3, 8, batches=batches()[:1], tiling=SMALL_TILES)
     assert abs(broken.norms[0] - small_oracle.norms[0]) > 1e-2
 
@@ -138,7 +134,7 @@ INT8 = {"communication": zero_jax.Communication(weights="int8")}
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [Net(width=72), NnxNet])
 @pytest.mark.parametrize("options", [{"hpz_axes": "data_1"}, INT8])
-def test_tiles_of_copies_and_of_codes_have_the_numbers_of_one_device(model, options, monkeypatch):
+def test_tiles_of_copies_and_of_codes_have_the_numbers_of_one_device(model, options):
     """Up to the rounding of codes, whose error is as large without tiles."""
     made = (lambda rngs: NnxNet(rngs, 64)) if model is NnxNet else model
     tiles = {name: count for name, count in {**TILES, "down/kernel": 4}.items()
@@ -152,10 +148,6 @@ def test_tiles_of_copies_and_of_codes_have_the_numbers_of_one_device(model, opti
     if "communication" in options:
         # Codes they are, so that no run is as near as one without: else nothing was sent as codes.
         assert param_difference(run, plain) > 3e-5
-
-    take_the_first_tile(monkeypatch)
-    broken = train(made, 3, sizes, batches=batches()[:1], tiling=tiles, **options)
-    assert abs(broken.norms[0] - plain.norms[0]) > 1e-2
 
 
 def test_what_an_evaluator_reads_is_in_tiles_too():
@@ -239,7 +231,7 @@ def test_targets_keep_the_contract(target, options, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "sizes", "options"), [
     ("h100:2x4", {"data": (2, 4)}, {"hpz_axes": "data_1"}), ("h100:8", {}, INT8)])
-def test_targets_send_copies_once_and_codes_in_tiles(target, sizes, options, monkeypatch):
+def test_targets_send_copies_once_and_codes_in_tiles(target, sizes, options):
     def compiled(**tiling):
         step = flat_step(lambda rngs: NnxNet(rngs, 256), 3, mesh=mesh_of(target, **sizes),
                          precision="bf16", **tiling, **options)
@@ -250,11 +242,6 @@ def test_targets_send_copies_once_and_codes_in_tiles(target, sizes, options, mon
     # As many bytes as of whole weights, but for a scale of each block.
     assert gathers.budget.communication_bytes / whole.budget.communication_bytes == pytest.approx(1, abs=0.02)
     assert gathers.communication_bytes / whole.communication_bytes == pytest.approx(1, abs=0.02)
-    if "hpz_axes" not in options:
-        return
-    monkeypatch.setattr(gradients, "tile_products", lambda jaxpr: jaxpr)  # negative control: the same products whole
-    with pytest.raises(zero_jax.ContractError, match="is to be gathered in|is to be reduced in"):
-        compiled(tiling={"up/kernel": 8, "down/kernel": 4}).verify()
 
 
 class Wide(nn.Module):
