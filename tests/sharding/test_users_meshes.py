@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.covering import covering
 from support.flat import flat_step
+from support.normed_net import losses_of
 from support.oracle import by_name, oracle, slow
 
 import zero_jax
@@ -135,12 +136,9 @@ def test_arrays_that_are_on_one_device():
     """As a data loader puts them there, or what a `jit` of the user's own returns."""
     step = zero_jax.make_zero_train_step(Net(), 3, mesh=auto(), optimizer=SGD, loss=squares)
     state = step.init(on_one_device(jax.random.key(0)), on_one_device(BATCHES[0]))
-    losses = []
-    for batch in BATCHES:
-        state, metrics = step(state, on_one_device(batch))
-        losses.append(metrics["loss"])
+    losses, state = losses_of(step, state, map(on_one_device, BATCHES))
     check((np.array(losses), by_name(step.params(state))), "linen")
-    evaluate = step.evaluator()
+    evaluate, batch = step.evaluator(), BATCHES[-1]
     np.testing.assert_array_equal(evaluate(state, on_one_device(batch)), evaluate(state, batch))
     several = on_one_device(jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), batch))
     assert step.multi(state, several)[1]["loss"].shape == (2,)
@@ -186,11 +184,7 @@ def test_all_that_a_step_does_inside_of_set_mesh(tmp_path):
         state = zero_jax.import_params(tmp_path / "x.safetensors", step, state, batches[0])
         assert jax.tree.map(lambda leaf: leaf * 1, loaded).keys() == params.keys()
     outside = zero_jax.make_zero_train_step(NnxNet(nnx.Rngs(0)), 3, optimizer=SGD, loss=squares, ema=0.9)
-    state = outside.init(jax.random.key(0), BATCHES[0])
-    expected = []
-    for batch in BATCHES:
-        state, metrics = outside(state, batch)
-        expected.append(metrics["loss"])
+    expected, _ = losses_of(outside, outside.init(jax.random.key(0), BATCHES[0]), BATCHES)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 

@@ -87,12 +87,14 @@ def _from_all(param: jax.Array, axes: MeshAxes, spec: P, target: P, codes: Gathe
         kept, after = [], compute_spec(spec, axes)
 
     def fun(shard: jax.Array) -> jax.Array:
-        if codes is None:
-            return gathered(shard, axes, spec, kept)
-        return codes.decode(gathered(codes.encode_shard(shard), axes, codes.sent), dtype, split=(axes.tensor,))
+        return gathered(shard, axes, spec, kept) if codes is None else _by_codes(shard, axes, codes, dtype)
 
     return jax.shard_map(on_one_slice(fun, axes), mesh=axes.mesh, in_specs=spec, out_specs=after, check_vma=False)(
         param)
+
+
+def _by_codes(shard: jax.Array, axes: MeshAxes, codes: GatherCodes, dtype: Any) -> jax.Array:
+    return codes.decode(gathered(codes.encode_shard(shard), axes, codes.sent), dtype, split=(axes.tensor,))
 
 
 def _codes(name: str, layout: Layout) -> GatherCodes | None:
@@ -162,16 +164,15 @@ def _gather_iterations(param: jax.Array, donated: jax.Array, mesh_axes: MeshAxes
     what it gathers and transposes it at the end, which takes as much memory again. On a TPU rows would need a copy, for
     its tiles, and are not needed.
     """
-    rows, sent = not mesh_axes.is_tpu, spec if codes is None else codes.sent
+    rows = not mesh_axes.is_tpu
 
     def fill(param: jax.Array, donated: jax.Array) -> jax.Array:
         size = param.shape[dim] // iterations
 
         def step(index: jax.Array, result: jax.Array) -> jax.Array:
             part = jax.lax.dynamic_slice_in_dim(param, index * size, size, dim)
-            part = part if codes is None else codes.encode_shard(part)
-            part = gathered(part, mesh_axes, sent)
-            part = part if codes is None else codes.decode(part, result.dtype, split=(mesh_axes.tensor,))
+            part = gathered(part, mesh_axes, spec) if codes is None else _by_codes(
+                part, mesh_axes, codes, result.dtype)
             if rows:
                 return jax.lax.dynamic_update_slice_in_dim(result, part.reshape(1, -1), index, 0)
             return jax.lax.dynamic_update_slice_in_dim(result, part, index * size, dim)

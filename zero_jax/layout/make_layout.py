@@ -242,22 +242,19 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
         encoded = quantized is not None and name in quantized.gathers
         return ProductUse(name, encoded) if name in products else None
 
-    def use(name: str, leaf: jax.ShapeDtypeStruct, stored: Spec, reduced: Spec,
-            stored_shape: StoredShape) -> ParamUse | None:
-        dtype, reduce = precision.read_dtype(name, leaf.dtype), precision.reduce_dtype(name, leaf.dtype)
-        if not stage.shards_optimizer and reduce == dtype and name not in tensor_specs and name not in products:
+    def use(name: str, leaf: jax.ShapeDtypeStruct, stored: Spec, stored_shape: StoredShape,
+            reduced: Spec | None = None) -> ParamUse | None:
+        """reduced: the spec of the gradient; None of a frozen parameter."""
+        dtype = precision.read_dtype(name, leaf.dtype)
+        reduce = dtype if reduced is None else precision.reduce_dtype(name, leaf.dtype)
+        is_sharded = stage.shards_params if reduced is None else stage.shards_optimizer
+        if not is_sharded and reduce == dtype and name not in tensor_specs and name not in products:
             return None  # the partitioner all-reduces by itself
         return ParamUse(axes, stored if stage.shards_params else compute_spec(stored, axes),
                         reduced if policy.reduce_at_use else None, dtype, reduce, stored_shape,
                         policy.hpz_axes if stage.shards_params else (), at_use.get(name),
                         quantized is not None and name in quantized.gradients, tiles_of(name, stored_shape),
                         fp8=product_of(name))
-
-    def use_frozen(name: str, leaf: jax.ShapeDtypeStruct, stored: Spec, stored_shape: StoredShape) -> ParamUse | None:
-        if not stage.shards_params and name not in tensor_specs and name not in products:
-            return None
-        return ParamUse(axes, stored, None, leaf.dtype, leaf.dtype, stored_shape, policy.hpz_axes, at_use.get(name),
-                        tiles=tiles_of(name, stored_shape), fp8=product_of(name))
 
     has_ema = state.ema is not None
     return Layout(
@@ -275,6 +272,6 @@ def make_layout(state: ZeroState, axes: MeshAxes, policy: LayoutPolicy, *,
             ema=param_shapes if has_ema else None, guard=identity_shapes(state.guard),
             rng=identity_shapes(state.rng)),
         gradients=jax.tree.map(lambda spec: NamedSharding(mesh, spec), sharded_specs),
-        uses=merge(map_named(use, params, param_specs, sharded_specs, param_shapes),
-                   map_named(use_frozen, frozen, frozen_specs, frozen_shapes)),
+        uses=merge(map_named(use, params, param_specs, param_shapes, sharded_specs),
+                   map_named(use, frozen, frozen_specs, frozen_shapes)),
         quantized=quantized)

@@ -70,7 +70,7 @@ def run_on_stored(fun: Callable[..., Any], placements: Any, out_placements: Any,
         closed, out_treedef = trace_flat(fun, true, treedef)
         values = [leaf if place.stored_shape.is_identity else _StoredArray(leaf, place)
                   for leaf, place in zip(leaves, leaf_placements, strict=True)]
-        outs = _Interpreter(needed).run(closed, values)
+        outs = _Interpreter(set() if needed is None else needed).run(closed, values)
         outs = [_at_placement(out, place) for out, place in zip(outs, jax.tree.leaves(out_placements), strict=True)]
         return jax.tree.unflatten(out_treedef, outs)
 
@@ -107,7 +107,7 @@ def _broadcast(value: Any, placement: StoredPlacement) -> Any:
 class _Interpreter:
     """Evaluates a jaxpr of true arrays, for some of which there are stored ones."""
 
-    def __init__(self, needed: set[StoredShape] | None):
+    def __init__(self, needed: set[StoredShape]):
         self.needed = needed
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
@@ -135,8 +135,7 @@ class _Interpreter:
             return [_StoredArray(value, placement) for value in values]
         if primitive in _NEUTRAL and len(reduced_axes(eqn)) == len(stored_shape.shape):
             return reduce_all(eqn, stored_shape.filled(stored[0].value, _NEUTRAL[primitive](stored[0].value.dtype)))
-        if self.needed is not None:
-            self.needed.update(arg.placement.stored_shape for arg in stored)
+        self.needed.update(arg.placement.stored_shape for arg in stored)
         return bind_eqn(eqn, [arg.load() if isinstance(arg, _StoredArray) else arg for arg in args])
 
     def _cond(self, eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
