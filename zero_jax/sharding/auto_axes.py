@@ -26,11 +26,20 @@ _ONE_AT_A_TIME = threading.RLock()
 _ARRAYS = {"rng", "batch", "batches", "gradients", "loss", "variables"}
 """Arguments of a step's methods that are trees of arrays, or no arrays at all."""
 
-_OF_META = ("is not found in mesh", "if creating a variable with annotation")
-_OF_EXPLICIT = ("can only refer to Auto axes", "of type Auto or Manual", "should match the", "Mesh for all inputs",
-                "does not match the specs of the input")
-_OF_NONE = ("not under a mesh context", "requires a non-empty mesh", "mesh cannot be empty")
-"""In what JAX and Flax say of shardings in a model that do not fit the mesh on which it runs (tests/seams)."""
+_ADVICE = (
+    (("is not found in mesh", "if creating a variable with annotation"),
+     "the metadata of a parameter names the axes that split it. Name axes of the mesh that `jax.set_mesh` sets, and "
+     "make and run the step inside of it; Linen's other names (logical axes) are for steps outside of it"),
+    (("not under a mesh context", "requires a non-empty mesh", "mesh cannot be empty"),
+     "a PartitionSpec alone, in a model, is one of the mesh in context. Make and run the step inside of `with "
+     "jax.set_mesh(mesh)`, or write NamedSharding(step.mesh, spec)"),
+    (("can only refer to Auto axes", "of type Auto or Manual", "should match the", "Mesh for all inputs",
+      "does not match the specs of the input"),
+     "the model is written for Explicit axes, and a step computes on Auto ones, over the same devices. Write "
+     "jax.lax.with_sharding_constraint(x, PartitionSpec(...)), inside of `jax.set_mesh`, for jax.sharding.reshard, "
+     "out_sharding= and the NamedSharding of a mesh of Explicit axes; and give arrays that the loss or the model "
+     "closes over as NumPy's"))
+"""What JAX and Flax say of shardings in a model that do not fit the mesh on which it runs (tests/seams), and advice."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -137,19 +146,8 @@ def sharding_errors_explained() -> Iterator[None]:
         yield
     except (ValueError, RuntimeError) as error:
         text = str(error)
-        if any(part in text for part in _OF_META):
-            advice = ("the metadata of a parameter names the axes that split it. Name axes of the mesh that "
-                      "`jax.set_mesh` sets, and make and run the step inside of it; Linen's other names (logical axes) "
-                      "are for steps outside of it")
-        elif any(part in text for part in _OF_NONE):
-            advice = ("a PartitionSpec alone, in a model, is one of the mesh in context. Make and run the step inside "
-                      "of `with jax.set_mesh(mesh)`, or write NamedSharding(step.mesh, spec)")
-        elif any(part in text for part in _OF_EXPLICIT):
-            advice = ("the model is written for Explicit axes, and a step computes on Auto ones, over the same "
-                      "devices. Write jax.lax.with_sharding_constraint(x, PartitionSpec(...)), inside of "
-                      "`jax.set_mesh`, for jax.sharding.reshard, out_sharding= and the NamedSharding of a mesh of "
-                      "Explicit axes; and give arrays that the loss or the model closes over as NumPy's")
-        else:
+        advice = next((advice for parts, advice in _ADVICE if any(part in text for part in parts)), None)
+        if advice is None:
             raise
         raise UsageError(f"A sharding in the model does not fit the mesh of the step: {advice}. JAX says: {text}"
                          ) from error
