@@ -273,15 +273,12 @@ def _scatter(use: ParamUse) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(zero_scatter, out_shardings=NamedSharding(use.mesh, spec))
 
 
-def _linear(value: jax.Array, use: ParamUse) -> jax.Array:
-    """What `ParamUse.read` is to the carrier: its cast, gathered."""
-    return _gathered(value, dataclasses.replace(use, codes=None))
-
-
 # What these compute, as one device does; how many do it together says `views.local`.
 _GATHER, _GATHER_SECONDARY, _READ, _LAST_READ, _TANGENT = (
     named_call(name, fun, add_dim=lambda use: use.add_dim(0)) for name, fun in (
         (GATHER_SCOPE, _gathered), (SECONDARY_GATHER, lambda value, use: use.cast(use.on_device(value))),
-        *((name, lambda carrier, gathered, use: gathered) for name in READS), (TANGENT, _linear)))
+        *((name, lambda carrier, gathered, use: gathered) for name in READS),
+        # What a read is to its carrier: the cast of that, gathered.
+        (TANGENT, lambda value, use: _gathered(value, dataclasses.replace(use, codes=None)))))
 set_read(_READ, _TANGENT, _reduce, last=False)
 set_read(_LAST_READ, _TANGENT, _reduce, last=True)

@@ -59,7 +59,7 @@ class MeshAxes:
         if axis is not None:
             zero = texts("axis", axis, "(\"data_0\", \"data_1\")")
         elif DATA in roles:
-            zero = (*_names(roles[DATA]), *[context] * (context in sizes))
+            zero = (*texts("axis_roles: data", roles[DATA], "\"fsdp\""), *[context] * (context in sizes))
         else:
             zero = tuple(name for name in mesh.axis_names if name in (DATA, context) or name.startswith(DATA + "_"))
         missing = [name for name in zero if name not in sizes]
@@ -162,10 +162,6 @@ class MeshAxes:
     def is_tpu(self) -> bool:
         """Whether a step does what it does on TPUs: see `Platform.is_tpu`."""
         return self.built_for.is_tpu
-
-
-def _names(axes: str | Sequence[str]) -> AxisNames:
-    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _checked_roles(mesh: Mesh, axis: str | Sequence[str] | None, roles: AxisRoles) -> AxisRoles:

@@ -152,7 +152,9 @@ def _check_names(jaxpr: Jaxpr, remat: Remat) -> None:
     known = {name for block in blocks for name in _names(block.jaxpr)}
     for block in blocks:
         if not known.issuperset(remat.policy) and any(primitive_of(eqn) == CUSTOM_VJP for eqn in all_eqns(block.jaxpr)):
-            known |= _names(trace(_forward(jaxpr_to_fun(block)), *map(type_of, block.jaxpr.invars)).jaxpr)
+            fun = jaxpr_to_fun(block)  # as a gradient evaluates it: rules for the forward pass may name values
+            known |= _names(trace(lambda *args, fun=fun: jax.vjp(fun, *args)[0],
+                                  *map(type_of, block.jaxpr.invars)).jaxpr)
     if missing := [name for name in remat.policy if name not in known]:
         raise UsageError(
             f"remat={remat.policy!r}: nothing in the model's blocks has the name {missing[0]!r}, and nothing would be "
@@ -165,11 +167,6 @@ def _names(jaxpr: Jaxpr) -> set[str]:
     """The names of values in `jaxpr`, without those that the library gives."""
     return {name for eqn in all_eqns(jaxpr) if primitive_of(eqn) == NAME for name in checkpoint_names(eqn)
             if not name.startswith(OWN)}
-
-
-def _forward(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun` as a gradient evaluates it: by the rules of each custom_vjp for the forward pass, which may name values."""
-    return lambda *args: jax.vjp(fun, *args)[0]
 
 
 def _with_policy(jaxpr: Jaxpr, remat: Remat) -> tuple[Jaxpr, int]:
