@@ -404,21 +404,6 @@ def test_a_device_makes_masks_of_its_examples_alone(remat, inside, monkeypatch):
     assert ("24,2,16,16]" in step.compile(batch).as_text()) == (not inside and remat != "full")
 
 
-def weighted(model, batch):
-    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["targets"])
-    return (losses * batch["weights"]).sum() / batch["weights"].sum(), {"each": losses.mean(1)}, batch["weights"].sum()
-
-
-@pytest.mark.parametrize("reduce", ["once", slow("every")])
-def test_microbatches_weights_and_metrics_of_each_example(reduce):
-    batches = [{**batch, "weights": jnp.asarray(np.random.RandomState(i).rand(*batch["inputs"].shape), jnp.float32)}
-               for i, batch in enumerate(token_batches())]
-    one = oracle(gpt2.build(CONFIG), batches=batches, loss=weighted, precision="fp32")
-    many = train(gpt2.build(CONFIG), 3, zero_jax.make_mesh(replica=2, data=2), batches=batches, loss=weighted,
-                 precision="fp32", accumulate=2, reduce=reduce, guard=zero_jax.Guard(skip=2))
-    assert loss_difference(many, one) < 1e-6 and param_difference(many, one, KEY_BIAS) < 1e-5
-
-
 def test_one_device_tells_what_a_program_prints():
     """The sum over all examples, once, and in each iteration of a loop."""
     told = []
