@@ -112,10 +112,10 @@ class Precision:
             self.read_dtype(name, stored))
 
 
-def average_dtype(stored: Any) -> Any:
-    """The dtype of the moving average of a parameter: at least float32, since a small step rounds away in fewer bits.
+def wide_dtype(stored: Any) -> Any:
+    """That of averages and outer copies of a parameter: float32, or what is wider.
 
-    In bfloat16 an average of decay 0.999 does not move at all.
+    A small step rounds away in fewer bits: in bfloat16 an average of decay 0.999 does not move at all.
     """
     return jnp.promote_types(stored, jnp.float32)
 

@@ -3,12 +3,11 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
-from zero_jax.tree import leaf_bytes
+from zero_jax.tree import is_key, leaf_bytes
 from zero_jax.typing import OptState, Params, PRNGKey, Pytree, Scalar, Variables
 
 
@@ -73,7 +72,7 @@ def typed_key(rng: object) -> PRNGKey:
     if not isinstance(rng, jax.Array):
         raise UsageError(f"rng={shown(rng)} is a {type(rng).__name__}, not a key: give jax.random.key(0), say.")
     key = rng
-    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+    if not is_key(rng):
         try:
             key = jax.random.wrap_key_data(rng)
         except (TypeError, ValueError) as error:

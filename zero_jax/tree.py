@@ -78,8 +78,17 @@ def cast_floating(tree: Any, dtype: Any) -> Any:
 
 def with_dtypes_of(new: Any, old: Any) -> Any:
     """`new` with the dtypes of `old`: a state keeps its dtypes from step to step, whatever a step computes in."""
-    return jax.tree.map(lambda leaf, like: leaf if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else (
-        leaf.astype(like.dtype)), new, old)
+    return jax.tree.map(lambda leaf, like: leaf if is_key(like) else leaf.astype(like.dtype), new, old)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether an array, abstract or not, is of typed PRNG keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def as_numbers(leaf: Any) -> Any:
+    """An array as it is; of typed keys their words."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def key_impl(key: jax.ShapeDtypeStruct) -> Any:

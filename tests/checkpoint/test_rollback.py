@@ -195,14 +195,6 @@ def replaced_place(path, text):
     (path / PLACE).unlink() if text is None else (path / PLACE).write_text(text)
 
 
-def without_place(path):
-    """A checkpoint as earlier versions wrote it."""
-    replaced_place(path, None)
-    manifest = json.loads((path / "manifest/data.json").read_text())
-    del manifest["order"]
-    (path / "manifest/data.json").write_text(json.dumps(manifest))
-
-
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"sha256": 1}', "\0", None])
 def test_the_manifest_has_the_place_too(copy, trained_state, text):
     step, state = trained_state
@@ -217,18 +209,6 @@ def test_the_manifest_has_the_place_too(copy, trained_state, text):
     (copy / "25/manifest/data.json").write_text("")
     found = Checkpoints(copy, read_only=True).restore(step, BATCH, fallback=True)
     assert found.step == 10 and len(found.damaged) == 2
-
-
-def test_checkpoints_of_earlier_versions(copy, trained_state):
-    step, state = trained_state
-    for number in (10, 20, 30):
-        without_place(copy / str(number))
-    assert Checkpoints(copy).latest() == 30 and Checkpoints(copy).restore(step, BATCH).data == 30
-    assert not (copy / "30" / PLACE).exists()
-    Checkpoints(copy).restore(step, BATCH, at=20)
-    assert Checkpoints(copy).latest() == 20
-    Checkpoints(copy).save(step, state, at=25, wait=True)
-    assert Checkpoints(copy).latest() == 25 and Checkpoints(copy).steps() == [10, 20, 25]
 
 
 def test_a_place_whose_bits_changed_is_none():

@@ -105,7 +105,7 @@ def test_what_changes_by_less_than_a_code_changes_on_average(bits):
     def decayed(noise):
         def one(number, values):
             new = values * 0.999
-            return narrow._to_bfloat16(new, noise(number)).astype(jnp.float32) if bits == 16 else (
+            return narrow.to_bfloat16(new, noise(number) >> 16).astype(jnp.float32) if bits == 16 else (
                 rounded(new, 255, noise(number)))
 
         return float(jnp.mean(jax.lax.fori_loop(0, 700, one, start)) / jnp.mean(start))

@@ -16,11 +16,11 @@ from zero_jax.checkpoint.manifest import (
     PARAMS,
     DamagedCheckpointError,
     Manifest,
-    NewManifest,
     check_adapters,
     check_fit,
     check_given,
     check_names,
+    package_versions,
     run_of,
 )
 from zero_jax.checkpoint.outer_params import OUTER, read_outer, slices_in
@@ -135,13 +135,11 @@ class Checkpoints:
         if number >= 2**53:
             raise UsageError(f"at={number} is not a checkpoint number: give one below 2^53.")
         check_given(step, data, config)
-        manifest = NewManifest(
-            logical.leaves(names), step=number, kind="params" if only_params else "state", run=run_of(step), data=data,
-            config=config)
+        manifest = Manifest(number, "params" if only_params else "state", logical.leaves(names), run_of(step), data,
+                            config, package_versions())
         in_files, leaves = step.in_files(state), dict(named_leaves(state))
-        others = None if in_files is None else LeavesToSave(logical, in_files, names, manifest)
         arrays, digests = logical.from_leaves({name: leaves[name] for name in names if name in leaves})
-        manifest.digests |= digests
+        others = None if in_files is None else LeavesToSave(logical, in_files, names, manifest, digests)
         try:
             if message := self._folder.lock():
                 LOG.warning(message)
@@ -152,7 +150,7 @@ class Checkpoints:
             raise self._folder.unwritten(number, error) from error
         try:  # with the leaves that are in files, of which there may be CheckpointErrors, too
             self._saving = number, self._folder.begin(lambda: storage.write(
-                self._folder.at(number), arrays, manifest.json(), place, others))
+                self._folder.at(number), arrays, manifest.to_json(digests), place, others))
         except Exception as error:
             raise self._folder.unwritten(number, error) from error
         if wait:

@@ -36,9 +36,6 @@ class Place:
         return sealed(FORMAT, dataclasses.asdict(self) | {"after": list(self.after)})
 
 
-EARLIEST = Place(0, 0, ())
-
-
 def parse_place(body: Any) -> Place | None:
     """The place of which `body` is the JSON; None where it is damaged."""
     try:
@@ -52,17 +49,14 @@ class History:
     """The checkpoints of a folder by number, each with its place.
 
     None stands for a place that is damaged: the checkpoint counts as saved right after the one with the next lower
-    number, so that a restore comes by it and reports it. Those of earlier versions of zero_jax have the place
-    `EARLIEST`: they count as saved before all others, in the order of their numbers. Both descend from all with lower
-    numbers.
+    number, so that a restore comes by it and reports it, and to descend from all with lower numbers.
     """
 
     def __init__(self, places: Mapping[int, Place | None]):
         self._places: dict[int, Place] = {}
         saved = 0
         for number in sorted(places):
-            place = places[number] or Place(saved, 0, tuple(self._places))
-            self._places[number] = place if place.saved else dataclasses.replace(place, after=tuple(self._places))
+            self._places[number] = place = places[number] or Place(saved, 0, tuple(self._places))
             saved = place.saved
 
     @property

@@ -58,11 +58,16 @@ def proven(read: Callable[[], T], path: Any) -> T:
     return retried(attempt, what=path, agreed=on_any)
 
 
+def _store(path: Any) -> Any:
+    """A folder, as TensorStore reads it."""
+    folder = f"{str(path).rstrip('/')}/"
+    return tensorstore.KvStore.open(
+        folder if storage.is_remote(folder) else {"driver": "file", "path": folder}).result()
+
+
 def _find_files(path: Any) -> None:
     """Raises OSError where a file that is listed cannot be read, by what reads the arrays: it takes one for empty."""
-    folder = str(path).rstrip("/") + "/"
-    store = tensorstore.KvStore.open(
-        folder if storage.is_remote(folder) else {"driver": "file", "path": folder}).result()
+    store = _store(path)
     for name, size in storage.sizes(path).items():
         try:
             state = store.read(name, byte_range=slice(max(size - 1, 0), size)).result().state
@@ -188,8 +193,7 @@ def files_of(path: epath.Path, name: str) -> list[str]:
     """The files below `path` with the elements of the array `name`; empty where their index cannot be read."""
     files, prefix = set(), f"{name}/".encode()
     try:
-        arrays = str(path / ARRAYS) + "/"
-        base = tensorstore.KvStore.open(arrays if "://" in arrays else {"driver": "file", "path": arrays}).result()
+        base = _store(path / ARRAYS)
         root = tensorstore.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
         nodes = [(root, b"")]
         while nodes:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -26,7 +25,7 @@ from zero_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
 from zero_jax.files import checksum, retried, sealed, unsealed
 from zero_jax.state import ZeroState
 from zero_jax.step.step import ZeroTrainStep
-from zero_jax.tree import key_impl, named_leaves
+from zero_jax.tree import as_numbers, is_key, key_impl, named_leaves
 
 LOG = logging.getLogger("zero_jax")
 FORMAT, KEPT = "zero_jax local copy 2", 2
@@ -70,7 +69,7 @@ class LocalCopies:
         """
         self.wait()
         leaves, blobs, offset = [], [], 0
-        arrays = [(name, _plain(leaf)) for name, leaf in named_leaves(state)]
+        arrays = [(name, as_numbers(leaf)) for name, leaf in named_leaves(state)]
         for _, array in arrays:
             array.copy_to_host_async()
         for name, array in arrays:
@@ -179,11 +178,6 @@ class LocalCopies:
             self._error = error
 
 
-def _plain(leaf: jax.Array) -> jax.Array:
-    """A leaf, or the data of a PRNG key."""
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-
-
 def _index(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
     """The place of a shard in its array, as text."""
     return " ".join(f"{start}:{stop}" for start, stop, _ in (
@@ -225,8 +219,7 @@ def _state(path: Path, header: dict[str, Any], template: ZeroState) -> ZeroState
 
 def _array(path: Path, saved: dict[str, Any], leaf: jax.ShapeDtypeStruct, read: Callable[[int, int], np.ndarray]
            ) -> jax.Array:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    plain, sharding = jax.eval_shape(_plain, leaf) if is_key else leaf, leaf.sharding
+    plain, sharding = jax.eval_shape(as_numbers, leaf), leaf.sharding
     assert isinstance(sharding, NamedSharding)
     if (tuple(saved["shape"]), saved["dtype"]) != (plain.shape, str(plain.dtype)):
         raise UsageError(f"{path}: {saved['name']} is {saved['dtype']} {saved['shape']}, and in this step "
@@ -243,4 +236,4 @@ def _array(path: Path, saved: dict[str, Any], leaf: jax.ShapeDtypeStruct, read: 
         return raw.view(plain.dtype).reshape(shape)
 
     array = jax.make_array_from_callback(plain.shape, sharding, part)
-    return jax.random.wrap_key_data(array, impl=key_impl(leaf)) if is_key else array
+    return jax.random.wrap_key_data(array, impl=key_impl(leaf)) if is_key(leaf) else array

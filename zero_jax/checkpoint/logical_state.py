@@ -5,6 +5,7 @@ not part of it: `to_step` gathers them again.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from zero_jax.sharding.checksum import digest_texts, digests, dtype_name
 from zero_jax.sharding.host_arrays import HOST, copied_on_host, fetch, on_device, on_host, put_on_host
 from zero_jax.sharding.partition import OWNED
 from zero_jax.state import ZeroState
-from zero_jax.tree import key_impl, map_named, named_leaves
+from zero_jax.tree import as_numbers, is_key, key_impl, map_named, named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +34,25 @@ class Row:
     sharding: NamedSharding
 
     @property
-    def is_key(self) -> bool:
-        """Whether it is a typed PRNG key."""
-        return jnp.issubdtype(self.stored.dtype, jax.dtypes.prng_key)
-
-    @property
     def plain(self) -> bool:
         """Whether the stored array is saved as it is."""
-        return self.shape.is_identity and not self.is_key
+        return self.shape.is_identity and not is_key(self.stored)
+
+    def saved(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
+        """The array that a checkpoint stores for it, as the manifest's `leaf` says: of a PRNG key, its data."""
+        if is_key(self.stored):
+            return jax.eval_shape(jax.random.key_data, self.stored).update(sharding=self.sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=self.sharding)
+
+    def load(self, leaf: Any) -> Any:
+        """The stored `leaf`, in device memory, in its logical shape; traceable."""
+        return leaf if self.shape.is_identity else on_bits(
+            lambda bits: constrain(self.shape.load(bits), on_device(self.sharding)), leaf)
+
+    def store(self, leaf: Any) -> Any:
+        """The inverse of `load`."""
+        return leaf if self.shape.is_identity else on_bits(
+            lambda bits: constrain(self.shape.store(bits), on_device(self.stored.sharding)), leaf)
 
 
 def logical_state_of(layout: Layout) -> "LogicalState":
@@ -52,22 +64,18 @@ def logical_state_of(layout: Layout) -> "LogicalState":
 
 
 class LogicalState:
-    """Conversions between the states of one layout and logical arrays; each direction is compiled once."""
+    """Conversions between the states of one layout and logical arrays; alike leaves share a compiled program."""
 
     def __init__(self, layout: Layout):
-        self._layout = layout
-        names = [name for name, _ in named_leaves(dataclasses.replace(layout.state, weights=None))]
-        parts = zip(names, jax.tree.leaves(dataclasses.replace(layout.state, weights=None)),
-                   jax.tree.leaves(dataclasses.replace(layout.stored_shapes, weights=None)), strict=True)
-        self.names = names
+        state, shapes = (dataclasses.replace(tree, weights=None) for tree in (layout.state, layout.stored_shapes))
+        self._layout, self._treedef = layout, jax.tree.structure(state)
+        self.names = [name for name, _ in named_leaves(state)]
         """Of the leaves that are saved, in tree order. They may not be unique: `manifest.check_names` refuses that."""
         self._rows = {}
-        for name, leaf, shape in parts:
+        for name, leaf, shape in zip(self.names, jax.tree.leaves(state), jax.tree.leaves(shapes), strict=True):
             shape = owned_stack(name, leaf.shape) or shape
             self._rows[name] = Row(leaf, shape, self._logical_sharding(leaf, shape))
-        self._treedef = jax.tree.structure(dataclasses.replace(layout.state, weights=None))
-        self._from_leaves_compiled: dict[tuple[str, ...], Any] = {}
-        self._to_step_compiled: dict[Any, Any] = {}
+        self._programs: dict[Any, Any] = {}
 
     def leaves(self, names: Iterable[str]) -> dict[str, Leaf]:
         """The named leaves' logical shapes and dtypes."""
@@ -79,49 +87,38 @@ class LogicalState:
         A leaf without elements has a digest and no array. The arrays share no host memory with `flat`, which may be
         donated while they are written.
         """
-        chosen = tuple(flat)
-        if chosen not in self._from_leaves_compiled:
-            self._from_leaves_compiled[chosen] = jax.jit(lambda leaves: self._convert_from_leaves(chosen, leaves))
-        changed, words = self._from_leaves_compiled[chosen](dict(flat))
-        arrays = {name: changed[name] if name in changed else _own(flat[name])
-                  for name in chosen if math.prod(self._rows[name].shape.shape)}
-        return arrays, dict(zip(chosen, digest_texts(words), strict=True))
+        rows = tuple(self._rows[name] for name in flat)
+        changed, words = self._program(("from", rows), functools.partial(_from_stored, rows))(list(flat.values()))
+        arrays = {name: _own(leaf) if new is None else new
+                  for (name, leaf), row, new in zip(flat.items(), rows, changed, strict=True)
+                  if math.prod(row.shape.shape)}
+        return arrays, dict(zip(flat, digest_texts(words), strict=True))
 
     def abstract(self, saved: Mapping[str, Leaf]) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays of the `saved` leaves of a checkpoint, in their dtypes, with the shardings to read them in."""
-        return {name: self._array(name, leaf) for name, leaf in saved.items() if math.prod(leaf.shape)}
+        return {name: self._rows[name].saved(leaf) for name, leaf in saved.items() if math.prod(leaf.shape)}
 
     def to_step(self, arrays: Mapping[str, jax.Array], saved: Mapping[str, Leaf]) -> tuple[ZeroState, dict[str, str]]:
         """(the state from the arrays of all its leaves, the digests of what was read). Blocks on the devices."""
-        stored, words = self._run(arrays, saved, store=True, weights=self._layout.state.weights is not None)
-        weights = stored.pop("weights", None)
-        leaves = [stored.get(name, arrays.get(name)) for name in self.names]
-        state = jax.tree.unflatten(self._treedef, leaves)
-        return dataclasses.replace(state, weights=weights), dict(zip(saved, digest_texts(words), strict=True))
+        leaves, weights, digests = self._run(arrays, saved, weights=self._layout.state.weights is not None)
+        state = jax.tree.unflatten(self._treedef, [leaves[name] for name in self.names])
+        return dataclasses.replace(state, weights=weights), digests
 
     def to_leaves(self, arrays: Mapping[str, jax.Array], saved: Mapping[str, Leaf]
                   ) -> tuple[dict[str, jax.Array], dict[str, str]]:
         """As `to_step`, of some leaves by name; without the gathered parameters."""
-        stored, words = self._run(arrays, saved, store=True)
-        return {name: stored.get(name, arrays.get(name)) for name in saved}, dict(
-            zip(saved, digest_texts(words), strict=True))
+        leaves, _, digests = self._run(arrays, saved)
+        return leaves, digests
 
     def to_arrays(self, arrays: Mapping[str, jax.Array], saved: Mapping[str, Leaf]
                   ) -> tuple[dict[str, jax.Array], dict[str, str]]:
         """(the arrays in logical shapes, PRNG keys typed, dtypes of this layout; the digests of what was read)."""
-        changed, words = self._run(arrays, saved, store=False)
-        return {name: changed.get(name, arrays.get(name)) for name in saved}, dict(
-            zip(saved, digest_texts(words), strict=True))
-
-    def row(self, name: str) -> Row:
-        """How the leaf `name` is stored, and in which logical shape and sharding it is saved."""
-        return self._rows[name]
+        leaves, _, digests = self._run(arrays, saved, store=False)
+        return leaves, digests
 
     def tree(self, arrays: Mapping[str, jax.Array], kind: str) -> Any:
         """The part of the state that is called `kind`, as "params", from `arrays` by name."""
-        part = getattr(self._layout.state, kind)
-        return jax.tree.unflatten(
-            jax.tree.structure(part), [arrays[f"{kind}/{name}"] for name, _ in named_leaves(part)])
+        return map_named(lambda name, _: arrays[f"{kind}/{name}"], getattr(self._layout.state, kind))
 
     def _logical_sharding(self, leaf: Any, shape: Any) -> NamedSharding:
         """Of what is stored as `leaf`, in the stored shape `shape`, in its logical shape."""
@@ -130,61 +127,61 @@ class LogicalState:
         sharding = self._layout.true_sharding(shape, leaf)
         return on_host(sharding) if leaf.sharding.memory_kind == HOST else sharding
 
-    def _array(self, name: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
-        """The array that a checkpoint stores for a leaf: of a PRNG key, its data."""
-        row = self._rows[name]
-        if row.is_key:
-            return jax.eval_shape(jax.random.key_data, row.stored).update(sharding=row.sharding)
-        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=row.sharding)
+    def _program(self, key: Any, convert: Callable[..., Any]) -> Any:
+        if key not in self._programs:
+            self._programs[key] = jax.jit(convert)
+        return self._programs[key]
 
-    def _convert_from_leaves(self, names: tuple[str, ...], leaves: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        logical = {name: self._logical(name, fetch(leaf)) for name, leaf in leaves.items()}
-        words = digests([logical[name] for name in names], [self._rows[name].sharding for name in names])
-        saved = {name: jax.random.key_data(leaf) if self._rows[name].is_key else leaf for name, leaf in logical.items()}
-        return {name: self._placed(name, leaf) for name, leaf in saved.items() if not self._rows[name].plain}, words
+    def _run(self, arrays: Mapping[str, jax.Array], saved: Mapping[str, Leaf], *, store: bool = True,
+             weights: bool = False) -> tuple[dict[str, jax.Array], Any, dict[str, str]]:
+        """(the leaves by name, stored or in logical shapes; the gathered parameters; the digests of what was read)."""
+        rows = tuple(self._rows[name] for name in saved)
+        likes = tuple(row.saved(leaf) for row, leaf in zip(rows, saved.values(), strict=True))
+        key = store, tuple(saved) if weights else None, rows, likes
+        read = [arrays.get(name) for name in saved]
+        changed, copy, words = self._program(key, lambda read: self._convert(read, rows, likes, store, key[1]))(read)
+        leaves: dict[str, Any] = {name: old if new is None else new
+                                  for name, old, new in zip(saved, read, changed, strict=True)}
+        return leaves, copy, dict(zip(saved, digest_texts(words), strict=True))
 
-    def _placed(self, name: str, leaf: Any) -> Any:
-        """`leaf` in host memory, where the layout stores it there."""
-        return put_on_host(leaf) if name in self._layout.host else leaf
+    def _convert(self, read: list[Any], rows: tuple[Row, ...], likes: tuple[jax.ShapeDtypeStruct, ...], store: bool,
+                 names: tuple[str, ...] | None) -> tuple[list[Any], Any, Any]:
+        """(what differs from what was read, else None; the copy of parameters; the digests).
 
-    def _logical(self, name: str, leaf: Any) -> Any:
-        row = self._rows[name]
-        return leaf if row.shape.is_identity else on_bits(
-            lambda bits: constrain(row.shape.load(bits), on_device(row.sharding)), leaf)
+        names: of all leaves of a state, of which the copy is made; None: without. Digests are computed before any cast.
+        """
+        logical, changed = [], []
+        for row, like, array in zip(rows, likes, read, strict=True):
+            array = jnp.zeros(like.shape, like.dtype) if array is None else fetch(array)
+            logical.append(jax.random.wrap_key_data(array, impl=key_impl(row.stored)) if is_key(row.stored) else array)
+        words = digests(logical, [row.sharding for row in rows])
+        for number, (row, like) in enumerate(zip(rows, likes, strict=True)):
+            leaf = logical[number] if is_key(row.stored) else logical[number].astype(row.stored.dtype)
+            logical[number] = leaf = row.store(leaf) if store else leaf
+            is_read = row.plain and read[number] is not None and like.dtype == row.stored.dtype
+            sharding = row.stored.sharding if store else row.sharding
+            changed.append(None if is_read else _placed(constrain(leaf, on_device(sharding)), row.stored))
+        if names is None:
+            return changed, None, words
+        leaves = dict(zip(names, logical, strict=True))
+        state = jax.tree.unflatten(self._treedef, [leaves[name] for name in self.names])
+        copy = gather_compute_params(jax.tree.map(constrain, state.params, self._layout.gradients), self._layout)
+        return changed, jax.tree.map(lambda leaf, like: _placed(constrain(leaf, on_device(like.sharding)), like),
+                                     copy, self._layout.state.weights), words
 
-    def _run(self, arrays: Mapping[str, jax.Array], saved: Mapping[str, Leaf], *, store: bool, weights: bool = False
-             ) -> Any:
-        key = (store, weights, tuple((name, leaf.shape, leaf.dtype) for name, leaf in saved.items()))
-        if key not in self._to_step_compiled:
-            self._to_step_compiled[key] = jax.jit(lambda arrays: self._convert_to_step(arrays, saved, store, weights))
-        return self._to_step_compiled[key](dict(arrays))
 
-    def _convert_to_step(self, arrays: dict[str, Any], saved: Mapping[str, Leaf], store: bool, weights: bool
-                         ) -> tuple[dict[str, Any], Any]:
-        """(the arrays that differ from what was read, the digests). Digests are computed before any cast."""
-        logical, changed = {}, {}
-        for name, leaf in saved.items():
-            row = self._rows[name]
-            empty = self._array(name, leaf)
-            array = fetch(arrays[name]) if name in arrays else jnp.zeros(empty.shape, empty.dtype)
-            logical[name] = jax.random.wrap_key_data(array, impl=key_impl(row.stored)) if row.is_key else array
-        words = digests(list(logical.values()), [self._rows[name].sharding for name in logical])
-        for name, leaf in logical.items():
-            row = self._rows[name]
-            leaf = leaf if row.is_key else leaf.astype(row.stored.dtype)
-            if store and not row.shape.is_identity:
-                leaf = on_bits(
-                    lambda bits, row=row: constrain(row.shape.store(bits), on_device(row.stored.sharding)), leaf)
-            if not row.plain or name not in arrays or saved[name].dtype != dtype_name(row.stored.dtype):
-                changed[name] = self._placed(
-                    name, constrain(leaf, on_device(row.stored.sharding if store else row.sharding)))
-            logical[name] = leaf
-        if weights:
-            state = jax.tree.unflatten(self._treedef, [logical[name] for name in self.names])
-            copy = gather_compute_params(jax.tree.map(constrain, state.params, self._layout.gradients), self._layout)
-            changed["weights"] = map_named(lambda name, leaf, sharding: self._placed(
-                f"weights/{name}", constrain(leaf, on_device(sharding))), copy, self._layout.shardings.weights)
-        return changed, words
+def _from_stored(rows: tuple[Row, ...], leaves: list[Any]) -> tuple[list[Any], Any]:
+    """(what is saved where it is not the stored array, else None; the digests)."""
+    logical = [row.load(fetch(leaf)) for row, leaf in zip(rows, leaves, strict=True)]
+    words = digests(logical, [row.sharding for row in rows])
+    return [None if row.plain else _placed(as_numbers(leaf), row.stored)
+            for row, leaf in zip(rows, logical, strict=True)], words
+
+
+def _placed(leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
+    """`leaf` in host memory, where the layout stores `like` there."""
+    sharding: Any = like.sharding
+    return put_on_host(leaf) if sharding.memory_kind == HOST else leaf
 
 
 def on_bits(move: Callable[[jax.Array], jax.Array], leaf: jax.Array) -> jax.Array:

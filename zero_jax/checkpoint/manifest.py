@@ -55,9 +55,11 @@ class Manifest:
     config: Any
     versions: Mapping[str, str]
 
-    def to_json(self) -> dict[str, Any]:
-        """This as a dict that `json` can write, with the checksum over all of it."""
-        return {"manifest": sealed(FORMAT, dataclasses.asdict(self))}
+    def to_json(self, digests: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """This, its leaves with these `digests`, as a dict that `json` can write, with the checksum over all of it."""
+        leaves = {name: leaf if digests is None else dataclasses.replace(leaf, digest=digests.get(name, ""))
+                  for name, leaf in self.leaves.items()}
+        return {"manifest": sealed(FORMAT, dataclasses.asdict(dataclasses.replace(self, leaves=leaves)))}
 
 
 def parse(text: str | bytes, where: str) -> Manifest:
@@ -127,17 +129,6 @@ def check_names(names: Iterable[str], where: str) -> None:
                 raise CheckpointError(f"{where}: {above} is a leaf, and {name} is below it: rename one of them.")
 
 
-def check_json(**values: Any) -> None:
-    """Raises ValueError for a value that would not be the same after it was written as JSON and read."""
-    for name, value in values.items():
-        try:
-            same = json.loads(json.dumps(value, allow_nan=False)) == value
-        except (TypeError, ValueError, RecursionError):
-            same = False
-        if not same:
-            raise UsageError(f"{name}={value!r} is not plain JSON: give dicts with text as keys, lists, text, numbers.")
-
-
 def check_fit(manifest: Manifest, wanted: Mapping[str, Leaf], where: str, *, cast: bool) -> None:
     """Raises CheckpointError unless the checkpoint has exactly the `wanted` leaves, each with its shape and dtype.
 
@@ -205,21 +196,6 @@ def _advice(names: Iterable[str]) -> str:
     return "Build the step as it was when this was saved."
 
 
-class NewManifest:
-    """`json()`: with the digests that are known by then. digests: of leaves by name, to be added to."""
-
-    def __init__(self, leaves: Mapping[str, Leaf], **fields: Any):
-        """fields: of `Manifest`."""
-        self.digests: dict[str, str] = {}
-        self._manifest = Manifest(leaves=leaves, versions=package_versions(), **fields)
-
-    def json(self) -> dict[str, Any]:
-        """As `Manifest.to_json`."""
-        leaves = {name: dataclasses.replace(leaf, digest=self.digests.get(name, ""))
-                  for name, leaf in self._manifest.leaves.items()}
-        return dataclasses.replace(self._manifest, leaves=leaves).to_json()
-
-
 def run_of(step: ZeroTrainStep) -> dict[str, Any]:
     """Stage and mesh of a run, and alpha of its adapters, as a manifest has them."""
     lora = getattr(step, "lora", None)
@@ -229,8 +205,14 @@ def run_of(step: ZeroTrainStep) -> dict[str, Any]:
 
 
 def check_given(step: ZeroTrainStep, data: Any, config: Any) -> None:
-    """Raises ValueError for what a manifest cannot hold, and where processes give other positions in the data."""
-    check_json(data=data, config=config)
+    """Raises ValueError for what is not the same once it was written as JSON, and where processes give other `data`."""
+    for name, value in (("data", data), ("config", config)):
+        try:
+            same = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError, RecursionError):
+            same = False
+        if not same:
+            raise UsageError(f"{name}={value!r} is not plain JSON: give dicts with text as keys, lists, text, numbers.")
     if spans_processes(step.mesh):
         check_same("data of Checkpoints.save", json.dumps(data, sort_keys=True),
                    "it is saved once: give all processes the same, as a dict of the positions of all of them")

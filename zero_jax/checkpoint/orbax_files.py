@@ -41,8 +41,7 @@ class ArrayWriter:
     def __init__(self, folder: epath.Path, likes: Mapping[str, jax.ShapeDtypeStruct]):
         """folder: of a checkpoint's arrays, before Orbax merges what is in it. likes: the arrays, sharded, by name."""
         where = str(folder / f"{_PROCESS}{jax.process_index()}leaves")
-        specs = {name: _write_spec(where, name, like, chunk_shape(_shard_shape(like), like.dtype))
-                 for name, like in likes.items()}
+        specs = {name: _write_spec(where, name, like) for name, like in likes.items()}
         context = ts.Context()
         if jax.process_index() == 0:
             with ts.Transaction(atomic=True) as transaction:
@@ -84,19 +83,16 @@ def chunk_shape(part: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _shard_shape(like: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    sharding: Any = like.sharding
-    return sharding.shard_shape(like.shape)
-
-
 def _kvstore(folder: str, name: str) -> dict[str, Any]:
     base = f"{folder.rstrip('/')}/"
     return {"driver": "ocdbt", "path": f"{name}/",
             "base": base if "://" in base else {"driver": "file", "path": base}}
 
 
-def _write_spec(folder: str, name: str, like: jax.ShapeDtypeStruct, chunk: tuple[int, ...]) -> dict[str, Any]:
+def _write_spec(folder: str, name: str, like: jax.ShapeDtypeStruct) -> dict[str, Any]:
     """As Orbax 0.12 writes an array: its codecs, and the configuration of its store."""
+    sharding: Any = like.sharding
+    chunk = chunk_shape(sharding.shard_shape(like.shape), like.dtype)
     codecs = {"name": "sharding_indexed", "configuration": {
         "chunk_shape": list(chunk), "index_location": "end",
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}},

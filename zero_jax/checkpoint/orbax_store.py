@@ -18,7 +18,7 @@ import jax
 from etils import epath
 from orbax.checkpoint.experimental import v1 as ocp
 
-from zero_jax.checkpoint.history import EARLIEST, PLACE, Place, parse_place
+from zero_jax.checkpoint.history import PLACE, Place, parse_place
 from zero_jax.checkpoint.manifest import FORMAT
 from zero_jax.checkpoint.object_store import check_scheme, contents, is_remote, listed
 from zero_jax.checkpoint.orbax_files import INDEX, ArraysAndLeaves, Leaves, WithLeaves, log_no_raised, quiet
@@ -81,17 +81,13 @@ def is_free(path: epath.Path) -> bool:
 
 
 def unfinished(root: epath.Path) -> list[epath.Path]:
-    """Folders of unfinished saves and removals of ours, of a save in progress, too.
-
-    Earlier versions of zero_jax staged under a name of Orbax: of those only what has a manifest of ours is listed.
-    """
+    """Folders of unfinished saves and removals of ours, of a save in progress, too."""
     names = listed(root)
     in_place = [name for name in names if is_remote(root) and name.isdigit() and not _was_complete(root / name)
                 and (f"{name}{_TEMPORARY}" in names or is_ours(root / name))]
+    staged = [name for name in names if re.fullmatch(rf"\d+{_TEMPORARY}.*", name)]
     # Last what says whose those are: a removal may be interrupted, too.
-    return [root / name for name in in_place] + [
-        root / name for name in names if re.fullmatch(rf"\d+{_TEMPORARY}.*", name)
-        or re.fullmatch(r"\d+\.orbax-checkpoint-tmp.*", name) and is_ours(root / name)]
+    return [root / name for name in (*in_place, *staged)]
 
 
 def remove(path: epath.Path) -> None:
@@ -185,8 +181,6 @@ def place_of(path: epath.Path) -> Place | None:
     if place := parse_place(_json(path / PLACE)):
         return place
     manifest = _json(manifest_path(path))
-    if isinstance(manifest, dict) and "order" not in manifest and PLACE not in listed(path):
-        return EARLIEST
     return parse_place(manifest.get("order") if isinstance(manifest, dict) else None)
 
 

@@ -8,13 +8,13 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from zero_jax.checkpoint.integrity import read_arrays, verify
 from zero_jax.checkpoint.logical_state import logical_state_of
 from zero_jax.checkpoint.manifest import PARAMS, Manifest, check_fit
 from zero_jax.layout.layout import Layout
 from zero_jax.layout.slices import mean_of_slices, stacked, stacked_shape
+from zero_jax.precision import wide_dtype
 
 OUTER = "opt_state/outer/params/"
 """Before the name of a parameter."""
@@ -59,8 +59,7 @@ def read_outer(path: Any, manifest: Manifest, layout: Layout, num_slices: int, *
 def _layout_of_slices(layout: Layout, num_slices: int) -> Layout:
     """`layout` with what a checkpoint of slices has of each parameter and variable."""
     state, shapes = layout.state, layout.stored_shapes
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
-        leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32), sharding=leaf.sharding), state.params)
+    params = jax.tree.map(lambda leaf: leaf.update(dtype=wide_dtype(leaf.dtype)), state.params)
     variables = jax.tree.map(lambda leaf: stacked(leaf, num_slices, layout.axes), state.variables)
     return dataclasses.replace(
         layout, state=dataclasses.replace(state, params=params, variables=variables),

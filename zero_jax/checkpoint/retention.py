@@ -114,18 +114,14 @@ class Folder:
         def empty() -> list[int]:
             return [each for each in numbers_in(self.path) if each > number and storage.is_free(self.at(each))]
 
-        return [f"{self.at(each)} is empty: if it was a checkpoint, that is lost." for each in self._from_first(empty)]
+        return [f"{self.at(each)} is empty: if it was a checkpoint, that is lost." for each in from_first(empty)]
 
     def _candidates(self, at: int | None) -> list[int]:
         return self._undamaged(lambda: self._history().candidates(at))
 
     def _undamaged(self, numbers: Callable[[], list[int]]) -> list[int]:
         """Those that are not known to be damaged: to process 0, which alone looks at files that are to be removed."""
-        return self._from_first(lambda: [number for number in numbers() if number not in self.damaged])
-
-    def _from_first(self, numbers: Callable[[], list[int]]) -> list[int]:
-        """The `numbers()` of process 0 on every process."""
-        return from_first(numbers)
+        return from_first(lambda: [number for number in numbers() if number not in self.damaged])
 
     def _history(self) -> History:
         return History({number: storage.place_of(self.at(number)) for number in storage.present(self.path)})

@@ -1,7 +1,6 @@
 """The functions of a DiLoCo step that JAX traces: a step of every slice, the outer step, and into and out of slices."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from zero_jax.diloco.outer import (
     mean_movement,
     mean_of_parts,
     movement_parts,
-    outer_dtype,
     stored_as,
     sum_part,
 )
@@ -30,13 +28,14 @@ from zero_jax.layout.compute_params import gather_compute_params
 from zero_jax.layout.layout import Layout
 from zero_jax.layout.make_layout import LayoutPolicy, make_layout
 from zero_jax.layout.slices import OUTER_SCOPE, mean_of_slices, stacked_layout
+from zero_jax.precision import wide_dtype
 from zero_jax.sharding.partition import OWNED, names_of
 from zero_jax.stages import STAGES
 from zero_jax.state import ZeroState
-from zero_jax.step.accumulate import is_key
+from zero_jax.step.accumulate import folded
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.transforms.loop_iterations import iterations_with_products, run_in_iterations
-from zero_jax.tree import map_named, named_leaves
+from zero_jax.tree import is_key, map_named, named_leaves
 from zero_jax.typing import Batch, Metrics, Pytree
 from zero_jax.xla.overlap import blocks
 
@@ -68,7 +67,7 @@ def diloco_layout(layout: Layout, num_slices: int) -> Layout:
                          "yet: give whole_matrices(..., \"gather\"), or another optimizer.")
     stacked, sharded = stacked_layout(layout, num_slices), sharded_layout(layout)
     outer = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, outer_dtype(leaf.dtype), sharding=sharding),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, wide_dtype(leaf.dtype), sharding=sharding),
         sharded.state.params, sharded.gradients)
     outer_shapes = sharded.stored_shapes.params
 
@@ -123,10 +122,7 @@ class DiLoCoFunctions:
         return self._layout
 
     def num_parts(self, fragment: int | None, batch: Batch = None) -> int:
-        """In how many parts the fragment of this number is sent: with `overlap` one in each iteration over layers.
-
-        1 without, where all-reduces block, and where the step has no such loops or a fragment next to nothing to send.
-        """
+        """As `DiLoCoStep.num_parts`."""
         overlap = self.step.options.communication.overlap
         if fragment is None or not self.outer.overlap or blocks(self.axes.built_for, overlap):
             return 1
@@ -216,20 +212,17 @@ class DiLoCoFunctions:
 
         def copies(leaf: jax.Array) -> jax.Array:
             if is_key(leaf):
-                return slice_keys(leaf, jnp.arange(num_slices))
+                return jax.vmap(folded, in_axes=(None, 0))(leaf, jnp.arange(num_slices))
             return jnp.broadcast_to(leaf, (num_slices, *leaf.shape))
 
         stacked = jax.tree.map(copies, state)
-        start = self._as_outer(stacked.params, layout.state.opt_state[OUTER]["params"])
+        store: Store = self._stores[0]
+        start = map_named(lambda name, leaf, like: store(name, leaf)[0].astype(like.dtype), stacked.params,
+                          layout.state.opt_state[OUTER]["params"])
         zeros = jax.tree.map(jnp.zeros_like, start)
         return dataclasses.replace(
             stacked, step=state.step, frozen=state.frozen,
             opt_state={INNER: stacked.opt_state, OUTER: {"params": start, "momentum": zeros}})
-
-    def _as_outer(self, params: Pytree, like: Pytree) -> Pytree:
-        """The parameters of the first slice as the outer ones are stored."""
-        store: Store = self._stores[0]
-        return map_named(lambda name, leaf, like: store(name, leaf)[0].astype(like.dtype), params, like)
 
     def synchronous(self, state: ZeroState) -> ZeroState:
         """The state of `step`: outer parameters, and means over the slices of what else there is."""
@@ -254,17 +247,6 @@ class DiLoCoFunctions:
             leaf = leaf[here % there]
             # The first `there` keep their keys.
             return jnp.where((here < there).reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jax.vmap(
-                slice_key)(leaf, here)) if is_key(leaf) else leaf
+                folded)(leaf, here)) if is_key(leaf) else leaf
 
         return map_named(pick, dataclasses.replace(state, weights=None))
-
-
-def slice_key(keys: jax.Array, number: Any) -> jax.Array:
-    """Keys of any shape, as those of the slice `number`."""
-    fold = functools.partial(jax.random.fold_in, data=number)
-    return jax.vmap(fold)(keys.reshape(-1)).reshape(keys.shape)
-
-
-def slice_keys(keys: jax.Array, numbers: jax.Array) -> jax.Array:
-    """`slice_key` of each number, along a leading dim."""
-    return jax.vmap(slice_key, in_axes=(None, 0))(keys, numbers)

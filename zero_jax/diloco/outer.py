@@ -27,24 +27,14 @@ Store = Callable[[str, jax.Array], jax.Array]
 """`store(name, value)`: the parameters of all slices, as they are stored in slices, as the outer ones are stored."""
 
 
-def outer_dtype(dtype: Any) -> Any:
-    """That of the outer parameters and momentum: float32, or what is wider."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def stored_as(inner: Pytree, outer: Pytree) -> tuple[Store, Store]:
     """Between two ways of storing a parameter, (R, *inner) and (R, *outer): at stage 0 the first has no padding."""
-    shapes = {name: (shape, other) for (name, shape), (_, other) in zip(
-        named_leaves(inner), named_leaves(outer), strict=True)}
+    def between(given: dict[str, Any], wanted: dict[str, Any]) -> Store:
+        return lambda name, value: value if given[name] == wanted[name] else (
+            jax.vmap(lambda one: wanted[name].store(given[name].load(one)))(value))
 
-    def convert(name: str, value: jax.Array, *, back: bool) -> jax.Array:
-        given, wanted = shapes[name][::-1] if back else shapes[name]
-        if given == wanted:
-            return value
-        each: Callable[[Any], Any] = lambda one: wanted.store(given.load(one))  # noqa: E731
-        return jax.vmap(each)(value)
-
-    return (lambda name, value: convert(name, value, back=False)), (lambda name, value: convert(name, value, back=True))
+    inner, outer = dict(named_leaves(inner)), dict(named_leaves(outer))
+    return between(inner, outer), between(outer, inner)
 
 
 @jax.named_scope(OUTER_SCOPE)

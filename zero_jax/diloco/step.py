@@ -219,13 +219,21 @@ class DiLoCoStep(AnyStep):
                 ", beside the next step" * outer.overlap)
             lines.append(
                 f"fragment {index}: after step {at} of every {outer.every}"
-                f"{beside}, {fragment_bytes(fragment, self.axes, outer):,.0f} bytes sent by each device "
+                f"{beside}, {self.fragment_bytes(index, batch):,.0f} bytes sent by each device "
                 f"({len(fragment)} parameters)")
         return "\n".join(lines)
 
     def fragment_bytes(self, fragment: int | None, batch: Batch = None) -> float:
-        """Bytes that each device sends between slices where the fragment of this number is averaged; 0 for None."""
-        return fragment_bytes(None if fragment is None else self.fragments(batch)[fragment], self.axes, self.outer)
+        """Bytes that each device sends between slices where the fragment of this number is averaged; 0 for None.
+
+        As rings sum its outer gradients.
+        """
+        if fragment is None:
+            return 0.0
+        itemsize = max(jnp.dtype(self.outer.dtype).itemsize, min_itemsize(self.axes.platform))
+        num_slices = self.axes.size(self.axes.slices)
+        elements = sum(piece.elements for piece in self.fragments(batch)[fragment].values())
+        return 2 * (num_slices - 1) / num_slices * itemsize * elements
 
     def due(self, steps: int) -> int | None:
         """The fragment that the program of the next step averages, once `steps` are taken; None: none."""
@@ -238,12 +246,20 @@ class DiLoCoStep(AnyStep):
     def contract(self, batch: Batch, fragment: int | None = None) -> Contract:
         """What a program may send: that of a slice's step, and between slices a fragment's outer gradients, or nothing.
 
-        fragment: the number of the fragment that the program averages; None: the program of a step without.
+        fragment: the number of the fragment that the program averages; None: the program of a step without. Several
+        parts of it are sent in the iterations of loops.
         """
         inner = self.functions.inner.contract(self.functions.batch_of_one(batch))
-        piece = None if fragment is None else self.fragments(batch)[fragment]
-        layout = self.functions.inner.layout()
-        return changed_contract(inner, piece, layout, self.outer, self.num_parts(fragment, batch))
+        pieces = {} if fragment is None else self.fragments(batch)[fragment]
+        layout, min_bytes = self.functions.inner.layout(), min_itemsize(self.axes.platform)
+        gathered = sum(  # at stages 0 to 2 the slices gather the new parameters that they store whole
+            pieces[name].elements * max(real_dtype(leaf.dtype).itemsize, min_bytes) * (layout.axes.zero_size - 1)
+            for name, leaf in named_leaves(layout.state.params)
+            if name in pieces and leaf.sharding.spec != pieces[name].spec)
+        changes = {"slices": self.fragment_bytes(fragment, batch), "outer": gathered}
+        budgets = tuple(dataclasses.replace(budget, communication_bytes=changes.get(
+            budget.key, budget.communication_bytes)) for budget in inner.budgets)
+        return dataclasses.replace(inner, slices_in_loops=self.num_parts(fragment, batch) > 1, budgets=budgets)
 
     def lower(self, batch: Batch, fragment: int | None = None) -> jax.stages.Lowered:
         """A program lowered for `batch`. fragment: as `contract`."""
@@ -339,31 +355,3 @@ def make_diloco_step(
                          "zero_jax.make_zero_train_step returned.")
     outer = OuterOptions(every, learning_rate, momentum, nesterov, fragments, overlap, mix, dtype)
     return DiLoCoStep(DiLoCoFunctions(step, outer))
-
-
-def changed_contract(contract: Contract, fragment: Fragment | None, layout: Layout, options: OuterOptions,
-                     parts: int = 1) -> Contract:
-    """The contract of the program that averages `fragment`, from that of a slice's step and the layout of one slice.
-
-    parts: in how many it is sent; several are sent in the iterations of loops. At stages 0 to 2 the slices gather the
-    new parameters that they store whole.
-    """
-    axes, min_bytes = layout.axes, min_itemsize(layout.axes.platform)
-    gathered = sum(
-        fragment[name].elements * max(real_dtype(leaf.dtype).itemsize, min_bytes) * (axes.zero_size - 1)
-        for name, leaf in named_leaves(layout.state.params)
-        if fragment is not None and name in fragment and leaf.sharding.spec != fragment[name].spec)
-    sent = fragment_bytes(fragment, axes, options)
-    changes = {"slices": sent, "outer": gathered}
-    return dataclasses.replace(contract, slices_in_loops=parts > 1, budgets=tuple(
-        dataclasses.replace(budget, communication_bytes=changes.get(budget.key, budget.communication_bytes))
-        for budget in contract.budgets))
-
-
-def fragment_bytes(fragment: Fragment | None, axes: MeshAxes, options: OuterOptions) -> float:
-    """Bytes that each device sends to sum a fragment's outer gradients over the slices, as rings do; 0 for none."""
-    if fragment is None:
-        return 0.0
-    itemsize = max(jnp.dtype(options.dtype).itemsize, min_itemsize(axes.platform))
-    num_slices = axes.size(axes.slices)
-    return 2 * (num_slices - 1) / num_slices * itemsize * sum(piece.elements for piece in fragment.values())

@@ -199,8 +199,7 @@ class Generations:
             for file in self._files:
                 file.open(self.layout.num_bytes, create=True)
             self._is_open = True
-        self._start(session)
-        self._once, self._after = [{}, {}], after
+        self.session, self._written, self._once, self._after = session, {}, [{}, {}], after
 
     def resume(self, commit: Commit, session: int, buffer: memoryview) -> None:
         """Goes on from `commit`, one of `found()`, once every byte of it was read and is as it was written.
@@ -219,7 +218,7 @@ class Generations:
         self.committed = commit
         self._once[slot] = self._once_of(commit)
         self._once[1 - slot] = {}  # nobody has looked at the other file: the next step writes all of it
-        self._start(session)
+        self.session, self._written = session, {}
 
     def read(self, record: Record, buffer: memoryview) -> None:
         """Reads a record of what is committed; raises DamagedCheckpointError where it is not as it was written."""
@@ -232,10 +231,7 @@ class Generations:
         What is written `once`, and is there, is neither filled nor written.
         """
         slot = self._next % 2
-        if record.once and (known := self._once[slot].get(record.number)) is not None:
-            value = known
-        else:
-            value = self._files[slot].write(record, fill())
+        value = self._once[slot].get(record.number) or self._files[slot].write(record, fill())
         with self._threads:
             self._written[record.number] = value
 
@@ -275,9 +271,6 @@ class Generations:
     def _next(self) -> int:
         # After a fallback to the older generation, the damaged one is written again.
         return 1 + (max(self.newest, self._after) if self.committed is None else self.committed.generation)
-
-    def _start(self, session: int) -> None:
-        self.session, self._written = session, {}
 
     def _once_of(self, commit: Commit) -> dict[int, str]:
         return {record.number: commit.checksums[record.number] for record in self.layout.records if record.once}

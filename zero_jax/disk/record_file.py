@@ -6,10 +6,11 @@ cache, which would fill the host's memory with them.
 
 import dataclasses
 import errno
+import itertools
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -111,7 +112,7 @@ class RecordLayout:
         """What a file of these records says of itself: for each leaf its dtype and its shards' shapes."""
         shapes: dict[str, dict[int, list[int]]] = {}
         dtypes: dict[str, str] = {}
-        for part in self._parts():
+        for part in itertools.chain.from_iterable(record.parts for record in self.records):
             ends = [first + size for first, size in zip(part.start, part.sizes, strict=True)]
             known = shapes.setdefault(part.leaf, {}).setdefault(part.shard, ends)
             shapes[part.leaf][part.shard] = [max(pair) for pair in zip(known, ends, strict=True)]
@@ -120,13 +121,8 @@ class RecordLayout:
 
     def fingerprint(self) -> str:
         """A checksum of where everything is."""
-        table = [[record.offset, record.num_bytes, record.once, [dataclasses.astuple(part) for part in record.parts]]
-                 for record in self.records]
-        return checksum(table)
-
-    def _parts(self) -> Iterator[Part]:
-        for record in self.records:
-            yield from record.parts
+        return checksum([[record.offset, record.num_bytes, record.once, list(map(dataclasses.astuple, record.parts))]
+                         for record in self.records])
 
 
 def aligned_buffer(num_bytes: int) -> memoryview:

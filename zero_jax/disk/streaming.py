@@ -6,6 +6,7 @@ Direct reads and writes, checksums and copies release Python's lock, so that thr
 
 import collections
 import contextlib
+import itertools
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,30 +49,47 @@ class Streaming:
         self.files = files
         self._readers = ThreadPoolExecutor(THREADS, "zero_jax disk reader")
         self._writers = ThreadPoolExecutor(THREADS, "zero_jax disk writer")
-        self._buffers: dict[str, queue.SimpleQueue[memoryview]] = {
-            kind: queue.SimpleQueue() for kind in ("read", "write")}
+        self._buffers = {kind: queue.SimpleQueue[memoryview]() for kind in ("read", "write")}
         for free in self._buffers.values():
             for _ in range(THREADS):
                 free.put(aligned_buffer(files.layout.largest))
-        self._pending: collections.deque[Future[None]] = collections.deque()
+        self._pending = collections.deque[Future[None]]()
 
     @property
     def ring_bytes(self) -> int:
         """The most that records take in memory at a time: in buffers, and as arrays that wait, in use or written."""
         return (2 * THREADS + 2 * AHEAD + 1) * self.files.layout.largest
 
-    def read(self, records: Sequence[Record], use: Callable[[Record, memoryview], T]) -> "_Ahead[T]":
-        """`use(record, buffer)` for each record, as it is read, in order; it copies what it needs.
+    @contextlib.contextmanager
+    def read(self, records: Sequence[Record], use: Callable[[Record, memoryview], T]) -> Iterator[Iterator[T]]:
+        """In it, `use(record, buffer)` for each record, as it is read, in order; it copies what it needs.
 
-        Reading starts at once, and goes on while the caller works; at most `AHEAD` results wait. To be used in a
-        `with`, at whose end what was not asked for is dropped.
+        Reading starts at once, and goes on while the caller works; at most `AHEAD` results wait. At the end of the
+        `with` what was not asked for is dropped.
         """
+        todo, pending = iter(records), collections.deque[Future[T]]()
+
         def one(record: Record) -> T:
             with self._buffer("read") as buffer:
                 self.files.read(record, buffer)
                 return use(record, buffer)
 
-        return _Ahead(lambda record: self._readers.submit(one, record), records)
+        def start(number: int) -> None:
+            pending.extend(self._readers.submit(one, record) for record in itertools.islice(todo, number))
+
+        def results() -> Iterator[T]:
+            while pending:
+                result = pending.popleft().result()
+                start(1)
+                yield result
+
+        start(AHEAD)
+        try:
+            yield results()
+        finally:
+            for future in pending:
+                if not future.cancel():
+                    future.exception()
 
     def write(self, record: Record, fill: Callable[[Record, memoryview], None]) -> None:
         """Writes a record, which `fill(record, buffer)` copies into a buffer of zeros or more.
@@ -126,35 +144,3 @@ class Streaming:
             yield buffer
         finally:
             free.put(buffer)
-
-
-class _Ahead(Iterator[T]):
-    """The results of `submit(record)` in order, of which the next `AHEAD` are always under way."""
-
-    def __init__(self, submit: Callable[[Record], "Future[T]"], records: Sequence[Record]):
-        self._submit, self._todo = submit, iter(records)
-        self._pending: collections.deque[Future[T]] = collections.deque()
-        for _ in range(AHEAD):
-            self._start()
-
-    def _start(self) -> None:
-        for record in self._todo:
-            self._pending.append(self._submit(record))
-            return
-
-    def __next__(self) -> T:
-        if not self._pending:
-            raise StopIteration
-        result = self._pending.popleft().result()
-        self._start()
-        return result
-
-    def __enter__(self) -> "_Ahead[T]":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._todo = iter(())
-        while self._pending:
-            future = self._pending.popleft()
-            if not future.cancel():
-                future.exception()

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding
@@ -13,6 +12,7 @@ from jax.sharding import Sharding
 from zero_jax.distributed.launch import COORDINATOR, LOCAL_DEVICES, NUM_PROCESSES, PROCESS_ID
 from zero_jax.errors import UsageError
 from zero_jax.sharding.mesh import sharding_of_rank, simulate_local
+from zero_jax.tree import is_key
 
 HEARTBEAT_SECONDS = 100
 """Seconds without a heartbeat after which a process counts as failed; JAX's own default."""
@@ -103,7 +103,7 @@ def put_global(tree: Any, sharding: Sharding) -> Any:
 
 def zeros_of(like: jax.ShapeDtypeStruct) -> jax.Array:
     """A global array of zeros (of a key dtype: keys of them) with the shape, dtype and sharding of `like`."""
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+    if is_key(like):
         return jax.jit(lambda: jax.lax.full(like.shape, 0, like.dtype), out_shardings=like.sharding)()
     return jax.make_array_from_callback(like.shape, like.sharding, lambda index: np.zeros(
         like.shape, like.dtype)[index])

@@ -45,8 +45,8 @@ def group_units(closed: ClosedJaxpr, specs: Sequence[P], on_disk: Sequence[bool]
     """
     units = split_update(closed, specs, on_disk, apart=True).units
     for unit in units:
-        results = [names[number] for _, number in unit.writes if number is not None and number < len(names)]
-        params = [name for name in results if name.startswith("params/")]
+        params = [names[number] for number in unit.results if number < len(names)
+                  and names[number].startswith("params/")]
         if not unit.in_blocks and len(params) > 1:
             raise UsageError(
                 f"disk: this optimizer computes one number from the states of {len(params):,} parameters "
@@ -71,11 +71,11 @@ class BlockPrograms:
 
     def replaced_of(self, unit: Unit) -> list[int]:
         """Numbers of the carried arrays in files that `unit` replaces."""
-        return [number for number in _numbers(unit) if number < self.count and self.on_disk[number]]
+        return [number for number in unit.results if number < self.count and self.on_disk[number]]
 
     def buffers_of(self, unit: Unit) -> list[int]:
         """Numbers of the results of `unit` that stay in device memory, as a whole array that its blocks fill."""
-        return [number for number in _numbers(unit) if number >= self.count or not self.on_disk[number]]
+        return [number for number in unit.results if number >= self.count or not self.on_disk[number]]
 
     def run(self, group: Group, index: int, stored: Sequence[Sequence[Any]], buffers: Sequence[Sequence[Any]],
             values: dict[Any, Any]) -> tuple[list[list[Any]], list[list[Any]], list[list[Any]]]:
@@ -107,7 +107,7 @@ class BlockPrograms:
 
     def _key(self, unit: Unit) -> Hashable:
         results = tuple((self.specs[number], number >= self.count or not self.on_disk[number])
-                        for number in _numbers(unit))
+                        for number in unit.results)
         outs = [var for var, _ in unit.writes]
         return structure_of(unit.eqns, self._inputs(unit), outs), results, len(unit.stored), len(unit.scalars)
 
@@ -116,7 +116,7 @@ class BlockPrograms:
         """(New stored values, values of buffers)."""
         old = [value for number, value in zip(self.buffers_of(unit), buffers, strict=True) if number < self.count]
         env = dict(zip(self._inputs(unit), (*stored, *arrays, *scalars, *old), strict=True))
-        values = dict(zip(_numbers(unit), unit.compute(env, bind), strict=True))
+        values = dict(zip(unit.results, unit.compute(env, bind), strict=True))
         return [values[number] for number in self.replaced_of(unit)], [
             values[number] for number in self.buffers_of(unit)]
 
@@ -165,7 +165,3 @@ class BlockPrograms:
                     stored, buffers, arrays, scalars, starts)
 
         return program
-
-
-def _numbers(unit: Unit) -> list[int]:
-    return [number for _, number in unit.writes if number is not None]

@@ -190,7 +190,9 @@ def with_offload(layout: Layout, offload: Offload | None) -> Layout:
         field, _, param = name.partition("/")
         shard_bytes = leaf_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
         if field in parameters and (stacked := layout.reads[param].stacked):
-            if _is_row_of_tiles(layout, leaf.shape, leaf.dtype):
+            # A layer that is a row of vectors of less than four bytes shares words with others: XLA:TPU reads no part,
+            # "Sublane slicing size must be multiple of element packing factor" (libtpu 0.0.42.1).
+            if layout.axes.is_tpu and len(leaf.shape) < 3 and jnp.dtype(leaf.dtype).itemsize < 4:
                 return False
             return shard_bytes >= MIN_LAYER_BYTES * math.prod(leaf.shape[dim] for dim in stacked)
         return jnp.issubdtype(leaf.dtype, jnp.number) and len(leaf.shape) > 0 and shard_bytes >= MIN_BYTES
@@ -200,22 +202,15 @@ def with_offload(layout: Layout, offload: Offload | None) -> Layout:
              if fields.get(name.split("/")[0]) == "host" and is_large(name, leaf)}
     host = shared(sizes, layout, offload.fraction) if offload.fraction < 1 else frozenset(sizes)
     if not host:
-        raise UsageError(
-            f"offload: no leaf of this state would be in host memory at stage {layout.stage.number}: "
-            f"{_why_none(layout, offload)}: leave offload out.")
+        why = _NO_COPY if offload.optimizer == "device" and not has_copy else (
+            f"the optimizer keeps no array of {MIN_BYTES:,} bytes on a device or more")
+        raise UsageError(f"offload: no leaf of this state would be in host memory at stage {layout.stage.number}: "
+                         f"{why}: leave offload out.")
     if offload.disk is not None:
         return with_disk(layout, host)
     gradients = _gradients_in_host_memory(layout, offload) if offload.gradients == "host" else {}
     return dataclasses.replace(layout, host=host, host_gradients=gradients, state=map_named(
         lambda name, leaf: leaf.update(sharding=on_host(leaf.sharding)) if name in host else leaf, layout.state))
-
-
-def _is_row_of_tiles(layout: Layout, shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether a layer of a stack is a row of vectors of less than four bytes, of which XLA:TPU reads no part.
-
-    Rows share a word then: "Sublane slicing size must be multiple of element packing factor" (libtpu 0.0.42.1).
-    """
-    return layout.axes.is_tpu and len(shape) < 3 and jnp.dtype(dtype).itemsize < 4
 
 
 def _gradients_in_host_memory(layout: Layout, offload: Offload) -> dict[str, int]:
@@ -245,12 +240,6 @@ def _gradients_in_host_memory(layout: Layout, offload: Offload) -> dict[str, int
             f"{smallest:,} bytes on each device (an eighth of buffer_bytes), and {MIN_LAYER_BYTES:,} for each layer: "
             "stack the layers, or leave gradients out.")
     return gradients
-
-
-def _why_none(layout: Layout, offload: Offload) -> str:
-    if offload.optimizer == "device" and layout.state.weights is None:
-        return _NO_COPY
-    return f"the optimizer keeps no array of {MIN_BYTES:,} bytes on a device or more"
 
 
 def shared(sizes: Mapping[str, int], layout: Layout, fraction: float) -> frozenset[str]:

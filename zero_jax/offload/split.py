@@ -64,6 +64,11 @@ class Unit:
         """Whether it may be computed block by block."""
         return self.shape != ()
 
+    @property
+    def results(self) -> list[int]:
+        """Numbers of the results that it writes."""
+        return [number for _, number in self.writes if number is not None]
+
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of a device's shard of its arrays."""
         return NamedSharding(mesh, self.spec).shard_shape(self.shape)
@@ -245,8 +250,7 @@ class _Flow:
     def _whole_or_in_blocks(self, unit: Unit) -> Unit:
         atoms = [*(var for var, _ in unit.writes), *unit.arrays, *(self.carried[number] for number in unit.stored)]
         shapes = {shape_of(atom).shape for atom in atoms}
-        results = [number for _, number in unit.writes if number is not None]
-        specs = {self.specs[number] for number in (*results, *unit.stored)}
+        specs = {self.specs[number] for number in (*unit.results, *unit.stored)}
         in_blocks = all(map(is_elementwise, unit.eqns)) and len(shapes) == len(specs) == 1
         return unit if in_blocks else dataclasses.replace(unit, shape=())
 

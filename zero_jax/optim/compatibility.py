@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax.errors import UsageError
+from zero_jax.errors import UsageError, few
 from zero_jax.jaxpr.equations import (
     ClosedJaxpr,
     Jaxpr,
@@ -169,14 +169,13 @@ def _run(optimizer: optax.GradientTransformationExtraArgs, params: Any, sharding
 def _check_run_without(optimizer: optax.GradientTransformationExtraArgs, params: Any, frozen: Any,
                        sharding: jax.sharding.Sharding | None, widen: Callable[[Any], Any], error: Exception) -> None:
     """Raises UsageError where `optimizer`, which fails with `error` on `params` alone, runs on `frozen` besides."""
-    names = [name for name, _ in named_leaves(frozen)]
     try:
         _run(optimizer, merge(params, frozen or {}), sharding, widen)
     except Exception:
         return
     raise UsageError(
         "The optimizer holds a tree of all parameters, as a mask or labels, and is given those alone that are trained, "
-        f"without {', '.join(names[:3])}{' and so on' * (len(names) > 3)}, which frozen names. Give a function in "
+        f"without {few((name for name, _ in named_leaves(frozen)), 3)}, which frozen names. Give a function in "
         "place of the tree, as mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params), or leave the "
         f"frozen ones out of it. It says: {type(error).__name__}: {error}") from error
 

@@ -72,7 +72,8 @@ def narrow_moments(inner: optax.GradientTransformation, bits: Literal[8, 16]) ->
         def narrowed(name: str, leaf: Any, scales: Any) -> Any:
             if scales is not None:
                 return _codes(leaf, scales, _noise(leaf.shape, seeds[name]), _top(name))
-            return _to_bfloat16(leaf, _noise(leaf.shape, seeds[name])) if bits == 16 and is_moment(name, leaf) else leaf
+            noise = _noise(leaf.shape, seeds[name]) >> 16
+            return to_bfloat16(leaf, noise) if bits == 16 and is_moment(name, leaf) else leaf
 
         scales = map_named(scale, state)
         if not jax.tree.leaves(scales) and not (bits == 16 and any(is_moment(*each) for each in named_leaves(state))):
@@ -145,9 +146,14 @@ def _lowest(top: int) -> int:
     return (127 << 23 >> _DROPPED) - top
 
 
-def _to_bfloat16(leaf: jax.Array, noise: jax.Array) -> jax.Array:
-    wide = leaf.astype(jnp.float32)
-    cut = jax.lax.bitcast_convert_type((_bits(wide) + (noise >> 16)) & jnp.uint32(0xFFFF0000), jnp.float32)
+def to_bfloat16(value: jax.Array, noise: jax.Array) -> jax.Array:
+    """A floating `value` as bfloat16, rounded at random; noise: uint32, 16 random bits for each number.
+
+    A bfloat16 is the upper half of a float32. What is added to the lower half carries over with the probability of the
+    fraction that it holds; the cut leaves a bfloat16 exactly. Infinities and NaNs are cast as they are.
+    """
+    wide = value.astype(jnp.float32)
+    cut = jax.lax.bitcast_convert_type((_bits(wide) + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(wide), cut, wide).astype(jnp.bfloat16)
 
 

@@ -19,7 +19,7 @@ from zero_jax.sharding.batch import Accumulation, add_weighted, sum_dtype
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.step.gradients import ForwardInputs, ForwardOutput, GradientFunction, HostSums
 from zero_jax.step.metrics import combine
-from zero_jax.tree import map_named, named_leaves, with_dtypes_of
+from zero_jax.tree import is_key, map_named, named_leaves, with_dtypes_of
 from zero_jax.typing import Batch, Gradients, Params, PRNGKey, Scalar
 
 
@@ -38,27 +38,23 @@ class Microbatches:
 
     def examples(self) -> list[Any]:
         """The examples, as (microbatches, rows, ...)."""
-        return [self._cut(leaf) for leaf, split in zip(self._leaves, self._split, strict=True) if split]
+        def cut(leaf: jax.Array) -> jax.Array:
+            by_device = leaf.reshape(self._axes.batch_shards, self.number, -1, *leaf.shape[1:]).swapaxes(0, 1)
+            return by_device.reshape(self.number, -1, *leaf.shape[1:])
 
-    def _cut(self, leaf: jax.Array) -> jax.Array:
-        by_device = leaf.reshape(self._axes.batch_shards, self.number, -1, *leaf.shape[1:]).swapaxes(0, 1)
-        return by_device.reshape(self.number, -1, *leaf.shape[1:])
+        return [cut(leaf) for leaf, split in zip(self._leaves, self._split, strict=True) if split]
 
     def one(self, examples: list[Any], index: Any) -> Batch:
         """The microbatch `index` of these `examples`."""
         parts = iter(examples)
         return self._structure.unflatten([
-            next(parts) if split else _key_of(leaf, index) if is_key(leaf) else leaf
+            next(parts) if split else folded(leaf, index) if is_key(leaf) else leaf
             for leaf, split in zip(self._leaves, self._split, strict=True)])
 
 
-def is_key(leaf: Any) -> bool:
-    """Whether `leaf` is of typed keys."""
-    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _key_of(keys: PRNGKey, index: Any) -> PRNGKey:
-    return jax.vmap(lambda key: jax.random.fold_in(key, index))(keys.reshape(-1)).reshape(keys.shape)
+def folded(keys: PRNGKey, number: Any) -> PRNGKey:
+    """Keys of any shape, each folded with `number`: as those of that microbatch or slice."""
+    return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.reshape(-1)).reshape(keys.shape)
 
 
 def accumulate_gradients(
@@ -72,25 +68,14 @@ def accumulate_gradients(
     a mean of them, which the update takes block by block. With `reduce="once"` they are sums over devices that are yet
     to be taken, which the local view takes where they leave.
     """
-    output, grads = _summed(gradient, microbatches, layout, weights, inputs, scale)
-    if accumulation.once:
-        uses = dict(named_leaves(layout.uses))
-        grads = map_named(lambda name, grad: grad.astype(uses[name].reduce) if name in uses else grad, grads)
-    return output, grads
-
-
-def _summed(
-    gradient: GradientFunction, microbatches: Microbatches, layout: Layout, weights: Params, inputs: ForwardInputs,
-    scale: Scalar
-) -> tuple[ForwardOutput, Gradients]:
     on_host = layout.host_gradients
 
     def body(carry: Any, xs: Any) -> Any:
         grad_sum, variables = carry
         index, examples = xs
-        round_inputs = inputs._replace(variables=variables, rng=jax.random.fold_in(inputs.rng, index))
+        own_inputs = inputs._replace(variables=variables, rng=jax.random.fold_in(inputs.rng, index))
         stacks = {name: leaf for name, leaf in named_leaves(grad_sum) if name in on_host}
-        output, grads = gradient(weights, round_inputs, microbatches.one(examples, index), scale,
+        output, grads = gradient(weights, own_inputs, microbatches.one(examples, index), scale,
                                  HostSums(stacks, index == 0) if stacks else None)
         # Else XLA:TPU moves sums over devices out of the loop, which then carries whole gradients; libtpu 0.0.48 adds
         # an embedding's rows wrongly when it does (openxla/xla issue 49143).
@@ -110,8 +95,11 @@ def _summed(
         body, (map_named(zeros, weights, layout.gradients), inputs.variables),
         (jnp.arange(microbatches.number), microbatches.examples()))
     output, weight = _weighted_mean(outputs)
-    return output._replace(variables=variables), map_named(
-        lambda name, total: total if name in on_host else total / weight, grad_sum)
+    grads = map_named(lambda name, total: total if name in on_host else total / weight, grad_sum)
+    if accumulation.once:
+        uses = dict(named_leaves(layout.uses))
+        grads = map_named(lambda name, grad: grad.astype(uses[name].reduce) if name in uses else grad, grads)
+    return output._replace(variables=variables), grads
 
 
 def _barrier(grads: Gradients, on_host: Mapping[str, int]) -> Gradients:

@@ -4,8 +4,6 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import jax
-
 from zero_jax.layout.layout import Layout
 from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.state import ZeroState
@@ -17,10 +15,6 @@ class LeavesToRead(Protocol):
 
     def leaves(self, names: Sequence[str]) -> dict[str, Any]:
         """The leaves `names`, together."""
-        ...
-
-    def leaf(self, name: str) -> jax.Array:
-        """A leaf that is in files."""
         ...
 
     def check(self) -> None:

@@ -117,30 +117,24 @@ class Attention:
     def kernel_for(self, q: Any, k: Any, *, bias: Any = None) -> tuple[Kernel, str]:
         """The kernel that computes a call with such arrays, and why not the one of these devices; "" if it does."""
         queries, head_dim, keys = q.shape[1], q.shape[3], k.shape[1]
-        reason = ""
-        if self.kernel == "xla":
+        on_gpu, reason = self.axes.platform in GPU, ""
+        if self.kernel == "xla" or bias is None and not on_gpu and not self.axes.is_tpu:
             return "xla", ""
         if bias is not None:
             reason = "a bias on the scores"
-        elif self.axes.platform in GPU:
-            if not cudnn_is_installed():
-                reason = "cuDNN cannot be loaded"
-            elif q.dtype not in (jnp.bfloat16, jnp.float16):
-                reason = f"{q.dtype} queries, where cuDNN takes bfloat16 and float16"
-            elif head_dim > 128:
-                reason = f"heads of {head_dim}, where cuDNN takes up to 128"
-            elif queries % 2 or keys % 2:
-                reason = f"an odd length ({queries} queries, {keys} keys)"
-            elif self.axes.context_enabled:
-                reason = self._undivided(q, k)
-            return ("xla", reason) if reason else ("cudnn", "")
-        elif self.axes.is_tpu:
-            if not any(queries % block == keys % block == 0 for block in _BLOCKS):
-                reason = f"{queries} queries and {keys} keys, of which splash takes multiples of {_BLOCKS[-1]}"
-            else:
-                reason = self._undivided(q, k)
-            return ("xla", reason) if reason else ("splash", "")
-        return "xla", reason
+        elif on_gpu and not cudnn_is_installed():
+            reason = "cuDNN cannot be loaded"
+        elif on_gpu and q.dtype not in (jnp.bfloat16, jnp.float16):
+            reason = f"{q.dtype} queries, where cuDNN takes bfloat16 and float16"
+        elif on_gpu and head_dim > 128:
+            reason = f"heads of {head_dim}, where cuDNN takes up to 128"
+        elif on_gpu and (queries % 2 or keys % 2):
+            reason = f"an odd length ({queries} queries, {keys} keys)"
+        elif not on_gpu and not any(queries % block == keys % block == 0 for block in _BLOCKS):
+            reason = f"{queries} queries and {keys} keys, of which splash takes multiples of {_BLOCKS[-1]}"
+        elif not on_gpu or self.axes.context_enabled:
+            reason = self._undivided(q, k)
+        return ("xla", reason) if reason else ("cudnn" if on_gpu else "splash", "")
 
     @property
     def _head_axes(self) -> tuple[str, ...]:

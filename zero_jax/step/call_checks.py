@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from zero_jax.arguments import shown
 from zero_jax.distributed.agreement import check_same, spans_processes
-from zero_jax.errors import UsageError
+from zero_jax.errors import UsageError, few
 from zero_jax.frontends.model_functions import ModelFunctions, is_function
 from zero_jax.layout.batch_layout import BatchLayout
 from zero_jax.layout.layout import Layout
@@ -28,8 +28,8 @@ from zero_jax.state import ZeroState
 from zero_jax.step.guard import Guard
 from zero_jax.step.losses import next_token_loss
 from zero_jax.step.metrics import is_array
-from zero_jax.tree import named_leaves
-from zero_jax.typing import Batch, Gradients, Loss, Params, Pytree, Variables
+from zero_jax.tree import as_numbers, named_leaves
+from zero_jax.typing import Batch, Gradients, Loss, Pytree, Variables
 
 
 def check_loss(loss: Any, call: str = "loss(model, batch)") -> None:
@@ -68,8 +68,7 @@ def microbatch_errors_explained(loss: Loss, accumulation: Accumulation) -> Itera
     try:
         yield
     except (TypeError, ValueError) as error:
-        frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if isinstance(error, UsageError) or getattr(_target(loss), "__code__", None) not in frames:
+        if isinstance(error, UsageError) or getattr(_target(loss), "__code__", None) not in _frames_of(error):
             raise
         raise UsageError(
             f"The loss takes a batch, and not a microbatch of accumulate={accumulation.microbatches}, reduce="
@@ -120,8 +119,8 @@ def _called_with_params(error: Exception, loss: Loss) -> str | None:
             or type(error).__name__ == "ApplyScopeInvalidVariablesTypeError"):
         return None
     return (f"The loss is called as loss(model, batch) with a model that has its parameters, and not as loss(params, "
-            f"batch): write model(batch[...]) for model.apply({{\"params\": params}}, batch[...]). {_name_of(target)} "
-            f"raised {type(error).__name__}: {error}")
+            f"batch): write model(batch[...]) for model.apply({{\"params\": params}}, batch[...]). "
+            f"{getattr(target, '__qualname__', repr(target))} raised {type(error).__name__}: {error}")
 
 
 def _target(function: Any) -> Any:
@@ -131,14 +130,14 @@ def _target(function: Any) -> Any:
     return function
 
 
+def _frames_of(error: Exception) -> list[Any]:
+    """The code of each frame that `error` came through, the innermost last."""
+    return [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
 def _raised_in(error: Exception, function: Any) -> bool:
     """Whether the innermost frame of `error` is one of `function`, or of Flax where it was called from there."""
-    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return getattr(function, "__code__", None) in codes[-3:]
-
-
-def _name_of(function: Any) -> str:
-    return getattr(function, "__qualname__", repr(function))
+    return getattr(function, "__code__", None) in _frames_of(error)[-3:]
 
 
 def is_traced(state: ZeroState, batch: Batch) -> bool:
@@ -188,9 +187,9 @@ def check_state(state: ZeroState, layout: Layout, error: Exception | None = None
     todo = ("Give a state of this step.init; step.with_params takes another's parameters, and zero_jax.Checkpoints "
             "restores at any stage and mesh.")
     if missing := [name for name in wanted if name not in given]:
-        raise UsageError(f"{what}: it lacks {some(missing)}. {todo}")
+        raise UsageError(f"{what}: it lacks {few(missing)}. {todo}")
     if extra := [name for name in given if name not in wanted]:
-        raise UsageError(f"{what}: it has {some(extra)} in addition. {todo}")
+        raise UsageError(f"{what}: it has {few(extra)} in addition. {todo}")
     for name, like in wanted.items():
         leaf = given[name]
         if np.shape(leaf) != like.shape or dtype_of(leaf) != like.dtype:
@@ -211,7 +210,7 @@ def check_same_batch(batch: Batch, first: Batch | None) -> None:
     wanted, given = dict(named_leaves(first)), dict(named_leaves(batch))
     missing, extra = [name for name in wanted if name not in given], [name for name in given if name not in wanted]
     if missing or extra:
-        what = [f"{how} {some(names)}" for how, names in (("lacks", missing), ("has in addition", extra)) if names]
+        what = [f"{how} {few(names)}" for how, names in (("lacks", missing), ("has in addition", extra)) if names]
         raise UsageError(f"This batch {' and '.join(what)}, beside the first batch of this step: give all leaves in "
                          "every batch (weights of ones, say), or make another step of the same model.")
     for name, like in wanted.items():
@@ -261,8 +260,8 @@ def check_values(batch: Batch, loss: Loss, batches: BatchLayout, *, steps: bool 
 def _check_same_values(batch: Batch, mesh: Mesh) -> None:
     """Raises ValueError where processes give other values for a batch that all devices have; all of them call it."""
     if spans_processes(mesh):
-        own = [np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
-               for leaf in map(jnp.asarray, jax.tree.leaves(batch)) if leaf.is_fully_addressable]
+        own = [np.asarray(as_numbers(leaf)) for leaf in map(jnp.asarray, jax.tree.leaves(batch))
+               if leaf.is_fully_addressable]
         check_same("The batch, which does not divide over the devices and is computed whole on each of them,",
                    b"".join(f"{leaf.shape}".encode() + leaf.tobytes() for leaf in own),
                    "give all processes the same rows")
@@ -292,25 +291,14 @@ def dtype_of(leaf: Any) -> Any:
     return leaf.dtype if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else jnp.result_type(leaf)
 
 
-def some(names: list[str]) -> str:
-    """The first of `names`, and how many more there are."""
-    return ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)
-
-
-def check_params(params: Params | None, layout: Layout) -> None:
-    """Raises ValueError unless `params`, in place of a state's, has a leaf for each of its stored shape; None: none."""
-    if params is not None:
-        _check_stored("params", params, layout.state.params, "a tree as state.params is")
-
-
 def check_update(gradients: Gradients, loss: Any, variables: Variables | None, layout: Layout, guard: Guard | None
                  ) -> None:
     """Raises ValueError for what `apply_gradients` cannot take, or would take for something else."""
-    _check_stored("gradients", gradients, layout.state.params, "a tree as step.gradients returns it")
+    check_stored("gradients", gradients, layout.state.params, "a tree as step.gradients returns it")
     known, given = ({name: (np.shape(leaf), dtype_of(leaf)) for name, leaf in named_leaves(tree)}
                     for tree in (layout.state.variables, layout.state.variables if variables is None else variables))
     if wrong := [name for name in {**known, **given} if known.get(name) != given.get(name)]:
-        raise UsageError(f"variables differ from those of the state in {some(wrong)}: give a tree as step.gradients "
+        raise UsageError(f"variables differ from those of the state in {few(wrong)}: give a tree as step.gradients "
                          "returns it.")
     if loss is None and guard is not None and guard.spike is not None:
         raise UsageError("apply_gradients without loss: this step's guard looks for spikes of it: give "
@@ -320,15 +308,15 @@ def check_update(gradients: Gradients, loss: Any, variables: Variables | None, l
         raise UsageError(f"apply_gradients(loss={shown(loss)}): give a real scalar, as metrics[\"loss\"].")
 
 
-def _check_stored(what: str, given: Pytree, like: Pytree, todo: str) -> None:
-    """`given` must have a leaf for each trainable parameter, `like`, of its stored shape.
+def check_stored(what: str, given: Pytree, like: Pytree, todo: str) -> None:
+    """Raises ValueError unless `given` has a leaf for each of the parameters `like`, of its stored shape.
 
     No complex number or integer becomes a floating one.
     """
     wanted, leaves = dict(named_leaves(like)), dict(named_leaves(given))
     if wrong := sorted(wanted.keys() ^ leaves.keys()) or [
             name for name, leaf in wanted.items() if np.shape(leaves[name]) != leaf.shape]:
-        raise UsageError(f"{what} differ from the parameters as they are stored in {some(wrong)}: give {todo}.")
+        raise UsageError(f"{what} differ from the parameters as they are stored in {few(wrong)}: give {todo}.")
     for name, leaf in wanted.items():
         if not _keeps_values(dtype := dtype_of(leaves[name]), leaf.dtype):
             raise UsageError(f"{what}: {name} has dtype {dtype}, and the parameter has {leaf.dtype}: give {todo}.")

@@ -45,14 +45,13 @@ from zero_jax.step.metrics import values
 from zero_jax.step.options import StepOptions
 from zero_jax.step.overlap import with_overlap
 from zero_jax.step.start import initial_state
-from zero_jax.step.trace_layout import trace_layout
-from zero_jax.step.trainable import split_trainable
-from zero_jax.step.update import apply_update, loss_scale, step_metrics, unscaled_gradients
+from zero_jax.step.trace_layout import split_trainable, trace_layout
+from zero_jax.step.update import apply_update, loss_scale, step_metrics, unscaled
 from zero_jax.transforms.fp8_products import fp8_products
 from zero_jax.transforms.gather_again import mark_last_reads
 from zero_jax.transforms.tiled_products import tile_products
 from zero_jax.tree import cast_floating, map_named, merge
-from zero_jax.typing import Batch, Gradients, Loss, Metrics, Params, PRNGKey, Scalar, Variables
+from zero_jax.typing import Batch, Gradients, Loss, Metrics, OptState, Params, PRNGKey, Scalar, Variables
 from zero_jax.views.in_parts import in_parts
 
 LOG = logging.getLogger("zero_jax")
@@ -173,11 +172,14 @@ class StepFunctions:
     def apply_gradients(self, state: ZeroState, grads: Gradients, loss: Scalar | None, variables: Variables | None
                         ) -> tuple[ZeroState, Metrics]:
         """The state after a step with the user's gradients."""
-        variables = state.variables if variables is None else variables
-        output = ForwardOutput(loss, {}, jnp.ones(()), variables)
-        grads = jax.tree.map(lambda grad, param: grad.astype(
-            jnp.promote_types(param.dtype, jnp.float32) if self.stochastic else param.dtype), grads, state.params)
-        return self.update(state, output, jax.tree.map(constrain, grads, self.layout().gradients), self.key(state))
+        return self.update(state, *self.given_gradients(state, grads, loss, variables), self.key(state))
+
+    def given_gradients(self, state: ZeroState, grads: Gradients, loss: Scalar | None, variables: Variables | None
+                        ) -> tuple[ForwardOutput, Gradients]:
+        """The user's gradients on their shards, in the dtype of the update, as `forward_backward` returns its own."""
+        output = ForwardOutput(loss, {}, jnp.ones(()), state.variables if variables is None else variables)
+        grads = unscaled(grads, state.params, None, stochastic=self.stochastic)
+        return output, jax.tree.map(constrain, grads, self.layout().gradients)
 
     def forward_backward(self, state: ZeroState, weights: Params, key: PRNGKey, batch: Batch, loss: Loss, *,
                          host_gradients: bool = True) -> tuple[ForwardOutput, Gradients]:
@@ -225,8 +227,17 @@ class StepFunctions:
 
     def unscaled(self, state: ZeroState, grads: Gradients) -> Gradients:
         """`grads` on their shards, in the dtype of the update, without the loss scale."""
-        return unscaled_gradients(
-            state, grads, layout=self.layout(), guard=self.guard, stochastic=self.stochastic)
+        grads = jax.tree.map(constrain, grads, self.layout().gradients)
+        return unscaled(grads, state.params, loss_scale(state, self.guard), stochastic=self.stochastic)
+
+    def averaged(self, params: Params, opt_state: OptState) -> tuple[Params, Params | None]:
+        """The parameters that a schedule-free optimizer is evaluated with, as they are stored, and the model's copy."""
+        shapes = self.layout().stored_shapes
+        load = functools.partial(jax.tree.map, lambda shape, leaf: shape.load(leaf))
+        (found,) = schedule_free_states(load(shapes.opt_state, opt_state))
+        average = optax.contrib.schedule_free_eval_params(found, load(shapes.params, params))
+        stored = jax.tree.map(lambda shape, leaf: shape.store(leaf), shapes.params, average)
+        return stored, gather_compute_params(stored, self.layout())
 
     def evaluate(self, fun: Loss, state: ZeroState, batch: Batch, rng: PRNGKey | None, *, ema: bool = False) -> Any:
         """`fun(model, batch)` in evaluation, each `Metric` as its value; traceable.
@@ -309,3 +320,11 @@ class StepFunctions:
     def batch_shardings(self, batch: Batch) -> Any:
         """The shardings of `batch`: one for all leaves, or a tree."""
         return self.axes.batch_sharding if self.batches.is_even(batch) else self.batches.shardings(batch)
+
+
+def schedule_free_states(opt_state: OptState) -> list[Any]:
+    """The states of `optax.contrib.schedule_free` in that of an optimizer."""
+    def is_average(each: Any) -> bool:
+        return isinstance(each, optax.contrib.ScheduleFreeState)
+
+    return list(filter(is_average, jax.tree.leaves(opt_state, is_leaf=is_average)))

@@ -24,18 +24,10 @@ def with_overlap(layout: Layout, options: StepOptions) -> Layout:
 
 def gathers_in_pieces(options: StepOptions, layout: Layout) -> bool:
     """Whether whole weights, at stages 1 and 2, are gathered beside their update: see `gather_pieces`."""
-    return not options.stage.shards_params and options.stage.shards_optimizer and layout.mesh.size > 1 and (
-        _sparse_cores_gather(options, layout) or _sends_within_work(options, layout))
-
-
-def _sparse_cores_gather(options: StepOptions, layout: Layout) -> bool:
-    """Whether SparseCores are asked to gather whole weights and those of layers."""
-    return options.communication.overlap is not False and layout.axes.built_for.has_sparse_cores
-
-
-def _sends_within_work(options: StepOptions, layout: Layout) -> bool:
-    """Whether v5e is asked to send within products and elementwise work."""
-    return options.communication.overlap is not False and layout.axes.built_for.sends_within_products
+    stage, platform = options.stage, layout.axes.built_for
+    return (stage.shards_optimizer and not stage.shards_params and layout.mesh.size > 1
+            and options.communication.overlap is not False
+            and (platform.has_sparse_cores or platform.sends_within_products))
 
 
 def overlaps_by_default(options: StepOptions, layout: Layout) -> bool:

@@ -82,10 +82,15 @@ class Programs:
         """Whether the step has none of XLA's options from here on that this error may be of."""
         functions = self.functions
         if isinstance(error, WrongRows):
-            warn_without_copy_engines(error)
+            warnings.warn("XLA compiled this step to copy other rows of host memory than it should, with copy engines: "
+                          f"it goes on with kernels in their place, more slowly. Please report it: {error}",
+                          RuntimeWarning, stacklevel=2)
             functions.options = dataclasses.replace(functions.options, copy_engines=False)
         elif overlaps_by_default(functions.options, functions.layout()) and may_be_of_overlap(error):
-            warn_without_overlap(error)
+            warnings.warn("XLA failed to compile this step with the options by which it overlaps communication with "
+                          "compute: it goes on without them, more slowly. overlap=False leaves them out from the "
+                          f"start, and a mapping changes them. XLA says: {str(error).splitlines()[0][:300]}",
+                          RuntimeWarning, stacklevel=2)
             functions.options = dataclasses.replace(functions.options, communication=dataclasses.replace(
                 functions.options.communication, overlap=False))
             functions.known_layout = with_overlap(functions.layout(), functions.options)
@@ -180,17 +185,3 @@ def may_be_of_overlap(error: Exception) -> bool:
     """Whether options by which XLA:TPU overlaps may be why it failed: not where a program does not fit in memory."""
     text = str(error)
     return any(each in text for each in ("INTERNAL", "UNIMPLEMENTED", "INVALID_ARGUMENT", "ScopedVmem"))
-
-
-def warn_without_overlap(error: Exception) -> None:
-    """Tells that a step goes on without overlap, and why."""
-    warnings.warn("XLA failed to compile this step with the options by which it overlaps communication with compute: "
-                  "it goes on without them, more slowly. overlap=False leaves them out from the start, and a mapping "
-                  f"changes them. XLA says: {str(error).splitlines()[0][:300]}", RuntimeWarning, stacklevel=2)
-
-
-def warn_without_copy_engines(error: Exception) -> None:
-    """Tells that a step goes on with kernels that copy, and why."""
-    warnings.warn("XLA compiled this step to copy other rows of host memory than it should, with copy engines: it goes "
-                  f"on with kernels in their place, more slowly. Please report it: {error}", RuntimeWarning,
-                  stacklevel=2)

@@ -18,10 +18,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import ReplicaError, few
+from zero_jax.gather.gather import names_of
 from zero_jax.layout.layout import Layout
 from zero_jax.sharding.checksum import part_words, seed_of
 from zero_jax.sharding.host_arrays import fetch
-from zero_jax.tree import leaf_bytes, named_leaves
+from zero_jax.tree import as_numbers, leaf_bytes, named_leaves
 from zero_jax.typing import Pytree
 
 
@@ -61,9 +62,7 @@ def copies_digests(state: Pytree, layout: Layout) -> jax.Array:
     leaves, specs, shapes = [], [], []
     for (_, leaf), (_, like) in zip(named_leaves(state), named_leaves(layout.state), strict=True):
         if _copy_axes(like.sharding):
-            leaf = fetch(leaf)
-            key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            leaves.append(jax.random.key_data(leaf) if key else leaf)
+            leaves.append(as_numbers(fetch(leaf)))
             specs.append(like.sharding.spec)
             shapes.append(leaves[-1].shape)
 
@@ -126,6 +125,5 @@ def _of(names: Sequence[str]) -> str:
 
 def _copy_axes(sharding: NamedSharding) -> tuple[str, ...]:
     """The axes of the mesh, larger than 1, along which devices have copies of a leaf."""
-    used = {axis for entry in sharding.spec if entry is not None
-            for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    used = names_of(sharding.spec)
     return tuple(axis for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in used)

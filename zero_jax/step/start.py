@@ -22,7 +22,7 @@ from zero_jax.sharding.shard_reader import UnreadLeaf
 from zero_jax.sharding.stored_shape import StoredShape
 from zero_jax.state import ZeroState
 from zero_jax.step.guard import GuardLogic
-from zero_jax.tree import map_named, merge, named_leaves
+from zero_jax.tree import is_key, map_named, merge, named_leaves
 from zero_jax.typing import OptState, Params, PRNGKey, Pytree, Variables
 
 
@@ -124,7 +124,7 @@ def checked_values(given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
 def names_without_streams(variables: Pytree) -> list[str]:
     """The names of `variables` that are no part of a random stream of NNX: a key, and a count beside it."""
     leaves = named_leaves(variables)
-    keys = {name for name, leaf in leaves if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)}
+    keys = {name for name, leaf in leaves if is_key(leaf)}
     return [name for name, _ in leaves if name not in keys and f"{name.removesuffix('count')}key" not in keys]
 
 
@@ -226,7 +226,7 @@ def place(value: Any, stored_shape: StoredShape, like: jax.ShapeDtypeStruct) -> 
 def _check_names(what: str, given: Mapping[str, Any], *, wanted: list[str], known: set[str]) -> None:
     missing, extra = [name for name in wanted if name not in given], [name for name in given if name not in known]
     if missing or extra:
-        parts = [f"{how} {len(names)} ({', '.join(names[:4])}{', ...' * (len(names) > 4)})"
+        parts = [f"{how} {len(names)} ({few(names, 4)})"
                  for how, names in (("lacks", missing), ("has in addition", extra)) if names]
         raise UsageError(f"{what} {' and '.join(parts)} of the {len(wanted)} leaves that this step has: give the "
                          "values of a model of this kind, with its names.")
@@ -241,4 +241,4 @@ def _convertible(given: Any, stored: Any) -> bool:
 
 def _is_kept(field: str, like: jax.ShapeDtypeStruct) -> bool:
     """Whether the state keeps its own leaf: a key that a model draws from, and none of an optimizer's."""
-    return field != "opt_state" and jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    return field != "opt_state" and is_key(like)

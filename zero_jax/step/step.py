@@ -35,8 +35,8 @@ from zero_jax.step.any_step import AnyStep
 from zero_jax.step.call_checks import (
     check_is_state,
     check_loss,
-    check_params,
     check_state,
+    check_stored,
     check_update,
     check_values,
     is_traced,
@@ -44,8 +44,7 @@ from zero_jax.step.call_checks import (
     state_explained,
 )
 from zero_jax.step.compiled import CompiledStep
-from zero_jax.step.evaluation_state import evaluation_state_of
-from zero_jax.step.functions import StepFunctions
+from zero_jax.step.functions import StepFunctions, schedule_free_states
 from zero_jax.step.guard import BadStepMonitor
 from zero_jax.step.losses import takes_key
 from zero_jax.step.options import StepOptions
@@ -149,14 +148,12 @@ class ZeroTrainStep(AnyStep):
         """Where a leaf of a batch belongs; steps: of several batches, (steps, global batch, ...)."""
         return functools.partial(self.batches.target, steps=steps)
 
-    def of_slices(self, **options: Any) -> Self:
+    def of_slices(self) -> Self:
         """This step as each slice along the axis `replica` takes it by itself, to be mapped over the slices.
-
-        options: other ones than its own.
 
         `jax.vmap` with that axis as `spmd_axis_name` maps a call over states and batches with a leading dim.
         """
-        return type(self)(self.functions.of_slices(**options), self._given_params)
+        return type(self)(self.functions.of_slices(), self._given_params)
 
     def without_overlap(self) -> Self:
         """The same step without `overlap` and `prefetch`, to compare.
@@ -184,18 +181,9 @@ class ZeroTrainStep(AnyStep):
         self._check_same(rng, batch)
         given = self._starting_values(params, batch)
         check_values(batch, self.loss, self.batches)
-        make, like, shardings = self._initializer(batch, without=() if given is None else FROM_PARAMS)
-        if self.options.host_offload is None:
-            run = jax.jit(make, in_shardings=shardings, out_shardings=_shardings_of(like))
-        else:  # made by several programs, one group after another
-            run = in_groups(make, like, in_shardings=shardings)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
-            batch = jax.tree.map(zeros_of, self.abstract_batch(batch))
-        state = run(rng, self.functions.model.given, batch)
         if given is None:
-            return state
-        like = self.layout().state
-        return self._with_values(dataclasses.replace(state, params=like.params, frozen=like.frozen), given)
+            return self._initial_state(rng, batch)
+        return self._with_values(self._initial_state(rng, batch, without=FROM_PARAMS), given)
 
     def with_params(self, state: ZeroState, params: Pytree) -> ZeroState:
         """`state` from other parameters, whose optimizer state, average and copy for the model are made anew.
@@ -281,7 +269,8 @@ class ZeroTrainStep(AnyStep):
         check_loss(fun)
         params, layout = on_auto_axes(params, self.mesh), self.layout(batch)
         self.batches.check(batch, self.accumulation.microbatches)
-        check_params(params, layout)
+        if params is not None:
+            check_stored("params", params, layout.state.params, "a tree as state.params is")
 
         def run(state: ZeroState, batch: Batch, params: Params | None) -> Any:
             return self.functions.gradients(expanded(layout, state), batch, params, fun)
@@ -404,11 +393,12 @@ class ZeroTrainStep(AnyStep):
         training goes on from `state`.
         """
         check_is_state(state)
-        return self._averaged(state)
-
-    @functools.cached_property
-    def _averaged(self) -> Callable[[ZeroState], ZeroState]:
-        return evaluation_state_of(self.layout())
+        if not schedule_free_states(state.opt_state):
+            return state
+        shardings = self.layout().shardings
+        params, weights = self.programs.get("average", self.functions.averaged, None, (
+            shardings.params, shardings.weights))(state.params, state.opt_state)
+        return dataclasses.replace(state, params=params, weights=weights)
 
     # Before it runs: lowered, compiled, and checked against its contract, on live devices or target topologies.
 
@@ -479,6 +469,18 @@ class ZeroTrainStep(AnyStep):
         return compiled.verify().timed(compiled.timing)
 
     # How it is done.
+
+    def _initial_state(self, rng: PRNGKey, batch: Batch, *, without: Sequence[str] = ()) -> ZeroState:
+        """The state that the model makes; without: fields that are left out, of parameters abstract."""
+        make, like, shardings = self._initializer(batch, without=without)
+        if self.options.host_offload is None:
+            run = jax.jit(make, in_shardings=shardings, out_shardings=_shardings_of(like))
+        else:  # made by several programs, one group after another
+            run = in_groups(make, like, in_shardings=shardings)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
+            batch = jax.tree.map(zeros_of, self.abstract_batch(batch))
+        state, stored = run(rng, self.functions.model.given, batch), self.layout().state
+        return dataclasses.replace(state, params=stored.params, frozen=stored.frozen) if "params" in without else state
 
     def _initializer(self, batch: Batch, *, without: Sequence[str] = ()) -> tuple[Any, ZeroState, Any]:
         """(The function that makes the state, its result as `ShapeDtypeStruct`s, the shardings of its arguments).

@@ -16,6 +16,8 @@ from zero_jax.layout.layout import Layout
 from zero_jax.layout.stored_optimizer import update_stored
 from zero_jax.offload.host_update import Streams, stream
 from zero_jax.offload.offload import Offload, as_placed
+from zero_jax.optim.narrow_moments import to_bfloat16
+from zero_jax.precision import wide_dtype
 from zero_jax.sharding.host_arrays import is_on_host
 from zero_jax.state import ZeroState
 from zero_jax.step.accumulate import weight_divisor
@@ -41,13 +43,6 @@ ROUNDING = 0xB16
 """Folded into a step's key for the noise of stochastic rounding, which the model's streams must not share."""
 
 
-def unscaled_gradients(state: ZeroState, grads: Gradients, *, layout: Layout, guard: GuardLogic, stochastic: bool
-                       ) -> Gradients:
-    """`grads`, reduced and multiplied by the loss scale, on their shards: in the dtype of the update, and unscaled."""
-    return unscaled(jax.tree.map(constrain, grads, layout.gradients), state.params, loss_scale(state, guard),
-                     stochastic=stochastic)
-
-
 def loss_scale(state: ZeroState, guard: GuardLogic) -> Scalar | None:
     """What the gradients of this step are multiplied by; None: by nothing."""
     return None if guard.loss_scale is None else state.guard.scale
@@ -56,7 +51,7 @@ def loss_scale(state: ZeroState, guard: GuardLogic) -> Scalar | None:
 def unscaled(grads: Gradients, params: Params, scale: Scalar | None, *, stochastic: bool) -> Gradients:
     """`grads`, multiplied by `scale`, in the dtype of the update of `params`, and divided by it."""
     grads = jax.tree.map(lambda grad, param: grad.astype(
-        jnp.promote_types(param.dtype, jnp.float32) if stochastic else param.dtype), grads, params)
+        wide_dtype(param.dtype) if stochastic else param.dtype), grads, params)
     return grads if scale is None else jax.tree.map(lambda grad: grad / scale.astype(grad.dtype), grads)
 
 
@@ -65,7 +60,7 @@ def apply_update(
     optimizer: optax.GradientTransformationExtraArgs, layout: Layout, guard: GuardLogic, stochastic: bool,
     ema: float | None, offload: Offload | None = None, scale: Scalar | None = None
 ) -> tuple[ZeroState, Metrics]:
-    """(The state after a step, its metrics), from what `unscaled_gradients` returned.
+    """(The state after a step, its metrics), from reduced gradients, `unscaled`.
 
     A step that `guard` finds bad leaves all but `state.guard` as it was. ema: decay of the parameters' moving average.
     `output.loss` may be None where gradients are the user's: then the norm alone is judged. With `offload` the
@@ -82,12 +77,14 @@ def apply_update(
     update = update_function(layout, optimizer, stochastic=stochastic, ema=ema, streamed=offload is not None)
     old = Updated(_constrained(state.params, layout), state.opt_state, state.ema,
                   state.weights if layout.stage.shards_params else None)
-    given = given_values(output, grads, key if stochastic else None, None, scale)
+    given = given_values(output, grads, key if stochastic else None, scale)
     if offload and layout.host_gradients:
         new, cast, judged = _with_gradients_streamed(judge_by, update, old, given, state, output, layout, offload)
     elif offload:
         judged = judge_by(grads, state.params, state, output, scale)
-        new, cast = _streamed(update, old, {**given, "is_good": judged.is_good}, layout, offload)
+        new, cast = stream(update, as_placed(old, layout), {**given, "is_good": judged.is_good},
+                           _streams(old, layout, offload, gradients=False))
+        new = new._replace(params=_constrained(new.params, layout))
     else:
         new, cast = update(old, given)
         judged = judge_by(grads, state.params, state, output, scale, new[:2], old[:2])
@@ -133,10 +130,10 @@ def judge(state: ZeroState, output: ForwardOutput, grads: Gradients, guard: Guar
     return Judged(step, variables, guard_state, is_good, grad_norm, metrics)
 
 
-def given_values(output: ForwardOutput, grads: Gradients, key: PRNGKey | None, is_good: Scalar | None,
-                 scale: Scalar | None = None) -> dict[str, Any]:
+def given_values(output: ForwardOutput, grads: Gradients, key: PRNGKey | None, scale: Scalar | None
+                 ) -> dict[str, Any]:
     """What an update takes beside the arrays that it replaces; key: for stochastic rounding."""
-    return {"grads": grads, "written": output.written or {}, "loss": output.loss, "key": key, "is_good": is_good,
+    return {"grads": grads, "written": output.written or {}, "loss": output.loss, "key": key, "is_good": None,
             "scale": scale}
 
 
@@ -226,13 +223,6 @@ def _with_gradients_streamed(
     return new._replace(params=_constrained(new.params, layout)), cast, judged
 
 
-def _streamed(update: Callable[[Any, Any], Any], old: Updated, given: dict[str, Any], layout: Layout, offload: Offload
-              ) -> tuple[Updated, Params | None]:
-    """`update(old, given)`, block by block."""
-    new, cast = stream(update, as_placed(old, layout), given, _streams(old, layout, offload, gradients=False))
-    return new._replace(params=_constrained(new.params, layout)), cast
-
-
 def _streams(old: Updated, layout: Layout, offload: Offload, *, gradients: bool) -> Streams:
     """How what an update replaces is stored; gradients: and, behind it, the gradients that it reads."""
     shardings = Updated(layout.gradients, layout.shardings.opt_state, layout.shardings.ema,
@@ -290,15 +280,11 @@ def with_wide_numbers(optimizer: optax.GradientTransformationExtraArgs) -> optax
 def round_stochastically(tree: Any, like: Any, key: jax.Array) -> Any:
     """The float32 leaves of `tree` that are bfloat16 in `like`, rounded at random by `key`; others as they are."""
     leaves, treedef = jax.tree.flatten(tree)
+
+    def rounded(number: int, leaf: jax.Array) -> jax.Array:
+        noise = jax.random.bits(jax.random.fold_in(key, number), leaf.shape, jnp.uint16)
+        return to_bfloat16(leaf, noise.astype(jnp.uint32))
+
     return jax.tree.unflatten(treedef, [
-        _rounded(leaf, jax.random.fold_in(key, i)) if known.dtype == jnp.bfloat16 else leaf.astype(known.dtype)
-        for i, (leaf, known) in enumerate(zip(leaves, jax.tree.leaves(like), strict=True))])
-
-
-def _rounded(value: jax.Array, key: jax.Array) -> jax.Array:
-    # A bfloat16 is the upper half of a float32. What is added to the lower half carries over with the probability of
-    # the fraction that it holds; the cut leaves a bfloat16 exactly. Infinities and NaNs are cast as they are.
-    bits = jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
-    noise = jax.random.bits(key, value.shape, jnp.uint16).astype(jnp.uint32)
-    cut = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jnp.isfinite(value), cut, value).astype(jnp.bfloat16)
+        rounded(number, leaf) if known.dtype == jnp.bfloat16 else leaf.astype(known.dtype)
+        for number, (leaf, known) in enumerate(zip(leaves, jax.tree.leaves(like), strict=True))])

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -18,7 +17,7 @@ from zero_jax.layout.layout import Layout
 from zero_jax.offload.file_update import Group
 from zero_jax.offload.split import Unit
 from zero_jax.step.disk.update import UpdatePlan
-from zero_jax.tree import key_impl, leaf_bytes, named_leaves
+from zero_jax.tree import as_numbers, is_key, key_impl, leaf_bytes, named_leaves
 
 MIN_RECORD_BYTES = 2**20
 """Bytes of the records of what is in memory, at least, where the model has that many."""
@@ -29,8 +28,8 @@ class StoredLeaf:
 
     def __init__(self, like: jax.ShapeDtypeStruct):
         """like: the leaf as it is stored, with its sharding."""
-        self.like, self.is_key = like, jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
-        data = jax.eval_shape(jax.random.key_data, like) if self.is_key else like
+        self.like, self.is_key = like, is_key(like)
+        data = jax.eval_shape(as_numbers, like)
         self.shape, self.dtype = data.shape, np.dtype(data.dtype)
         self.sharding: Any = like.sharding
         owners: dict[Any, list[Any]] = {}

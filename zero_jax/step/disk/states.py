@@ -6,6 +6,7 @@ writes and does not read, so that a run that was killed goes on from the files a
 
 import collections
 import contextlib
+import functools
 import itertools
 import logging
 import secrets
@@ -31,8 +32,6 @@ from zero_jax.step.update import Updated
 from zero_jax.tree import named_leaves
 
 LOG = logging.getLogger("zero_jax")
-FRESH = ("already holds the state of a run, after step {step:,}: go on from it with step.stored_state(batch), or "
-         "remove the folder, or name another one")
 
 
 class DiskStates:
@@ -52,29 +51,23 @@ class DiskStates:
     def token(self) -> tuple[int, int] | None:
         """Of the generation that is committed."""
         committed = self.generations.committed
-        return None if committed is None or not self.is_open else committed.token
+        return None if committed is None else committed.token
 
-    def create(self) -> str:
+    def create(self, *, replaces: bool = False) -> str:
         """Makes the files for a new state; returns a message where the folder was that of a dead process.
+
+        replaces: what the files have of the same model goes, as of a state that a checkpoint has.
 
         Raises UsageError where they have the state of another run, CheckpointError where the disk is too small.
         """
-        def check(commits: list[Commit]) -> None:
-            folder = self.generations.path.parent
-            if common := in_common(commits, self.generations.damaged, folder):
-                raise UsageError(f"disk: {folder} {FRESH.format(step=common[0].step)}.")
-
-        return self._open(check)
-
-    def replace(self) -> str:
-        """As `create`, for a state that a checkpoint has: what the files have of the same model goes."""
-        return self._open(lambda commits: None)
-
-    def _open(self, check: Callable[[list[Commit]], None]) -> str:
         with self._given_back_by_errors():
-            message = all_or_none(self.generations.lock)
+            message, folder = all_or_none(self.generations.lock), self.generations.path.parent
             if not self.is_open:
-                check(all_or_none(self.generations.found))
+                commits = all_or_none(self.generations.found)
+                if not replaces and (common := in_common(commits, self.generations.damaged, folder)):
+                    raise UsageError(f"disk: {folder} already holds the state of a run, after step {common[0].step:,}: "
+                                     "go on from it with step.stored_state(batch), or remove the folder, or name "
+                                     "another one.")
             session, after = _session(), int(gather(np.array(self.generations.newest, np.uint32)).max())
             all_or_none(lambda: self.generations.create(session, after))
         self.is_open = True
@@ -95,32 +88,24 @@ class DiskStates:
 
         Raises CheckpointError where there is none, DamagedCheckpointError where none is whole.
         """
-        with self._given_back_by_errors():
-            return self._resumed()
-
-    def _resumed(self) -> Commit:
-        all_or_none(self.generations.lock)
-        commits, folder = all_or_none(self.generations.found), self.generations.path.parent
-        if not (common := in_common(commits, self.generations.damaged, folder)):
-            raise CheckpointError(f"disk: {folder} holds no committed state: start with step.init, or restore a "
-                                  "checkpoint.")
-        messages, session = list(self.generations.damaged), _session()
-        for commit in common:
-            def attempt(commit: Commit = commit) -> Commit:
-                with self.streaming.buffer() as buffer:
-                    self.generations.resume(commit, session, buffer)
-                return commit
-
-            try:
-                all_or_none(attempt)
-            except DamagedCheckpointError as error:
-                messages.append(str(error))
-            else:
-                self.is_open = True
-                for message in messages:
-                    LOG.warning("%s The state after step %d is taken.", message, commit.step)
-                return commit
-        raise DamagedCheckpointError(f"disk: no generation is whole: {' '.join(messages)} Restore a checkpoint.")
+        with self._given_back_by_errors(), self.streaming.buffer() as buffer:
+            all_or_none(self.generations.lock)
+            commits, folder = all_or_none(self.generations.found), self.generations.path.parent
+            if not (common := in_common(commits, self.generations.damaged, folder)):
+                raise CheckpointError(f"disk: {folder} holds no committed state: start with step.init, or restore a "
+                                      "checkpoint.")
+            messages, session = list(self.generations.damaged), _session()
+            for commit in common:
+                try:
+                    all_or_none(functools.partial(self.generations.resume, commit, session, buffer))
+                except DamagedCheckpointError as error:
+                    messages.append(str(error))
+                else:
+                    self.is_open = True
+                    for message in messages:
+                        LOG.warning("%s The state after step %d is taken.", message, commit.step)
+                    return commit
+            raise DamagedCheckpointError(f"disk: no generation is whole: {' '.join(messages)} Restore a checkpoint.")
 
     def write_all(self, value_of: Callable[[str], Any], step: int, note: Any,
                   check: Callable[[], None] = lambda: None) -> Commit:
@@ -151,7 +136,7 @@ class DiskStates:
                 self.streaming.finish()
                 shards.clear()
             check()
-            return self._finish(value_of, step, note)
+            return self.finish(value_of, step, note)
 
     def read_leaves(self, names: Iterable[str]) -> dict[str, Any]:
         """The named leaves as arrays, on all processes or on none."""
@@ -159,7 +144,6 @@ class DiskStates:
         shards = {name: [np.empty(self.leaves[name].local, self.leaves[name].dtype) for _ in self.leaves[name].owners]
                   for name in wanted}
         flat = {name: [each.reshape(-1).view(np.uint8) for each in shards[name]] for name in wanted}
-
         whole = {record.number for record in self.records.others}
 
         def take(record: Record, buffer: memoryview) -> None:
@@ -170,6 +154,7 @@ class DiskStates:
 
         records = [record for record in self.records.layout.records
                    if any(part.leaf in wanted for part in record.parts)]
+
         def read() -> None:
             with self.streaming.read(records, take) as ahead:
                 collections.deque(ahead, 0)
@@ -249,12 +234,8 @@ class DiskStates:
 
         return fill
 
-    def finish(self, state: Any, step: int, note: Any) -> Commit:
-        """Writes what is in no block, and commits the next generation."""
-        values = dict(named_leaves(state))
-        return self._finish(values.__getitem__, step, note)
-
-    def _finish(self, value_of: Callable[[str], Any], step: int, note: Any) -> Commit:
+    def finish(self, value_of: Callable[[str], Any], step: int, note: Any) -> Commit:
+        """Writes `value_of(name)` of each leaf that is in no block, and commits the next generation."""
         def fill(record: Record, buffer: memoryview) -> None:
             for part in record.parts:
                 flat = np.ascontiguousarray(self.leaves[part.leaf].shards(value_of(part.leaf))[part.shard]).reshape(-1)

@@ -23,7 +23,7 @@ from zero_jax.frontends.model_functions import as_given, stored_values
 from zero_jax.layout.compute_params import gather_compute_params, gather_copy
 from zero_jax.layout.layout import Layout
 from zero_jax.offload.disk_leaves import expanded, in_arrays, resident
-from zero_jax.state import ZeroState, state_key
+from zero_jax.state import FROM_PARAMS, ZeroState, state_key
 from zero_jax.step.any_step import LeavesToRead
 from zero_jax.step.call_checks import (
     check_is_state,
@@ -65,7 +65,7 @@ class DiskTrainStep(ZeroTrainStep):
     def __init__(self, *args: Any):
         """As `ZeroTrainStep`."""
         super().__init__(*args)
-        self._update_programs: dict[Any, Any] = {}
+        self._first_programs: dict[Any, Any] = {}
         self._stochastic = self.functions.stochastic
 
     @property
@@ -109,15 +109,10 @@ class DiskTrainStep(ZeroTrainStep):
         if is_traced(state, gradients):
             raise UsageError(_ONE_PROGRAM.format("call apply_gradients outside of jit and scan"))
         check_update(gradients, loss, variables, layout := self.layout(), self.options.guard)
-        key = ("apply", loss is None, variables is None)
-        if key not in self._update_programs:
-            plans: list[UpdatePlan] = []
-            shardings = resident(layout, layout.shardings)
-            self._update_programs[key] = jax.jit(
-                functools.partial(self._before_apply, plans), in_shardings=(
-                    shardings, layout.gradients, None, None if variables is None else shardings.variables),
-                compiler_options=self.programs.compiler_options or None), plans
-        return self._update_files(self._update_programs[key], state, gradients, loss, variables)
+        program = self._first_program(
+            ("apply", loss is None, variables is None), self._before_apply, layout.gradients, None,
+            None if variables is None else layout.shardings.variables)
+        return self._update_files(program, state, gradients, loss, variables)
 
     def from_train_state(self, rng: PRNGKey, batch: Batch, train_state: Any) -> ZeroState:
         """Refused: start from `params`, or restore a checkpoint of a step without files."""
@@ -135,29 +130,15 @@ class DiskTrainStep(ZeroTrainStep):
 
         Raises ValueError where the folder has the state of a run, and CheckpointError where the disk is too small.
         """
-        rng, batch_like = state_key(rng), self.abstract_batch(batch)
+        rng = state_key(rng)
         self._check_capacity(batch)
         self._prepared(batch)
         given = self._starting_values(params, batch)
-        states = self._opened(DiskStates.create)
-        layout = self.layout(batch)
-        fields = ("step", "frozen", "variables", "guard", "rng") if given is not None else (
-            "step", "params", "frozen", "variables", "guard", "rng")
-        nothing = {field.name: None for field in dataclasses.fields(ZeroState) if field.name not in fields}
-
-        def make(rng: PRNGKey, given: Any, batch: Batch) -> ZeroState:
-            return dataclasses.replace(self.functions.initial_state(rng, given, batch), **nothing)
-
-        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), batch_like) if any(
-            isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)) else batch
-        shardings = dataclasses.replace(layout.shardings, **nothing)
-        of_batch = self.functions.batch_shardings(batch)
-        state = jax.jit(make, in_shardings=(None, None, of_batch), out_shardings=shardings)(
-            rng, self.functions.model.given, zeros)
+        states = self._opened()
         if given is None:
-            return self._begin(states, state)
-        like = layout.state
-        return self._with_values(dataclasses.replace(state, params=like.params, frozen=like.frozen), given)
+            without = [field for field in FROM_PARAMS if field not in ("params", "frozen")]
+            return self._begin(states, self._initial_state(rng, batch, without=[*without, "disk"]))
+        return self._with_values(self._initial_state(rng, batch, without=[*FROM_PARAMS, "disk"]), given)
 
     def with_params(self, state: ZeroState, params: Pytree) -> ZeroState:
         """As `ZeroTrainStep`, and a generation of the new state is written."""
@@ -168,7 +149,7 @@ class DiskTrainStep(ZeroTrainStep):
     def _with_values(self, state: ZeroState, given: Mapping[str, Any]) -> ZeroState:
         def derive(state: ZeroState, params: Params, *, optimizer: Any, layout: Layout, **fields: Any) -> ZeroState:
             del optimizer, layout
-            return self._begin(self._opened(DiskStates.create), dataclasses.replace(state, params=params, **fields))
+            return self._begin(self._opened(), dataclasses.replace(state, params=params, **fields))
 
         return with_values(state, stored_values(self.functions.model, given, state.rng), layout=self.layout(),
                            optimizer=self.functions.optimizer, derive=derive)
@@ -234,12 +215,12 @@ class DiskTrainStep(ZeroTrainStep):
         What the files had before, of this model, is replaced by the next commits, of which this is the first.
         """
         was_open = self._states is not None and self._states.is_open
-        states, layout = self._opened(DiskStates.replace), self.layout()
+        states, layout = self._opened(replaces=True), self.layout()
         likes = dict(named_leaves(layout.state))
         here = [name for name in likes if name not in layout.disk and name != "disk"]
 
         def value_of(name: str) -> Any:
-            return values[name] if name in values else source.leaf(name)
+            return values[name] if name in values else source.leaves([name])[name]
 
         try:
             values = source.leaves([name for name in here if not name.startswith("weights/")])
@@ -292,19 +273,17 @@ class DiskTrainStep(ZeroTrainStep):
         """The files' layout, which may not exist yet."""
         layout = self.layout() if batch is None else self.layout(batch)
         if self._states is None:
-            grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32) if self._stochastic else leaf.dtype),
-                layout.state.params)
-            given = {"grads": grads, "written": {}, "loss": jax.ShapeDtypeStruct((), jnp.float32), "is_good": None,
-                     "scale": None, "key": jax.eval_shape(lambda: jax.random.key(0)) if self._stochastic else None}
-            plan = self._plan(layout, given)
+            given = jax.eval_shape(lambda grads: given_values(
+                ForwardOutput(jnp.zeros(()), {}, jnp.ones(()), None),
+                unscaled(grads, grads, None, stochastic=self._stochastic),
+                jax.random.key(0) if self._stochastic else None, None), layout.state.params)
             assert self.options.offload is not None
-            self._states = DiskStates(layout, plan, self.options.offload.disk)
+            self._states = DiskStates(layout, self._plan(layout, given), self.options.offload.disk)
         return self._states
 
-    def _opened(self, open_files: Callable[[DiskStates], str]) -> DiskStates:
+    def _opened(self, *, replaces: bool = False) -> DiskStates:
         states = self._prepared()
-        if message := open_files(states):
+        if message := states.create(replaces=replaces):
             LOG.warning(message)
         return states
 
@@ -353,14 +332,17 @@ class DiskTrainStep(ZeroTrainStep):
 
     def _jit(self, batch: Batch) -> Any:
         self.batches.check(batch, self.accumulation.microbatches)
-        layout = self.layout(batch)
-        if self._jitted is None:
-            plans: list[UpdatePlan] = []
-            self._jitted = jax.jit(
-                functools.partial(self._before_update, plans), in_shardings=(
-                    resident(layout, layout.shardings), self.functions.batch_shardings(batch)),
+        self.layout(batch)
+        return self._first_program("step", self._before_update, self.functions.batch_shardings(batch))
+
+    def _first_program(self, key: Any, function: Callable[..., Any], *in_shardings: Any) -> Any:
+        """(`function(plans, state, ...)` jitted, `plans`: the plan of its update, once it was traced)."""
+        if key not in self._first_programs:
+            layout, plans = self.layout(), list[UpdatePlan]()
+            self._first_programs[key] = jax.jit(
+                functools.partial(function, plans), in_shardings=(resident(layout, layout.shardings), *in_shardings),
                 compiler_options=self.programs.compiler_options or None), plans
-        return self._jitted
+        return self._first_programs[key]
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """The program of forward and backward, lowered; the update's programs are made block by block."""
@@ -384,11 +366,8 @@ class DiskTrainStep(ZeroTrainStep):
     def _before_apply(self, plans: list[UpdatePlan], state: ZeroState, grads: Gradients, loss: Scalar | None,
                       variables: Variables | None) -> Any:
         state = expanded(self.layout(), state)
-        output = ForwardOutput(loss, {}, jnp.ones(()), state.variables if variables is None else variables)
-        grads = jax.tree.map(lambda grad, param: grad.astype(
-            jnp.promote_types(param.dtype, jnp.float32) if self._stochastic else param.dtype), grads, state.params)
-        return self._before(plans, state, output, jax.tree.map(constrain, grads, self.layout().gradients),
-                            self.functions.key(state))
+        given = self.functions.given_gradients(state, grads, loss, variables)
+        return self._before(plans, state, *given, self.functions.key(state))
 
     def _before(self, plans: list[UpdatePlan], state: ZeroState, output: ForwardOutput, grads: Gradients, key: PRNGKey,
                 scale: Scalar | None = None) -> Any:
@@ -398,7 +377,7 @@ class DiskTrainStep(ZeroTrainStep):
                              "whose master copy is in files: keep them in memory, without Offload(disk=...).")
         grads_now = unscaled(grads, state.params, scale, stochastic=self._stochastic)
         judged = judge(state, output, grads_now, self.functions.guard)
-        given = given_values(output, grads, key if self._stochastic else None, None, scale)
+        given = given_values(output, grads, key if self._stochastic else None, scale)
         plan = self._plan(self.layout(), jax.eval_shape(lambda: given))
         plans[:] = [plan]
         old = Updated(state.params, state.opt_state, state.ema,
@@ -427,7 +406,7 @@ class DiskTrainStep(ZeroTrainStep):
         state = dataclasses.replace(
             state, step=judged.step, variables=judged.variables, guard=judged.guard, **new)
         with states.streaming.abandoned_by_errors():
-            commit = states.finish(state, int(judged.step), self.note)
+            commit = states.finish(dict(named_leaves(state)).__getitem__, int(judged.step), self.note)
         return dataclasses.replace(state, disk=self._token(commit.token)), metrics
 
     def _fields(self, plan: UpdatePlan, state: ZeroState, results: Mapping[int, Any]) -> dict[str, Any]:
@@ -439,8 +418,5 @@ class DiskTrainStep(ZeroTrainStep):
             weights = gather(cast, state.weights)
         else:
             weights = new.weights
-        params = jax.tree.map(
-            lambda leaf, sharding: leaf if leaf.sharding.is_equivalent_to(sharding, leaf.ndim) else (
-                resharded(leaf, sharding)),
-            new.params, resident(layout, layout.shardings).params)
+        params = jax.tree.map(resharded, new.params, resident(layout, layout.shardings).params)
         return {"params": params, "weights": weights, "opt_state": new.opt_state, "ema": new.ema}

@@ -78,7 +78,7 @@ class UpdatePlan:
             used.update(dict.fromkeys(unit.scalars))
             used.update(dict.fromkeys(unit.arrays, unit.spec if unit.in_blocks else None))
         self.values = {var: spec for var, spec in used.items() if var not in known}
-        by_units = {number for unit in self.units for _, number in unit.writes}
+        by_units = {number for unit in self.units for number in unit.results}
         self.results = [number for number in range(len(jaxpr.outvars)) if number not in by_units]
 
     def before(self, old: Updated, given: Any) -> Before:
