@@ -140,6 +140,16 @@ def small(path, **options):
     return zero_jax.make_zero_train_step(unstacked(), 2, offload=zero_jax.Offload(disk=path), **options)
 
 
+def test_an_abstract_batch_may_have_a_typed_key(tmp_path):
+    """The control: another key of init makes another state."""
+    batch, states = {**BATCH, "key": jax.random.key(1)}, []
+    for seed, given in ((0, batch), (0, jax.eval_shape(lambda: batch)), (1, batch)):
+        step = small(tmp_path / str(len(states)), optimizer=optax.adam(1e-2))
+        states.append(step.in_memory(step.init(jax.random.key(seed), given))[0])
+        step.close()
+    assert differing(states[0], states[1]) == [] != differing(states[0], states[2])
+
+
 def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for path, message in ((tmp_path / "file", "is no folder"), ("", "give the path of a folder"),
