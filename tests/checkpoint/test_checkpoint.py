@@ -225,8 +225,6 @@ def test_the_manifest_tells_of_the_run(folder):
 
 
 def test_leaves_without_elements_and_odd_names(tmp_path):
-    import flax.linen as nn
-
     class Odd(nn.Module):
         @nn.compact
         def __call__(self, tokens):

@@ -43,6 +43,8 @@ ODD = {
     "name": odd(leaves={"../x": {"shape": [], "dtype": "int32", "digest": "0" * 16}}),
     "run": odd(run=None), "versions": odd(versions=3), "kind": odd(kind=["state"]),
     "format": odd(format=["zero_jax checkpoint"]), "bytes": lambda _: b"\xff\xfe\x00", "deep": lambda _: "[" * 100_000,
+    "cut": lambda _: "{", "one inside": whole(1), "zeros": lambda _: "\x00" * 9,
+    "of old": lambda _: '{"manifest": {}, "sha256": ""}',
 }
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.offloaded import BATCH, run
 from support.plain_training import plain_training
 from support.stacked_nnx import NnxStacked
 from support.targets import mesh_of
@@ -26,8 +27,6 @@ from zero_jax.tree import named_leaves
 from zero_jax.xla.host_reads import HostRead, HostWrite
 from zero_jax.xla.targets import target_of
 
-BATCH = {name: jax.random.randint(jax.random.key(seed), (16, 8), 0, 96) for seed, name in enumerate(
-    ("inputs", "targets"))}
 STATES = zero_jax.Offload(buffer_bytes=2**16)
 GRADIENTS = zero_jax.Offload(gradients="host", buffer_bytes=2**16)
 ALL = zero_jax.Offload(gradients="host", parameters="host", buffer_bytes=2**16)
@@ -66,12 +65,8 @@ def trained(offload, *, model=Stacked, optimizer=None, **options):
     """(step, its state after three steps, losses, norms)."""
     optimizer = optimizer or optax.chain(clipped_by_a_power_of_two(), optax.adamw(1e-2))
     step = zero_jax.make_zero_train_step(model(), 3, optimizer=optimizer, offload=offload, **options)
-    state, losses, norms = step.init(jax.random.key(0), BATCH), [], []
-    for _ in range(3):
-        state, metrics = step(state, BATCH)
-        losses.append(float(metrics["loss"]))
-        norms.append(float(metrics["grad_norm"]))
-    return step, state, losses, norms
+    state, numbers = run(step, step.init(jax.random.key(0), BATCH), 3)
+    return step, state, *zip(*numbers, strict=True)
 
 
 def assert_same(left, right, *, exact=True):

@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.flat import flat_step
-from support.offloaded import BATCH
+from support.offloaded import BATCH, host_leaves, run
 from support.stacked_nnx import NnxBlock, NnxStacked
 from support.targets import mesh_of
 
@@ -60,21 +60,13 @@ def trained(offload, *, model=Stacked, optimizer=None, **options):
     made = model() if issubclass(model, nn.Module) else model(rngs=nnx.Rngs(0))
     optimizer = optimizer or optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
     step = flat_step(made, 3, optimizer=optimizer, offload=offload, **options)
-    state, numbers = step.init(jax.random.key(0), BATCH), []
-    for _ in range(3):
-        state, metrics = step(state, BATCH)
-        numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    return step, state, numbers
+    return step, *run(step, step.init(jax.random.key(0), BATCH), 3)
 
 
 def values(state):
     """Parameters, moments and average by name."""
     return {name: np.asarray(leaf) for name, leaf in named_leaves((state.params, state.frozen, state.opt_state,
                                                                    state.ema))}
-
-
-def on_host(state):
-    return {name for name, leaf in named_leaves(state) if leaf.sharding.memory_kind == "pinned_host"}
 
 
 @pytest.mark.grid
@@ -99,11 +91,11 @@ def test_parameters_on_the_host_have_the_numbers_of_none(exact, setup):
 
     # What the model reads is on the host, large kernels by layer, and stays there; its gradients are not.
     layout = step.layout()
-    assert on_host(host) == layout.host and layout.host_params >= {
+    assert host_leaves(host) == layout.host and layout.host_params >= {
         name for name, leaf in named_leaves(layout.state.params) if name.endswith("kernel")}
     assert f"{layout.host_param_bytes:,} bytes forward and as many backward" in layout.describe()
     gradients, _, _ = step.gradients(host, BATCH)
-    assert not on_host(gradients)
+    assert not host_leaves(gradients)
     assert np.isfinite(jax.tree.leaves(step.evaluator()(host, BATCH))[0])
 
 
@@ -121,7 +113,7 @@ def test_a_state_is_made_and_taken_in_by_groups(monkeypatch):
     imported = step.with_params(step.init(jax.random.key(1), BATCH), step.params(parts))
     other = step.init(jax.random.key(2), BATCH)
     for state in (parts, imported, other):
-        assert on_host(state) == on_host(whole) == step.layout().host
+        assert host_leaves(state) == host_leaves(whole) == step.layout().host
     # XLA:CPU may round the last bit of a leaf that it computes alone in another way.
     whole, parts, imported, other = (values(state) for state in (whole, parts, imported, other))
     assert all(np.allclose(whole[name], parts[name], rtol=1e-6, atol=1e-7) for name in whole)
@@ -146,7 +138,7 @@ def test_checkpoints_are_restored_to_either_memory(tmp_path):
             before = values(step.layout().load(state))
         for restoring in (step, other):
             found = zero_jax.Checkpoints(tmp_path / name).restore(restoring, BATCH).state
-            assert on_host(found) == restoring.layout().host
+            assert host_leaves(found) == restoring.layout().host
             for (leaf, left), right in zip(before.items(), values(restoring.layout().load(found)).values(),
                                            strict=True):
                 assert left.tobytes() == right.tobytes(), leaf

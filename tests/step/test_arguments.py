@@ -67,6 +67,13 @@ OPTIONS = {
     "partition_activations=.*: give True": {"partition_activations": []},
     "remat=5: give one of": {"remat": 5},
     "precision=5 is a int|precision=5": {"precision": 5},
+    "accumulate=0: give at least 1": {"accumulate": 0},
+    "accumulate=True: give a whole number": {"accumulate": True},
+    "reduce='twice': give": {"accumulate": 2, "reduce": "twice"},
+    "gather='auto': give": {"accumulate": 2, "gather": "auto"},
+    "gather=1: give": {"accumulate": 2, "gather": 1},
+    "offload='disk': give \"optimizer\"": {"offload": "disk"},
+    "offload=True: give \"optimizer\"": {"offload": True},
 }
 VALUES = {
     "spike=nan: give a finite number above 1": lambda: Guard(spike=NAN),

@@ -188,12 +188,6 @@ def test_the_layout_says_what_is_gathered_once():
     assert "parameters are gathered" not in at_use and "gathered in forward" not in at_use
 
 
-@pytest.mark.parametrize("gather", ["twice", 1, "auto"])
-def test_what_cannot_be_is_refused(gather):
-    with pytest.raises(zero_jax.UsageError, match=f"gather={gather!r}: give"):
-        flat_step(gpt2.build(UNEVEN), 3, accumulate=2, gather=gather)
-
-
 def test_a_copy_that_does_not_fit_is_refused():
     config = dataclasses.replace(gpt2.PRESETS["13b"], max_length=16)
     with pytest.raises(zero_jax.UsageError, match=r"gather=\"step\": state, the .* \(TPU v5 lite\): give hpz"):

@@ -67,6 +67,10 @@ def run(step, state, steps):
     return state, numbers
 
 
+def host_leaves(state):
+    return {name for name, leaf in named_leaves(state) if leaf.sharding.memory_kind == "pinned_host"}
+
+
 def differing(left, right):
     """Names of the leaves whose bits differ; the copy of master weights that stage 3 has with files alone is not."""
     left, right = dict(named_leaves(left)), dict(named_leaves(right))
