@@ -20,7 +20,7 @@ from support.stacked_nnx import NnxStacked
 from support.two_processes import GPT2_BATCH, two_processes
 
 import zero_jax
-from zero_jax.checkpoint import by_leaf
+from zero_jax.checkpoint import checkpoint
 from zero_jax.checkpoint.orbax_files import ArrayWriter, chunk_shape
 from zero_jax.errors import CheckpointError, DamagedCheckpointError
 from zero_jax.step.disk.records import shard_bytes
@@ -130,7 +130,8 @@ def test_the_files_are_those_of_any_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's other reads of that leaf
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # of Orbax's other reads
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_leaf_in_the_place_of_another_is_found(tmp_path, monkeypatch):
     """The control of the digests: written in the place of another, or read so, no checkpoint is taken."""
     def other(name):
@@ -150,7 +151,7 @@ def test_a_leaf_in_the_place_of_another_is_found(tmp_path, monkeypatch):
     with zero_jax.Checkpoints(tmp_path / "saved") as checkpoints:
         checkpoints.save(step, state, at=2, wait=True)
     with monkeypatch.context() as patch:
-        patch.setattr(by_leaf, "read_arrays", lambda path, abstract, real=by_leaf.read_arrays: real(
+        patch.setattr(checkpoint, "read_arrays", lambda path, abstract, real=checkpoint.read_arrays: real(
             path, {other(name): like for name, like in abstract.items()}))
         with pytest.raises(DamagedCheckpointError, match="blocks/.* has the digest"):
             zero_jax.Checkpoints(tmp_path / "saved").restore(step, BATCH)

@@ -3,18 +3,20 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import jax
+
 from zero_jax.arguments import check_path, whole
 from zero_jax.checkpoint import orbax_store as storage
-from zero_jax.checkpoint.by_leaf import LeavesOfCheckpoint, LeavesToSave
 from zero_jax.checkpoint.integrity import proven, read_arrays, read_manifest, verify
-from zero_jax.checkpoint.logical_state import logical_state_of
+from zero_jax.checkpoint.logical_state import LogicalState, logical_state_of
 from zero_jax.checkpoint.manifest import (
     PARAMS,
     DamagedCheckpointError,
+    Leaf,
     Manifest,
     check_adapters,
     check_fit,
@@ -23,6 +25,7 @@ from zero_jax.checkpoint.manifest import (
     package_versions,
     run_of,
 )
+from zero_jax.checkpoint.orbax_files import ArrayWriter
 from zero_jax.checkpoint.outer_params import OUTER, read_outer, slices_in
 from zero_jax.checkpoint.retention import LOG, Folder
 from zero_jax.distributed.agreement import all_or_none
@@ -31,6 +34,7 @@ from zero_jax.offload.disk_leaves import in_arrays
 from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.state import ZeroState
 from zero_jax.step.call_checks import check_state, check_step
+from zero_jax.step.disk.records import chunks
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.tree import merge, named_leaves
 
@@ -139,7 +143,7 @@ class Checkpoints:
                             config, package_versions())
         in_files, leaves = step.in_files(state), dict(named_leaves(state))
         arrays, digests = logical.from_leaves({name: leaves[name] for name in names if name in leaves})
-        others = None if in_files is None else LeavesToSave(logical, in_files, names, manifest, digests)
+        others = None if in_files is None else _LeavesToSave(logical, in_files, names, manifest, digests)
         try:
             if message := self._folder.lock():
                 LOG.warning(message)
@@ -190,7 +194,7 @@ class Checkpoints:
             check_adapters(step, manifest, str(path))
             saved = {name: manifest.leaves[name] for name in wanted}
             if step.layout().disk:
-                return step.from_leaves(LeavesOfCheckpoint(logical, path, saved))
+                return step.from_leaves(_LeavesOfCheckpoint(logical, path, saved))
             state, digests = logical.to_step(read_arrays(path, logical.abstract(saved)), saved)
             verify(path, saved, digests)
             return state
@@ -299,3 +303,55 @@ class Checkpoints:
                     LOG.warning("Checkpoint %d of %s is restored instead of %d.", number, folder.path, candidates[0])
                 return number, manifest, result, tuple(messages)
         raise DamagedCheckpointError(f"No checkpoint of {folder.path} is intact: {' '.join(messages)}")
+
+
+class _LeavesToSave:
+    """The leaves in files of a state, for `orbax_store.write`, saved one by one: the whole of them is in no memory.
+
+    names: of those with elements.
+    """
+
+    def __init__(self, logical: LogicalState, files: Any, names: Sequence[str], manifest: Manifest,
+                 digests: dict[str, str]):
+        """files: as `step.in_files` returns them. names: of what is to be saved, in memory or in files.
+
+        digests: by name, those of leaves in memory, when `write` is called.
+        """
+        self._logical, self._files, self._manifest, self._digests = logical, files, manifest, digests
+        self._names = sorted(files.layout.disk.intersection(names))
+        self._likes = logical.abstract(logical.leaves(self._names))
+        self.names = tuple(self._likes)
+
+    def write(self, folder: Any) -> dict[str, Any]:
+        """Writes them, and returns the manifest. Every process calls this."""
+        writer = all_or_none(lambda: ArrayWriter(folder, self._likes))
+        # Some at a time, which take no more of a device than the largest of them.
+        for names in chunks(self._names, {name: self._files.leaves[name].like for name in self._names}):
+            leaves, arrays = self._files.read_leaves(names), dict[str, jax.Array]()
+            for name in names:
+                saved, digests = self._logical.from_leaves({name: leaves.pop(name)})
+                arrays |= saved
+                self._digests |= digests
+            all_or_none(lambda arrays=arrays: writer.write(arrays))
+        all_or_none(writer.finish)
+        return self._manifest.to_json(self._digests)
+
+
+class _LeavesOfCheckpoint:
+    """A checkpoint's leaves as a step stores them; `step.from_leaves` reads them, one by one where they go to files."""
+
+    def __init__(self, logical: LogicalState, path: Any, saved: Mapping[str, Leaf]):
+        """saved: the leaves by the manifest. Nothing is read yet."""
+        self._logical, self._path, self._saved = logical, path, saved
+        self._digests: dict[str, str] = {}
+
+    def leaves(self, names: Sequence[str]) -> dict[str, Any]:
+        """The leaves `names`, together."""
+        saved = {name: self._saved[name] for name in names}
+        leaves, digests = self._logical.to_leaves(read_arrays(self._path, self._logical.abstract(saved)), saved)
+        self._digests |= digests
+        return leaves
+
+    def check(self) -> None:
+        """Raises DamagedCheckpointError unless all that was read has the digests that were saved."""
+        verify(self._path, self._saved, self._digests)

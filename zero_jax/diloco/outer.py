@@ -137,14 +137,13 @@ def apply_movement(params: Params, outer: Mapping[str, Params], movement: Mappin
 
     Each slice keeps `options.kept` of its own parameters, and takes the rest from the outer ones.
     """
-    store, restore = stores
     start, momentum = _pieces(outer["params"], fragment, 0), _pieces(outer["momentum"], fragment, 0)
     new_momentum, new_outer, new_params = {}, {}, {}
     for name, gradient in movement.items():
         new_momentum[name] = velocity = options.momentum * momentum[name] + gradient
         update = gradient + options.momentum * velocity if options.nesterov else velocity
         new_outer[name] = start[name] - options.learning_rate * update
-    for name, own in _pieces(params, fragment, 1, store).items():
+    for name, own in _pieces(params, fragment, 1, stores[0]).items():
         target = jnp.broadcast_to(new_outer[name][None], own.shape)
         kept: Any = options.kept
         mixed = kept * own.astype(target.dtype) + (1 - kept) * target if kept else target

@@ -5,7 +5,6 @@ That is found first, from the shapes of a batch; what is traced then knows it.
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,8 +52,6 @@ from zero_jax.transforms.tiled_products import tile_products
 from zero_jax.tree import cast_floating, map_named, merge
 from zero_jax.typing import Batch, Gradients, Loss, Metrics, OptState, Params, PRNGKey, Scalar, Variables
 from zero_jax.views.in_parts import in_parts
-
-LOG = logging.getLogger("zero_jax")
 
 
 class StepFunctions:
