@@ -2,11 +2,10 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 from support.covering import weekly
 from support.oracle import slow
-from support.saved import BATCH, difference, dump, make_step
+from support.saved import BATCH, difference, dump, make_step, muon_by_owner
 
 import zero_jax
 from zero_jax.checkpoint import logical_state
@@ -14,12 +13,6 @@ from zero_jax.tree import named_leaves
 
 WORDS = np.array([0x80000000, 1, 0x80000001, 0x007FFFFF, 0x7F800001, 0xFFC00001, 0x7FA00000, 0x7F800000], np.uint32)
 """-0.0, three subnormal numbers, a signalling NaN, two NaNs with payloads, infinity."""
-
-
-def muon_by_owner(mesh):
-    muon = zero_jax.whole_matrices(optax.contrib.muon(1e-2), mesh, "owner")
-    return optax.partition({True: muon, False: optax.adamw(1e-3)},
-                           lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree))
 
 
 def muon_step(stage, count):

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from support.oracle import slow
-from support.saved import BATCH, MODEL, WORDS, difference, dump, make_step, trained
+from support.saved import BATCH, MODEL, WORDS, difference, dump, make_step, muon_by_owner, trained
 
 import zero_jax
 
@@ -40,12 +40,6 @@ class Dropping(nnx.Module):
 UNEVEN = nn.Sequential([nn.Embed(WORDS, 67), nn.Dense(131), nn.gelu, nn.Dense(WORDS)])
 
 
-def by_rank(mesh):
-    muon = zero_jax.whole_matrices(optax.contrib.muon(1e-2), mesh, "owner")
-    return optax.partition({True: muon, False: optax.adamw(1e-3)},
-                           lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree))
-
-
 def options_of(**options):
     return lambda mesh: options
 
@@ -53,7 +47,7 @@ def options_of(**options):
 CASES = {
     "adamw": options_of(optimizer=optax.adamw(1e-3, mu_dtype=jnp.bfloat16)),
     "adafactor": options_of(optimizer=optax.adafactor(1e-2, min_dim_size_to_factor=8)),
-    "muon": lambda mesh: {"optimizer": by_rank(mesh)},
+    "muon": lambda mesh: {"optimizer": muon_by_owner(mesh)},
     "multi steps": options_of(optimizer=optax.MultiSteps(optax.adamw(1e-3), 2)),
     "multi transform": options_of(optimizer=optax.partition(
         {"a": optax.sgd(1e-2, momentum=0.9), "b": optax.inject_hyperparams(optax.adamw)(1e-3)},

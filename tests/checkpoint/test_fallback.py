@@ -4,17 +4,11 @@ import json
 import shutil
 
 import pytest
-from support.saved import BATCH, step_for, trained
+from support.saved import BATCH
 
 import zero_jax
 from zero_jax import Checkpoints
 from zero_jax.files import checksum
-
-
-@pytest.fixture(scope="module")
-def trained_state():
-    step = step_for(0, 1)
-    return step, trained(step)
 
 
 def odd(**values):

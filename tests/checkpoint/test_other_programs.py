@@ -6,19 +6,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint.experimental import v1
-from support.saved import BATCH, step_for, trained
+from support.saved import BATCH
 
 import zero_jax
 from zero_jax import Checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Orbax's names differ between its releases
 TREE = {"state": np.arange(5.0), "manifest": np.ones(3)}
-
-
-@pytest.fixture(scope="module")
-def trained_state():
-    step = step_for(0, 1)
-    return step, trained(step)
 
 
 def contents(root):

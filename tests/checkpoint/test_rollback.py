@@ -5,17 +5,11 @@ import shutil
 import time
 
 import pytest
-from support.saved import BATCH, step_for, trained
+from support.saved import BATCH
 
 import zero_jax
 from zero_jax import Checkpoints
 from zero_jax.checkpoint.history import PLACE, History, Place, parse_place
-
-
-@pytest.fixture(scope="module")
-def trained_state():
-    step = step_for(0, 1)
-    return step, trained(step)
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,13 @@ def make_step(stage, count, model=MODEL, *, optimizer=ADAMW, mesh=None, **option
     return flat_step(model, stage, optimizer=optimizer, mesh=mesh or mesh_of(count), **options)
 
 
+def muon_by_owner(mesh):
+    """Muon for matrices, each of which a device owns, and AdamW for the rest."""
+    muon = zero_jax.whole_matrices(optax.contrib.muon(1e-2), mesh, "owner")
+    return optax.partition({True: muon, False: optax.adamw(1e-3)},
+                           lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree))
+
+
 @functools.cache
 def step_for(stage: int, count: int):
     """The step of the small model, made and compiled once for all tests of a process."""

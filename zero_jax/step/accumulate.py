@@ -4,7 +4,6 @@ The loop carries shards of the sum (`reduce="every"`, the memory of ZeRO-2), or 
 as large as all parameters, which is reduced once behind it (`reduce="once"`, the communication of one batch).
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -79,7 +78,8 @@ def accumulate_gradients(
                                  HostSums(stacks, index == 0) if stacks else None)
         # Else XLA:TPU moves sums over devices out of the loop, which then carries whole gradients; libtpu 0.0.48 adds
         # an embedding's rows wrongly when it does (openxla/xla issue 49143).
-        grads = _barrier(grads, on_host)
+        here = jax.lax.optimization_barrier({name: leaf for name, leaf in named_leaves(grads) if name not in on_host})
+        grads = map_named(lambda name, leaf: here.get(name, leaf), grads)
         grad_sum = map_named(
             lambda name, total, grad, sharding: grad if name in on_host else constrain(
                 add_weighted(total, grad.astype(total.dtype), output.weight), sharding),
@@ -100,12 +100,6 @@ def accumulate_gradients(
         uses = dict(named_leaves(layout.uses))
         grads = map_named(lambda name, grad: grad.astype(uses[name].reduce) if name in uses else grad, grads)
     return output._replace(variables=variables), grads
-
-
-def _barrier(grads: Gradients, on_host: Mapping[str, int]) -> Gradients:
-    """An optimization barrier around the gradients in device memory."""
-    here = jax.lax.optimization_barrier({name: leaf for name, leaf in named_leaves(grads) if name not in on_host})
-    return map_named(lambda name, leaf: here.get(name, leaf), grads)
 
 
 def _weighted_mean(outputs: ForwardOutput) -> tuple[ForwardOutput, Scalar]:
