@@ -223,12 +223,9 @@ def test_values_that_do_not_fit_leave_the_state_alone(change, message):
 @weekly("stage", [0, 3])
 def test_to_and_from_a_train_state(stage):
     """A plain loop's third step, taken here, and the same the other way round."""
-    class WithStats(TrainState):
-        batch_stats: dict
-
     def create(variables):
-        return WithStats.create(apply_fn=Net().apply, params=variables["params"], tx=ADAM,
-                                batch_stats=variables["batch_stats"])
+        return LinenTrainState.create(apply_fn=Net().apply, params=variables["params"], tx=ADAM,
+                                      batch_stats=variables["batch_stats"])
 
     train_state = create(variables_of())
     for batch in BATCHES[:2]:
