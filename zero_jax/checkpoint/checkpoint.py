@@ -226,7 +226,7 @@ class Checkpoints:
             check_fit(dataclasses.replace(manifest, leaves=known), wanted, str(path), cast=cast)
             check_adapters(step, manifest, str(path))
             saved = {name: manifest.leaves[name] for name in names}
-            arrays, digests = logical.to_arrays(read_arrays(path, logical.abstract(saved)), saved)
+            arrays, digests = logical.to_leaves(read_arrays(path, logical.abstract(saved)), saved, store=False)
             verify(path, saved, digests)
             return arrays
 

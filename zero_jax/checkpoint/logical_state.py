@@ -104,16 +104,10 @@ class LogicalState:
         state = jax.tree.unflatten(self._treedef, [leaves[name] for name in self.names])
         return dataclasses.replace(state, weights=weights), digests
 
-    def to_leaves(self, arrays: Mapping[str, jax.Array], saved: Mapping[str, Leaf]
+    def to_leaves(self, arrays: Mapping[str, jax.Array], saved: Mapping[str, Leaf], *, store: bool = True
                   ) -> tuple[dict[str, jax.Array], dict[str, str]]:
-        """As `to_step`, of some leaves by name; without the gathered parameters."""
-        leaves, _, digests = self._run(arrays, saved)
-        return leaves, digests
-
-    def to_arrays(self, arrays: Mapping[str, jax.Array], saved: Mapping[str, Leaf]
-                  ) -> tuple[dict[str, jax.Array], dict[str, str]]:
-        """(the arrays in logical shapes, PRNG keys typed, dtypes of this layout; the digests of what was read)."""
-        leaves, _, digests = self._run(arrays, saved, store=False)
+        """As `to_step`, of some leaves by name, without the gathered parameters; store: False: in logical shapes."""
+        leaves, _, digests = self._run(arrays, saved, store=store)
         return leaves, digests
 
     def tree(self, arrays: Mapping[str, jax.Array], kind: str) -> Any:

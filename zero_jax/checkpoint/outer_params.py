@@ -44,8 +44,8 @@ def read_outer(path: Any, manifest: Manifest, layout: Layout, num_slices: int, *
     check_fit(dataclasses.replace(manifest, leaves=saved), saved_as.leaves(names), str(path), cast=cast)
     saved = {name: saved[name] for name in names}
     files = read_arrays(path, {sources[name]: leaf for name, leaf in saved_as.abstract(saved).items()})
-    arrays, digests = saved_as.to_arrays(
-        {name: files[sources[name]] for name, leaf in saved.items() if math.prod(leaf.shape)}, saved)
+    arrays, digests = saved_as.to_leaves(
+        {name: files[sources[name]] for name, leaf in saved.items() if math.prod(leaf.shape)}, saved, store=False)
     verify(path, saved, digests)
     dtypes = {name: leaf.dtype for name, leaf in logical_state_of(layout).leaves(names).items()}
 

@@ -193,11 +193,8 @@ class DiLoCoStep(AnyStep):
         check_values(batch, self.step.loss, self.step.batches)
         self.step.batches.check(batch, self.step.accumulation.microbatches)
         number = self._last[1] if self._last[0] is state.step else int(state.step)
-        try:
+        with state_explained(state, self.layout(batch)):
             state, metrics = self._of(self.due(number), batch)(state, batch)
-        except (TypeError, ValueError):
-            self._check(state)  # what does not fit gets its own message
-            raise
         self._last = state.step, number + 1
         return state, metrics
 

@@ -135,11 +135,6 @@ class Generations:
         self._once: list[dict[int, str]] = [{}, {}]
         self._threads, self._lock, self._is_open = threading.Lock(), RunLock(self.path), False
 
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of both generations."""
-        return 2 * self.layout.num_bytes
-
     def lock(self) -> str:
         """Takes the folder for this run; returns a message where it was that of a dead process.
 
@@ -277,10 +272,10 @@ class Generations:
 
     def _check_space(self) -> None:
         there = sum(file.path.stat().st_blocks * 512 for file in self._files if file.path.exists())
-        free = shutil.disk_usage(self.path.parent).free
-        if self.disk_bytes - there > free:
+        free, needed = shutil.disk_usage(self.path.parent).free, 2 * self.layout.num_bytes
+        if needed - there > free:
             raise CheckpointError(
-                f"disk: two generations of {self.layout.num_bytes:,} bytes are {self.disk_bytes:,}, and "
+                f"disk: two generations of {self.layout.num_bytes:,} bytes are {needed:,}, and "
                 f"{self.path.parent} has {free:,} bytes free: free space there, name a folder on another disk, or give "
                 "an optimizer with less state.")
 

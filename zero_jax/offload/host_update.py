@@ -209,10 +209,6 @@ class UnitRun:
         return sum(leaf_bytes(self.blocks.sizes, shape_of(self.carried_vars[number]).dtype)
                    for number in self.unit.stored)
 
-    def no_sums(self) -> list[Any]:
-        """What sums are before the first block."""
-        return [jnp.zeros((), shape_of(eqn.outvars[0]).dtype) for eqn in self.unit.sums]
-
     def over_devices(self, sums: Sequence[Any]) -> list[Any]:
         """Sums over the shards, from those of each."""
         return [jax.lax.psum(value, names) for value in sums] if (names := names_of(self.unit.spec)) else list(sums)
@@ -236,7 +232,8 @@ def run_blocks(runs: Sequence[UnitRun], args: Sequence[dict[str, Any]], *, both_
 
     count = runs[0].blocks.count
     ahead, others = _in_halves(runs if both_ways and count > 1 else [], len(runs))
-    carry = [(buffer, run.no_sums()) for run, buffer in zip(runs, buffers, strict=True)]
+    carry = [(buffer, [jnp.zeros((), shape_of(eqn.outvars[0]).dtype) for eqn in run.unit.sums])
+             for run, buffer in zip(runs, buffers, strict=True)]
     carry = _in_iterations(_Half(runs, args, ahead), _Half(runs, args, others), carry, count)
     for at, (run, arg) in enumerate(zip(runs, args, strict=True)):
         if rest := run.blocks.rest:

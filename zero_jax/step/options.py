@@ -214,21 +214,17 @@ class StepOptions:
     @property
     def layout_policy(self) -> LayoutPolicy:
         """What of these options decides how the state is stored."""
-        return LayoutPolicy(self.stage, self.precision, reduce_at_use=not self.accumulation.once,
-                            hpz_axes=self.hpz_axes, codes=self.communication.codes,
-                            compute_shards=self._offloads_master)
+        precision, codes, offload = self.precision, self.communication.codes, self.offload
+        # Stage 3 reads a sharded copy of master weights in host memory: it must have the same gradients.
+        reads_copy = (offload is not None and offload.master != "device" and codes is None
+                      and self.communication.gather == "use" and precision.reduce in (None, precision.compute))
+        return LayoutPolicy(self.stage, precision, reduce_at_use=not self.accumulation.once, hpz_axes=self.hpz_axes,
+                            codes=codes, compute_shards=reads_copy)
 
     @property
     def host_offload(self) -> Offload | None:
         """What is in host memory; None where all that is offloaded is in files."""
         return None if self.offload is None or self.offload.disk is not None else self.offload
-
-    @property
-    def _offloads_master(self) -> bool:
-        """Whether stage 3 reads a sharded copy of master weights in host memory: it must have the same gradients."""
-        precision = self.precision
-        return (self.offload is not None and self.offload.master != "device" and self.communication.codes is None
-                and self.communication.gather == "use" and precision.reduce in (None, precision.compute))
 
     def activations(self, axes: MeshAxes, batch_size: int) -> Activations:
         """How the activations of so many examples are sharded and stored."""
