@@ -80,11 +80,6 @@ def diloco_layout(layout: Layout, num_slices: int) -> Layout:
             stacked.stored_shapes, opt_state=both(stacked.stored_shapes.opt_state, outer_shapes)))
 
 
-def is_stacked(name: str) -> bool:
-    """Whether the leaf `name` of a state has a leading dim of the slices."""
-    return name.split("/")[0] not in ("step", "frozen") and not name.startswith(f"opt_state/{OUTER}/")
-
-
 class DiLoCoFunctions:
     """What `DiLoCoStep` compiles. Nothing here runs on devices by itself."""
 
@@ -242,7 +237,7 @@ class DiLoCoFunctions:
         here, there = jnp.arange(self.num_slices), before.num_slices
 
         def pick(name: str, leaf: jax.Array) -> jax.Array:
-            if not is_stacked(name):
+            if name.startswith(("step", "frozen/", f"opt_state/{OUTER}/")):  # what all slices share
                 return leaf
             leaf = leaf[here % there]
             # The first `there` keep their keys.

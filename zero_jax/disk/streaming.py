@@ -10,7 +10,7 @@ import itertools
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from zero_jax.disk.record_file import Record, RecordLayout, aligned_buffer
 
@@ -70,7 +70,7 @@ class Streaming:
         todo, pending = iter(records), collections.deque[Future[T]]()
 
         def one(record: Record) -> T:
-            with self._buffer("read") as buffer:
+            with self.buffer() as buffer:
                 self.files.read(record, buffer)
                 return use(record, buffer)
 
@@ -100,7 +100,7 @@ class Streaming:
             self._pending.popleft().result()
 
         def one() -> None:
-            with self._buffer("write") as buffer:
+            with self.buffer("write") as buffer:
                 def filled() -> memoryview:
                     fill(record, buffer)
                     return buffer
@@ -125,10 +125,6 @@ class Streaming:
             self.files.abandon()
             raise
 
-    def buffer(self) -> Any:
-        """A buffer of the size of the largest record, for the time of a `with`."""
-        return self._buffer("read")
-
     def close(self) -> None:
         """Ends the threads and closes the files."""
         self._readers.shutdown(cancel_futures=True)
@@ -137,7 +133,8 @@ class Streaming:
         self.files.close()
 
     @contextlib.contextmanager
-    def _buffer(self, kind: str) -> Iterator[memoryview]:
+    def buffer(self, kind: str = "read") -> Iterator[memoryview]:
+        """A buffer of the size of the largest record, for the time of a `with`; kind: of those to "read" or "write"."""
         free = self._buffers[kind]
         buffer = free.get()
         try:

@@ -111,7 +111,7 @@ def _loops(keys: Sequence[_Key], shapes: Mapping[_Key, tuple[int, ...]], sizes: 
         return [{key: Blocks(shapes[key], size) for key in keys}]
     common = math.gcd(*(shapes[key][1] if len(shapes[key]) > 1 else 1 for key in keys))
     common = 1 if tiled else common
-    splits = [n for n in _divisors(common) if row_bytes <= n * buffer_bytes]
+    splits = [n for n in range(2, common + 1) if common % n == 0 and row_bytes <= n * buffer_bytes]
     if splits:
         return [{key: Blocks(shapes[key], 1, splits[0]) for key in keys}]
     if len(keys) > 1:
@@ -136,10 +136,6 @@ def _filled(keys: Sequence[_Key], sizes: Mapping[_Key, int], limit: int) -> list
         groups[-1].append(key)
         left -= sizes[key]
     return groups
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(2, number + 1) if number % n == 0]
 
 
 def bind_on_block(eqn: JaxprEqn, values: Sequence[Any], *, spec: P, shape: tuple[int, ...], start: Sequence[Any],

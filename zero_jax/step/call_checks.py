@@ -115,7 +115,8 @@ def _called_with_params(error: Exception, loss: Loss) -> str | None:
     unlikely = type(error).__module__ == "builtins" and not isinstance(error, (TypeError, AttributeError))
     named = re.search("param|variables|weights", first) and not unlikely
     subscripted = isinstance(error, TypeError) and re.search("is not (subscriptable|iterable)", str(error))
-    if not (named or subscripted and _raised_in(error, target)
+    is_its_own = getattr(target, "__code__", None) in _frames_of(error)[-3:]  # or of Flax, called from there
+    if not (named or subscripted and is_its_own
             or type(error).__name__ == "ApplyScopeInvalidVariablesTypeError"):
         return None
     return (f"The loss is called as loss(model, batch) with a model that has its parameters, and not as loss(params, "
@@ -133,11 +134,6 @@ def _target(function: Any) -> Any:
 def _frames_of(error: Exception) -> list[Any]:
     """The code of each frame that `error` came through, the innermost last."""
     return [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-
-
-def _raised_in(error: Exception, function: Any) -> bool:
-    """Whether the innermost frame of `error` is one of `function`, or of Flax where it was called from there."""
-    return getattr(function, "__code__", None) in _frames_of(error)[-3:]
 
 
 def is_traced(state: ZeroState, batch: Batch) -> bool:
