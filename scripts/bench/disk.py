@@ -241,7 +241,7 @@ def train(way, folder, million, steps, buffer_mib, in_stack):
               "init_seconds": init_seconds, **checkpoint}
     if way == "files":
         records = step._states.records.layout.records
-        read = sum(piece.reads.num_bytes for piece in step._states.pieces if piece.reads is not None)
+        read = sum(block.reads.num_bytes for block in step._states.blocks if block.reads is not None)
         result |= {"read_bytes": read, "written_bytes": sum(each.num_bytes for each in records if not each.once),
                    "ring_mib": step._states.streaming.ring_bytes / 2**20,
                    "direct": step._states.generations._files[0].is_direct}
