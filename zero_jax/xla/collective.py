@@ -1,8 +1,9 @@
 """One collective of compiled HLO: kind, bytes, group and run count, read from its instruction and its surroundings."""
 
 import dataclasses
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from zero_jax.xla import replica_groups
 from zero_jax.xla.parser import Computation, Frame, Instruction, Module
@@ -17,6 +18,8 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+
+
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """One collective instruction of the compiled program, which may combine many arrays.
@@ -78,6 +81,16 @@ class Collective:
         return tuple(dict.fromkeys(dtype for dtype, _ in self.shapes))
 
     @property
+    def elements(self) -> int:
+        """Elements of the payload."""
+        return sum(math.prod(dims) for _, dims in self.shapes)
+
+    @property
+    def step_bytes(self) -> float:
+        """Bytes that each device sends per step: `communication_bytes` times `count`."""
+        return self.communication_bytes * self.count
+
+    @property
     def communication_bytes(self) -> float:
         """Bytes that each device sends in one run on an ideal ring; `count` is not included.
 
@@ -103,9 +116,12 @@ class Execution:
     def loop(self, trips: int | None) -> "Execution":
         """The same inside a loop of `trips` iterations; None is unknown and counts once."""
         times = 1 if trips is None else trips
-        return dataclasses.replace(
-            self, count=self.count * times, known=self.known and trips is not None, in_loop=True
-        )
+        return dataclasses.replace(self, count=self.count * times, known=self.known and trips is not None, in_loop=True)
+
+
+def total_bytes(collectives: Iterable[Collective]) -> float:
+    """Bytes that each device sends for them per step."""
+    return sum(each.step_bytes for each in collectives)
 
 
 def kind_of(instruction: Instruction) -> str | None:

@@ -70,22 +70,18 @@ class Totals:
     hbm_bytes: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Overlap:
-    """Work that is scheduled between the start and the done of `collective`, in one run of it."""
-
-    collective: Collective
-    flops: float
-    hbm_bytes: float
+def with_runs(events: Iterable[Event], runs: int = 1) -> Iterator[tuple[Work | Start | Done, int]]:
+    """The events and those in their loops, in order, with how often the loops around each run it."""
+    for event in events:
+        if isinstance(event, Loop):
+            yield from with_runs(event.body, runs * event.trips)
+        else:
+            yield event, runs
 
 
 def collectives(events: Iterable[Event]) -> Iterator[Collective]:
     """The collectives of `events`, in order; `count` says how often the loops around one run it."""
-    for event in events:
-        if isinstance(event, Start):
-            yield event.collective
-        elif isinstance(event, Loop):
-            yield from collectives(event.body)
+    return (event.collective for event, _ in with_runs(events) if isinstance(event, Start))
 
 
 def again_by_xla(work: Work) -> bool:
@@ -102,31 +98,16 @@ def totals(events: Iterable[Event], *, of: Callable[[Work], bool] = lambda work:
     """The work of `events`, or that `of` which something holds; that of a loop times its trips."""
     flops: Counter[str] = Counter()
     hbm_bytes = 0.0
-    for event in events:
+    for event, runs in with_runs(events):
         if isinstance(event, Work) and of(event):
-            flops.update(event.flops)
-            hbm_bytes += event.hbm_bytes
-        elif isinstance(event, Loop):
-            inside = totals(event.body, of=of)
-            flops.update({dtype: event.trips * amount for dtype, amount in inside.flops.items()})
-            hbm_bytes += event.trips * inside.hbm_bytes
+            flops.update({dtype: runs * amount for dtype, amount in event.flops.items()})
+            hbm_bytes += runs * event.hbm_bytes
     return Totals(dict(flops), hbm_bytes)
 
 
 def opaque_calls(events: Iterable[Event]) -> Iterator[Work]:
     """The custom calls of `events` whose FLOPs are not known, in order; once for a loop."""
-    for event in events:
-        if isinstance(event, Work) and event.opaque:
-            yield event
-        elif isinstance(event, Loop):
-            yield from opaque_calls(event.body)
-
-
-def overlapped(events: Iterable[Event]) -> list[Overlap]:
-    """For every collective, in order, the work between its start and its done; loops in between count their trips."""
-    clock = _Clock()
-    clock.run(events)
-    return [Overlap(c, *clock.spans.get(id(c), (0.0, 0.0))) for c in clock.order]
+    return (event for event, _ in with_runs(events) if isinstance(event, Work) and event.opaque)
 
 
 class _Clock:
@@ -168,23 +149,23 @@ class _Clock:
 
 
 def with_overlap(events: Iterable[Event]) -> tuple[Event, ...]:
-    """`events`, with the overlap of each collective in its `overlapped_flops` and `overlapped_bytes`."""
-    events = tuple(events)
-    updated = {
-        id(each.collective): dataclasses.replace(
-            each.collective, overlapped_flops=each.flops, overlapped_bytes=each.hbm_bytes
-        )
-        for each in overlapped(events)
-    }
-    return _with_collectives(events, updated)
+    """`events`, with the work between start and done of each collective in its `overlapped_flops` and `_bytes`.
 
+    Loops in between count their trips.
+    """
+    events, clock = tuple(events), _Clock()
+    clock.run(events)
+    updated: dict[int, Collective] = {}
+    for collective in clock.order:
+        flops, hbm_bytes = clock.spans.get(id(collective), (0.0, 0.0))
+        updated[id(collective)] = dataclasses.replace(
+            collective, overlapped_flops=flops, overlapped_bytes=hbm_bytes)
 
-def _with_collectives(events: Iterable[Event], updated: Mapping[int, Collective]) -> tuple[Event, ...]:
-    return tuple(
-        dataclasses.replace(event, body=_with_collectives(event.body, updated))
-        if isinstance(event, Loop)
-        else event
-        if isinstance(event, Work)
-        else dataclasses.replace(event, collective=updated.get(id(event.collective), event.collective))
-        for event in events
-    )
+    def replaced(event: Event) -> Event:
+        if isinstance(event, Loop):
+            return dataclasses.replace(event, body=tuple(map(replaced, event.body)))
+        if isinstance(event, Work):
+            return event
+        return dataclasses.replace(event, collective=updated.get(id(event.collective), event.collective))
+
+    return tuple(map(replaced, events))

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from zero_jax.errors import UsageError
 from zero_jax.xla import events
-from zero_jax.xla.collective import KINDS, Collective
+from zero_jax.xla.collective import KINDS, Collective, total_bytes
 from zero_jax.xla.schedule import schedule
 
 __all__ = ["KINDS", "Collective", "collectives", "communication_bytes"]
@@ -41,4 +41,4 @@ def communication_bytes(text: str, *, kinds: Iterable[str] | None = None) -> flo
     counted = set(KINDS if kinds is None else kinds)
     if unknown := counted - set(KINDS):
         raise UsageError(f"unknown kinds of collectives {sorted(unknown)}; known: {', '.join(KINDS)}")
-    return float(sum(c.communication_bytes * c.count for c in collectives(text) if c.kind in counted))
+    return float(total_bytes(each for each in collectives(text) if each.kind in counted))

@@ -3,15 +3,13 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
 
 from zero_jax.xla.collective import Execution, kind_of, read_collective
 from zero_jax.xla.cost import flops
-from zero_jax.xla.host_slices import HOST
 from zero_jax.xla.parser import Computation, Frame, Instruction, Module, parse
 from zero_jax.xla.provenance import UPDATE_SLICES, Flow, search
-from zero_jax.xla.shapes import Array, shape_bytes
-from zero_jax.xla.trip_count import trip_count
+from zero_jax.xla.shapes import HOST
+from zero_jax.xla.trip_count import runs
 
 _READS = {"dynamic-slice": (), "slice": (), "copy": (), "copy-start": (0,), "dynamic-slice-start": (1,)}
 """Opcodes, and where in the result the copy is."""
@@ -34,12 +32,12 @@ class HostRead:
         name: of the instruction.
         source: the input of the program that is read, as `state.weights['blocks']['kernel']`; "" where it is not found.
         bytes: of one run. runs: how often a step runs it; a loop whose length is not known counts once.
-        in_loop: whether it is in a loop. is_slice: whether it reads a part, as a layer: by an index, or that of an
-        iteration
-            which XLA has taken out of a loop.
+        in_loop: whether it is in a loop.
         is_ahead: in a loop, whether only the next iteration uses it, and this one does something else while it is
-        copied:
-            a product, half of its other work, or, on a GPU, sending 16 times the bytes of all that is copied meanwhile.
+            copied: a product, half of its other work, or, on a GPU, sending 16 times the bytes of all that is copied
+            meanwhile.
+        is_slice: whether it reads a part, as a layer: by an index, or that of an iteration which XLA has taken out of a
+            loop.
         op_name: where the program's author wrote it, or what first uses it: XLA:TPU starts the first iteration's read
             ahead of a loop, without a name.
     """
@@ -63,7 +61,17 @@ class HostRead:
 def host_reads(program: str | Module) -> list[HostRead]:
     """The reads of host memory of a compiled program, its text or parsed."""
     module = parse(program)
-    return list(_in_frame(Flow(module), Frame(module.computations[module.entry], None, None), 1, None))
+    flow, found, iterations = Flow(module), list[HostRead](), dict[str, _Iteration]()
+    for frame, instruction in module.walk():
+        if size := copied_bytes(frame.computation, instruction, to_host=False):
+            body, within = _in_loop(frame, instruction)
+            if body is not None and body.computation.name not in iterations:
+                iterations[body.computation.name] = _Iteration(module, body)
+            found.append(HostRead(
+                instruction.name, flow.input_of((frame, instruction.operands[0], ())), size, runs(module, frame),
+                body is not None, body is not None and iterations[body.computation.name].is_ahead(within),
+                "slice" in instruction.opcode, _scope(flow, frame, instruction)))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,42 +96,23 @@ def host_writes(program: str | Module) -> list[HostWrite]:
     temporaries in host memory, those that are made there.
     """
     module = parse(program)
-    return list(_written(Flow(module), Frame(module.computations[module.entry], None, None), 1))
-
-
-def _written(flow: Flow, frame: Frame, runs: int) -> Iterator[HostWrite]:
-    for instruction in frame.computation.instructions.values():
+    flow, found = Flow(module), list[HostWrite]()
+    for frame, instruction in module.walk():
         if instruction.opcode in UPDATE_SLICES:
             array, part = (frame.computation.arrays(name).get(()) for name in instruction.operands[:2])
-            if array is not None and part is not None and array.space == HOST and not flow.input_of(
-                    (frame, instruction.operands[0], ())):
-                yield HostWrite(shape_bytes(array.dtype, array.dims), shape_bytes(part.dtype, part.dims), runs,
-                                flow.module.metadata(instruction)[0])
-        for callee in instruction.callees:
-            inner = Frame(flow.module.computations[callee], instruction, frame)
-            if instruction.opcode != "while":
-                yield from _written(flow, inner, runs)
-            elif callee == instruction.attribute("body"):
-                iterations = trip_count(flow.module, frame, instruction) or 1
-                yield from _written(flow, inner, runs * iterations)
+            if array and part and array.space == HOST and not flow.input_of((frame, instruction.operands[0], ())):
+                found.append(HostWrite(array.dense_bytes, part.dense_bytes, runs(module, frame),
+                                       module.metadata(instruction)[0]))
+    return found
 
 
-def _in_frame(flow: Flow, frame: Frame, runs: int, at: "tuple[_Iteration, Instruction] | None") -> Iterator[HostRead]:
-    """Those of a computation and of all that it calls; at: the instruction of the innermost loop that they are in."""
-    module, computation = flow.module, frame.computation
-    for instruction in computation.instructions.values():
-        place = (at[0], instruction if at[0].body is computation else at[1]) if at else None
-        if size := _read_bytes(computation, instruction):
-            yield HostRead(instruction.name, flow.input_of((frame, instruction.operands[0], ())), size, runs,
-                           place is not None, place is not None and place[0].is_ahead(place[1]),
-                           "slice" in instruction.opcode, _scope(flow, frame, instruction))
-        for callee in instruction.callees:
-            inner = Frame(module.computations[callee], instruction, frame)
-            if instruction.opcode != "while":
-                yield from _in_frame(flow, inner, runs, place)
-            elif callee == instruction.attribute("body"):
-                iterations = trip_count(module, frame, instruction) or 1
-                yield from _in_frame(flow, inner, runs * iterations, (_Iteration(module, inner), instruction))
+def _in_loop(frame: Frame, instruction: Instruction) -> tuple[Frame | None, Instruction]:
+    """(The body of the innermost loop around an instruction, or None; what of that body runs it)."""
+    for parent, caller in frame.calls():
+        if caller.opcode == "while":
+            return frame, instruction
+        frame, instruction = parent, caller
+    return None, instruction
 
 
 def _scope(flow: Flow, frame: Frame, instruction: Instruction) -> str:
@@ -133,15 +122,15 @@ def _scope(flow: Flow, frame: Frame, instruction: Instruction) -> str:
     return next(filter(None, names), "")
 
 
-def _read_bytes(computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an instruction copies from host to device memory; 0 for any other."""
+def copied_bytes(computation: Computation, instruction: Instruction, *, to_host: bool) -> int:
+    """Bytes that an instruction copies out of host memory to the device's, or within it; 0 for any other."""
     if instruction.opcode not in _READS or not instruction.operands:
         return 0
-    source: Array | None = computation.arrays(instruction.operands[0]).get(())
+    source = computation.arrays(instruction.operands[0]).get(())
     target = instruction.arrays.get(_READS[instruction.opcode])
-    if source is None or target is None or source.space != HOST or target.space == HOST:
+    if source is None or target is None or source.space != HOST or (target.space == HOST) != to_host:
         return 0
-    return shape_bytes(target.dtype, target.dims)
+    return target.dense_bytes
 
 
 class _Iteration:
@@ -174,7 +163,7 @@ class _Iteration:
         for each in self.body.instructions.values():
             inside = [(self.body, each), *((self.module.computations[callee], instruction) for callee in each.callees
                                            for instruction in self.module.computations[callee].instructions.values())]
-            if size := sum(_read_bytes(*pair) for pair in inside if each.opcode != "while"):
+            if size := sum(copied_bytes(*pair, to_host=False) for pair in inside if each.opcode != "while"):
                 copies.append((*self.span(each)[:2], size))
         return copies
 

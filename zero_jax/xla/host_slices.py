@@ -9,14 +9,10 @@ one row after another (1T on 64 H100s, parameters in host memory).
 
 import dataclasses
 import re
-from collections.abc import Iterator
 
 from zero_jax.xla.parser import Frame, Instruction, Module, parse
-from zero_jax.xla.shapes import Array, shape_bytes
+from zero_jax.xla.shapes import HOST, Array, shape_bytes
 from zero_jax.xla.trip_count import Known, trip_count, value_in_iteration
-
-HOST = 5
-"""The memory space of the host."""
 
 _SLICES = {"dynamic-slice": 1, "dynamic-update-slice": 2}
 """Opcodes, and the number of their first index operand."""
@@ -64,33 +60,20 @@ class HostSlice:
 
 def host_slices(program: str | Module) -> list[HostSlice]:
     """The slices of arrays in host memory in the loops of a compiled program, its text or parsed."""
-    module = parse(program)
-    return list(_in_frame(module, Frame(module.computations[module.entry], None, None), None))
-
-
-def _in_frame(module: Module, frame: Frame, loop: tuple[Frame, Instruction] | None) -> Iterator[HostSlice]:
-    """Those of a computation, and of all that it calls; loop: the innermost, in the frame of its caller."""
-    for instruction in frame.computation.instructions.values():
-        array = _sliced(frame, instruction)
-        if array is not None and loop is not None:
+    module, found = parse(program), list[HostSlice]()
+    for frame, instruction in module.walk():
+        if instruction.opcode not in _SLICES or not instruction.operands:
+            continue
+        array = frame.computation.arrays(instruction.operands[0]).get(())
+        loop = next((call for call in frame.calls() if call[1].opcode == "while"), None)
+        if array is not None and array.space == HOST and loop is not None:
             op_name, source = module.metadata(instruction)
             walks = _WALK.findall(instruction.tail)
-            yield HostSlice(instruction.name, op_name, source, instruction.opcode == "dynamic-update-slice",
-                            _offsets(module, frame, instruction, array, loop),
-                            (int(walks[-1][0]), int(walks[-1][1])) if walks else None)
-        for callee in instruction.callees:
-            if instruction.opcode == "while" and callee == instruction.attribute("condition"):
-                continue
-            inner = (frame, instruction) if instruction.opcode == "while" else loop
-            yield from _in_frame(module, Frame(module.computations[callee], instruction, frame), inner)
-
-
-def _sliced(frame: Frame, instruction: Instruction) -> Array | None:
-    """The array in host memory that `instruction` slices or updates; None where it does neither."""
-    if instruction.opcode not in _SLICES or not instruction.operands:
-        return None
-    array = frame.computation.arrays(instruction.operands[0]).get(())
-    return array if array is not None and array.space == HOST else None
+            found.append(HostSlice(
+                instruction.name, op_name, source, instruction.opcode == "dynamic-update-slice",
+                _offsets(module, frame, instruction, array, loop),
+                (int(walks[-1][0]), int(walks[-1][1])) if walks else None))
+    return found
 
 
 def _offsets(module: Module, frame: Frame, instruction: Instruction, array: Array,

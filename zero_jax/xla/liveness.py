@@ -6,6 +6,7 @@ target topology returns none, so this reads the program text, which every backen
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable
 
@@ -74,6 +75,12 @@ class Buffers:
             self._use((frame, entry.root, path))
             self._kinds[(frame, entry.root, path)] = "output"
         self.all = self._collect()
+
+    @functools.cached_property
+    def owners(self) -> dict[Key, Buffer]:
+        """The buffer of each value."""
+        return {(value.frame, value.instruction.name, value.path): buffer
+                for buffer in self.all for value in buffer.values}
 
     @property
     def temporaries(self) -> list[Buffer]:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from zero_jax.xla.shapes import Array, Path, Shape, arrays, integers
 
@@ -40,6 +40,11 @@ class Instruction:
     def shapes(self) -> tuple[Shape, ...]:
         """`(dtype, dims)` of each array, tuples flattened."""
         return tuple(array.shape for array in self.arrays.values())
+
+    @functools.cached_property
+    def elements(self) -> int:
+        """Elements of the largest array of the result; 0 without one."""
+        return max((array.size for array in self.arrays.values()), default=0)
 
     @functools.cached_property
     def _split(self) -> tuple[str, str]:
@@ -86,11 +91,7 @@ class Instruction:
         """Names of the computations that it calls."""
         if "=%" not in self.tail and "computations={" not in self.tail:
             return ()
-        return tuple(
-            name
-            for value in _CALLS.findall(self.attributes)
-            for name in re.findall(r"%([\w.\-]+)", value)
-        )
+        return tuple(name for value in _CALLS.findall(self.attributes) for name in re.findall(r"%([\w.\-]+)", value))
 
 
 @dataclasses.dataclass
@@ -134,6 +135,13 @@ class Frame:
     caller: Instruction | None
     parent: "Frame | None"
 
+    def calls(self) -> "Iterator[tuple[Frame, Instruction]]":
+        """The calls around it, the innermost first: (frame of the caller, caller)."""
+        frame = self
+        while frame.caller is not None and frame.parent is not None:
+            yield frame.parent, frame.caller
+            frame = frame.parent
+
 
 @dataclasses.dataclass
 class Module:
@@ -152,6 +160,19 @@ class Module:
     num_devices: int
     sources: dict[str, str]
     header: str = ""
+
+    def frame(self, name: str, caller: Instruction | None = None, parent: Frame | None = None) -> Frame:
+        """The computation `name` as `caller`, an instruction of `parent`, calls it; without these as ENTRY."""
+        return Frame(self.computations[name], caller, parent)
+
+    def walk(self, frame: Frame | None = None) -> Iterator[tuple[Frame, Instruction]]:
+        """Every instruction that `frame` (default: ENTRY) runs, with its frame; conditions of loops are left out."""
+        frame = frame or self.frame(self.entry)
+        for instruction in frame.computation.instructions.values():
+            yield frame, instruction
+            loop = instruction.opcode == "while"
+            for name in (instruction.attribute("body"),) if loop else instruction.callees:
+                yield from self.walk(self.frame(name, instruction, frame))
 
     def metadata(self, instruction: Instruction) -> tuple[str, str]:
         """`(op_name, "file:line")` of an instruction; "" where the compiler dropped it."""
@@ -188,9 +209,7 @@ def parse(text: str | Module) -> Module:
             current.instructions[name] = Instruction(name, opcode, shape, tail)
             current.root = name if root else current.root
     if not entry:
-        raise ValueError(
-            "no ENTRY computation: pass the text of jitted.lower(...).compile().as_text()"
-        )
+        raise ValueError("no ENTRY computation: pass the text of jitted.lower(...).compile().as_text()")
     header = preamble[0] if preamble else ""
     sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
     return Module(computations, entry, math.prod(map(int, sizes)), _sources(preamble), header)
@@ -210,9 +229,6 @@ def _sources(preamble: list[str]) -> dict[str, str]:
     sources = {}
     for frame, row in tables.get("StackFrames", {}).items():
         place = re.search(r"file_location_id=(\d+)", row)
-        where = re.search(
-            r"file_name_id=(\d+).* line=(\d+)", places.get(place[1], "") if place else ""
-        )
-        if where:
+        if where := re.search(r"file_name_id=(\d+).* line=(\d+)", places.get(place[1], "") if place else ""):
             sources[frame] = f"{files.get(where[1], '').strip(chr(34))}:{where[2]}"
     return sources

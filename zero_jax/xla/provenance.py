@@ -5,7 +5,6 @@ written over an input (`input_output_alias`). Only data movement and elementwise
 product, a reduction, a lookup or a scalar ends the path, so that an activation leads to no parameter.
 """
 
-import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -50,7 +49,7 @@ class Flow:
         """
         served: dict[str, None] = {}  # an ordered set
         for position, operand in enumerate(collective.operands):
-            if self._small(frame, operand):
+            if _is_small(frame, operand):
                 continue
             value = frame, operand, ()
             result = frame, collective.name, ((position,) if len(collective.operands) > 1 else ())
@@ -76,7 +75,7 @@ class Flow:
         """Whether a shard is written into zeros: an all-reduce of that is how TPU gathers small arrays."""
         while (instruction := frame.computation.instructions[name]).opcode in ("bitcast", "copy", "fusion"):
             if instruction.opcode == "fusion":
-                frame = Frame(self.module.computations[instruction.callees[0]], instruction, frame)
+                frame = self.module.frame(instruction.callees[0], instruction, frame)
                 name = frame.computation.root
             else:
                 name = instruction.operands[0]
@@ -153,10 +152,10 @@ class Flow:
             yield from ((frame, name, ()) for name in operands[1::-1])
         elif "AsyncCollective" in instruction.tail:  # TPU: the start of a gather, or the shard beside it
             yield frame, operands[0], ()
-        elif opcode in _MOVES or self._squeezes(frame, instruction):
-            yield from self._same_size(frame, instruction, operands[:1])
+        elif _moves(frame, instruction):
+            yield frame, operands[0], ()
         elif opcode in _MIXES or "ConcatBitcast" in instruction.tail:
-            yield from ((frame, name, ()) for name in operands if not self._small(frame, name))
+            yield from ((frame, name, ()) for name in operands if not _is_small(frame, name))
 
     def uses(self, value: Value) -> Iterator[Value]:
         """The values that `value` goes into, one step forward."""
@@ -185,9 +184,8 @@ class Flow:
                 yield frame, user.name, (position,) if len(user.operands) > 1 else ()
             elif (opcode in UPDATE_SLICES and position < 2) or (opcode == "scatter" and position == 0):
                 yield frame, user.name, ()
-            elif position == 0 and (opcode in _MOVES or self._squeezes(frame, user)):
-                yield from ((frame, user.name, ()) for _ in self._same_size(frame, user, (name,)))
-            elif (opcode in _MIXES or "ConcatBitcast" in user.tail) and not self._small(frame, name):
+            elif (position == 0 and _moves(frame, user)) or (
+                    (opcode in _MIXES or "ConcatBitcast" in user.tail) and not _is_small(frame, name)):
                 yield frame, user.name, ()
         if name == frame.computation.root and frame.caller is not None and frame.parent is not None:
             if frame.caller.opcode == "while":
@@ -208,35 +206,13 @@ class Flow:
             yield frame, frame.computation.root, path
 
     def _root(self, name: str, caller: Instruction, frame: Frame, path: Path) -> Iterator[Value]:
-        inside = self.module.computations[name]
-        yield Frame(inside, caller, frame), inside.root, path
+        inside = self.module.frame(name, caller, frame)
+        yield inside, inside.computation.root, path
 
-    def _parameter_of(
-        self, name: str, caller: Instruction, frame: Frame, number: int, path: Path
-    ) -> Iterator[Value]:
-        inside = self.module.computations[name]
-        if number in inside.parameters:
-            yield Frame(inside, caller, frame), inside.parameters[number], path
-
-    def _same_size(self, frame: Frame, instruction: Instruction, names: tuple[str, ...]) -> Iterator[Value]:
-        """The operands, unless they are scalars or smaller than their broadcast, which is a use and not a move."""
-        for name in names:
-            spread = instruction.opcode == "broadcast" and self._elements(frame, name) < math.prod(
-                instruction.shapes[0][1]
-            )
-            if not spread and not self._small(frame, name):
-                yield frame, name, ()
-
-    def _squeezes(self, frame: Frame, instruction: Instruction) -> bool:
-        """Whether it is a reduction over dims of size 1, by which XLA expresses a reshape."""
-        return instruction.opcode == "reduce" and self._elements(frame, instruction.operands[0]) == self._elements(
-            frame, instruction.name)
-
-    def _small(self, frame: Frame, name: str) -> bool:
-        return self._elements(frame, name) <= 1
-
-    def _elements(self, frame: Frame, name: str) -> int:
-        return max((math.prod(dims) for _, dims in frame.computation.instructions[name].shapes), default=0)
+    def _parameter_of(self, name: str, caller: Instruction, frame: Frame, number: int, path: Path) -> Iterator[Value]:
+        inside = self.module.frame(name, caller, frame)
+        if number in inside.computation.parameters:
+            yield inside, inside.computation.parameters[number], path
 
     def _parameter(self, number: int) -> str | None:
         """`state.params['blocks']['qkv']` -> blocks/qkv; None if the input is not a parameter of the model."""
@@ -244,6 +220,21 @@ class Flow:
         op_name, _ = self.module.metadata(entry.instructions[self._inputs[number]])
         keys = re.fullmatch(r"(?:\w+\.)*(?:params|weights)((?:\[[^]]*\]|\.\w+)+)", op_name.replace("\\", ""))
         return "/".join(re.findall(r"\w[^]'\".]*", keys[1])) if keys else None
+
+
+def _moves(frame: Frame, instruction: Instruction) -> bool:
+    """Whether it only moves its first operand; a scalar, or what is smaller than its broadcast, is used and not moved.
+
+    XLA expresses a reshape as a reduction over dims of size 1, too.
+    """
+    if instruction.opcode not in _MOVES and instruction.opcode != "reduce":
+        return False
+    size = frame.computation.instructions[instruction.operands[0]].elements
+    return size > 1 and (size == instruction.elements or instruction.opcode not in ("broadcast", "reduce"))
+
+
+def _is_small(frame: Frame, name: str) -> bool:
+    return frame.computation.instructions[name].elements <= 1
 
 
 def _instruction(value: Value) -> Instruction:

@@ -11,7 +11,6 @@ a collective overlaps with it. The backends split a collective in different ways
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator
 
 from zero_jax.xla import cost, replica_groups
@@ -33,9 +32,7 @@ def schedule(text: str | Module) -> tuple[Event, ...]:
         text: `jitted.lower(...).compile().as_text()`, of CPU, GPU or TPU, or what `parse` made of it.
     """
     walk = _Walk(text)
-    entry = Frame(walk.module.computations[walk.module.entry], None, None)
-    events = walk.with_dones(walk.visit(entry, Execution()))
-    return with_overlap(events)
+    return with_overlap(walk.with_dones(walk.visit(walk.module.frame(walk.module.entry), Execution())))
 
 
 _KEY = tuple[str | None, ...]
@@ -139,7 +136,7 @@ class _Walk:
         return [event for event in inside if not isinstance(event, _PendingDone)] + work + ends
 
     def _enter(self, frame: Frame, caller: Instruction, name: str, execution: Execution, fused: bool = False) -> list:
-        return self.visit(Frame(self.module.computations[name], caller, frame), execution, fused)
+        return self.visit(self.module.frame(name, caller, frame), execution, fused)
 
     def _control_flow(self, frame: Frame, instruction: Instruction, execution: Execution, fused: bool) -> list:
         if instruction.opcode == "call":
@@ -196,8 +193,7 @@ def _starts(value: Value) -> Instruction | None:
 def _cost(events: list) -> tuple[float, float, float]:
     """Cost of a branch: communication bytes, then FLOPs, then HBM bytes."""
     work = totals(events)
-    sent = sum(c.communication_bytes * c.count for c in collectives(events))
-    return sent, sum(work.flops.values()), work.hbm_bytes
+    return sum(each.step_bytes for each in collectives(events)), sum(work.flops.values()), work.hbm_bytes
 
 
 _SUMS = "reduce-scatter", "all-reduce"
@@ -210,7 +206,7 @@ def _next_groups(flow: Flow, frame: Frame, instruction: Instruction) -> tuple[tu
         return ()
     many = len(replica_groups.first_group(instruction.attributes, flow.module.num_devices))
     for position, operand in enumerate(instruction.operands):
-        size = _elements(frame.computation.instructions[operand])
+        size = frame.computation.instructions[operand].elements
 
         def step(value: Value, size: int = size) -> Iterator[Value]:
             users = value[0].computation.users.get(value[1], ())
@@ -219,8 +215,8 @@ def _next_groups(flow: Flow, frame: Frame, instruction: Instruction) -> tuple[tu
             for use in flow.uses(value):
                 user, sent = (each[0].computation.instructions[each[1]] for each in (use, value))
                 other = None if user is instruction or not kind_of(user) else kind_in(use[0], user)
-                if kind in _SUMS and other in _SUMS and _elements(sent) < size or (
-                        kind == other == "all-gather" and _elements(sent) == size * many):
+                if kind in _SUMS and other in _SUMS and sent.elements < size or (
+                        kind == other == "all-gather" and sent.elements == size * many):
                     found.add(replica_groups.first_group(user.attributes, flow.module.num_devices))
                 elif other in ("collective-permute", "all-to-all"):
                     found.add(())
@@ -230,7 +226,3 @@ def _next_groups(flow: Flow, frame: Frame, instruction: Instruction) -> tuple[tu
         for _ in search([(frame, instruction.name, (position,) if len(instruction.operands) > 1 else ())], step):
             pass
     return tuple(sorted(found))
-
-
-def _elements(instruction: Instruction) -> int:
-    return max((math.prod(dims) for _, dims in instruction.shapes), default=0)

@@ -13,6 +13,8 @@ from types import MappingProxyType
 
 Shape = tuple[str, tuple[int, ...]]
 """`(dtype, dims)`, the dtype in HLO's spelling: "bf16", "pred"."""
+HOST = 5
+"""The memory space of the host."""
 Path = tuple[int, ...]
 """Index of an array in nested tuples; () where the shape is one array."""
 

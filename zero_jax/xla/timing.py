@@ -133,7 +133,7 @@ class Span:
 
 def timeline(events: Iterable[Event], target: Target, coords: Sequence[tuple[int, ...]]) -> list[Span]:
     """What `predict` reckons with, in order; of a loop of more than `MAX_TRIPS` iterations the first two."""
-    device = _Recorder(target, coords, target.chip.rates)
+    device = _Device(target, coords, target.chip.rates, MAX_TRIPS)
     device.run(events)
     return device.spans
 
@@ -141,8 +141,7 @@ def timeline(events: Iterable[Event], target: Target, coords: Sequence[tuple[int
 def collective_seconds(target: Target, group: Sequence[tuple[int, ...]], kind: str) -> tuple[float, float]:
     """(Seconds of latency of a collective over the devices at `group`, bytes/s that each sends), as in `predict`."""
     route = _Device(target, group, target.chip.rates).route(group)
-    around = _PASSES.get(kind, 0) * route.once_around
-    return START_SECONDS[target.chip.platform] + (around or route.hop), route.bandwidth
+    return route.latency(kind), route.bandwidth
 
 
 MAX_TRIPS = 1000
@@ -156,26 +155,32 @@ class _Route:
     name: str
     lanes: tuple[str, ...]
     bandwidth: float
-    once_around: float  # seconds of latency
+    start: float  # seconds of latency
+    once_around: float
     hop: float
+
+    def latency(self, kind: str) -> float:
+        """Seconds of a collective of this kind beside those of its bytes."""
+        return self.start + (_PASSES.get(kind, 0) * self.once_around or self.hop)
 
 
 class _Device:
-    """One device's engines. All mutable state is in `clock`, so that a loop can be extrapolated as a whole."""
+    """One device's engines. What a loop's iterations add up is in `clock`, which is extrapolated as a whole.
 
-    def __init__(self, target: Target, coords: Sequence[tuple[int, ...]], rates: Rates):
-        self.target, self.coords, self.rates = target, coords, rates
+    exact_trips: up to so many iterations of a loop are run one by one, so that `spans` has them all.
+    """
+
+    def __init__(self, target: Target, coords: Sequence[tuple[int, ...]], rates: Rates, exact_trips: int = 2):
+        self.target, self.coords, self.rates, self.exact_trips = target, coords, rates, exact_trips
         self.clock: defaultdict[Any, float] = defaultdict(float)
         self.routes: dict[tuple[int, ...], _Route] = {}
+        self.spans: list[Span] = []
 
     def run(self, events: Iterable[Event]) -> None:
         kinds: dict[type, Callable[[Any], None]] = {
             Work: self.work, Start: self.start, Done: self.wait, Loop: self.loop}
         for event in events:
             kinds[type(event)](event)
-
-    def record(self, lane: str, start: float, end: float, event: Work | Collective) -> None:
-        """Nothing: a prediction needs sums alone."""
 
     def work(self, work: Work) -> None:
         chip, clock, rates, peak = self.target.chip, self.clock, self.rates, self.target.chip.peak_flops
@@ -189,7 +194,7 @@ class _Device:
         clock["spent", "memory" if memory > compute else "compute"] += busy
         if rates.launch:
             clock["spent", "launches"] += rates.launch
-        self.record("compute", clock["now"], clock["now"] + busy, work)
+        self.spans.append(Span("compute", clock["now"], clock["now"] + busy, work))
         clock["now"] += busy + rates.launch
 
     def start(self, event: Start) -> None:
@@ -199,13 +204,11 @@ class _Device:
         if collective.group not in self.routes:
             self.routes[collective.group] = self.route([self.coords[each] for each in collective.group])
         route, clock = self.routes[collective.group], self.clock
-        around = _PASSES.get(collective.kind, 0) * route.once_around
-        latency = START_SECONDS[self.target.chip.platform] + (around or route.hop)
-        seconds = latency + collective.communication_bytes / route.bandwidth
+        seconds = route.latency(collective.kind) + collective.communication_bytes / route.bandwidth
         end = seconds + max(clock["now"], *(clock["free", lane] for lane in route.lanes))
         clock["link", route.name] += seconds
         clock["alone", collective.computation, collective.name] += seconds
-        self.record(route.name, end - seconds, end, collective)
+        self.spans.append(Span(route.name, end - seconds, end, collective))
         clock["end", id(collective)] = end
         for lane in route.lanes:
             clock["free", lane] = end
@@ -215,47 +218,30 @@ class _Device:
         if key in clock and clock[key] > clock["now"]:
             clock["spent", self.routes[event.collective.group].name] += clock[key] - clock["now"]
             clock["exposed", event.collective.computation, event.collective.name] += clock[key] - clock["now"]
-            self.record("waiting", clock["now"], clock[key], event.collective)
+            self.spans.append(Span("waiting", clock["now"], clock[key], event.collective))
             clock["now"] = clock[key]
 
     def loop(self, loop: Loop) -> None:
-        for _ in range(min(2, loop.trips)):
+        runs = loop.trips if loop.trips <= self.exact_trips else 2
+        for _ in range(runs):
             before = dict(self.clock)
             self.run(loop.body)
-        for key, value in self.clock.items() if loop.trips > 2 else ():
-            self.clock[key] = value + (loop.trips - 2) * (value - before.get(key, 0.0))
+        for key, value in self.clock.items() if loop.trips > runs else ():
+            self.clock[key] = value + (loop.trips - runs) * (value - before.get(key, 0.0))
 
     def route(self, group: Sequence[tuple[int, ...]]) -> _Route:
         """The route of `group`. A lane carries one collective at a time: an axis of the torus, NVLink, the network."""
-        link, reached = self.target.link(group), self.rates.links
+        link, reached, start = self.target.link(group), self.rates.links, START_SECONDS[self.target.chip.platform]
         if self.target.chip.gpu:
             crossed = len({host // self.target.chip.gpu.nvlink_hosts for host, _ in group}) - 1
             around = crossed * HOP_SECONDS["network"] + (len(group) - 1 - crossed) * HOP_SECONDS["nvlink"]
             bandwidth = min(link.bandwidth, self.rates.ring) if crossed else link.bandwidth
-            return _Route(link.name, (link.name,), bandwidth * reached, around, HOP_SECONDS[link.name])
+            return _Route(link.name, (link.name,), bandwidth * reached, start, around, HOP_SECONDS[link.name])
         sizes = [len(set(along)) for along in zip(*(coord[:-1] for coord in group), strict=True)]
         axes = "".join(axis for axis, size in zip("xyz", sizes, strict=False) if size > 1)
         lanes = tuple(f"{link.name} {axis}" for axis in axes) or (link.name,)
         around, name = (sum(sizes) - len(sizes)) * HOP_SECONDS[link.name], f"{link.name} {axes}".rstrip()
-        return _Route(name, lanes, link.bandwidth * reached, around, HOP_SECONDS[link.name])
-
-
-class _Recorder(_Device):
-    """A device that keeps what it does, and runs every iteration of a loop."""
-
-    def __init__(self, target: Target, coords: Sequence[tuple[int, ...]], rates: Rates):
-        super().__init__(target, coords, rates)
-        self.spans: list[Span] = []
-
-    def record(self, lane: str, start: float, end: float, event: Work | Collective) -> None:
-        self.spans.append(Span(lane, start, end, event))
-
-    def loop(self, loop: Loop) -> None:
-        if loop.trips > MAX_TRIPS:
-            super().loop(loop)
-        else:
-            for _ in range(loop.trips):
-                self.run(loop.body)
+        return _Route(name, lanes, link.bandwidth * reached, start, around, HOP_SECONDS[link.name])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """How often a while loop of compiled HLO runs, and what its counters are in an iteration."""
 
+import itertools
 import math
 import operator
 import re
-from collections.abc import Iterator
 
 from zero_jax.xla.parser import Frame, Instruction, Module
 
@@ -24,8 +24,7 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
     """
     if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.tail):
         return int(known[1])
-    condition = Frame(module.computations[loop.attribute("condition")], loop, frame)
-    body = Frame(module.computations[loop.attribute("body")], loop, frame)
+    condition, body = (module.frame(loop.attribute(name), loop, frame) for name in ("condition", "body"))
     test_frame, test = _resolve(module, condition, condition.computation.root)
     if test.opcode != "compare" or len(test.operands) != 2:
         return None
@@ -49,6 +48,11 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
         return None
     distance += direction in ("LE", "GE")
     return max(0, math.ceil(distance / abs(step)))
+
+
+def runs(module: Module, frame: Frame) -> int:
+    """How often one run of the program runs `frame`; a loop whose length is not known counts once."""
+    return math.prod(trip_count(module, *call) or 1 for call in frame.calls() if call[1].opcode == "while")
 
 
 def _steps(module: Module, frame: Frame, name: str, index: int) -> int | None:
@@ -83,19 +87,13 @@ def _resolve(module: Module, frame: Frame, name: str) -> tuple[Frame, Instructio
         if instruction.opcode in _SAME_VALUE:
             step = frame, instruction.operands[0]
         elif instruction.opcode == "get-tuple-element":
-            step = _element(
-                module, frame, instruction.operands[0], int(instruction.attribute("index"))
-            )
+            step = _element(module, frame, instruction.operands[0], int(instruction.attribute("index")))
         elif instruction.opcode in ("fusion", "call"):
-            inside = Frame(module.computations[instruction.callees[0]], instruction, frame)
+            inside = module.frame(instruction.callees[0], instruction, frame)
             step = inside, inside.computation.root
-        elif (
-            instruction.opcode == "parameter"
-            and frame.caller is not None
-            and frame.parent is not None
-        ):
-            if frame.caller.opcode in ("fusion", "call"):
-                step = frame.parent, frame.caller.operands[int(instruction.arguments)]
+        elif instruction.opcode == "parameter" and frame.caller and frame.parent and (
+                frame.caller.opcode in ("fusion", "call")):
+            step = frame.parent, frame.caller.operands[int(instruction.arguments)]
         if step is None:
             return frame, instruction
         frame, name = step
@@ -135,16 +133,11 @@ def value_in_iteration(module: Module, frame: Frame, name: str, loop: Instructio
     Followed through copies, fusions and asynchronous calls to the loop's counters, and through integer arithmetic.
     known: what was computed before for this loop. Without it a select of what a select computes doubles the work.
     """
-    key = (*_callers(frame, loop), name), number
+    callers = (caller.name for _, caller in itertools.takewhile(lambda call: call[1] is not loop, frame.calls()))
+    key = (*callers, name), number
     if key not in known:
         known[key] = _computed(module, frame, name, loop, number, known)
     return known[key]
-
-
-def _callers(frame: Frame, loop: Instruction) -> Iterator[str]:
-    while frame.caller is not None and frame.caller is not loop and frame.parent is not None:
-        yield frame.caller.name
-        frame = frame.parent
 
 
 def _computed(module: Module, frame: Frame, name: str, loop: Instruction, number: int, known: Known) -> int | None:
@@ -152,7 +145,7 @@ def _computed(module: Module, frame: Frame, name: str, loop: Instruction, number
     opcode, operands = instruction.opcode, instruction.operands
     if opcode == "constant":
         return _constant(module, frame, instruction.name)
-    if opcode == "parameter" and frame.caller is not None and frame.parent is not None and (
+    if opcode == "parameter" and frame.caller and frame.parent and (
             frame.caller.opcode in ("fusion-start", "async-start", "call-start")):
         caller = frame.caller.operands[int(instruction.arguments)]
         return value_in_iteration(module, frame.parent, caller, loop, number, known)
