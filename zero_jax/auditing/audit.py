@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax.auditing.findings import MIB, Finding, findings, ideal_bytes, sent, stage
+from zero_jax.auditing.findings import MIB, Finding, findings, ideal_bytes, stage
 from zero_jax.auditing.page import page, same_text
 from zero_jax.auditing.program import Program, compile_step, plain_step
 from zero_jax.auditing.roles import BATCH, OPTIMIZER, PARAMS, Selector
@@ -18,6 +18,7 @@ from zero_jax.sharding.mesh import make_mesh
 from zero_jax.stages import stage_of
 from zero_jax.step.make import make_zero_train_step
 from zero_jax.step.step import ZeroTrainStep
+from zero_jax.xla.collective import total_bytes
 from zero_jax.xla.events import again, totals
 
 _OPTIMIZERS = (optax.sgd(1e-3), optax.sgd(1e-3, momentum=0.9), optax.adamw(1e-3))
@@ -46,10 +47,10 @@ def same_at_stage_3(jitted: Any, shapes: Sequence[Any], program: Program, loss: 
     if len(params) != 1:
         raise UsageError(f"loss: the parameters are {len(params)} arguments, and loss(params, batch) has one: name "
                          "them, as params=\"state.params\", or leave loss out.")
-    sizes = [sum(leaf.size for _, leaf in program.of(role)) for role in (OPTIMIZER, PARAMS)]
+    sizes = [sum(leaf.size for leaf in program.of(role)) for role in (OPTIMIZER, PARAMS)]
     flops = totals(program.schedule).flops
     narrow = flops.get("bf16", 0) > 0.5 * sum(flops.values())
-    is_wide = any(leaf.dtype == jnp.float32 for _, leaf in program.of(PARAMS))
+    is_wide = any(leaf.dtype == jnp.float32 for leaf in program.of(PARAMS))
     step = make_zero_train_step(
         params=params[0], loss=lambda params, batch: loss(params, *batch), stage=3,
         mesh=make_mesh(devices=program.devices), precision="bf16" if narrow and is_wide else None,
@@ -60,7 +61,7 @@ def same_at_stage_3(jitted: Any, shapes: Sequence[Any], program: Program, loss: 
 def _subtrees(shapes: Sequence[Any], program: Program, role: str) -> list[Any]:
     """The largest subtrees of the arguments that have only leaves of `role`, as shapes without shardings."""
     leaves, structure = jax.tree.flatten(tuple(shapes))
-    wanted = {number for number, _ in program.of(role)}
+    wanted = {number for number, leaf in enumerate(program.leaves) if leaf.role == role}
 
     def is_of_role(node: Any) -> bool:
         return bool(inside := jax.tree.leaves(node)) and wanted.issuperset(inside)
@@ -88,7 +89,7 @@ class Audit:
     @property
     def sent_bytes(self) -> float:
         """Bytes that a device sends in a step."""
-        return sent(self.program.collectives)
+        return total_bytes(self.program.collectives)
 
     def sent_by_purpose(self) -> dict[str, float]:
         """Bytes that a device sends in a step: gathers of parameters, reductions of gradients, and the rest."""
@@ -96,25 +97,23 @@ class Audit:
         for each in self.program.collectives:
             served = self.program.served(each, PARAMS) or self.program.served(each, OPTIMIZER)
             purpose = ("gather" if each.kind == "all-gather" else "reduce") if served else "rest"
-            result[purpose] = result.get(purpose, 0.0) + each.communication_bytes * each.count
+            result[purpose] = result.get(purpose, 0.0) + each.step_bytes
         return result
 
     def sent_by_collective(self) -> dict[str, dict[str, Any]]:
         """Bytes that a device sends in a step by kind, dtype and arrays, with the line of the largest."""
         result: dict[str, dict[str, Any]] = {}
-        for each in sorted(self.program.collectives, key=lambda each: -each.communication_bytes * each.count):
+        for each in sorted(self.program.collectives, key=lambda each: -each.step_bytes):
             leaves = self.program.served(each, PARAMS) or self.program.served(each, OPTIMIZER)
             place = few(sorted({leaf.label for leaf in leaves}), 3) or each.op_name.rpartition("/")[2]
             entry = result.setdefault(f"{each.kind} {'+'.join(sorted(set(each.dtypes)))} of {place}",
                                       {"bytes": 0.0, "source": each.source})
-            entry["bytes"] += each.communication_bytes * each.count
+            entry["bytes"] += each.step_bytes
         return result
 
     def memory(self) -> dict[str, int]:
         """Bytes of each device: parameters, optimizer, batch, other arguments, and temporaries."""
-        result: dict[str, int] = {}
-        for leaf in self.program.leaves:
-            result[leaf.role] = result.get(leaf.role, 0) + leaf.device_bytes
+        result = self.program.argument_bytes()
         if self.program.memory is not None:
             result["temporaries"] = self.program.memory.temp_size_in_bytes
         return result
@@ -139,7 +138,7 @@ class Audit:
     def __str__(self) -> str:
         """The report in words."""
         program, data = self.program, self.to_json()
-        num_params = sum(leaf.size for _, leaf in program.of(PARAMS))
+        num_params = sum(leaf.size for leaf in program.of(PARAMS))
         lines = [f"{num_params / 1e6:,.1f}M parameters on {program.num_devices} devices of {data['target']}, stored as "
                  f"ZeRO stage {data['stage']}"]
         parts = ", ".join(f"{key} {value / MIB:,.1f}" for key, value in self.sent_by_purpose().items())

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from zero_jax.auditing.compare import MIB
 from zero_jax.auditing.program import Program
 from zero_jax.auditing.roles import BATCH, OPTIMIZER, PARAMS, Leaf
-from zero_jax.contract.memory import HOST
 from zero_jax.errors import few
 from zero_jax.xla.chip import Chip
-from zero_jax.xla.collective import Collective
+from zero_jax.xla.collective import Collective, total_bytes
 from zero_jax.xla.devices import coords
 from zero_jax.xla.events import Loop, Work, totals
+from zero_jax.xla.parser import Instruction
 from zero_jax.xla.process_memory import memory_fraction
-from zero_jax.xla.shapes import shape_bytes
+from zero_jax.xla.shapes import HOST, shape_bytes
 from zero_jax.xla.timing import HOP_SECONDS, START_SECONDS
 
 REPLICATED_SHARE = 0.02
@@ -62,15 +62,10 @@ class Finding:
                 + f"\n    at {where}" * bool(where) + f"\n    {self.remedy}")
 
 
-def sent(collectives: Iterable[Collective]) -> float:
-    """Bytes that a device sends for them in a step."""
-    return sum(each.communication_bytes * each.count for each in collectives)
-
-
 def ideal_bytes(program: Program) -> dict[int, float]:
     """Bytes that a device sends in a step of ZeRO 1, 2 and 3: 2, 2 and 3 times its parameters, by (N - 1) / N."""
     others = program.num_devices // program.data_size
-    params = sum(leaf.bytes / min(others, _other_shards(leaf, program)) for _, leaf in program.of(PARAMS))
+    params = sum(leaf.bytes / min(others, _other_shards(leaf, program)) for leaf in program.of(PARAMS))
     ring = (program.data_size - 1) / program.data_size
     return {1: 2 * params * ring, 2: 2 * params * ring, 3: 3 * params * ring}
 
@@ -91,7 +86,7 @@ def _is_cut(leaf: Leaf, program: Program) -> bool:
 
 
 def _cut_share(program: Program, role: str) -> float:
-    leaves = [leaf for _, leaf in program.of(role)]
+    leaves = program.of(role)
     total = sum(leaf.bytes for leaf in leaves)
     return sum(leaf.bytes for leaf in leaves if _is_cut(leaf, program)) / total if total else 0.0
 
@@ -103,19 +98,21 @@ def _seconds(program: Program, num_bytes: float) -> float | None:
     return num_bytes / program.target.link([coords(each) for each in program.devices]).bandwidth
 
 
-def _labels(leaves: Iterable[Leaf]) -> str:
-    return few(dict.fromkeys(leaf.label for leaf in sorted(leaves, key=lambda leaf: (-leaf.bytes, leaf.label))), 3)
+def _finding(program: Program, code: str, message: str, remedy: str, *, num_bytes: float,
+             leaves: Iterable[Leaf] | None = None, collectives: Sequence[Collective] = (), source: str = "",
+             seconds: float | None = None, is_sent: bool = True) -> Finding:
+    """leaves: default: the parameters that `collectives` serve. seconds: default: of sending the bytes of these."""
+    if collectives:
+        source = max(collectives, key=lambda each: each.step_bytes).source
+        seconds = _seconds(program, num_bytes) if is_sent and seconds is None else seconds
+    if leaves is None:
+        leaves = [leaf for each in collectives for leaf in program.served(each, PARAMS)]
+    labels = dict.fromkeys(leaf.label for leaf in sorted(leaves, key=lambda leaf: (-leaf.bytes, leaf.label)))
+    return Finding(code, message, few(labels, 3), source, num_bytes, seconds, remedy)
 
 
-def _finding(program: Program, code: str, message: str, remedy: str, *, leaves: Iterable[Leaf] = (),
-             collectives: Sequence[Collective] = (), num_bytes: float, is_sent: bool = True) -> Finding:
-    largest = max(collectives, key=lambda each: each.communication_bytes * each.count, default=None)
-    return Finding(code, message, _labels(leaves), largest.source if largest else "", num_bytes,
-                   _seconds(program, num_bytes) if is_sent else None, remedy)
-
-
-def _serving(program: Program, kinds: Sequence[str], role: str = PARAMS) -> list[Collective]:
-    return [each for each in program.collectives if each.kind in kinds and program.served(each, role)]
+def _serving(program: Program, *kinds: str) -> list[Collective]:
+    return [each for each in program.collectives if each.kind in kinds and program.served(each, PARAMS)]
 
 
 def state_replicated(program: Program) -> Iterator[Finding]:
@@ -123,24 +120,23 @@ def state_replicated(program: Program) -> Iterator[Finding]:
     if program.data_size == 1:
         return
     for role, name in ((PARAMS, "parameters"), (OPTIMIZER, "optimizer state")):
-        leaves = [leaf for _, leaf in program.of(role)]
+        leaves = program.of(role)
         whole = [leaf for leaf in leaves if leaf.size > 1 and not _is_cut(leaf, program)]
-        wasted, total = sum(each.device_bytes for each in whole), sum(each.device_bytes * each.num_shards
-                                                                       for each in leaves)
+        wasted = sum(each.device_bytes for each in whole)
+        total = sum(each.device_bytes * each.num_shards for each in leaves)
         if role == PARAMS and stage(program) == 1 or wasted <= REPLICATED_SHARE * total:
             continue
-        largest = sorted(whole, key=lambda each: -each.bytes)
         axes = ", ".join(sorted(program.data_axes))
         yield _finding(program, f"{'params' if role == PARAMS else 'optimizer'}_replicated",
                        f"{len(whole)} arrays of {name} are whole on each of {program.data_size} devices",
                        f"Store them as NamedSharding(mesh, P({axes!r})) along a dim that {program.data_size} divides, "
-                       "in jax.jit's in_shardings and out_shardings too.", leaves=largest,
-                       num_bytes=wasted * (1 - 1 / program.data_size), is_sent=False)
+                       "in jax.jit's in_shardings and out_shardings too.", leaves=whole,
+                       num_bytes=wasted * (1 - 1 / program.data_size))
 
 
 def batch_replicated(program: Program) -> Iterator[Finding]:
     """A batch that every device computes whole."""
-    leaves = [leaf for _, leaf in program.of(BATCH) if leaf.output is None]
+    leaves = [leaf for leaf in program.of(BATCH) if leaf.output is None]
     largest = max((leaf.shape[0] for leaf in leaves if leaf.shape), default=0)
     whole = [leaf for leaf in leaves if leaf.shape and leaf.shape[0] == largest and leaf.num_shards == 1]
     if program.num_devices == 1 or not whole or largest % program.data_size or any(
@@ -148,37 +144,36 @@ def batch_replicated(program: Program) -> Iterator[Finding]:
         return
     yield _finding(program, "batch_replicated", f"each of {program.num_devices} devices computes the whole batch",
                    "Give the batch NamedSharding(mesh, P(axis)) along its first dim.", leaves=whole,
-                   num_bytes=sum(each.bytes for each in whole) * (1 - 1 / program.num_devices), is_sent=False)
+                   num_bytes=sum(each.bytes for each in whole) * (1 - 1 / program.num_devices))
 
 
 def gradients_whole(program: Program) -> Iterator[Finding]:
     """Gradients that are all-reduced whole where state is in shards. XLA:CPU scatters none, and is left out."""
     if program.platform == "cpu" or stage(program) == 0:
         return
-    whole = [each for each in _serving(program, ["all-reduce"]) if set(each.axes(program.axis_sizes))
+    whole = [each for each in _serving(program, "all-reduce") if set(each.axes(program.axis_sizes))
              & program.data_axes and any(shape_bytes(*shape) > 2**16 for shape in each.shapes)]
-    if sent(whole) > WHOLE_SHARE * ideal_bytes(program)[2]:
+    if total_bytes(whole) > WHOLE_SHARE * ideal_bytes(program)[2]:
         yield _finding(program, "gradients_whole", "gradients are all-reduced whole, of which a device needs its shard",
                        "Constrain them to the layout of the state: jax.lax.with_sharding_constraint(grads, shardings); "
                        "in shard_map jax.lax.psum_scatter in place of psum.",
-                       leaves=[leaf for each in whole for leaf in program.served(each, PARAMS)], collectives=whole,
-                       num_bytes=sent(whole) / 2)
+                       collectives=whole, num_bytes=total_bytes(whole) / 2)
 
 
 def activations_moved(program: Program) -> Iterator[Finding]:
     """Activations that are sent over the data axes. What a step asks for by all_to_all or ppermute is its own."""
-    sizes = {leaf.size // cut for role in (PARAMS, OPTIMIZER) for _, leaf in program.of(role)
+    sizes = {leaf.size // cut for role in (PARAMS, OPTIMIZER) for leaf in program.of(role)
              for cut in {1, _other_shards(leaf, program), *leaf.shape[:1]} if leaf.size >= cut > 0}
     moved = [each for each in program.collectives if not each.serves
              and not each.op_name.endswith(("/ppermute", "/all_to_all"))
              and set(each.axes(program.axis_sizes)) & program.data_axes
              and sum(math.prod(dims) for _, dims in each.shapes if math.prod(dims) not in sizes
                      and math.prod(dims) * each.group_size not in sizes) > 2**14]
-    if sent(moved) > MOVED_SHARE * max(ideal_bytes(program)[3], 1):
+    if total_bytes(moved) > MOVED_SHARE * max(ideal_bytes(program)[3], 1):
         yield _finding(program, "activations_moved", "activations are sent between devices that share no parameter, "
                        "where weights should be",
                        "Keep the batch's dim cut: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(axis))) "
-                       "after each layer.", collectives=moved, num_bytes=sent(moved))
+                       "after each layer.", collectives=moved, num_bytes=total_bytes(moved))
 
 
 def repeated_in_loop(program: Program) -> Iterator[Finding]:
@@ -190,13 +185,12 @@ def repeated_in_loop(program: Program) -> Iterator[Finding]:
             ("reduced_each_microbatch", ("all-reduce", "reduce-scatter"), "reduced",
              "Sum the gradients of a device over its microbatches, and reduce once after the loop (zero_jax: "
              "reduce=\"once\").")):
-        found = [each for each in _serving(program, kinds) if _times(program, each) > 1.5]
+        found = [each for each in _serving(program, *kinds) if _times(program, each) > 1.5]
         if found:
-            leaves = [leaf for each in found for leaf in program.served(each, PARAMS)]
             times = max(_times(program, each) for each in found)
             yield _finding(program, code, f"parameters are {verb} {times:.0f} times a step by the same collective, in "
-                           "a loop", remedy, leaves=leaves, collectives=found,
-                           num_bytes=sum(c.communication_bytes * c.count * (1 - 1 / _times(program, c)) for c in found))
+                           "a loop", remedy, collectives=found,
+                           num_bytes=sum(each.step_bytes * (1 - 1 / _times(program, each)) for each in found))
 
 
 def _times(program: Program, collective: Collective) -> float:
@@ -204,21 +198,20 @@ def _times(program: Program, collective: Collective) -> float:
     size = sum(leaf.size / _other_shards(leaf, program) for leaf in program.served(collective, PARAMS))
     if not collective.in_loop or collective.payload_bytes <= 2**16 or not size:
         return 1.0
-    return sum(math.prod(dims) for _, dims in collective.shapes) * collective.count / size
+    return collective.elements * collective.count / size
 
 
 def _gathered(program: Program) -> tuple[list[Collective], float]:
     """The gathers of parameters, and how often a step gathers all; a loop over microbatches counts once."""
-    gathers = _serving(program, ["all-gather"])
-    elements = sum(math.prod(dims) * each.count / max(1.0, _times(program, each))
-                   for each in gathers for _, dims in each.shapes)
-    need = sum(leaf.size / _other_shards(leaf, program) for _, leaf in program.of(PARAMS) if _is_cut(leaf, program))
+    gathers = _serving(program, "all-gather")
+    elements = sum(each.elements * each.count / max(1.0, _times(program, each)) for each in gathers)
+    need = sum(leaf.size / _other_shards(leaf, program) for leaf in program.of(PARAMS) if _is_cut(leaf, program))
     return gathers, elements / need if need else 0.0
 
 
 def weights_kept(program: Program) -> Iterator[Finding]:
     """Parameters in shards that are gathered once: what forward gathers is held for backward."""
-    leaves = [leaf for _, leaf in program.of(PARAMS)]
+    leaves = program.of(PARAMS)
     gathers, times = _gathered(program)
     in_loop = any(_times(program, each) > 1.5 for each in gathers)
     if stage(program) < 3 or max(leaf.bytes for leaf in leaves) > 0.6 * sum(leaf.bytes for leaf in leaves) or (
@@ -228,8 +221,7 @@ def weights_kept(program: Program) -> Iterator[Finding]:
     kept = width * sum(leaf.size / _other_shards(leaf, program) for leaf in leaves)
     yield _finding(program, "weights_kept", "gathered parameters are held from forward to backward: the memory within "
                    "a step is that of ZeRO-2", "Gather again in backward: jax.checkpoint around each layer, in a "
-                   "jax.lax.scan over layers.", leaves=[leaf for c in gathers for leaf in program.served(c, PARAMS)],
-                   collectives=gathers, num_bytes=kept, is_sent=False)
+                   "jax.lax.scan over layers.", collectives=gathers, num_bytes=kept, is_sent=False)
 
 
 def gathered_often(program: Program) -> Iterator[Finding]:
@@ -238,8 +230,7 @@ def gathered_often(program: Program) -> Iterator[Finding]:
     if times > 2.5:
         yield _finding(program, "gathered_often", f"parameters are gathered {times:.1f} times a step, and forward and "
                        "backward need two", "Nest no jax.checkpoint within another, and read each parameter once per "
-                       "pass.", leaves=[leaf for c in gathers for leaf in program.served(c, PARAMS)],
-                       collectives=gathers, num_bytes=sent(gathers) * (1 - 2 / times))
+                       "pass.", collectives=gathers, num_bytes=total_bytes(gathers) * (1 - 2 / times))
 
 
 def update_whole(program: Program) -> Iterator[Finding]:
@@ -247,17 +238,16 @@ def update_whole(program: Program) -> Iterator[Finding]:
 
     At stage 1 one gather of all parameters is the stage's own: of master weights, where they are such.
     """
-    sizes = {leaf.size for _, leaf in program.of(PARAMS)}
+    sizes = {leaf.size for leaf in program.of(PARAMS)}
     gathers = [each for each in program.collectives if each.kind == "all-gather" and not program.served(each, PARAMS)
                and (each.serves or all(math.prod(dims) in sizes for _, dims in each.shapes))]
-    elements = sum(math.prod(dims) for each in program.collectives if each.kind == "all-gather"
-                   for _, dims in each.shapes)
-    own = stage(program) == 1 and elements <= 1.1 * sum(leaf.size for _, leaf in program.of(PARAMS))
-    if sent(gathers) > REPLICATED_SHARE * max(ideal_bytes(program)[3], 1) and stage(program) and not own:
+    elements = sum(each.elements for each in program.collectives if each.kind == "all-gather")
+    own = stage(program) == 1 and elements <= 1.1 * sum(leaf.size for leaf in program.of(PARAMS))
+    if total_bytes(gathers) > REPLICATED_SHARE * max(ideal_bytes(program)[3], 1) and stage(program) and not own:
         yield _finding(program, "update_whole", "gradients or optimizer state are gathered, and each device computes "
                        "the whole update", "Constrain gradients and updates to the layout of the optimizer state.",
                        leaves=[leaf for each in gathers for leaf in program.served(each, OPTIMIZER)],
-                       collectives=gathers, num_bytes=sent(gathers))
+                       collectives=gathers, num_bytes=total_bytes(gathers))
 
 
 def blocking(program: Program) -> Iterator[Finding]:
@@ -265,13 +255,12 @@ def blocking(program: Program) -> Iterator[Finding]:
     if program.platform == "cpu":
         return
     found = [each for each in program.collectives if not each.asynchronous and each.payload_bytes > 2**16]
-    if sent(found) > max(BLOCKING_SHARE * sent(program.collectives), MIB):
+    if total_bytes(found) > max(BLOCKING_SHARE * total_bytes(program.collectives), MIB):
         remedy = ("Leave xla_gpu_disable_async_collectives out, and put compute that does not need it before its first "
                   "use." if program.platform == "gpu" else
                   "Give jax.jit XLA's options by which collectives run beside compute (zero_jax: overlap=True).")
         yield _finding(program, "blocking", f"{len(found)} collectives block: nothing is computed while they send",
-                       remedy, leaves=[leaf for each in found for leaf in program.served(each, PARAMS)],
-                       collectives=found, num_bytes=sent(found))
+                       remedy, collectives=found, num_bytes=total_bytes(found))
 
 
 def exposed(program: Program) -> Iterator[Finding]:
@@ -285,10 +274,9 @@ def exposed(program: Program) -> Iterator[Finding]:
         remedy = ("Compute is shorter than communication: more examples a device, or microbatches that reduce once."
                   if sum(timing.communication_seconds.values()) > busy else
                   "Write layers as a jax.lax.scan, so that a layer's gather runs beside the one before.")
-        base = _finding(program, "exposed", f"{1e3 * waiting:.2f} of {1e3 * timing.seconds:.2f} ms are spent waiting "
-                        "for collectives", remedy, collectives=program.collectives,
-                        num_bytes=sent(program.collectives))
-        yield dataclasses.replace(base, seconds=waiting)
+        yield _finding(program, "exposed", f"{1e3 * waiting:.2f} of {1e3 * timing.seconds:.2f} ms are spent waiting "
+                       "for collectives", remedy, leaves=(), collectives=program.collectives,
+                       num_bytes=total_bytes(program.collectives), seconds=waiting)
 
 
 def uncombined(program: Program) -> Iterator[Finding]:
@@ -296,16 +284,14 @@ def uncombined(program: Program) -> Iterator[Finding]:
     small = [each for each in program.collectives if each.payload_bytes < SMALL_PAYLOAD]
     if program.platform == "cpu" or sum(each.count for each in small) <= MANY_SMALL:
         return
-    base = _finding(program, "uncombined", f"{sum(each.count for each in small)} collectives of less than 1 MiB run "
-                    "one by one", "Leave XLA's combine thresholds as they are; in shard_map give one psum a tree of "
-                    "arrays; stack the layers.", leaves=[leaf for c in small for leaf in program.served(c, PARAMS)],
-                    collectives=small, num_bytes=sent(small))
+    seconds, count = None, sum(each.count for each in small)
     if program.target:
-        platform = program.target.chip.platform
         name = program.target.link([coords(each) for each in program.devices]).name
-        latency = START_SECONDS[platform] + (program.num_devices - 1) * HOP_SECONDS[name]
-        base = dataclasses.replace(base, seconds=sum(each.count for each in small) * latency)
-    yield base
+        seconds = count * (START_SECONDS[program.target.chip.platform]
+                           + (program.num_devices - 1) * HOP_SECONDS[name])
+    yield _finding(program, "uncombined", f"{count} collectives of less than 1 MiB run one by one",
+                   "Leave XLA's combine thresholds as they are; in shard_map give one psum a tree of arrays; stack the "
+                   "layers.", collectives=small, num_bytes=total_bytes(small), seconds=seconds)
 
 
 def wide_gathers(program: Program) -> Iterator[Finding]:
@@ -317,14 +303,13 @@ def wide_gathers(program: Program) -> Iterator[Finding]:
     narrow = flops.get("bf16", 0) + flops.get("f16", 0) > 0.5 * sum(flops.values())
     if program.platform == "cpu" or stage(program) < 3 or not narrow:
         return
-    gathers = _serving(program, ["all-gather"])
+    gathers = _serving(program, "all-gather")
     wide = [each for each in gathers if "f32" in each.dtypes]
-    num_bytes = sum(each.communication_bytes * each.count * _share(each, "f32") for each in wide)
-    if num_bytes > 0.1 * sent(gathers):
+    num_bytes = sum(each.step_bytes * _share(each, "f32") for each in wide)
+    if num_bytes > 0.1 * total_bytes(gathers):
         yield _finding(program, "sent_in_fp32", "parameters are gathered in fp32, and products compute in 16 bits",
                        "Cast the shard before it is gathered: jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16), "
-                       "sharding_of_the_shard).", leaves=[leaf for c in wide for leaf in program.served(c, PARAMS)],
-                       collectives=wide, num_bytes=num_bytes / 2)
+                       "sharding_of_the_shard).", collectives=wide, num_bytes=num_bytes / 2)
 
 
 def _share(collective: Collective, dtype: str) -> float:
@@ -340,7 +325,7 @@ def not_donated(program: Program) -> Iterator[Finding]:
     if wasted > REPLICATED_SHARE * sum(leaf.device_bytes for _, leaf in state):
         yield _finding(program, "not_donated", f"{len(held)} arrays of the state are not donated: old and new are held",
                        "jax.jit(step, donate_argnums=...) with the numbers of the state's arguments.",
-                       leaves=sorted(held, key=lambda leaf: -leaf.bytes), num_bytes=wasted, is_sent=False)
+                       leaves=held, num_bytes=wasted)
 
 
 def host_waits(program: Program) -> Iterator[Finding]:
@@ -367,10 +352,9 @@ def host_waits(program: Program) -> Iterator[Finding]:
         if seconds > 0:
             waited, num_bytes = waited + seconds, num_bytes + arrays[0].bytes
     if num_bytes > MIB and waited > 0.05 * now:
-        base = _finding(program, "host_copies_waited_for", "copies to or from host memory take longer than what runs "
-                        "beside them", "Copy one layer while the one before computes: a jax.lax.scan over layers, or "
-                        "zero_jax's offload.", num_bytes=num_bytes, is_sent=False)
-        yield dataclasses.replace(base, seconds=waited)
+        yield _finding(program, "host_copies_waited_for", "copies to or from host memory take longer than what runs "
+                       "beside them", "Copy one layer while the one before computes: a jax.lax.scan over layers, or "
+                       "zero_jax's offload.", num_bytes=num_bytes, seconds=waited)
 
 
 def _busy(event: Work | Loop, chip: Chip) -> float:
@@ -382,16 +366,21 @@ def _busy(event: Work | Loop, chip: Chip) -> float:
 
 def recomputed(program: Program) -> Iterator[Finding]:
     """What XLA computes twice since it ran out of memory: it names the copies so."""
-    copies = [each for computation in program.module.computations.values()
-              for each in computation.instructions.values() if ".remat" in each.name and each.opcode in (
-                  "fusion", "dot", "custom-call", "convolution", "all-gather-start", "all-gather")]
+    copies = [each for each in _instructions(program) if ".remat" in each.name and each.opcode in (
+        "fusion", "dot", "custom-call", "convolution", "all-gather-start", "all-gather")]
     if copies:
-        largest = max(copies, key=lambda each: sum(array.bytes for array in each.arrays.values()))
-        base = _finding(program, "recomputed_by_xla", f"XLA computes {len(copies)} results a second time, since memory "
-                        "is short", "Choose what is recomputed: jax.checkpoint with a policy around each layer; or a "
-                        "smaller batch.", is_sent=False,
-                        num_bytes=sum(array.bytes for each in copies for array in each.arrays.values()))
-        yield dataclasses.replace(base, source=program.module.metadata(largest)[1])
+        yield _finding(program, "recomputed_by_xla", f"XLA computes {len(copies)} results a second time, since memory "
+                       "is short", "Choose what is recomputed: jax.checkpoint with a policy around each layer; or a "
+                       "smaller batch.", num_bytes=sum(map(_bytes, copies)),
+                       source=program.module.metadata(max(copies, key=_bytes))[1])
+
+
+def _instructions(program: Program) -> Iterator[Instruction]:
+    return (each for computation in program.module.computations.values() for each in computation.instructions.values())
+
+
+def _bytes(instruction: Instruction) -> int:
+    return sum(array.bytes for array in instruction.arrays.values())
 
 
 def extra_flops(program: Program) -> Iterator[Finding]:
@@ -399,12 +388,11 @@ def extra_flops(program: Program) -> Iterator[Finding]:
     compiled = sum(totals(program.schedule).flops.values()) * program.num_devices
     useful = program.traced_flops
     if useful and compiled > EXTRA_FLOPS * useful:
-        base = _finding(program, "extra_flops", f"devices compute {compiled:.3g} FLOPs, and the step as written has "
-                        f"{useful:.3g}: {compiled / useful:.1f} times as many",
-                        "Cut what is computed alike: the batch by every data axis, heads or vocabulary by the others.",
-                        num_bytes=0, is_sent=False)
         rate = program.target and program.target.chip.peak_flops["bf16"]
-        yield dataclasses.replace(base, seconds=(compiled - useful) / program.num_devices / rate if rate else None)
+        yield _finding(program, "extra_flops", f"devices compute {compiled:.3g} FLOPs, and the step as written has "
+                       f"{useful:.3g}: {compiled / useful:.1f} times as many",
+                       "Cut what is computed alike: the batch by every data axis, heads or vocabulary by the others.",
+                       num_bytes=0, seconds=(compiled - useful) / program.num_devices / rate if rate else None)
 
 
 def memory_short(program: Program) -> Iterator[Finding]:
@@ -412,31 +400,25 @@ def memory_short(program: Program) -> Iterator[Finding]:
     need = program.device_bytes
     if program.target is None or need is None:
         return
-    have = program.target.chip.memory_bytes
-    largest = sorted(program.leaves, key=lambda leaf: -leaf.device_bytes)
+    have, usable = program.target.chip.memory_bytes, memory_fraction() * program.target.chip.memory_bytes
+    text = f"the step needs {need / 2**30:.1f} GiB"
     if need > have:
-        code, text = "does_not_fit", f"the step needs {need / 2**30:.1f} GiB, and {program.target.chip.name} has"
-    elif program.platform == "gpu" and need > memory_fraction() * have:
-        code, text = "near_the_limit", (f"the step needs {need / 2**30:.1f} GiB; a JAX process gets "
-                                        f"{memory_fraction() * have / 2**30:.1f}, of")
-    else:
-        return
-    remedy = ("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95, or a smaller batch." if code == "near_the_limit" else
-              "Cut the state by more devices, recompute layers by jax.checkpoint, or split the batch.")
-    yield _finding(program, code, f"{text} {have / 2**30:.1f} GiB", remedy, leaves=largest,
-                   num_bytes=need - (have if code == "does_not_fit" else memory_fraction() * have), is_sent=False)
+        yield _finding(program, "does_not_fit", f"{text}, and {program.target.chip.name} has {have / 2**30:.1f} GiB",
+                       "Cut the state by more devices, recompute layers by jax.checkpoint, or split the batch.",
+                       leaves=program.leaves, num_bytes=need - have)
+    elif program.platform == "gpu" and need > usable:
+        yield _finding(program, "near_the_limit", f"{text}; a JAX process gets {usable / 2**30:.1f}, of "
+                       f"{have / 2**30:.1f} GiB", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95, or a smaller batch.",
+                       leaves=program.leaves, num_bytes=need - usable)
 
 
 def constants(program: Program) -> Iterator[Finding]:
     """Arrays that the step has captured, and of which each device holds a copy."""
-    found = [each for computation in program.module.computations.values()
-             for each in computation.instructions.values() if each.opcode == "constant"
-             and sum(array.bytes for array in each.arrays.values()) > MIB]
+    found = [each for each in _instructions(program) if each.opcode == "constant" and _bytes(each) > MIB]
     if found:
-        base = _finding(program, "captured_arrays", f"{len(found)} arrays are constants of the program, on each device",
-                        "Pass them to the step as arguments, with a sharding.", is_sent=False,
-                        num_bytes=sum(array.bytes for each in found for array in each.arrays.values()))
-        yield dataclasses.replace(base, source=program.module.metadata(found[0])[1])
+        yield _finding(program, "captured_arrays", f"{len(found)} arrays are constants of the program, on each device",
+                       "Pass them to the step as arguments, with a sharding.", num_bytes=sum(map(_bytes, found)),
+                       source=program.module.metadata(found[0])[1])
 
 
 CHECKS: tuple[Callable[[Program], Iterator[Finding]], ...] = (

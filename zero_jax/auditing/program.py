@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from zero_jax.auditing.roles import BATCH, PARAMS, Leaf, Selector, with_roles
 from zero_jax.errors import UsageError
 from zero_jax.frontends.nnx import is_nnx_jit, pure_step
-from zero_jax.jaxpr.equations import inner_jaxprs, primitive_of, trace, variables
+from zero_jax.jaxpr.equations import all_eqns, primitive_of, trace, variables
 from zero_jax.jaxpr.primitives import SHARD_MAP, donated_inputs
 from zero_jax.planning.flops import traced_flops
 from zero_jax.planning.temporaries import LiveTemporaries
@@ -101,9 +102,7 @@ class Program:
 
     def peak(self) -> dict[str, int]:
         """Bytes of a device at the instant of most memory: arguments by role, and temporaries by purpose."""
-        result: dict[str, int] = {}
-        for leaf in self.leaves:
-            result[leaf.role] = result.get(leaf.role, 0) + leaf.device_bytes
+        result = self.argument_bytes()
         if self.memory is not None:
             for each in self.temporaries.live:
                 result[each.what] = result.get(each.what, 0) + each.bytes
@@ -148,7 +147,7 @@ class Program:
     @functools.cached_property
     def data_axes(self) -> frozenset[str]:
         """The mesh axes that cut the batch; all of them where nothing cuts it."""
-        cut = frozenset[str]().union(*(leaf.axes for leaf in self.leaves if leaf.role == BATCH))
+        cut = frozenset[str]().union(*(leaf.axes for leaf in self.of(BATCH)))
         return cut or frozenset(name for name, size in self.axis_sizes.items() if size > 1)
 
     @functools.cached_property
@@ -161,11 +160,16 @@ class Program:
     @property
     def data_size(self) -> int:
         """Over how many devices the data axes go."""
-        return int(np.prod([self.axis_sizes[name] for name in self.data_axes])) if self.data_axes else 1
+        return math.prod(self.axis_sizes[name] for name in self.data_axes)
 
-    def of(self, role: str) -> list[tuple[int, Leaf]]:
-        """The leaves of a role, with their numbers."""
-        return [(number, leaf) for number, leaf in enumerate(self.leaves) if leaf.role == role]
+    def of(self, role: str) -> list[Leaf]:
+        """The leaves of a role."""
+        return [leaf for leaf in self.leaves if leaf.role == role]
+
+    def argument_bytes(self) -> dict[str, int]:
+        """Bytes of a device by role."""
+        return {role: sum(leaf.device_bytes for leaf in self.of(role))
+                for role in dict.fromkeys(leaf.role for leaf in self.leaves)}
 
     def served(self, collective: Collective, role: str) -> list[Leaf]:
         """The leaves of a role that a collective gathers, or whose gradients it reduces."""
@@ -186,15 +190,7 @@ def compile_step(jitted: Any, shapes: Sequence[Any], *, target: str | None = Non
     """The step `jitted(*shapes)`, compiled; nothing is executed. Raises UsageError for what cannot be audited.
 
     With a target the step is exported and compiled for that target's devices: meshes of `shapes`, and those that the
-    step itself names, are of as many live or simulated devices.
-
-    Args:
-        jitted: what `jax.jit` returns, or a step of this library.
-        shapes: its arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings.
-        target: as `h100:8`; None: the devices of the shardings.
-        params: which inputs are parameters, see `roles.with_roles`.
-        batch: which inputs are the batch.
-        compiler_options: XLA's, beside those of the step; with a target those that `jax.jit` got are not used.
+    step itself names, are of as many live or simulated devices. Arguments are those of `audit`.
     """
     if not hasattr(jitted, "lower"):
         name = getattr(jitted, "__name__", type(jitted).__name__)
@@ -416,8 +412,5 @@ def _traced(jitted: Any, shapes: Sequence[Any]) -> float | None:
     if not hasattr(jitted, "trace"):
         return None
     jaxpr = jitted.trace(*shapes).jaxpr
-    return None if _has_shard_map(jaxpr) else traced_flops(jaxpr)
-
-
-def _has_shard_map(jaxpr: Any) -> bool:
-    return any(primitive_of(eqn) == SHARD_MAP or any(map(_has_shard_map, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+    has_shard_map = any(primitive_of(eqn) == SHARD_MAP for eqn in all_eqns(jaxpr.jaxpr))
+    return None if has_shard_map else traced_flops(jaxpr)

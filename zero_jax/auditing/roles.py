@@ -98,7 +98,7 @@ def with_roles(leaves: Sequence[Leaf], outputs: Sequence[tuple[str, tuple[int, .
             role = BATCH
         elif number in replaced:
             role = PARAMS if number in named_params else OPTIMIZER
-        elif params is None and _keys(leaf.label) & _PARAM_NAMES and _is_float(leaf):
+        elif params is None and _PARAM_NAMES.intersection(path_of(leaf.label)) and _is_float(leaf):
             role = PARAMS  # frozen: no output replaces it
         else:
             is_data = batch is None and len(leaf.shape) > 0 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -115,10 +115,6 @@ def _matches(selector: Selector, label: str) -> bool:
 def path_of(label: str) -> tuple[str, ...]:
     """The keys of a label: `opt[0].mu['w']` -> opt, 0, mu, w."""
     return tuple(re.findall(r"[^\[\]'\".]+", label))
-
-
-def _keys(label: str) -> set[str]:
-    return set(path_of(label))
 
 
 def _is_float(leaf: Leaf) -> bool:
@@ -154,24 +150,17 @@ def _same_key(label: str, output: str) -> bool:
 
 
 def _params_of(leaves: Sequence[Leaf], state: Sequence[int]) -> set[int]:
-    named = {number for number in state if _is_float(leaves[number]) and _keys(leaves[number].label) & _PARAM_NAMES
-             and not _keys(leaves[number].label) & _OPTIMIZER_NAMES}
-    if named:
+    paths = {number: path_of(leaves[number].label) for number in state if _is_float(leaves[number])}
+    paths = {number: path for number, path in paths.items() if _OPTIMIZER_NAMES.isdisjoint(path)}
+    if named := {number for number, path in paths.items() if _PARAM_NAMES.intersection(path)}:
         return named
+    paths = {number: path for number, path in paths.items() if leaves[number].shape}
     first: dict[tuple[Any, ...], tuple[int, int]] = {}
-    for number in state:
-        leaf, path = leaves[number], path_of(leaves[number].label)
-        if not _is_float(leaf) or not leaf.shape or set(path) & _OPTIMIZER_NAMES:
-            continue
-        key = leaf.shape, path[-1:] if len(path) > 1 else ()
-        rank = len(path), number
-        depth = first.setdefault(key, rank)[0]
-        if rank[0] < depth:
-            first[key] = rank
+    for number, path in paths.items():
+        key, rank = (leaves[number].shape, path[-1:] if len(path) > 1 else ()), (len(path), number)
+        first[key] = min(rank, first.get(key, rank))
     # Arrays of one shape and key (as of each layer) are all parameters where their paths are as short as the first's.
-    depths = {key: rank[0] for key, rank in first.items()}
-    roots = {path_of(leaves[number].label)[:1] for _, number in first.values()}
-    root = min(roots, key=lambda each: next(n for n in state if path_of(leaves[n].label)[:1] == each), default=())
-    return {number for number in state if _is_float(leaves[number]) and leaves[number].shape
-            and path_of(leaves[number].label)[:1] == root and not _keys(leaves[number].label) & _OPTIMIZER_NAMES
-            and len(path_of(leaves[number].label)) <= max(depths.values(), default=0)}
+    depth = max((length for length, _ in first.values()), default=0)
+    roots = {paths[number][:1] for _, number in first.values()}
+    root = next((each for number in state if (each := path_of(leaves[number].label)[:1]) in roots), ())
+    return {number for number, path in paths.items() if path[:1] == root and len(path) <= depth}
