@@ -20,8 +20,7 @@ from support.targets import mesh_of
 
 import zero_jax
 from zero_jax.contract import verify as contract
-from zero_jax.contract.memory import gathered_limit
-from zero_jax.contract.state import state_budget
+from zero_jax.contract.memory import gathered_limit, state_budget
 from zero_jax.sharding.partition import SMALL_LEAF
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.xla.shapes import shape_bytes

@@ -2,5 +2,5 @@
 
 Reading order: `verify` (the contract of a step, and whether a program keeps it), `report` (both as text), `params`
 (what is promised of each parameter), `purpose` (what a collective is for), `violations` (too much), `minimum` (too
-little), `state`, `memory`, `host`; `codes` of programs that send codes and compute in tiles.
+little), `memory`, `host`; `codes` of programs that send codes and compute in tiles.
 """

@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from zero_jax.contract.purpose import total_bytes
 from zero_jax.contract.report import CODES, Contract, ParamTraffic, TrafficResult
 from zero_jax.contract.violations import SMALL_LEAF, TOLERANCE, explain
-from zero_jax.xla.collective import Collective
+from zero_jax.xla.collective import Collective, total_bytes
 from zero_jax.xla.shapes import shape_bytes
 
 LEAST = 0.9
@@ -35,8 +34,7 @@ def code_violations(results: Mapping[str, TrafficResult], contract: Contract) ->
         # Vectors are all-reduced whole where that is cheaper than to scatter them: half of that counts, as on a CPU.
         wide = total_bytes(others) - (key == "reduce") * total_bytes(c for c in others if c.kind == "all-reduce") / 2
         allowed = budget.communication_bytes - budget.code_bytes
-        tiles = max(contract.mesh.values()) if contract.platform == "tpu" else 1
-        slack = TOLERANCE * allowed + SMALL_LEAF * tiles * len(contract.params)
+        slack = TOLERANCE * allowed + SMALL_LEAF * contract.tiles * len(contract.params)
         if wide > allowed + slack and sent >= least:
             yield (f"{wide:,.0f} bytes of {what} are sent as they are, {allowed:,.0f} are promised: "
                    + _explain(others, contract))
@@ -65,7 +63,7 @@ MARGIN = 1.5
 
 def largest_tile(collective: Collective, contract: Contract) -> float:
     """Elements of the largest buffer that `collective` may send; infinite where it serves no tiled parameter."""
-    served = [each for each in contract.params if each.name in collective.serves]
+    served = contract.served(collective)
     if not any(each.tiles > 1 for each in served):
         return math.inf
     return MARGIN * max(each.size / each.slices for each in served)
@@ -78,8 +76,8 @@ def tile_violations(results: Mapping[str, TrafficResult], contract: Contract) ->
         for c in results[key].collectives if tiled else ():
             elements = max((math.prod(dims) for _, dims in c.shapes), default=0)
             # With hpZ the copy of a layer is gathered at once, and its tiles from that.
-            copy = max((each.kept * each.tiles / each.slices for each in contract.params if each.name in c.serves),
-                       default=0.0) if key == "gather" else 0.0
+            copy = max((each.kept * each.tiles / each.slices for each in contract.served(c) if key == "gather"),
+                       default=0.0)
             if elements > max(largest_tile(c, contract), copy):
                 name = next(name for name in c.serves if name in tiled)
                 yield (f"{name} is to be {what} in {tiled[name].tiles} tiles of "

@@ -14,10 +14,8 @@ from zero_jax.offload.host_update import STREAM_SCOPE
 from zero_jax.offload.tpu_tiles import padded
 from zero_jax.transforms.host_gradients import GRADIENT_SCOPE
 from zero_jax.tree import leaf_bytes, named_leaves
-from zero_jax.xla.host_reads import HostRead, HostWrite, host_reads, host_writes
-from zero_jax.xla.host_slices import HOST
-from zero_jax.xla.parser import Computation, Instruction, Module
-from zero_jax.xla.shapes import shape_bytes
+from zero_jax.xla.host_reads import HostRead, HostWrite, copied_bytes, host_reads, host_writes
+from zero_jax.xla.parser import Module
 
 TOLERANCE = 0.001
 """Share by which the arguments in host memory may exceed the layout's."""
@@ -142,9 +140,10 @@ def host_violations(budget: HostBudget | None, use: HostUse | None) -> Iterator[
                "so that host memory holds them twice: look for a leaf whose new value has another shape or dtype.")
     gradient_bytes = sum(budget.gradients)
     if use.temporary_bytes > (1 + TOLERANCE) * gradient_bytes + budget.gradient_padding and not budget.activations:
+        largest = f" ({max(use.copies)[1]} copies {max(use.copies)[0]:,} bytes)" if use.copies else ""
         yield (f"{use.temporary_bytes - gradient_bytes:,} bytes of temporaries are in host memory"
                f"{' beside the gradients' * bool(gradient_bytes)}: a second copy of what is updated "
-               f"in place{_largest(use)}.{TILES * bool(budget.param_bytes and use.copies)}")
+               f"in place{largest}.{TILES * bool(budget.param_bytes and use.copies)}")
     missing = collections.Counter(budget.gradients) - collections.Counter(write.stack_bytes for write in use.writes)
     if missing or use.temporary_bytes < gradient_bytes:
         left = sum(size * count for size, count in missing.items()) or gradient_bytes - use.temporary_bytes
@@ -227,37 +226,8 @@ def _tile_padding(layout: Layout) -> tuple[int, int]:
     return sum(padding(*pair) for pair in named_leaves(layout.state)), round(sum(gradients))
 
 
-def _largest(use: HostUse) -> str:
-    return f" ({max(use.copies)[1]} copies {max(use.copies)[0]:,} bytes)" if use.copies else ""
-
-
 def _copies(module: Module) -> Iterator[tuple[int, str, bool]]:
-    in_loops = _called_in_loops(module)
-    for name, computation in module.computations.items():
-        for instruction in computation.instructions.values():
-            if size := _copied_on_host(computation, instruction):
-                yield size, instruction.name, name in in_loops
-
-
-def _copied_on_host(computation: Computation, instruction: Instruction) -> int:
-    """Bytes that a copy moves from host memory to host memory; 0 for anything else."""
-    if instruction.opcode not in ("copy", "copy-start") or not instruction.operands:
-        return 0
-    source = computation.arrays(instruction.operands[0]).get(())
-    target = instruction.arrays.get((0,) if instruction.opcode == "copy-start" else ())
-    if source is None or target is None or source.space != HOST or target.space != HOST:
-        return 0
-    return shape_bytes(target.dtype, target.dims)
-
-
-def _called_in_loops(module: Module) -> set[str]:
-    """Names of the computations that are bodies of loops, or are called by such."""
-    todo = [callee for computation in module.computations.values() for instruction in computation.instructions.values()
-            if instruction.opcode == "while" for callee in instruction.callees]
-    found: set[str] = set()
-    while todo:
-        if (name := todo.pop()) not in found:
-            found.add(name)
-            todo += [callee for instruction in module.computations[name].instructions.values()
-                     for callee in instruction.callees]
-    return found
+    for frame, instruction in module.walk():
+        is_copy = instruction.opcode in ("copy", "copy-start")
+        if is_copy and (size := copied_bytes(frame.computation, instruction, to_host=True)):
+            yield size, instruction.name, any(caller.opcode == "while" for _, caller in frame.calls())

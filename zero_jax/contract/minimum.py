@@ -1,12 +1,13 @@
 """What a program must send: a stage that did not do its work sends too little, or as much in another way."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from zero_jax.contract.purpose import total_bytes, total_elements
+from zero_jax.contract.purpose import total_elements
 from zero_jax.contract.report import CODES, Contract, ParamTraffic, TrafficResult
 from zero_jax.contract.violations import SMALL_LEAF, explain, reduced_bytes
 from zero_jax.gather.gather import SCATTER
-from zero_jax.xla.collective import Collective
+from zero_jax.xla.collective import Collective, total_bytes
 from zero_jax.xla.shapes import shape_bytes
 
 LEAST = 0.9
@@ -34,7 +35,7 @@ NARROW_SHARE = 0.01
 def detours(results: Mapping[str, TrafficResult], contract: Contract) -> Iterator[str]:
     """A line for each way in which a program sends what it need not, though no more bytes. results: by budget."""
     gather, reduce = results["gather"], results["reduce"]
-    if gather.communication_bytes <= gather.budget.communication_bytes + contract.slack:  # else it is told already
+    if gather.communication_bytes <= gather.budget.communication_bytes + contract.slack:  # else it is reported already
         yield from _repeated_in_loops(gather, contract.num_gathers, "gathered", contract)
     if reduced_bytes(reduce.collectives, contract) <= reduce.budget.communication_bytes + contract.slack:
         yield from _whole_reductions(reduce, contract)
@@ -54,7 +55,7 @@ def _whole_reductions(reduce: TrafficResult, contract: Contract) -> Iterator[str
     """
     if contract.platform == "cpu":  # has no reduce-scatter under jit
         return
-    small = WHOLE_LEAF * _parts(contract)
+    small = WHOLE_LEAF * contract.tiles
     whole = []
     for c in reduce.collectives:
         num_large = sum(shape_bytes(*shape) > small for shape in c.shapes)
@@ -68,33 +69,29 @@ def _whole_reductions(reduce: TrafficResult, contract: Contract) -> Iterator[str
 
 def _why_whole(whole: Iterable[Collective], contract: Contract) -> str | None:
     """What to do about it, where the dtype tells why a gradient was not scattered."""
-    by_name = {each.name: each for each in contract.params}
     for c in whole:
         dtype, _ = max(c.shapes, key=lambda shape: shape_bytes(*shape))
-        for name in c.serves:
-            if name in by_name and shape_bytes(dtype, ()) != by_name[name].reduce_itemsize:
-                return ("A cast stands between the product that makes this gradient and its reduction: give the module "
-                        "the dtype in which the step reduces (Precision.reduce), or the step the module's.")
+        if any(shape_bytes(dtype, ()) != each.reduce_itemsize for each in contract.served(c)):
+            return ("A cast stands between the product that makes this gradient and its reduction: give the module "
+                    "the dtype in which the step reduces (Precision.reduce), or the step the module's.")
     return None
 
 
 def _narrow_reductions(reduce: TrafficResult, contract: Contract) -> Iterator[str]:
     """Gradients that are summed in fewer bits than declared."""
-    by_name = {each.name: each for each in contract.params}
     least = min((each.reduce_itemsize for each in contract.params if each.reduced and not each.reduces_codes),
                 default=0)
     narrow = []
     for c in reduce.collectives:
         if reduce.budget.code_bytes and set(c.dtypes) <= set(CODES):
             continue
-        declared = [by_name[name].reduce_itemsize for name in c.serves if name in by_name and by_name[name].reduced]
+        declared = [each.reduce_itemsize for each in contract.served(c) if each.reduced]
         if (declared or SCATTER in c.op_name) and any(
                 shape_bytes(dtype, ()) < min(declared, default=least) for dtype, _ in c.shapes):
             narrow.append(c)
     if total_bytes(narrow) > max(SMALL_LEAF, NARROW_SHARE * reduce.budget.communication_bytes):
         bits = sorted({8 * shape_bytes(dtype, ()) for c in narrow for dtype, _ in c.shapes})
-        names = {name for c in narrow for name in c.serves if name in by_name}
-        declared = sorted({8 * by_name[name].reduce_itemsize for name in names}) or [8 * least]
+        declared = sorted({8 * each.reduce_itemsize for c in narrow for each in contract.served(c)}) or [8 * least]
         yield (f"{total_bytes(narrow):,.0f} bytes of gradients are summed in {bits[0]} bits, {declared[0]} are "
                "declared: " + explain(narrow, contract, (
                    "The modules compute in this dtype, and XLA sums before it casts: give them the dtype in which the "
@@ -106,13 +103,13 @@ def _repeated_in_loops(result: TrafficResult, passes: int, verb: str, contract: 
 
     passes: how often a step may send a parameter. Where several are reduced as one, all must be such.
     """
-    by_name = {each.name: each for each in contract.params}
     for c in result.collectives:
         # XLA:TPU reduces leaves whose parts fill no tile where they are made, as far as the budget of bytes goes.
         iterations = 1 if contract.platform == "tpu" else c.count
-        if not c.in_loop or c.kind == "collective-permute" or c.payload_bytes * iterations <= small_bytes(contract):
+        is_small = c.payload_bytes * iterations <= SMALL_LEAF * contract.tiles
+        if not c.in_loop or c.kind == "collective-permute" or is_small:
             continue
-        served = [by_name[name] for name in c.serves if name in by_name]
+        served = contract.served(c)
         repeated = [each for each in served if (
             c.count > passes * each.slices or not c.count_known and each.slices == 1) and _holds(c, each)]
         if repeated and (verb == "gathered" or len(repeated) == len(served)):
@@ -124,7 +121,7 @@ def _repeated_in_loops(result: TrafficResult, passes: int, verb: str, contract: 
 def _holds(collective: Collective, param: ParamTraffic) -> bool:
     """Whether a buffer of `collective` may be `param`, or that as far as some of the mesh axes gather it."""
     return any(param.size % size == 0 and size * collective.group_size >= param.size / param.slices
-               for size in map(_elements, collective.shapes) if size)
+               for _, dims in collective.shapes if (size := math.prod(dims)))
 
 
 def _missing(gather: TrafficResult, reduce: TrafficResult, contract: Contract) -> Iterator[str]:
@@ -136,8 +133,7 @@ def _missing(gather: TrafficResult, reduce: TrafficResult, contract: Contract) -
     collectives = (*gather.collectives, *reduce.collectives)
     if any("/branch_" in c.op_name or not c.count_known for c in collectives):
         return
-    small = small_bytes(contract)
-    params = [each for each in contract.params if each.is_read and each.bytes > small]
+    params = [each for each in contract.params if each.is_read and each.bytes > SMALL_LEAF * contract.tiles]
     gathered_names, reduced_names = ({name for c in result.collectives for name in c.serves}
                                      for result in (gather, reduce))
     if contract.stage == 3:  # of what only reaches an output that the loss does not use, XLA leaves nothing
@@ -172,16 +168,3 @@ def _reduced_elements(collectives: Iterable[Collective], contract: Contract) -> 
     collectives = list(collectives)
     whole = [c for c in collectives if c.kind == "all-reduce" and set(c.axes(contract.mesh)) & set(contract.zero_axes)]
     return total_elements(collectives) - total_elements(whole) / 2
-
-
-def small_bytes(contract: Contract) -> int:
-    """Bytes of a leaf of which nothing is asked: on a TPU each device's part may be padded to a tile."""
-    return SMALL_LEAF * _parts(contract)
-
-
-def _parts(contract: Contract) -> int:
-    return max(contract.mesh.values()) if contract.platform == "tpu" else 1
-
-
-def _elements(shape: tuple[str, tuple[int, ...]]) -> int:
-    return shape_bytes("s8", shape[1])

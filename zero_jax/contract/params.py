@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,26 +32,27 @@ def min_itemsize(platform: str) -> int:
 
 def param_traffic(layout: Layout, num_microbatches: int = 1) -> tuple[ParamTraffic, ...]:
     """Of each parameter of `layout`, the trainable ones first."""
-    traffic = [*_trainable(layout, num_microbatches), *_frozen(layout, num_microbatches)]
+    traffic = list(_traffic(layout, num_microbatches))
     keys = [(re.sub(r"\d+", "", each.name), each.size) for each in traffic]
     copies = Counter(keys)
-    splits = [tuple(axes_by_dim(sharding.spec)) for sharding in _shardings(layout)]
+    splits = [tuple(axes_by_dim(sharding.spec)) for _, _, sharding, _ in _leaves(layout)]
     return tuple(dataclasses.replace(each, copies=copies[key], splits=split)
                  for each, key, split in zip(traffic, keys, splits, strict=True))
 
 
-def _shardings(layout: Layout) -> list[NamedSharding]:
-    """Of each gradient, and then of each frozen parameter."""
-    return [*jax.tree.leaves(layout.gradients), *(leaf.sharding for leaf in jax.tree.leaves(layout.state.frozen))]
+def _leaves(layout: Layout) -> list[tuple[str, Any, NamedSharding, StoredShape]]:
+    """(Name, leaf, its gradient's sharding, or its own, stored shape) of each parameter, the trainable ones first."""
+    state, stored = layout.state, layout.stored_shapes
+    shardings = [*jax.tree.leaves(layout.gradients), *(leaf.sharding for leaf in jax.tree.leaves(state.frozen))]
+    return [(*pair, sharding, stored_shape) for pair, sharding, stored_shape in zip(
+        [*named_leaves(state.params), *named_leaves(state.frozen)], shardings,
+        [*jax.tree.leaves(stored.params), *jax.tree.leaves(stored.frozen)], strict=True)]
 
 
 def param_pieces(layout: Layout) -> dict[int | tuple[int, ...], str]:
     """Elements of each buffer that may be sent of a parameter -> its name."""
     pieces: dict[int | tuple[int, ...], str] = {}
-    state, stored_shapes = layout.state, layout.stored_shapes
-    for (name, leaf), sharding, stored_shape in zip(
-            [*named_leaves(state.params), *named_leaves(state.frozen)], _shardings(layout),
-            [*jax.tree.leaves(stored_shapes.params), *jax.tree.leaves(stored_shapes.frozen)], strict=True):
+    for name, leaf, sharding, stored_shape in _leaves(layout):
         parts = _num_parts(leaf.shape, sharding)
         for shape in (leaf.shape, stored_shape.shape):
             pieces |= dict.fromkeys(_piece_sizes(shape, layout.reads[name], parts, layout.axes.sizes), name)
@@ -61,30 +63,33 @@ def param_pieces(layout: Layout) -> dict[int | tuple[int, ...], str]:
     return pieces
 
 
-def _trainable(layout: Layout, num_microbatches: int) -> Iterator[ParamTraffic]:
-    """What the gathers of a trainable parameter and the reduction of its gradient send."""
+def _traffic(layout: Layout, num_microbatches: int) -> Iterator[ParamTraffic]:
+    """What the gathers of each parameter send, and the reduction of its gradient; frozen ones are gathered only."""
     stage, at_least = layout.stage, min_itemsize(layout.axes.platform)
     weights = dict(named_leaves(layout.state.params if layout.state.weights is None else layout.state.weights))
     uses = dict(named_leaves(layout.uses))  # no entry where the parameter is used as it is stored
-    for (name, leaf), sharding, stored_shape in zip(
-            named_leaves(layout.state.params), jax.tree.leaves(layout.gradients),
-            jax.tree.leaves(layout.stored_shapes.params), strict=True):
+    frozen = dict(named_leaves(layout.state.frozen))
+    for name, leaf, sharding, stored_shape in _leaves(layout):
         use, parts, tensor_size = uses.get(name), _num_parts(leaf.shape, sharding), _tensor_size(sharding, layout.axes)
         size, shards = leaf.size / tensor_size, parts // tensor_size
-        dtypes = (weights[name].dtype,) * 2 if use is None else (use.dtype, use.reduce)
-        read, reduce = (np.dtype(dtype).itemsize for dtype in dtypes)
-        gathers = 1 - 1 / shards
+        scattered, gathers = size * (1 - 1 / shards), 0.0
         if stage.shards_params and use is not None:
             gathers = _gathers(layout, use, shards, num_microbatches)
-        elif layout.disk and not stage.shards_params:
-            gathers = 0.0  # after the walk over the files, by a program of its own
-        replicas = layout.axes.size(*layout.axes.step_names) // parts
-        scattered, summed = size * (1 - 1 / shards), 2 * size / shards * (1 - 1 / replicas)
-        traffic = ParamTraffic(
-            name, size, scattered if gathers else 0.0, scattered if shards > 1 else summed, read, reduce,
-            gathered_bytes=size * max(read, at_least) * gathers,
-            reduced_bytes=max(reduce, at_least) * (scattered + summed))
-        yield _as_read(layout, stored_shape, _in_codes(layout, traffic, size / shards, gathers))
+        elif name not in frozen and (stage.shards_params or not layout.disk):  # else by a program after the files' walk
+            gathers = 1 - 1 / shards
+        if name in frozen:
+            read = reduce = leaf.dtype.itemsize
+            traffic = ParamTraffic(name, size, scattered, 0.0, read, reduce)
+        else:
+            dtypes = (weights[name].dtype,) * 2 if use is None else (use.dtype, use.reduce)
+            read, reduce = (np.dtype(dtype).itemsize for dtype in dtypes)
+            replicas = layout.axes.size(*layout.axes.step_names) // parts
+            summed = 2 * size / shards * (1 - 1 / replicas)
+            traffic = ParamTraffic(
+                name, size, scattered if gathers else 0.0, scattered if shards > 1 else summed, read, reduce,
+                reduced_bytes=max(reduce, at_least) * (scattered + summed))
+        traffic = dataclasses.replace(traffic, gathered_bytes=size * max(read, at_least) * gathers)
+        yield _as_read(layout, use, stored_shape, _in_codes(layout, traffic, size / shards, gathers))
 
 
 def _gathers(layout: Layout, use: ParamUse, shards: int, num_microbatches: int) -> float:
@@ -104,21 +109,6 @@ def _gathers(layout: Layout, use: ParamUse, shards: int, num_microbatches: int) 
     if not use.secondary:
         return whole
     return whole - within + num_microbatches * 2 * within
-
-
-def _frozen(layout: Layout, num_microbatches: int) -> Iterator[ParamTraffic]:
-    """Frozen parameters are gathered only."""
-    at_least, uses = min_itemsize(layout.axes.platform), dict(named_leaves(layout.uses))
-    for (name, leaf), stored_shape in zip(
-            named_leaves(layout.state.frozen), jax.tree.leaves(layout.stored_shapes.frozen), strict=True):
-        parts, tensor_size = _num_parts(leaf.shape, leaf.sharding), _tensor_size(leaf.sharding, layout.axes)
-        size, itemsize = leaf.size / tensor_size, leaf.dtype.itemsize
-        once, use = size * (1 - tensor_size / parts), uses.get(name)
-        gathers = 0.0 if use is None or not layout.stage.shards_params else _gathers(
-            layout, use, parts // tensor_size, num_microbatches)
-        traffic = ParamTraffic(
-            name, size, once, 0.0, itemsize, itemsize, gathered_bytes=size * gathers * max(itemsize, at_least))
-        yield _as_read(layout, stored_shape, _in_codes(layout, traffic, leaf.size / parts, gathers))
 
 
 def _in_codes(layout: Layout, traffic: ParamTraffic, shard: float, gathers: float) -> ParamTraffic:
@@ -148,10 +138,9 @@ def _codes(layout: Layout, name: str) -> GatherCodes | None:
     return codes if codes is None or tiles is None else codes.tile(tiles.dim, tiles.count)
 
 
-def _as_read(layout: Layout, stored_shape: StoredShape, traffic: ParamTraffic) -> ParamTraffic:
+def _as_read(layout: Layout, use: ParamUse | None, stored_shape: StoredShape, traffic: ParamTraffic) -> ParamTraffic:
     """`traffic`, and how the model reads the parameter."""
-    access, use = layout.reads[traffic.name], dict(named_leaves(layout.uses)).get(traffic.name)
-    kept = 0.0
+    access, kept = layout.reads[traffic.name], 0.0
     if access.tiles and use is not None and use.copies:
         kept = traffic.size / parts_of(use.stored, {name: layout.axes.size(name) for name in use.secondary})
     return dataclasses.replace(

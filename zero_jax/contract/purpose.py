@@ -80,14 +80,9 @@ def sorted_dims(dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(size for size in dims if size > 1))
 
 
-def total_bytes(collectives: Iterable[Collective]) -> float:
-    """What each device sends for them per step."""
-    return sum(c.communication_bytes * c.count for c in collectives)
-
-
 def total_elements(collectives: Iterable[Collective]) -> float:
     """Elements that each device sends for them per step; of messages of codes, bytes."""
-    return sum(c.communication_bytes * c.count / c.payload_bytes
+    return sum(c.step_bytes / c.payload_bytes
                * sum(math.prod(dims) * CODES.get(dtype, 1) for dtype, dims in c.shapes)
                for c in collectives if c.payload_bytes)
 

@@ -1,12 +1,13 @@
 """What a stage may send and must, what a program sends, and both as text."""
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Mapping
 
 from zero_jax.contract.host import HostBudget, HostUse, bytes_ahead, bytes_of
 from zero_jax.typing import AxisNames
-from zero_jax.xla.collective import Collective
+from zero_jax.xla.collective import Collective, total_bytes
 from zero_jax.xla.timing import Timing
 
 CODES = {"u8": 1, "s8": 1, "u32": 4}
@@ -145,6 +146,20 @@ class Contract:
     slices: str = ""
     slices_in_loops: bool = False
 
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, ParamTraffic]:
+        """`params` by name."""
+        return {each.name: each for each in self.params}
+
+    def served(self, collective: Collective) -> list[ParamTraffic]:
+        """The parameters that `collective` gathers, or whose gradients it reduces."""
+        return [self.by_name[name] for name in collective.serves if name in self.by_name]
+
+    @property
+    def tiles(self) -> int:
+        """Parts of a leaf each of which may be padded to a tile: on a TPU those of its largest axis; else 1."""
+        return max(self.mesh.values()) if self.platform == "tpu" else 1
+
     def budget(self, key: str) -> TrafficBudget | None:
         """The budget of this key, if there is one."""
         return next((budget for budget in self.budgets if budget.key == key), None)
@@ -166,7 +181,7 @@ class TrafficResult:
     @property
     def communication_bytes(self) -> float:
         """Bytes that each device sends for it per step."""
-        return sum(c.communication_bytes * c.count for c in self.collectives)
+        return total_bytes(self.collectives)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,11 +203,10 @@ class Report:
         total: defaultdict[tuple[str, str], float] = defaultdict(float)
         for result in self.results:
             for each in result.collectives:
-                total[each.computation, each.name] += each.communication_bytes * each.count
+                total[each.computation, each.name] += each.step_bytes
 
         def seconds(result: TrafficResult, number: int, known: Timing) -> float:
-            keys = (((each.computation, each.name), each.communication_bytes * each.count)
-                    for each in result.collectives)
+            keys = (((each.computation, each.name), each.step_bytes) for each in result.collectives)
             return sum(known.collectives.get(key, (0.0, 0.0))[number] * sent / total[key] for key, sent in keys if sent)
 
         return dataclasses.replace(self, seconds=() if timing is None else tuple(

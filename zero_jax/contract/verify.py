@@ -12,12 +12,11 @@ import jax
 
 from zero_jax.contract.codes import code_violations, tile_violations
 from zero_jax.contract.host import HostUse, host_budget, host_violations
-from zero_jax.contract.memory import memory_violations
+from zero_jax.contract.memory import memory_violations, state_budget, state_violations
 from zero_jax.contract.minimum import detours, shortfalls
 from zero_jax.contract.params import min_itemsize, param_pieces, param_traffic
 from zero_jax.contract.purpose import purpose_of, sorted_dims, split_by_purpose
 from zero_jax.contract.report import Contract, Report, TrafficBudget, TrafficResult
-from zero_jax.contract.state import state_budget, state_violations
 from zero_jax.contract.violations import (
     SMALL_LEAF,
     TOLERANCE,
@@ -130,10 +129,9 @@ def check(program: str | Sequence[Collective], contract: Contract, gathered_byte
     return Report(contract, tuple(results.values()), broken, host)
 
 
-def verify(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0,
-           slices: Sequence[HostSlice] = (), host: HostUse | None = None) -> Report:
+def verify(program: str | Sequence[Collective], contract: Contract, gathered_bytes: int = 0) -> Report:
     """As `check`, but raises ContractError with each offending operation, its bytes, its source and what to do."""
-    return kept(check(program, contract, gathered_bytes, slices, host))
+    return kept(check(program, contract, gathered_bytes))
 
 
 def kept(report: Report) -> Report:

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from zero_jax.contract.purpose import purpose_of, total_bytes
-from zero_jax.contract.report import CODES, Contract, TrafficBudget, TrafficResult
+from zero_jax.contract.purpose import purpose_of
+from zero_jax.contract.report import CODES, Contract, TrafficResult
 from zero_jax.layout.stored_optimizer import UPDATE_SCOPE
 from zero_jax.optim.whole_matrices import MATRICES_SCOPE
 from zero_jax.typing import AxisNames
-from zero_jax.xla.collective import Collective
+from zero_jax.xla.collective import Collective, total_bytes
 from zero_jax.xla.host_copies import ANNOTATOR
 from zero_jax.xla.host_slices import HostSlice
 from zero_jax.xla.replica_groups import group_order, mesh_axes
@@ -24,54 +24,41 @@ SMALL_LEAF = 4096
 
 
 def excess(results: Mapping[str, TrafficResult], contract: Contract) -> Iterator[str]:
-    """A line for each budget of parameters, gradients, activations and the rest that is exceeded, by its key."""
-    gather, reduce, rest = results["gather"], results["reduce"], results["rest"]
-    rest_bytes = rest.budget.communication_bytes
-    if gather.communication_bytes > gather.budget.communication_bytes + contract.slack:
-        yield (f"{_sent(gather)} bytes of parameters are gathered, {_promised(gather.budget)} are promised: "
-               f"{explain(gather.collectives, contract)}")
-    reduced = reduced_bytes(reduce.collectives, contract)
-    if reduced > reduce.budget.communication_bytes + contract.slack:
-        whole = [c for c in reduce.collectives if c.kind == "all-reduce"]
-        offending = whole if total_bytes(whole) > contract.slack else reduce.collectives
-        yield (f"{reduced:,.0f} bytes of gradients are reduced, {_promised(reduce.budget)} are promised: "
-               f"{explain(offending, contract)}")
-    if rest.communication_bytes > rest_bytes:
-        yield (f"{_sent(rest)} bytes gather no parameter where it is read and sum no gradient, "
-               f"{_promised(rest.budget)} are promised for such: {explain(rest.collectives, contract)}")
-    if activations := results.get("activations"):
-        if activations.communication_bytes > (1 + TOLERANCE) * activations.budget.communication_bytes + rest_bytes:
-            yield (f"{_sent(activations)} bytes of activations travel, {_promised(activations.budget)} are promised: "
-                   f"{explain(activations.collectives, contract)}")
-    wrong = [c for c in gather.collectives if set(c.axes(contract.mesh)) - set(gather.budget.axes)]
-    if total_bytes(wrong) > rest_bytes:
-        yield (f"parameters are gathered over {' x '.join(wrong[0].axes(contract.mesh))}, not only over "
-               f"{' x '.join(gather.budget.axes) or 'no axis'}: {explain(wrong, contract)}")
+    """A line for each budget that is exceeded, by its key."""
+    rest_bytes = results["rest"].budget.communication_bytes
+    for key, what, share, slack in (
+            ("gather", "of parameters are gathered", 0.0, contract.slack),
+            ("reduce", "of gradients are reduced", 0.0, contract.slack),
+            ("rest", "gather no parameter where it is read and sum no gradient", 0.0, 0.0),
+            ("activations", "of activations travel", TOLERANCE, rest_bytes),
+            ("matrices", "of whole matrices travel", TOLERANCE, SMALL_LEAF),
+            ("slices", f"cross the axis {contract.slices!r} between slices", TOLERANCE, 0.0),
+            ("outer", "of outer parameters are gathered in each slice", TOLERANCE, contract.slack)):
+        result = results.get(key)
+        if result is None or counted_bytes(result, contract) <= (1 + share) * _promised(result) + slack:
+            continue
+        whole = [c for c in result.collectives if c.kind == "all-reduce" and key == "reduce"]
+        yield (f"{counted_bytes(result, contract):,.0f} bytes {what}, {_promised(result):,.0f} are promised"
+               f"{' for such' * (key == 'rest')}: "
+               + explain(whole if total_bytes(whole) > contract.slack else result.collectives, contract))
 
 
 def violations(results: Mapping[str, TrafficResult], contract: Contract) -> Iterator[str]:
-    """A line for each other budget that is exceeded, by its key."""
-    if matrices := results.get("matrices"):
-        if matrices.communication_bytes > (1 + TOLERANCE) * matrices.budget.communication_bytes + SMALL_LEAF:
-            yield (f"{_sent(matrices)} bytes of whole matrices travel, {_promised(matrices.budget)} are promised: "
-                   f"{explain(matrices.collectives, contract)}")
-    if slices := results.get("slices"):
-        sent, promised = slices.communication_bytes, slices.budget.communication_bytes
-        if sent > (1 + TOLERANCE) * promised:
-            yield (f"{_sent(slices)} bytes cross the axis {contract.slices!r} between slices, "
-                   f"{_promised(slices.budget)} are promised: {explain(slices.collectives, contract)}")
-        if sent < (1 - TOLERANCE) * promised:
-            yield (f"{_sent(slices)} bytes cross the axis {contract.slices!r} between slices, and "
-                   f"{_promised(slices.budget)} must, of the outer gradients in their dtype.")
-        if outside := [c for c in slices.collectives if contract.slices_in_loops and not c.in_loop]:
-            if total_bytes(outside) > OUTSIDE * sent:
-                yield (f"{total_bytes(outside):,.0f} of {_sent(slices)} bytes cross the axis {contract.slices!r} "
-                       "between slices outside of the loops over layers, with no product beside them: "
-                       f"{explain(outside, contract)}")
-    if outer := results.get("outer"):
-        if outer.communication_bytes > (1 + TOLERANCE) * outer.budget.communication_bytes + contract.slack:
-            yield (f"{_sent(outer)} bytes of outer parameters are gathered in each slice, {_promised(outer.budget)} "
-                   f"are promised: {explain(outer.collectives, contract)}")
+    """A line for gathers over other axes than promised, and for too little or nothing hidden between slices."""
+    gather, slices = results["gather"], results.get("slices")
+    wrong = [c for c in gather.collectives if set(c.axes(contract.mesh)) - set(gather.budget.axes)]
+    if total_bytes(wrong) > _promised(results["rest"]):
+        yield (f"parameters are gathered over {' x '.join(wrong[0].axes(contract.mesh))}, not only over "
+               f"{' x '.join(gather.budget.axes) or 'no axis'}: {explain(wrong, contract)}")
+    if slices is None:
+        return
+    sent, between = slices.communication_bytes, f"bytes cross the axis {contract.slices!r} between slices"
+    if sent < (1 - TOLERANCE) * _promised(slices):
+        yield (f"{sent:,.0f} {between}, and {_promised(slices):,.0f} must, of the outer gradients in their dtype.")
+    outside = [c for c in slices.collectives if contract.slices_in_loops and not c.in_loop]
+    if total_bytes(outside) > OUTSIDE * sent:
+        yield (f"{total_bytes(outside):,.0f} of {sent:,.0f} {between} outside of the loops over layers, with no "
+               f"product beside them: {explain(outside, contract)}")
 
 
 def row_violations(results: Mapping[str, TrafficResult], contract: Contract) -> Iterator[str]:
@@ -162,21 +149,17 @@ def slices_notes(collectives: Sequence[Collective]) -> tuple[str, ...]:
     return (f"{total_bytes(beside):,.0f} bytes of it beside a matrix product",) if collectives else ()
 
 
-def _sent(result: TrafficResult) -> str:
-    return f"{result.communication_bytes:,.0f}"
-
-
-def _promised(budget: TrafficBudget) -> str:
-    return f"{budget.communication_bytes:,.0f}"
+def _promised(result: TrafficResult) -> float:
+    return result.budget.communication_bytes
 
 
 def explain(collectives: Sequence[Collective], contract: Contract, advice: str | None = None) -> str:
     """The collective that sends most, in words, and what to do about it: `advice`, or what its purpose suggests."""
-    c = max(collectives, key=lambda c: c.communication_bytes * c.count)
+    c = max(collectives, key=lambda c: c.step_bytes)
     dtype, dims = max(c.shapes, key=lambda shape: math.prod(shape[1]))
     serves = f" for {', '.join(c.serves[:3])}" if c.serves else ""
     return (f"{c.kind} of {dtype}{list(dims)} over {' x '.join(c.axes(contract.mesh)) or 'no axis'}, {c.count} times, "
-            f"{c.communication_bytes * c.count:,.0f} bytes per step{serves}, from {c.op_name[-160:] or 'the compiler'}"
+            f"{c.step_bytes:,.0f} bytes per step{serves}, from {c.op_name[-160:] or 'the compiler'}"
             + (f" ({c.source})" if c.source else "") + f". {advice or _advice(c, contract)}")
 
 
