@@ -22,7 +22,6 @@ from zero_jax.planning.memory import MemoryReport, Transformer, formula_bytes, m
 from zero_jax.planning.temporaries import LiveTemporaries
 from zero_jax.stages import STAGES
 from zero_jax.xla import liveness as buffers
-from zero_jax.xla import shapes
 
 GB = 1e9
 TEMPORARIES = ("gradients", "activations", "gathered weights", "temporary buffers", "fragmentation")
@@ -233,14 +232,3 @@ def test_a_loop_carries_one_buffer():
     assert sorted(each.bytes for each in alive if each.bytes > 4) == [2048, 2048]  # the stack and %other
     assert {each.kind for each in found.all} == {"temporary", "argument", "output", "constant"}
     assert all(each.what == "temporary buffers" for each in LiveTemporaries(LOOP).live)
-
-
-@pytest.mark.parametrize("text, expected", [
-    ("f32[3]{0}", {(): (12, 0)}),
-    ("(f32[2]{0}, (bf16[4]{0}, s32[]), /*index=2*/pred[])",
-     {(0,): (8, 0), (1, 0): (8, 0), (1, 1): (4, 0), (2,): (1, 0)}),
-    ("bf16[2,64,50257]{2,1,0:T(8,128)(2,1)}", {(): (2 * 2 * 64 * 50304, 0)}),
-    ("bf16[1,3]{1,0:T(8,128)(2,1)S(1)}", {(): (2 * 8 * 128, 1)}),
-])
-def test_arrays_of_a_shape(text, expected):
-    assert {path: (array.bytes, array.space) for path, array in shapes.arrays(text).items()} == expected

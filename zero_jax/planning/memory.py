@@ -13,7 +13,7 @@ from zero_jax.planning.formulas import ZERO_JAX, ZERO_JAX_FP32, ByteCounts
 from zero_jax.planning.temporaries import ACTIVATIONS, GATHERED, GRADIENTS, OTHER, LiveBuffer, LiveTemporaries
 from zero_jax.stages import stage_of
 from zero_jax.step.compiled import CompiledStep
-from zero_jax.tree import path_name
+from zero_jax.tree import named_leaves
 
 PARAMETERS, MASTER, MOMENTUM, VARIANCE = "parameters", "master", "momentum", "variance"
 OTHER_STATE, BATCH, PADDING = "other state", "batch", "padding"
@@ -219,10 +219,9 @@ def _mixed(layout: Layout) -> bool:
 def _largest_layer(layout: Layout) -> int:
     """Parameters of the largest module; of one layer where a loop runs over a stack of them."""
     sizes: dict[str, int] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(layout.state.params):
-        name = path_name(path)
+    for name, leaf in named_leaves(layout.state.params):
         stacked = layout.reads[name].stacked if name in layout.reads else ()
-        module = path_name(path[:1])
+        module = name.partition("/")[0]
         sizes[module] = sizes.get(module, 0) + leaf.size // math.prod(leaf.shape[dim] for dim in stacked)
     return max(sizes.values(), default=0)
 
@@ -237,7 +236,7 @@ def _placed(layout: Layout) -> dict[str, list[Placement]]:
 def _kinds(layout: Layout) -> list[str]:
     """The row of each leaf of the state, in tree order."""
     mixed = _mixed(layout)
-    params = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(layout.state.params)}
+    params = dict(named_leaves(layout.state.params))
 
     def kind(row: Placement) -> str:
         tree, _, rest = row.name.partition("/")

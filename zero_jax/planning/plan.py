@@ -94,9 +94,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the step fits into the device's memory, and what it offloads into the host's and on its disks."""
-        return not self.refused and all(limit is None or size <= limit for size, limit in (
-            (self.needed_bytes, self.memory_bytes), (self.host_bytes, self.host_memory_bytes),
-            (self.disk_bytes, self.disk_memory_bytes)))
+        return not self.refused and not self.lacking_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -141,14 +139,13 @@ class Plan:
         advice.append("recompute blocks in the backward pass (remat) if the model does not")
         if self.layout.overlap_note:
             advice.append("overlap=False, prefetch=False: collectives wait for compute, and hold less memory")
-        if self.stage == 3 and not self.layout.host_params:
-            sizes = [row.device_bytes for row in self.layout.placements() if row.memory == "device"]
-            if sum(sizes) >= self.lacking_bytes:
-                advice.append(f"offload=\"parameters\": {sum(sizes) / 1e9:,.1f} GB of state in host memory")
-        if not self.layout.host:
-            sizes = [row.device_bytes for row in self.layout.placements() if row.name.startswith("opt_state/")]
-            if sum(sizes) >= self.lacking_bytes:
-                advice.append(f"offload=\"optimizer\": {sum(sizes) / 1e9:,.1f} GB of optimizer states in host memory")
+        rows = self.layout.placements()
+        moved = sum(row.device_bytes for row in rows if row.memory == "device")
+        if self.stage == 3 and not self.layout.host_params and moved >= self.lacking_bytes:
+            advice.append(f"offload=\"parameters\": {moved / 1e9:,.1f} GB of state in host memory")
+        moved = sum(row.device_bytes for row in rows if row.name.startswith("opt_state/"))
+        if not self.layout.host and moved >= self.lacking_bytes:
+            advice.append(f"offload=\"optimizer\": {moved / 1e9:,.1f} GB of optimizer states in host memory")
         if self.devices_needed:
             advice.append(f"more devices, at least {self.devices_needed:,}: {state / 1e9:,.1f} GB of state over "
                           f"{shards} shards")
@@ -248,7 +245,7 @@ def examine(step: Any, batch: Any, target: Target | None = None, transformer: Tr
                                       (plain.memory, compiled.memory))
         for collective in itertools.chain.from_iterable(each.collectives for each in report.results):
             link = topology.link([coords[device] for device in collective.group]).name
-            links[link, collective.axes(step.mesh.shape)] += collective.communication_bytes * collective.count
+            links[link, collective.axes(step.mesh.shape)] += collective.step_bytes
     return make_plan(compiled.device_bytes, host=compiled.host_bytes, communication=report, timing=timing,
                      overlap=effect, transfers=transfers, links=dict(links),
                      memory=memory_report(layout, compiled, activations=transformer))

@@ -43,8 +43,6 @@ class LiveTemporaries:
         self.buffers = Buffers(text)
         self._gathers = {*gathers}
         self.peak, alive = self.buffers.at_peak(self.buffers.temporaries)
-        self._owner = {(value.frame, value.instruction.name, value.path): buffer
-                       for buffer in self.buffers.all for value in buffer.values}
         self._classes: dict[int, str] = {}
         self.live = [self._live_buffer(buffer) for buffer in alive]
 
@@ -102,7 +100,7 @@ class LiveTemporaries:
                     yield user.opcode
                 elif user.opcode not in _ALIASES:
                     yield self.buffers.module.metadata(user)[0]
-                copied = self._owner.get((value.frame, user.name, ()))
+                copied = self.buffers.owners.get((value.frame, user.name, ()))
                 if copied and len(seen) < 2 and copied.kind == "temporary" and copied not in (buffer, *seen) and (
                         moved_from(self.buffers.module, user, ()) == value.instruction.name):
                     yield from self._readers(copied, (buffer, *seen))
@@ -111,7 +109,7 @@ class LiveTemporaries:
         """The buffers that `value` is a copy of, or whose slices it is updated with."""
         update = update_of(self.buffers.module, value.instruction, value.path)
         operand = update.operand if update else moved_from(self.buffers.module, value.instruction, value.path)
-        source = self._owner.get((value.frame, operand, ())) if operand else None
+        source = self.buffers.owners.get((value.frame, operand, ())) if operand else None
         if source is not None and source.kind == "temporary" and value not in source.values:
             yield source
 

@@ -14,12 +14,14 @@ States in files are read and written between compiled programs: nothing else of 
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 from zero_jax.contract.host import HostBudget, HostUse, bytes_ahead, bytes_of
 from zero_jax.layout.layout import update_bytes_of
 from zero_jax.offload.disk_leaves import DiskTraffic
 from zero_jax.step.compiled import CompiledStep
 from zero_jax.xla.chip import Chip
+from zero_jax.xla.host_reads import HostRead, HostWrite
 from zero_jax.xla.targets import Target
 from zero_jax.xla.timing import Timing
 
@@ -74,32 +76,34 @@ def transfers_of(compiled: CompiledStep, chip: Chip, timing: Timing) -> Transfer
         return None
     rows = compiled.layout.placements()
     update_up, update_down = update_bytes_of(rows)
-    gradient_reads, sum_reads = (use.gradient_reads, use.stack_reads) if budget.gradients else ([], [])
-    gradients_down, gradients_up = bytes_of(use.writes) if budget.gradients else 0, bytes_of(sum_reads)
+    gradient_reads, sum_reads, writes = (
+        (use.gradient_reads, use.stack_reads, use.writes) if budget.gradients else ([], [], ()))
+    gradients_down, gradients_up = bytes_of(writes), bytes_of(sum_reads)
     update_up += bytes_of(gradient_reads)
-    params_up = params_ahead = 0
     reads = use.param_reads(budget) if budget.param_bytes else []
-    if budget.param_bytes:
-        params_ahead = sum(read.bytes * read.runs for read in reads if read.is_ahead)
-        # Where there is no copy for the model, the update reads the same arrays.
-        in_update = 0 if budget.has_copy else budget.param_bytes
-        params_up = max(params_ahead, sum(read.bytes * read.runs for read in reads) - in_update)
+    params_ahead = bytes_ahead(reads)
+    # Where there is no copy for the model, the update reads the same arrays.
+    params_up = max(params_ahead, bytes_of(reads) - (0 if budget.has_copy else budget.param_bytes))
     # Each is written once, and read once, the last one outside of the loops.
-    checkpoints, iterations = (max(bytes_of(use.writes), bytes_of(use.stack_reads)), sum(
-        read.runs for read in use.stack_reads)) if budget.activations else (0, 0)
+    stacks = use.stack_reads if budget.activations else []
+    checkpoints = max(bytes_of(use.writes), bytes_of(stacks)) if budget.activations else 0
     ahead = _seconds(chip, params_ahead + checkpoints, checkpoints,
-                     copies=2 * iterations + sum(read.runs for read in reads if read.is_ahead))
-    waited = _seconds(chip, params_up - params_ahead, 0, copies=sum(read.runs for read in reads if not read.is_ahead))
+                     copies=2 * _runs(stacks) + _runs(read for read in reads if read.is_ahead))
+    waited = _seconds(chip, params_up - params_ahead, 0, copies=_runs(read for read in reads if not read.is_ahead))
     # An iteration adds to what it read, and writes it: one after the other.
-    sums = (_seconds(chip, 0, gradients_down, copies=sum(write.runs for write in use.writes if budget.gradients))
-            + _seconds(chip, gradients_up, 0, copies=sum(read.runs for read in sum_reads)))
+    sums = (_seconds(chip, 0, gradients_down, copies=_runs(writes))
+            + _seconds(chip, gradients_up, 0, copies=_runs(sum_reads)))
     # At least one copy of each leaf up, and one down.
-    update = _seconds(chip, update_up, update_down, copies=2 * sum(row.memory == "host" for row in rows)
-                      + sum(read.runs for read in gradient_reads))
+    update = _seconds(chip, update_up, update_down,
+                      copies=2 * sum(row.memory == "host" for row in rows) + _runs(gradient_reads))
     hidden = min(ahead, timing.seconds) * _share_beside_compute(compiled, budget, use, chip)
     seconds = ahead + waited + update + sums
     return Transfers(params_up, params_ahead, update_up, update_down, seconds, seconds - hidden,
                      gradients_down=gradients_down, gradients_up=gradients_up, checkpoints=checkpoints)
+
+
+def _runs(copies: Iterable[HostRead | HostWrite]) -> int:
+    return sum(copy.runs for copy in copies)
 
 
 def _share_beside_compute(compiled: CompiledStep, budget: HostBudget, use: HostUse, chip: Chip) -> float:
