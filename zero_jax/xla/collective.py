@@ -144,14 +144,7 @@ def chain_of(instruction: Instruction) -> tuple[str, str, str] | None:
 
 
 def read_collective(module: Module, frame: Frame, instruction: Instruction, execution: Execution) -> Collective:
-    """Read the collective `instruction` of `frame`, whose `kind_of` is not None.
-
-    Args:
-        module: the module.
-        frame: its computation, as called.
-        instruction: the collective, or its start.
-        execution: the loops and the asynchronous wrapper around it.
-    """
+    """The collective that `instruction` of `frame` is, or starts; its `kind_of` is not None."""
     kind = kind_in(frame, instruction)
     assert kind is not None, instruction.opcode
     sent = _sent(module, frame.computation, instruction)

@@ -31,14 +31,9 @@ _COLLECTIVE = re.compile(r"(all-gather|all-reduce|reduce-scatter|(ragged-)?all-t
 
 
 def flops(module: Module, frame: Frame, instruction: Instruction) -> Mapping[str, float]:
-    """FLOPs of one run of `instruction`, by the dtype of the operands ("bf16", "f32", the wider of two).
+    """FLOPs of one run of `instruction` of `frame`, by the dtype of the operands ("bf16", "f32", the wider of two).
 
     Fusions, calls and asynchronous wrappers are entered; the body of a loop is not.
-
-    Args:
-        module: the module.
-        frame: the computation of the instruction, as called.
-        instruction: any instruction of it.
     """
     return _flops(_memo(module), module, frame.computation, instruction)
 
@@ -62,16 +57,11 @@ def kernel(module: Module, within: Computation, instruction: Instruction) -> tup
 
 
 def hbm_bytes(module: Module, frame: Frame, instruction: Instruction) -> float:
-    """Bytes that a scheduled `instruction` (not one inside a fusion) reads from HBM and writes to it.
+    """Bytes that a scheduled `instruction` of `frame` (not one inside a fusion) reads from HBM and writes to it.
 
     An operand that is only sliced or gathered counts the slice, an update in place counts the update. Bitcasts, tuples
     and the ends of asynchronous pairs move nothing; a collective counts as communication and not here. Arrays in TPU's
     VMEM and in host memory are not in HBM.
-
-    Args:
-        module: the module.
-        frame: the computation of the instruction, as called.
-        instruction: an instruction of it.
     """
     opcode, kind = instruction.opcode, instruction.opcode.removesuffix("-start")
     if opcode in _FREE or opcode.endswith(("-done", "-update")) or _COLLECTIVE.match(kind):
@@ -149,7 +139,8 @@ def _convolution(instruction: Instruction, image: tuple, kernel: tuple, out: tup
             total *= size
             continue
         at = int(label)
-        stride, rhs_dilation, lhs_dilation = (_at(window, key, at) for key in ("stride", "rhs_dilate", "lhs_dilate"))
+        stride, rhs_dilation, lhs_dilation = (int(window[key].split("x")[at]) if key in window else 1
+                                              for key in ("stride", "rhs_dilate", "lhs_dilate"))
         low = int(window["pad"].split("x")[at].split("_")[0]) if "pad" in window else 0
         taps = kernel[labels[2].index(label)]
         total *= _valid_taps(size, taps, stride, rhs_dilation, lhs_dilation, low, image[labels[1].index(label)])
@@ -157,16 +148,10 @@ def _convolution(instruction: Instruction, image: tuple, kernel: tuple, out: tup
 
 
 @functools.cache
-def _valid_taps(
-    out: int, taps: int, stride: int, rhs_dilation: int, lhs_dilation: int, low: int, image: int
-) -> int:
+def _valid_taps(out: int, taps: int, stride: int, rhs_dilation: int, lhs_dilation: int, low: int, image: int) -> int:
     """Pairs of an output position and a tap, along one dimension, that read an element of the image."""
     offsets = (position * stride + tap * rhs_dilation - low for position in range(out) for tap in range(taps))
     return sum(offset % lhs_dilation == 0 and 0 <= offset // lhs_dilation < image for offset in offsets)
-
-
-def _at(window: dict[str, str], key: str, at: int) -> int:
-    return int(window[key].split("x")[at]) if key in window else 1
 
 
 def _elements(instruction: Instruction) -> int:

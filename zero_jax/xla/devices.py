@@ -41,22 +41,13 @@ class _Compiler:
 
 
 _COMPILERS = {
-    "cuda": _Compiler(
-        "jax_plugins.xla_cuda13",
-        "zero-jax[gpu-compiler]",
-        {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},  # no CUDA library is loaded
-    ),
-    "tpu": _Compiler(
-        "libtpu",
-        "zero-jax[tpu-compiler]",
-        {
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else only one process at a time can compile
-            # Off a TPU host libtpu warns on stderr that it cannot determine these. Any value will do: the topology
-            # that is compiled for does not depend on them.
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-        },
-    ),
+    "cuda": _Compiler("jax_plugins.xla_cuda13", "zero-jax[gpu-compiler]", {
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}),  # no CUDA library is loaded
+    "tpu": _Compiler("libtpu", "zero-jax[tpu-compiler]", {
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else only one process at a time can compile
+        # Off a TPU host libtpu warns on stderr that it cannot determine these. Any value will do: the topology that is
+        # compiled for does not depend on them.
+        "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}),
 }
 
 # What stands in for the CUDA toolkit. XLA:GPU starts `ptxas` once for each kernel: 142 processes and half of the CPU
@@ -201,12 +192,9 @@ def _devices(target: Target) -> tuple[jax.Device, ...]:
     try:
         with _environment(_COMPILERS[chip.platform].environment):
             if chip.gpu:
-                topology = topologies.get_topology_desc(
-                    "",
-                    platform="cuda",
-                    target_config=_gpu_description(chip, chip.gpu),
-                    topology="1x{}x{}".format(*target.dims),  # partitions x hosts x GPUs per host
-                )
+                topology = topologies.get_topology_desc(  # partitions x hosts x GPUs per host
+                    "", platform="cuda", target_config=_gpu_description(chip, chip.gpu),
+                    topology="1x{}x{}".format(*target.dims))
             else:
                 topology = _tpu_topology(target)
     except jax.errors.JaxRuntimeError as error:
@@ -218,12 +206,9 @@ def _tpu_topology(target: Target) -> topologies.TopologyDescription:
     tpu = target.chip.tpu
     assert tpu is not None
     options = {"chip_config_name": tpu.chip_config} if tpu.chip_config else {}
+    wrap = (*target.wrap, False)[:3]  # three dims, whatever the torus has
     return topologies.get_topology_desc(
-        f"{tpu.topology}:{'x'.join(map(str, target.dims))}",
-        platform="tpu",
-        wrap=(*target.wrap, False)[:3],  # three dims, whatever the torus has
-        **options,
-    )
+        f"{tpu.topology}:{'x'.join(map(str, target.dims))}", platform="tpu", wrap=wrap, **options)
 
 
 def _gpu_description(chip: Chip, gpu: Gpu) -> str:

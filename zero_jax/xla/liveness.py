@@ -173,23 +173,23 @@ class Buffers:
                 self._use(carried)
 
     def _call(self, frame: int, computation: Computation, instruction: Instruction) -> None:
-        inside = self.module.computations[instruction.callees[0]]
-        within = self._visit(inside)
-        for number, operand in enumerate(instruction.operands):
-            for path in computation.arrays(operand):
-                self._union((frame, operand, path), (within, inside.parameters[number], path))
-        for path in instruction.arrays:
-            self._union((frame, instruction.name, path), (within, inside.root, path))
+        self._enter(frame, computation, instruction, instruction.callees[0], instruction.operands)
 
     def _branches(self, frame: int, computation: Computation, instruction: Instruction) -> None:
         for operand, name in zip(instruction.operands[1:], instruction.callees, strict=True):
-            inside = self.module.computations[name]
-            within = self._visit(inside)
+            self._enter(frame, computation, instruction, name, (operand,))
             for path in computation.arrays(operand):
-                self._union((frame, operand, path), (within, inside.parameters[0], path))
                 self._use((frame, operand, path))
-            for path in instruction.arrays:
-                self._union((frame, instruction.name, path), (within, inside.root, path))
+
+    def _enter(self, frame: int, computation: Computation, caller: Instruction, name: str, operands: tuple[str, ...]
+               ) -> None:
+        inside = self.module.computations[name]
+        within = self._visit(inside)
+        for number, operand in enumerate(operands):
+            for path in computation.arrays(operand):
+                self._union((frame, operand, path), (within, inside.parameters[number], path))
+        for path in caller.arrays:
+            self._union((frame, caller.name, path), (within, inside.root, path))
 
     # -- the sets of values that share memory ---------------------------------------------------------------------
 

@@ -40,12 +40,9 @@ class Flow:
         self._aliases = {output: number for output, number, _ in aliases(module.header)}
 
     def serves(self, frame: Frame, collective: Instruction, kind: str) -> tuple[str, ...]:
-        """Paths of the parameters that `collective` gathers, or whose gradients it reduces; () if unknown.
+        """Paths of the parameters that `collective` of `frame` gathers, or whose gradients it reduces; () if unknown.
 
-        Args:
-            frame: the computation of the collective, as called.
-            collective: its instruction.
-            kind: "all-gather" and so on, as `Collective.kind`.
+        kind: as `Collective.kind`.
         """
         served: dict[str, None] = {}  # an ordered set
         for position, operand in enumerate(collective.operands):

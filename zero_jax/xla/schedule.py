@@ -86,8 +86,7 @@ class _Walk:
             elif opcode.endswith(("-done", "-update")):  # they repeat the callee of their start
                 events += self._done(frame, instruction)
             elif 'custom_call_target="AsyncCollectiveDone"' in instruction.tail:
-                pieces = (frame.computation.instructions[name] for name in instruction.operands)
-                chains = map(chain_of, pieces)
+                chains = (chain_of(frame.computation.instructions[name]) for name in instruction.operands)
                 events += [_PendingDone((chain,)) for chain in chains if chain in self.chains]
             elif opcode in cost.WRAPPERS or any(map(self.communicates, instruction.callees)):
                 events += self._wrapped(frame, instruction, execution, fused)
