@@ -133,31 +133,6 @@ def test_combined_operands(target):
     assert len([c for c in hlo.collectives(text) if c.kind == "all-reduce"]) == 1
 
 
-def nested(x, w):
-    def inner(x, w):
-        return jnp.tanh(x @ jax.lax.all_gather(w, "data", tiled=True)), None
-
-    return jax.lax.scan(lambda x, ws: jax.lax.scan(inner, x, ws), x, w)[0]
-
-
-def test_nested_scans_multiply(target):
-    mesh = mesh_of(target, data=8)
-    text = compiled(
-        manual(nested, mesh, (P("data"), P(None, None, "data")), P("data")),
-        mesh,
-        ((64, 128), P("data")),
-        ((3, 5, 128, 128), P(None, None, "data")),
-    )
-    (collective,) = hlo.collectives(text)
-    # TPU multiplies f32 in bf16 by default, and gathers what it multiplies.
-    assert collective.dtypes == (("bf16",) if target == V5E else ("f32",))
-    assert collective.payload_bytes == 128 * 128 * (2 if target == V5E else 4)
-    assert (collective.count, collective.count_known, collective.in_loop) == (15, True, True)
-    # Negative control: counting lines finds the right collective and a fifteenth of the bytes.
-    naive = len(re.findall(r" all-gather(?:-start)?\(", text)) * collective.communication_bytes
-    assert hlo.communication_bytes(text) == 15 * naive
-
-
 def zero3_text(target: str) -> str:
     """Gather at use in a rematerialised, scanned stack of two matrices a layer."""
     mesh = mesh_of(target, data=8)
@@ -239,36 +214,3 @@ def test_scattered_gradients(target):
     assert collective.op_name and collective.source
     if target == V5E:
         assert "calls=%all-reduce-scatter" in text and " reduce-scatter(" not in text
-
-
-def test_conditional_counts_its_heaviest_branch(target):
-    mesh = mesh_of(target, data=8)
-
-    def fn(flag, x):
-        def light(x):
-            return jax.lax.psum(x, "data")[:1]
-
-        def heavy(x):
-            return jax.lax.all_gather(x, "data", tiled=True)[:1] * 3
-
-        return jax.lax.cond(flag, light, heavy, x)
-
-    text = compiled(
-        manual(fn, mesh, (P(), P("data")), P()),
-        mesh,
-        ((), P(), jnp.bool_),
-        ((1024, 256), P("data")),
-    )
-    assert " all-reduce" in text
-    assert [c.kind for c in hlo.collectives(text)] == ["all-gather"]
-
-
-def test_loop_without_a_trip_count(target):
-    mesh = mesh_of(target, data=8)
-
-    def fn(x):
-        return jax.lax.while_loop(lambda x: x.sum() < 3, lambda x: jax.lax.psum(x, "data"), x)
-
-    text = compiled(manual(fn, mesh, P("data"), P("data")), mesh, ((1024, 256), P("data")))
-    (collective,) = hlo.collectives(text)
-    assert (collective.count, collective.count_known, collective.in_loop) == (1, False, True)

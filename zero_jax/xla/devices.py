@@ -118,7 +118,7 @@ def compiler_options(device: jax.Device) -> dict[str, Any]:
     GPU autotuning times kernels, so without a GPU it has to be off; nor is machine code written. TPU and CPU need no
     option.
     """
-    return ({"xla_gpu_autotune_level": 0} | no_machine_code(device)) if is_described_gpu(device) else {}
+    return {"xla_gpu_autotune_level": 0, "xla_gpu_cuda_data_dir": _toolkit()} if is_described_gpu(device) else {}
 
 
 def compiled_for(lowered: jax.stages.Lowered, device: jax.Device, options: dict[str, Any]) -> jax.stages.Compiled:
@@ -267,8 +267,3 @@ def _toolkit() -> str:
 def is_described_gpu(device: jax.Device) -> bool:
     """Whether `device` is a GPU of a target topology, for which programs are compiled and cannot run."""
     return is_gpu(device) and device.client.runtime_type == "compile_only_runtime"
-
-
-def no_machine_code(device: jax.Device) -> dict[str, Any]:
-    """XLA's option to write no machine code for `device`, a GPU of a target topology; nothing for any other device."""
-    return {"xla_gpu_cuda_data_dir": _toolkit()} if is_described_gpu(device) else {}
