@@ -127,12 +127,9 @@ class Program:
 
     def waits(self) -> list[tuple[float, Collective]]:
         """Collectives that the predicted step waits for, with the seconds of all their runs, the longest first."""
-        seconds: dict[str, tuple[float, Collective]] = {}
-        for span in self.spans:
-            if span.lane == "waiting" and isinstance(span.event, Collective):
-                before = seconds.get(span.event.name, (0.0, span.event))[0]
-                seconds[span.event.name] = before + span.end - span.start, span.event
-        return sorted(seconds.values(), key=lambda each: -each[0])
+        seconds = self.timing.collectives if self.timing else {}
+        waits = [(seconds.get((each.computation, each.name), (0.0, 0.0))[1], each) for each in self.collectives]
+        return sorted((each for each in waits if each[0]), key=lambda each: -each[0])
 
     @property
     def platform(self) -> str:
