@@ -22,8 +22,8 @@ from support.targets import target_devices
 import zero_jax
 from scripts.tables import budgets as script
 from zero_jax.auditing import budgets
+from zero_jax.auditing.audit import cached_report
 from zero_jax.auditing.budgets import LIMITS, Budget, compared, read_budgets
-from zero_jax.auditing.report_cache import cached_report
 from zero_jax.cli import main as command_line
 from zero_jax.cli.audit_command import FOUND
 

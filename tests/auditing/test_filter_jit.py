@@ -12,7 +12,7 @@ from support.audited_steps import mesh_of_8, shape
 from support.targets import target_devices
 
 import zero_jax
-from zero_jax.auditing.report_cache import cached_report
+from zero_jax.auditing.audit import cached_report
 
 KERNEL = 4 * 1024 * 4096 / 8
 """Bytes of a device's shard of one of the two kernels."""

@@ -1,6 +1,10 @@
 """`zero_jax.audit`: what any jitted step sends, holds and waits for that it need not; in words, as JSON, as a page."""
 
 import dataclasses
+import hashlib
+import inspect
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +18,20 @@ from zero_jax.auditing.page import page, same_text
 from zero_jax.auditing.program import Program, compile_step, plain_step
 from zero_jax.auditing.roles import BATCH, OPTIMIZER, PARAMS, Selector
 from zero_jax.errors import UsageError, few
+from zero_jax.files import write_text
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.stages import stage_of
 from zero_jax.step.make import make_zero_train_step
 from zero_jax.step.step import ZeroTrainStep
+from zero_jax.versions import installed_version
 from zero_jax.xla.collective import total_bytes
 from zero_jax.xla.events import again, totals
 
 _OPTIMIZERS = (optax.sgd(1e-3), optax.sgd(1e-3, momentum=0.9), optax.adamw(1e-3))
 """By how many arrays a parameter has in the optimizer's state."""
+
+PACKAGES = ("zero-jax", "jax", "jaxlib", "jax-cuda13-plugin", "libtpu")
+"""Those that decide what a program is compiled to, and what is read of it."""
 
 
 def same_at_stage_3(jitted: Any, shapes: Sequence[Any], program: Program, loss: Callable[..., Any] | None
@@ -191,3 +200,39 @@ def audit(jitted: Any, *shapes: Any, target: str | None = None, params: Selector
     program = compile_step(jitted, shapes, target=target, params=params, batch=batch, compiler_options=compiler_options)
     same = same_at_stage_3(jitted, shapes, program, loss)
     return Audit(program, tuple(findings(program)), None if same is None else audit(*same))
+
+
+def cached_report(folder: Path, jitted: Any, shapes: Sequence[Any], *, target: str | None, params: str | None
+                  ) -> dict[str, Any]:
+    """`audit(...).to_json()`, read from `folder` where the same lowered program was audited before.
+
+    Lines of source are those of the first audit: lines that move change no program. Without a target XLA's options of
+    a plain `jax.jit` are not known, so that such a step is compiled each time.
+    """
+    jitted, shapes = plain_step(jitted, tuple(shapes))
+    key = _key(jitted, shapes, target, params)
+    path = folder / f"{key}.json"
+    if key is not None and path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    report = audit(jitted, *shapes, target=target, params=params).to_json()
+    if key is None:
+        return report
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(report))
+    return report
+
+
+def _key(jitted: Any, shapes: Sequence[Any], target: str | None, params: str | None) -> str | None:
+    """A hash of all that decides a report; None where that is not known, or `audit` will say what is the matter."""
+    is_own = hasattr(jitted, "abstract_state")
+    if not hasattr(jitted, "lower") or not (target or is_own):
+        return None
+    try:
+        lowered = jitted.lower(*shapes)
+    except (TypeError, ValueError):
+        return None
+    parts = [lowered.as_text(), lowered.in_tree, inspect.signature(jitted), target, params,
+             os.environ.get("XLA_FLAGS", ""), *map(installed_version, PACKAGES)]
+    if is_own:  # it is compiled for its own mesh
+        parts += [jitted.functions.mesh.devices.flat[0].device_kind, sorted(jitted.programs.compiler_options.items())]
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()

@@ -88,7 +88,7 @@ def _budget(file: Path, step: str, values: Any) -> Budget:
 def audited(budget: Budget, cache: Path | None = None) -> dict[str, Any]:
     """The report on the step as it is now; raises UsageError for what `zero-jax audit` refuses.
 
-    cache: folder of reports by program, see `report_cache`.
+    cache: folder of reports by program, see `audit.cached_report`.
     """
     options = dict(budget.options) | ({} if cache is None else {"cache": str(cache.absolute())})
     folder = budget.file.absolute().parent

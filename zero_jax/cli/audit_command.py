@@ -86,14 +86,12 @@ def audit_command(config: AuditConfig) -> int:
     module = _module(path)
     step = _value(module, path, name)
     args = _arguments(config, module, path, name)
-    if config.cache is not None:
-        from zero_jax.auditing.report_cache import cached_report
+    from zero_jax.auditing.audit import audit, cached_report
 
+    if config.cache is not None:
         data = cached_report(config.cache, step, args, target=config.target, params=config.params)
         print(json.dumps(data))
         return FOUND if data["findings"] else 0
-    from zero_jax.auditing.audit import audit
-
     report = audit(step, *args, target=config.target, params=config.params,
                    loss=_value(module, path, config.loss) if config.loss else None)
     if config.html is not None:
