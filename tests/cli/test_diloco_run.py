@@ -20,8 +20,9 @@ from zero_jax.cli.train_config import InspectConfig, TrainConfig
 from zero_jax.cli.training.evaluation import evaluate
 from zero_jax.cli.training.run_programs import metrics_of_slices
 from zero_jax.cli.training.train import train
-from zero_jax.cli.weights.export_command import export_command, saved_state
-from zero_jax.cli.weights.file_configs import ExportConfig
+from zero_jax.cli.weights.export_command import export_command
+from zero_jax.cli.weights.file_configs import ExportConfig, GenerateConfig
+from zero_jax.cli.weights.saved_model import SavedModel
 from zero_jax.errors import CheckpointError, UsageError
 from zero_jax.step.guard import BadStepError
 from zero_jax.tree import named_leaves
@@ -108,7 +109,7 @@ def until_five(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_is_the_librarys_loop_and_exports_the_outer_parameters(whole, tmp_path):
+def test_a_run_is_the_librarys_loop_and_exports_the_outer_parameters(whole, tmp_path, monkeypatch):
     """Control: synchronous training is another run, and a slice's own parameters are others."""
     out, (said, losses, rows) = whole
     config = dataclasses.replace(CONFIG, out=tmp_path)
@@ -134,10 +135,8 @@ def test_a_run_is_the_librarys_loop_and_exports_the_outer_parameters(whole, tmp_
     assert {name: np.array_equal(exported[name], params[name]) for name in params} == dict.fromkeys(exported, True)
     slice_params = dict(named_leaves(diloco.layout().load(state).params))
     assert not all(np.array_equal(exported[name], slice_params[name][0]) for name in exported)
-    alone = step_of(TrainConfig(model=config.model, out=tmp_path), objective_of(config).choice, jax.devices()[:2])
-    with Checkpoints(out / "checkpoints", read_only=True) as checkpoints:
-        one = saved_state(checkpoints, alone, abstract_batch(objective_of(config).choice, 2, 8),
-                          checkpoints.manifest())
+    monkeypatch.setattr("zero_jax.cli.weights.saved_model.simulate_devices", lambda number: None)  # there are 8
+    alone, one, _ = SavedModel(GenerateConfig(str(out), prompt=("a",), model=config.model)).loaded
     assert all(np.array_equal(leaf, params[name]) for name, leaf in named_leaves(alone.params(one)))
 
 

@@ -67,8 +67,7 @@ def test_a_file_becomes_the_base_as_its_values_do(base, codes, stage):
 
 @pytest.mark.slow
 def test_a_run_from_a_folder_to_adapters_a_model_and_text(base, tmp_path, monkeypatch):
-    for module in ("weights.saved_model", "weights.export_command"):  # there are 8 devices already
-        monkeypatch.setattr(f"zero_jax.cli.{module}.simulate_devices", lambda number: None)
+    monkeypatch.setattr("zero_jax.cli.weights.saved_model.simulate_devices", lambda number: None)  # there are 8
     run = dataclasses.replace(RUN, init_from=base[0], out=tmp_path / "run")
     quiet = Console(quiet=True)
     whole = train(run, console=quiet)
@@ -153,7 +152,7 @@ def test_text_for_a_folder_is_read_by_its_tokenizer(tmp_path):
 @pytest.mark.slow
 def test_a_folder_of_a_shape_that_no_preset_has(tmp_path, monkeypatch):
     """Planned, trained with adapters and exported by its folder alone; generation ends where the base's did."""
-    monkeypatch.setattr("zero_jax.cli.weights.export_command.simulate_devices", lambda number: None)  # there are 8
+    monkeypatch.setattr("zero_jax.cli.weights.saved_model.simulate_devices", lambda number: None)  # there are 8
     folder, ends = tmp_path / "base", {"eos_token_id": [7, 9], "bos_token_id": 3, "temperature": 0.5}
     folder.mkdir()
     params = jax.jit(llama.build(UNLISTED).init)(jax.random.key(3), jnp.zeros((1, 8), jnp.int32))["params"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from zero_jax.cli.objectives.objective import Objective, RunData, batches_of, check_text
-from zero_jax.cli.options.data import is_tokens
+from zero_jax.cli.options.data import is_token_file, is_tokens
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.evaluation import continuations
 from zero_jax.data import corpus
@@ -74,7 +74,7 @@ def special_tokenizer(config: TrainConfig) -> Tokenizer | Tokenized:
     if not isinstance(tokenizer, ByteTokenizer):
         return tokenizer
     for name in (*config.data, *config.eval_data):
-        if name.endswith((".bin", ".npy")):
+        if is_token_file(name):
             raise UsageError(f"data: {name} has tokens, and which of them are masks, sentinels or the end of text is "
                              "not known: give the tokenizer that wrote them.")
     return SpecialByteTokenizer()

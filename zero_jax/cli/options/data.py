@@ -92,17 +92,17 @@ class DataOptions:
     def check_text(self, option: str, names: tuple[str, ...]) -> None:
         """Raises ValueError for what the starts of the files of `names` show to be wrong."""
         for name in names:
-            if name != "python" and not is_tokenized(name) and not is_token_file((name,)):
+            if name != "python" and not is_tokenized(name) and not is_token_file(name):
                 for path in files_of(name):
                     check_file(path, field=self.text_field)
-            elif (is_token_file((name,)) and self.documents != "concatenate"
+            elif (is_token_file(name) and self.documents != "concatenate"
                   and self.run_tokenizer().specials.eos is None):
                 raise UsageError(f"{option}: {name} with documents={self.documents}: documents are told apart by their "
                                  "end of text: give the tokenizer that wrote it.")
 
     def data_vocab_size(self) -> int | None:
         """The size of the data's vocabulary, where it is known before they are read."""
-        if self.reads_documents and (self.tokenizer is not None or not self._any_token_file):
+        if self.reads_documents and (self.tokenizer is not None or not any(map(is_token_file, self.data))):
             return self.run_tokenizer().vocab_size
         return None if self.token_file else BYTES
 
@@ -172,21 +172,17 @@ class DataOptions:
     @property
     def token_file(self) -> bool:
         """Whether the data are ids of some tokenizer, and not text read as bytes."""
-        return is_token_file(self.data)
-
-    @property
-    def _any_token_file(self) -> bool:
-        return any(is_token_file((name,)) for name in self.data)
+        return is_token_file(self.data[0])
 
 
-def is_token_file(data: tuple[str, ...]) -> bool:
-    """Whether these are ids of some tokenizer, and not text."""
-    return Path(data[0]).suffix in (".bin", ".npy")
+def is_token_file(name: str) -> bool:
+    """Whether data of that name are ids of some tokenizer, and not text."""
+    return Path(name).suffix in (".bin", ".npy")
 
 
 def is_tokens(name: str) -> bool:
     """Whether data of that name are tokens already: a file or a folder of them."""
-    return is_tokenized(name) or is_token_file((name,))
+    return is_tokenized(name) or is_token_file(name)
 
 
 def check_distinct(data: tuple[str, ...]) -> None:
@@ -236,7 +232,7 @@ def check_eval_data(options: DataOptions, names: tuple[str, ...]) -> None:
     with_responses = getattr(options, "objective", None) in WITH_RESPONSES  # the objective looks into them
     if any(map(is_images, names)) != options.reads_images:
         raise UsageError("data and eval_data: one is images and the other is text: give two of a kind.")
-    if not options.reads_documents and is_token_file(names) != options.token_file:
+    if not options.reads_documents and is_token_file(names[0]) != options.token_file:
         raise UsageError("data and eval_data: one is a file of tokens and the other is text: give two of a kind.")
     if options.reads_documents and not with_responses:
         options.check_text("eval_data", names)

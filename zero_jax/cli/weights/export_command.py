@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,23 +16,19 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from zero_jax.checkpoint.checkpoint import Checkpoints
-from zero_jax.checkpoint.manifest import Manifest
-from zero_jax.checkpoint.outer_params import slices_in
 from zero_jax.checkpoint.plain_params import export_orbax
 from zero_jax.cli.environment import simulates
-from zero_jax.cli.model_lookup import ModelChoice, is_folder, short_name
+from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.options.data import is_token_file
 from zero_jax.cli.options.run import WITH_RESPONSES
-from zero_jax.cli.step_from_config import abstract_batch, step_of
-from zero_jax.cli.train_config import TrainConfig
-from zero_jax.cli.training.resume import LORA
+from zero_jax.cli.step_from_config import abstract_batch
 from zero_jax.cli.weights.file_configs import ExportConfig, ImportConfig
+from zero_jax.cli.weights.saved_model import SavedModel
 from zero_jax.data.conversations import Conversation, SimpleTemplate, Template, load_template
-from zero_jax.data.documents import for_transformers, is_tokenized
+from zero_jax.data.documents import for_transformers
 from zero_jax.data.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 from zero_jax.distributed.initialize import on_host
-from zero_jax.errors import CheckpointError, UsageError
+from zero_jax.errors import UsageError
 from zero_jax.files import read_regular
 from zero_jax.frontends.model_functions import to_model_functions
 from zero_jax.interop.lora_files import export_lora, export_merged, merge_lora
@@ -41,14 +36,9 @@ from zero_jax.interop.model_config import CONFIG, read_config, task_of, write_co
 from zero_jax.interop.naming import Names
 from zero_jax.interop.params_io import VARIABLES, convert_tensors, export_params, export_tree, model_leaves
 from zero_jax.interop.programs import export_programs
-from zero_jax.sharding.mesh import make_mesh, simulate_devices
-from zero_jax.state import ZeroState
+from zero_jax.sharding.mesh import make_mesh
 from zero_jax.step.make import make_zero_train_step
-from zero_jax.step.step import ZeroTrainStep
-from zero_jax.tree import cast_floating, merge, named_leaves, split_named
-
-NEEDED = ("precision", "optimizer", "ema", "seq_len", "weight_decay", "grad_clip_norm")
-"""The options of a run, beside its model, that say how its state is stored. Runs of version 0.1 have them, too."""
+from zero_jax.tree import cast_floating, merge, split_named
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "stored": None}
 
@@ -59,96 +49,50 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
     Raises ValueError for a checkpoint that is missing, damaged or was not saved by `train`, for a model that does not
     fit it, for files that cannot be written, and for options that cannot take effect.
     """
-    config.check()
-    checkpoints = Checkpoints(config.checkpoint, read_only=True)
-    manifest = checkpoints.manifest(config.at)
-    number = manifest.step
-    run = saved_run(config.checkpoint, config.model, manifest.config)
-    if config.ema and run.ema is None:
-        raise UsageError("ema: the run kept no average: leave it out.")
-    choice = run.find_model()
-    adapters = run.lora_rank is not None and not config.merge
-    config.check_adapter() if adapters else config.check_whole(run.lora_rank)
+    saved = SavedModel(config)
+    choice, lora_rank = saved.choice, saved.run.lora_rank
+    adapters = lora_rank is not None and not config.merge
+    config.check_adapter() if adapters else config.check_whole(lora_rank)
     if config.seq_len is not None:
         choice.check(seq_len=config.seq_len, vocab_size=None)
     names = _names("huggingface" if adapters else config.names, choice)
-    if devices is None and simulates():
-        simulate_devices(1)
-    devices = list(devices or jax.devices())
-    step = step_of(run, choice, devices)
-    batch = abstract_batch(choice, len(devices) * run.accumulate, run.seq_len)
-    if adapters:
-        state = restored(checkpoints, step, batch, at=number, ema=config.ema)
-        source = manifest.config.get("init_from") if isinstance(manifest.config, dict) else None
-        return export_lora(config.out, step, state, names=names, base=source)
-    if config.format != "safetensors":
-        trees = whole_model(checkpoints, step, batch, at=number, ema=config.ema, merge=config.merge,
-                            average=keeps_average(run))
-        return export_for_serving(config, choice, *trees, number)
-    files, ids = {}, {}
-    options: dict[str, Any] = {
-        "names": names, "dtype": DTYPES[config.dtype], "max_file_bytes": config.max_file_bytes}
-    if config.to_folder:
+    file_config, files, ids = {}, {}, {}
+    if to_folder := config.to_folder and not adapters:
         if choice.file_config is None:
             raise UsageError(f"out={config.out}: the module of {choice.name} has no function "
                              "huggingface_config(config), which a folder for transformers needs: name a file, "
                              "*.safetensors.")
-        assert isinstance(manifest.config, dict)
-        files, ids = tokenizer_files(manifest.config, config.tokenizer, choice.file_config(choice.config))
+        file_config = choice.file_config(choice.config)
+        files, ids = tokenizer_files(saved.options, saved.source, file_config)
         check_tokenizer(config.out, files)
         config.out.mkdir(parents=True, exist_ok=True)
         choice.check_weights(config.out, {})
-    if run.lora_rank is not None:
-        state = restored(checkpoints, step, batch, at=number, ema=config.ema)
+    step, batch = saved.step_on(devices)
+    state = saved.state(step, batch) if saved.has_more else None
+    if config.ema and state is not None:
+        state = dataclasses.replace(state, params=state.ema)
+    if adapters:
+        assert state is not None
+        return export_lora(config.out, step, state, names=names, base=saved.options.get("init_from"))
+    dtype = DTYPES[config.dtype]
+    if config.format != "safetensors":
+        if state is None:
+            params, variables = saved.params(step, batch)
+        else:
+            params = merge_lora(step, state, dtype="float32") if config.merge else step.params(state)
+            variables = state.variables
+        return export_for_serving(config, choice, params, variables, saved.at)
+    options: dict[str, Any] = {"names": names, "dtype": dtype, "max_file_bytes": config.max_file_bytes}
+    if state is None:
+        written = export_tree(config.file, *saved.params(step, batch), **options)
+    elif config.merge:
         written = export_merged(config.file, step, state, **options)
-    elif config.ema or keeps_average(run):
-        state = restored(checkpoints, step, batch, at=number, ema=config.ema)
-        written = export_params(config.file, state, step.layout(batch), **options)
     else:
-        params, variables = checkpoints.load_params(step, batch, at=number)
-        written = export_tree(config.file, params, variables, **options)
-    if config.to_folder and choice.file_config is not None:
-        dtype = DTYPES[config.dtype] or "float32"  # master weights are stored in float32, but for bf16-stochastic
-        file = write_config(config.out, {**choice.file_config(choice.config), **ids}, dtype)
+        written = export_params(config.file, state, step.layout(batch), **options)
+    if to_folder:  # master weights are stored in float32, but for bf16-stochastic
+        file = write_config(config.out, {**file_config, **ids}, dtype or "float32")
         written += [*([] if file is None else [file]), *write_files(config.out, files)]
     return written
-
-
-def restored(checkpoints: Checkpoints, step: ZeroTrainStep, batch: Any, *, at: int, ema: bool) -> ZeroState:
-    """The state of a checkpoint; ema: with the moving average as its parameters, else with what evaluation takes."""
-    state = checkpoints.restore(step, batch, at=at).state
-    return dataclasses.replace(state, params=state.ema) if ema else step.evaluation_state(state)
-
-
-def keeps_average(run: TrainConfig) -> bool:
-    """Whether the optimizer's state is needed for the parameters that a run is evaluated with."""
-    return run.optimizer == "schedule-free"
-
-
-def saved_state(checkpoints: Checkpoints, step: ZeroTrainStep, batch: Any, manifest: Manifest, *, average: bool = False
-                ) -> ZeroState:
-    """A new state with the parameters and variables of a checkpoint, of slices the outer ones; nothing else is read.
-
-    Where `step` has adapters or keeps an average, it is the state that was saved, with what evaluation takes.
-    average: whether its optimizer keeps one.
-    """
-    lora = getattr(step, "lora", None)
-    if slices_in(manifest) is None and (average or step.options.ema is not None or lora is not None):
-        return step.evaluation_state(checkpoints.restore(step, batch, at=manifest.step).state)
-    params, variables = checkpoints.load_params(step, batch, at=manifest.step)
-    return step.init(jax.random.key(0), batch, params={**dict(named_leaves(params)), **dict(named_leaves(variables))})
-
-
-def whole_model(checkpoints: Checkpoints, step: ZeroTrainStep, batch: Any, *, at: int, ema: bool, merge: bool,
-                average: bool = False) -> tuple[Any, Any]:
-    """(parameters, variables) of a checkpoint in logical shapes; ema: their average; merge: with its adapters added.
-
-    average: of an optimizer that keeps one of its own, which is taken.
-    """
-    if not (ema or merge or average):
-        return checkpoints.load_params(step, batch, at=at)
-    state = restored(checkpoints, step, batch, at=at, ema=ema)
-    return merge_lora(step, state, dtype="float32") if merge else step.params(state), state.variables
 
 
 def export_for_serving(config: ExportConfig, choice: ModelChoice, params: Any, variables: Any, number: int
@@ -162,29 +106,6 @@ def export_for_serving(config: ExportConfig, choice: ModelChoice, params: Any, v
     programs = model_programs(choice, params, variables, batch=config.batch_size, length=config.seq_len, dtype=dtype)
     return export_programs(config.out, programs, weights, platforms=config.platforms, dtype=dtype,
                            weights=config.weights, model=about, max_file_bytes=config.max_file_bytes)
-
-
-def saved_run(checkpoint: str, given: str | None, saved: Any) -> TrainConfig:
-    """The options of the run that saved, at stage 3, where a device stores the least; given: its model, if said.
-
-    Raises ValueError for what `train` did not save, and for a model that is not ours and was not given.
-    """
-    saved = saved if isinstance(saved, dict) else {}
-    if not saved.keys() >= {"model", *NEEDED}:
-        raise CheckpointError(f"{checkpoint} was not saved by the command train: it lacks the options of a "
-                              "run. Export it from Python with zero_jax.export_params.")
-    model = given or str(saved["model"])
-    if given is None and os.sep in model and not is_folder(model):
-        raise UsageError(f"model: {checkpoint} names the folder {model!r}, which is not there: give --model and the "
-                         "folder that has its config.json.")
-    if given is None and not is_folder(model) and short_name(model.partition(":")[0]) is None:
-        raise UsageError(f"model: {checkpoint} names the model {model!r}, whose module would run when it is "
-                         f"imported: give --model {model} if you trust it.")
-    options = {name: saved[name] for name in NEEDED}
-    options["grad_clip_norm"] = float(options["grad_clip_norm"])
-    options |= {name: tuple(saved[name]) if isinstance(saved[name], list) else saved[name]
-                for name in (*LORA, "moments", "schedule", "num_classes") if name in saved}
-    return TrainConfig(model=model, stage=3, **options)
 
 
 def _names(names: str, choice: ModelChoice) -> Names:
@@ -210,8 +131,7 @@ def import_command(config: ImportConfig) -> list[Path]:
                                 mesh=make_mesh(devices=jax.devices()[:1]))
     batch = abstract_batch(choice, 1, None)
     return convert_tensors(config.weights, config.out, dict(model_leaves(step.layout(batch).state)),
-                           names=names, dtype=DTYPES[config.dtype],
-                           max_file_bytes=config.max_file_bytes)
+                           names=names, dtype=DTYPES[config.dtype], max_file_bytes=config.max_file_bytes)
 
 
 Programs = Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]
@@ -296,32 +216,33 @@ def _is_no_key(name: str, leaf: Any) -> bool:
     return not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-COPIED = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+GENERATION = "generation_config.json"
+COPIED = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", GENERATION)
 """Files of a tokenizer's folder, beside the tokenizer itself."""
 
 
-def tokenizer_files(saved: Mapping[str, Any], given: Path | None, config: Mapping[str, Any]
+def tokenizer_files(saved: Mapping[str, Any], source: Path | None, config: Mapping[str, Any]
                     ) -> tuple[dict[str, bytes], dict[str, Any]]:
     """(Files by name, fields of config.json); both are empty for a run on bytes, or on ids of a tokenizer not known.
 
     What the run's own tokenizer does not say is that of the folder that the run started from, where this has no other
     tokenizer: generation also ends where that model's did. A run on ids alone has the tokenizer of that folder.
 
-    saved: the options of the run. given: its tokenizer, where it is not at the place that the run names. config:
-    config.json of the model. Raises ValueError for a tokenizer that is not there, or has more ids than the model.
+    saved: the options of the run. source: its tokenizer, where that is known. config: config.json of the model. Raises
+    ValueError for a tokenizer that is not there, or has more ids than the model.
     """
-    data, base = saved.get("data") or (), _base_of(saved)
-    source = given or saved.get("tokenizer") or next((name for name in data if is_tokenized(name)), None)
-    if source is None and base is not None and data and is_token_file(tuple(data)):
-        source = base if any((base / name).is_file() for name in TOKENIZERS) else None
-        if source is None:  # where it ends is known all the same
-            files, ids = _read(base), _ids_of(base)
-            if task_of(config) is not None:
-                files["generation_config.json"] = _generation_config(files.get("generation_config.json", b"{}"), ids)
-            return {name: text for name, text in files.items() if name == "generation_config.json"}, _known(ids)
+    def with_ends(files: dict[str, bytes], ids: dict[str, Any]) -> tuple[dict[str, bytes], dict[str, Any]]:
+        if task_of(config) is not None:
+            files[GENERATION] = _generation_config(files.get(GENERATION, b"{}"), ids)
+        return files, _known(ids)
+
+    data, base = saved.get("data"), _base_of(saved)
+    if source is None and base is not None and data and is_token_file(data[0]):
+        if not any((base / name).is_file() for name in TOKENIZERS):  # where it ends is known all the same
+            return with_ends({name: text for name, text in _read(base).items() if name == GENERATION}, _ids_of(base))
+        source = base
     if source is None:
         return {}, {}
-    source = Path(source).expanduser()
     if not source.exists():
         raise UsageError(f"tokenizer: the run's was {source}, which is not there: give its folder with --tokenizer, or "
                          "name a file, *.safetensors, to export the weights alone.")
@@ -345,10 +266,7 @@ def tokenizer_files(saved: Mapping[str, Any], given: Path | None, config: Mappin
             files["chat_template.jinja"] = SimpleTemplate.jinja.encode()
     ids = {"bos_token_id": tokenizer.specials.bos, "pad_token_id": tokenizer.specials.pad}
     ids = {name: known.get(name) if value is None else value for name, value in ids.items()}
-    ids["eos_token_id"] = [*ends, *known["eos_token_id"]]
-    if task_of(config) is not None:
-        files["generation_config.json"] = _generation_config(files.get("generation_config.json", b"{}"), ids)
-    return files, _known(ids)
+    return with_ends(files, ids | {"eos_token_id": [*ends, *known["eos_token_id"]]})
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
@@ -380,7 +298,7 @@ def _read(folder: Path) -> dict[str, bytes]:
 
 def _ids_of(folder: Path) -> dict[str, Any]:
     """The ids of special tokens that a folder's config.json and generation_config.json say; ends as a list."""
-    configs = [read_config(folder) or {}, _object(_read(folder).get("generation_config.json", b"{}"))]
+    configs = [read_config(folder) or {}, _object(_read(folder).get(GENERATION, b"{}"))]
     found = {name: next((config[name] for config in configs if isinstance(config.get(name), int)), None)
              for name in ("bos_token_id", "pad_token_id")}
     return {**found, "eos_token_id": [each for config in configs for each in _ends(config)]}

@@ -11,21 +11,56 @@ from zero_jax.cli.environment import check_folder, checkpoints_of
 from zero_jax.cli.model_lookup import ModelChoice, find_model
 from zero_jax.cli.options.choices import Count, Within, settle
 from zero_jax.data.text_sources import check_file, files_of, format_of, json_rows
-from zero_jax.data.tokenizer import Tokenizer, load_tokenizer
+from zero_jax.data.tokenizer import load_tokenizer
 from zero_jax.errors import UsageError
 from zero_jax.files import read_regular
 from zero_jax.interop.safetensors_file import check_target, find_tensors
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedModelConfig:
+    """Which model of a run is used."""
+
+    checkpoint: str = dataclasses.field(kw_only=False)
+    """Folder of the run, or of its checkpoints, as runs/train or gs://bucket/folder."""
+
+    at: Annotated[int | None, Within(0, 1 << 62)] = None
+    """The checkpoint's number. None: the latest."""
+
+    ema: bool = False
+    """The moving average in place of the parameters."""
+
+    tokenizer: Path | None = None
+    """The run's tokenizer, as for train. None: where the run names it; bytes, or ids, for a run that names none."""
+
+    model: str | None = None
+    """MODULE:PRESET of the run. None: as the checkpoint says, if that is one of ours: importing a module runs it, and a
+    checkpoint may come from anywhere."""
+
+    def __post_init__(self) -> None:
+        check_scheme(self.checkpoint)
+        object.__setattr__(self, "checkpoint", checkpoints_of(self.checkpoint))
+        settle(self)
+
+    def check(self) -> None:
+        """Raises ValueError for what is wrong and can be known before JAX is imported."""
+        self._check_checkpoint()
+        if self.tokenizer is not None:
+            load_tokenizer(self.tokenizer)
+
+    def _check_checkpoint(self) -> None:
+        if is_remote(self.checkpoint):
+            numbers_in(self.checkpoint)
+        elif not Path(self.checkpoint).expanduser().is_dir():
+            raise UsageError(f"checkpoint={self.checkpoint}: no such folder.")
+
+
 @dataclasses.dataclass(frozen=True)
-class ExportConfig:
+class ExportConfig(SavedModelConfig):
     """Write the parameters of a checkpoint for inference or for another library, with programs that use them.
 
     Of a run with adapters (--lora-rank): the adapters alone, as a folder of PEFT, or with --merge the whole model.
     """
-
-    checkpoint: str
-    """Folder of the run, or of its checkpoints, as runs/train or gs://bucket/folder."""
 
     out: Path
     """The file, *.safetensors; above --max-file-bytes several files and an index. Or, with --names huggingface, a
@@ -37,9 +72,6 @@ class ExportConfig:
     step as StableHLO (jax.export), the weights and a loader, all of which need only JAX. orbax: the parameters as an
     Orbax checkpoint that StandardCheckpointer restores."""
 
-    at: int | None = None
-    """The checkpoint's number. None: the latest."""
-
     dtype: Literal["fp32", "bf16", "stored"] = "fp32"
     """Dtype of floating tensors; stored: as the checkpoint has them."""
 
@@ -49,18 +81,7 @@ class ExportConfig:
     merge: bool = False
     """Of a run with adapters: write the model with the adapters added, and not the adapters alone."""
 
-    ema: bool = False
-    """Export the moving average in place of the parameters."""
-
-    tokenizer: Path | None = None
-    """For a folder that transformers loads: the run's tokenizer, where the run names none, as on files of ids, or it is
-    no longer there."""
-
-    model: str | None = None
-    """MODULE:PRESET of the run. None: as the checkpoint says, if that is one of ours: importing a module runs it, and a
-    checkpoint may come from anywhere."""
-
-    max_file_bytes: int = 5 << 30
+    max_file_bytes: Annotated[int, Within(1)] = 5 << 30
     """Largest size of the tensors in one file, in bytes."""
 
     platforms: tuple[Literal["cpu", "cuda", "rocm", "tpu"], ...] = ("cpu", "cuda", "tpu")
@@ -69,30 +90,23 @@ class ExportConfig:
     weights: Literal["beside", "inside"] = "beside"
     """Of programs: in safetensors files beside them, or inside of each as constants, up to 1 GiB."""
 
-    batch_size: int | None = None
+    batch_size: Count | None = None
     """Of programs: rows of the inputs. None: any number."""
 
-    seq_len: int | None = None
+    seq_len: Count | None = None
     """Of programs: tokens of a row; decode then takes one at a time. None: any number, up to the model's max_length."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "out", Path(self.out).expanduser())
-        check_scheme(self.checkpoint)
-        object.__setattr__(self, "checkpoint", checkpoints_of(self.checkpoint))
         self._check_format()
-        if self.tokenizer is not None:
-            object.__setattr__(self, "tokenizer", Path(self.tokenizer))
-            if not self.to_folder:
-                raise UsageError(f"tokenizer={self.tokenizer}: only a folder that transformers loads has one: leave it "
-                                 "out, or give names=huggingface and a folder as out.")
-        if self.max_file_bytes < 1:
-            raise UsageError(f"max_file_bytes={self.max_file_bytes}: give at least 1.")
-        if self.at is not None and self.at < 0:
-            raise UsageError(f"at={self.at}: give the number of a checkpoint, from 0 on.")
+        if self.tokenizer is not None and not self.to_folder:
+            raise UsageError(f"tokenizer={self.tokenizer}: only a folder that transformers loads has one: leave it "
+                             "out, or give names=huggingface and a folder as out.")
 
     def check(self) -> None:
-        """Raises ValueError for what is wrong and can be known before JAX is imported."""
-        check_checkpoint(self.checkpoint)
+        """Raises ValueError for a checkpoint that is not there, and an `out` that cannot be written."""
+        self._check_checkpoint()
         if self.may_be_adapter:
             check_folder("out", self.out)
         else:
@@ -128,9 +142,6 @@ class ExportConfig:
                                  + (", or give format=programs." if name in programs else "."))
         if not self.platforms or len(set(self.platforms)) < len(self.platforms):
             raise UsageError(f"platforms={self.platforms}: give at least one, and each once.")
-        for name in ("batch_size", "seq_len"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UsageError(f"{name}={value}: give at least 1.")
 
     def _check_out(self) -> None:
         if self.format != "safetensors":
@@ -178,14 +189,13 @@ class ImportConfig:
     dtype: Literal["fp32", "bf16", "stored"] = "stored"
     """Dtype of floating tensors; stored: as the checkpoint has them."""
 
-    max_file_bytes: int = 5 << 30
+    max_file_bytes: Annotated[int, Within(1)] = 5 << 30
     """Largest size of the tensors in one file, in bytes."""
 
     def __post_init__(self) -> None:
+        settle(self)
         object.__setattr__(self, "weights", Path(self.weights).expanduser())
         object.__setattr__(self, "out", Path(self.out).expanduser())
-        if self.max_file_bytes < 1:
-            raise UsageError(f"max_file_bytes={self.max_file_bytes}: give at least 1.")
 
     def check(self) -> ModelChoice:
         """The model; raises ValueError for what is wrong and can be known before JAX is imported."""
@@ -197,37 +207,6 @@ class ImportConfig:
                              "names of its published checkpoints.")
         choice.check_weights(self.weights, tensors)
         return choice
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedModelConfig:
-    """Which model of a run is used."""
-
-    checkpoint: str
-    """Folder of the run, or of its checkpoints, as runs/train or gs://bucket/folder."""
-
-    at: Annotated[int | None, Within(0, 1 << 62)] = None
-    """The checkpoint's number. None: the latest."""
-
-    ema: bool = False
-    """Of the moving average in place of the parameters."""
-
-    tokenizer: Path | None = None
-    """The run's tokenizer, as for train. None: where the run names it; bytes, or ids, for a run that names none."""
-
-    model: str | None = None
-    """MODULE:PRESET of the run. None: as the checkpoint says, if that is one of ours: importing a module runs it, and a
-    checkpoint may come from anywhere."""
-
-    def __post_init__(self) -> None:
-        check_scheme(self.checkpoint)
-        object.__setattr__(self, "checkpoint", checkpoints_of(self.checkpoint))
-        settle(self)
-
-    def check(self) -> Tokenizer | None:
-        """The tokenizer, if one is given; raises ValueError for what is wrong and known before JAX is imported."""
-        check_checkpoint(self.checkpoint)
-        return None if self.tokenizer is None else load_tokenizer(self.tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,12 +248,12 @@ class EvaluateConfig(SavedModelConfig):
             raise UsageError(f"stride={self.stride} is more than seq_len={seq_len}, and would leave tokens out: give "
                              "at most that.")
 
-    def check(self) -> Tokenizer | None:
+    def check(self) -> None:
         """As `SavedModelConfig`, and the files of text."""
         for name in self.text:
             for file in files_of(name):
                 check_file(file, field=self.text_field)
-        return super().check()
+        super().check()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,14 +307,14 @@ class GenerateConfig(SamplingConfig):
         if not self.prompt and self.prompt_file is None or "" in self.prompt:
             raise UsageError("prompt is empty: give a text to continue, or a prompt_file.")
 
-    def check(self) -> Tokenizer | None:
+    def check(self) -> None:
         """As `SamplingConfig`, and a file to write that is new."""
         if self.out is not None:
             check_folder("out", self.out.absolute().parent)
             if self.out.exists():
                 raise UsageError(f"out={self.out} exists, and is not replaced: remove it, or name another file.")
         _ = self.prompts
-        return super().check()
+        super().check()
 
     @functools.cached_property
     def prompts(self) -> tuple[str, ...]:
@@ -355,11 +334,3 @@ class GenerateConfig(SamplingConfig):
 @dataclasses.dataclass(frozen=True)
 class ChatConfig(SamplingConfig):
     """Talk with the model of a run that was trained on messages: zero-jax chat RUN. /new forgets what was said."""
-
-
-def check_checkpoint(name: str) -> None:
-    """Raises UsageError for a folder that is not there; one in an object store is looked into."""
-    if is_remote(name):
-        numbers_in(name)
-    elif not Path(name).expanduser().is_dir():
-        raise UsageError(f"checkpoint={name}: no such folder.")

@@ -44,7 +44,7 @@ class Generator:
 
     def __init__(self, config: SamplingConfig):
         self._config, self._model = config, SavedModel(config)
-        saved, self._choice = self._model.saved, self._model.choice
+        saved, self._choice = self._model.options, self._model.choice
         if self._choice.decoder is None:
             raise UsageError(f"model={self._model.run.model}: its module has no decoder(config), which generates with "
                              "a cache: export the checkpoint to a folder, and generate with transformers.")
