@@ -106,8 +106,8 @@ def test_a_run_goes_on_from_the_newer_of_its_files_and_its_checkpoints(tmp_path,
     files = {path: path.read_bytes() for path in (tmp_path / "other-states").rglob("*.*")}
     assert "belongs to another run: seed=0 saved but seed=1 given" in said(at("other", seed=1))
     with monkeypatch.context() as patch:  # as another mesh does, blocks of another size lay the files out otherwise
-        patch.setattr("zero_jax.cli.step_from_config.offload_argument", lambda _, folder, fraction: Offload(
-            disk=folder, buffer_bytes=2**16))
+        patch.setattr("zero_jax.cli.step_from_config.offload_argument", lambda config: Offload(
+            disk=config.offload_disk, buffer_bytes=2**16))
         text = said(at("other"))
         assert "another model, optimizer, mesh or buffer_bytes" in text, text
         assert "after step 5: to go on from it, give the options of that run; to go on from the checkp" in text, text

@@ -13,7 +13,7 @@ from support.workloads import KEY_BIAS, token_batches
 
 import zero_jax
 from models import gpt2
-from zero_jax.cli.options.choices import Optimizer
+from zero_jax.cli.options.of_step import Optimizer
 from zero_jax.cli.reports.report import optimizer_bytes, optimizer_text
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.optim.presets import NAMES, OPTIMIZERS

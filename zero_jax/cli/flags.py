@@ -11,10 +11,10 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from zero_jax.cli.model_lookup import nearest
-from zero_jax.cli.options.choices import kinds_of
+from zero_jax.cli.options.choices import choices_of, kinds_of
 from zero_jax.errors import UsageError
 
 MAX_WIDTH, COLUMN = 100, 26
@@ -163,11 +163,6 @@ def _whole(text: str) -> int:
     return int(number)
 
 
-def choices_of(hint: Any) -> list[Any]:
-    """The values of a type that has only some."""
-    return [choice for kind in kinds_of(hint) if get_origin(kind) is Literal for choice in get_args(kind)]
-
-
 def _is_tuple(hint: Any) -> bool:
     return any(get_origin(kind) is tuple for kind in kinds_of(hint))
 
@@ -180,6 +175,7 @@ def flag_of(name: str) -> str:
 def shown_type(hint: Any) -> str:
     """What follows the flag of a field of this type.
 
+    >>> from typing import Literal
     >>> shown_type(int | None), shown_type(tuple[str, ...]), shown_type(Literal["a", "b"]), shown_type(bool)
     ('INT', 'TEXT ...', '{a,b}', '')
     """

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,11 @@ from jax.sharding import Mesh
 
 from zero_jax.cli.environment import simulates
 from zero_jax.cli.model_lookup import ModelChoice
-from zero_jax.cli.options.of_step import AttentionName
-from zero_jax.cli.options.offload import offload_argument
-from zero_jax.cli.planning.plan_config import PlanConfig
+from zero_jax.cli.options.of_step import SharedOptions
 from zero_jax.cli.train_config import SIMULATED_DEVICES, TrainConfig
 from zero_jax.distributed.initialize import choose_devices
 from zero_jax.errors import UsageError
+from zero_jax.offload.offload import Offload
 from zero_jax.optim.presets import make_optimizer, make_schedule
 from zero_jax.sharding.mesh import make_mesh, simulate_devices
 from zero_jax.step.attention import Attention, attention
@@ -71,7 +71,7 @@ def step_of(config: TrainConfig, choice: ModelChoice, devices: list[jax.Device],
         **residual_options(config, choice))
 
 
-def optimizer_of(config: TrainConfig | PlanConfig, mesh: Mesh, *, learning_rate: Any, weight_decay: float
+def optimizer_of(config: SharedOptions, mesh: Mesh, *, learning_rate: Any, weight_decay: float
                  ) -> optax.GradientTransformation:
     """The optimizer of a configuration, without clipping."""
     return make_optimizer(config.optimizer, mesh, learning_rate=learning_rate, weight_decay=weight_decay,
@@ -86,7 +86,7 @@ def evaluator_of(config: TrainConfig, step: ZeroTrainStep, fun: Loss) -> Callabl
     return lambda state, *args: evaluate(step.evaluation_state(state), *args)
 
 
-def loss_of(config: TrainConfig | PlanConfig, choice: ModelChoice, mesh: Mesh, loss: Loss | None) -> Loss | None:
+def loss_of(config: SharedOptions, choice: ModelChoice, mesh: Mesh, loss: Loss | None) -> Loss | None:
     """The loss of a step on `mesh`; None: of the next token, from whole logits.
 
     Raises UsageError for chunks of another loss, and of a model without the factors of its logits.
@@ -101,14 +101,14 @@ def loss_of(config: TrainConfig | PlanConfig, choice: ModelChoice, mesh: Mesh, l
     return chunked_next_token_loss(mesh, config.loss_chunks)
 
 
-def with_attention(choice: ModelChoice, mesh: Mesh, kernel: AttentionName, *, slices: bool = False) -> ModelChoice:
+def with_attention(choice: ModelChoice, mesh: Mesh, kernel: str, *, slices: bool = False) -> ModelChoice:
     """`choice` with the attention kernel of the devices of `mesh`, where its config takes one; XLA's caps scores.
 
     slices: along `replica` they train by themselves.
     """
     if not hasattr(choice.config, "attention") or getattr(choice.config, "attention_softcap", None) is not None:
         return choice
-    built = attention(mesh, kernel=None if kernel == "auto" else kernel)
+    built = attention(mesh, kernel=None if kernel == "auto" else kernel)  # pyright: ignore[reportArgumentType]
     return choice.with_change("attention", built.of_slices() if slices else built)
 
 
@@ -140,7 +140,7 @@ def attention_text(choice: ModelChoice, *, batch: int, length: int | None, preci
     return f"Attention: {name}" + (f" ({reason})" if reason else "")
 
 
-def residual_options(config: TrainConfig | PlanConfig, choice: ModelChoice) -> dict[str, Any]:
+def residual_options(config: SharedOptions, choice: ModelChoice) -> dict[str, Any]:
     """Parallelism, communication and memory of a configuration, as arguments of `make_zero_train_step`."""
     settled = config.with_microbatches()  # what "auto" stands for is chosen before
     formats: Any = config.quantize_gradients or None
@@ -152,8 +152,17 @@ def residual_options(config: TrainConfig | PlanConfig, choice: ModelChoice) -> d
             gradients=formats,
             weights=None if config.quantize_weights == "no" else config.quantize_weights,
             overlap={"yes": True, "no": False}.get(config.overlap, config.overlap), prefetch=config.prefetch_weights),
-        "offload": offload_argument(config.offload, getattr(config, "offload_disk", None), config.offload_fraction),
+        "offload": offload_argument(config),
         "tiling": config.tiles,
         "remat": {"full": "full", "dots": "dots", "sqrt": Remat(every="sqrt")}.get(config.remat),
         "partition_activations": {"no": False, "yes": True}.get(
             config.partition_activations, config.partition_activations)}
+
+
+def offload_argument(config: SharedOptions) -> Any:
+    """What `make_zero_train_step(offload=...)` takes; a plan has no folder, and opens no files."""
+    if config.offload == "disk":
+        return Offload(disk=getattr(config, "offload_disk", None) or tempfile.gettempdir())
+    if config.offload_fraction < 1:
+        return Offload(fraction=config.offload_fraction)
+    return None if config.offload == "no" else config.offload

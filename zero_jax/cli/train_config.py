@@ -11,24 +11,12 @@ from zero_jax.checkpoint.object_store import check_scheme, check_target, is_remo
 from zero_jax.cli.environment import check_folder, checkpoint_folder, simulates
 from zero_jax.cli.model_lookup import ModelChoice, find_model, is_folder, with_remat
 from zero_jax.cli.options.choices import MAX_COUNT as MAX_COUNT
-from zero_jax.cli.options.choices import settle
-from zero_jax.cli.options.combinations import check_combinations
 from zero_jax.cli.options.data import DataOptions, check_eval_data, is_tokens
 from zero_jax.cli.options.diloco import DiLoCoOptions
-from zero_jax.cli.options.lora import LoraOptions
-from zero_jax.cli.options.of_step import (
-    SIMULATED_LENGTH,
-    AttentionOptions,
-    CommunicationOptions,
-    MicrobatchOptions,
-    ParallelOptions,
-    StepOptions,
-    TilingOptions,
-)
-from zero_jax.cli.options.offload import check_no_states, check_placement
-from zero_jax.cli.options.optimizer import OptimizerOptions
+from zero_jax.cli.options.of_step import SIMULATED_LENGTH, SharedOptions
 from zero_jax.cli.options.run import EvaluationOptions, ObjectiveOptions, ReportOptions, RunOptions, ScheduleOptions
 from zero_jax.data.tokenizer import TOKENIZERS
+from zero_jax.disk import generations
 from zero_jax.distributed.launch import COORDINATOR
 from zero_jax.errors import UsageError
 from zero_jax.interop.safetensors_file import find_tensors
@@ -39,24 +27,20 @@ SIMULATED_DEVICES, MAX_SIMULATED_DEVICES = 8, 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportOptions, EvaluationOptions,
-                  ScheduleOptions, LoraOptions, ObjectiveOptions, DataOptions, TilingOptions, ParallelOptions,
-                  MicrobatchOptions, OptimizerOptions, RunOptions, StepOptions):
+class TrainConfig(DiLoCoOptions, ReportOptions, EvaluationOptions, ScheduleOptions, ObjectiveOptions, DataOptions,
+                  RunOptions, SharedOptions):
     """Train a model of text or images at a ZeRO stage. --config run.toml: options from a file; flags win."""
 
     def __post_init__(self) -> None:
         check_path("out", self.out)
-        self.settle_precision(self.is_simulated)
         self.settle_documents()
-        settle(self)
-        check_placement(self)
-        self.check_quantized()
-        self.check_lora()
-        self.check_tiling()
-        check_combinations(self)
+        self.settle_shared(simulated=self.is_simulated, schedule=self.schedule)
+        if self.offload_disk is not None:
+            generations.check_folder(self.offload_disk)
+        if self.offload_gib is not None and not 0 < self.offload_gib < 2**20:
+            raise UsageError(f"offload_gib={self.offload_gib}: give the GiB of each device that a step may use.")
         self.check_diloco()
         self.check_schedule()
-        self.check_optimizer(self.schedule)
         if self.epochs is not None and self.steps != TrainConfig.steps:
             raise UsageError(f"steps={self.steps} and epochs={self.epochs} both say when the run ends: give one.")
         self.check_objective_options()
@@ -89,7 +73,10 @@ class TrainConfig(AttentionOptions, DiLoCoOptions, CommunicationOptions, ReportO
         self.check_packages()
         self._check_files()
         self._check_checkpoints()
-        check_no_states(self)
+        folder = self.offload_disk
+        if folder is not None and not self.resume and not self.dry_run and generations.records_in(folder):
+            raise UsageError(f"offload_disk={folder} has the states of a run: --resume goes on from them; for a new "
+                             "run remove the folder, or name another one.")
         file = self.init_from if self.init_from is None or checkpoint_folder(self.init_from) is None else None
         if file is not None:
             find_tensors(file)

@@ -1,4 +1,4 @@
-"""Values of options: the choices that `train` and `plan` share, ranges, and the check of both. No JAX."""
+"""Values of options: choices, ranges, and the check of both. No JAX."""
 
 import dataclasses
 import math
@@ -9,22 +9,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from zero_jax.cli.model_lookup import nearest
 from zero_jax.errors import UsageError
-
-PrecisionName = Literal["fp32", "bf16", "fp16", "bf16-fp8", "bf16-stochastic"]
-
-Reduce = Literal["every", "once", "auto"]
-Gather = Literal["use", "forward", "step", "auto"]
-
-Offloaded = Literal["no", "optimizer", "parameters", "gradients", "disk", "auto"]
-"""auto: of these the one that fits with the least predicted time."""
-
-OnOffAuto = Literal["auto", "yes", "no"]
-
-RematName = Literal["model", "no", "yes", "full", "dots", "sqrt"]
-
-Optimizer = Literal[
-    "adamw", "adamw-bf16-momentum", "adafactor", "lion", "lion-bf16-momentum", "sgd-momentum", "lamb", "muon",
-    "schedule-free"]
 
 MAX_COUNT = 2**31 - 1
 """Steps and sizes are int32 on the devices."""
@@ -61,19 +45,19 @@ Count = Annotated[int, Within(1, MAX_COUNT)]
 """How many of something there are, at least one."""
 
 
-def settle(config: Any, options: type | None = None) -> None:
+def settle(config: Any) -> None:
     """Makes tuples and paths of what stands for them in a new config, and checks its choices and ranges.
 
-    options: whose fields; None: those of its class. Raises UsageError for the first value that its type does not have.
+    Raises UsageError for the first value that its type does not have.
     """
-    for name, hint in get_type_hints(options or type(config), include_extras=True).items():
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
         kinds, value = list(kinds_of(hint)), getattr(config, name)
         if any(get_origin(kind) is tuple for kind in kinds) and value is not None:
             value = (value,) if isinstance(value, str) else tuple(value)
         elif Path in kinds and isinstance(value, str) and value:
             value = Path(value)
         object.__setattr__(config, name, value)
-        known = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        known = choices_of(hint)
         for each in value if isinstance(value, tuple) else () if value is None else (value,):
             if known and each not in known:
                 raise UsageError(f"{name}={each!r} is unknown{nearest(str(each), [*map(str, known)])}")
@@ -88,3 +72,8 @@ def kinds_of(hint: Any) -> Iterator[Any]:
     if get_origin(hint) in (Annotated, Union, types.UnionType, tuple):
         for part in (*get_args(hint), *getattr(hint, "__metadata__", ())):
             yield from kinds_of(part)
+
+
+def choices_of(hint: Any) -> list[Any]:
+    """The values of a type that has only some."""
+    return [choice for kind in kinds_of(hint) if get_origin(kind) is Literal for choice in get_args(kind)]

@@ -5,9 +5,7 @@ from typing import Annotated, Any, Literal
 
 from zero_jax.arguments import patterns
 from zero_jax.cli.model_lookup import ModelChoice
-from zero_jax.cli.options.choices import Within, settle
-
-LoraBase = Literal["model", "int8", "nf4"]
+from zero_jax.cli.options.choices import Within
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,17 +25,16 @@ class LoraOptions:
     lora_dropout: Annotated[float, Within(0, 0.99)] = 0.0
     """Fraction of an adapter's inputs that is set to zero in training."""
 
-    lora_base: LoraBase = "model"
+    lora_base: Literal["model", "int8", "nf4"] = "model"
     """The frozen kernels: in the precision in which the model reads them, or as codes of int8 or nf4 (QLoRA)."""
 
     lora_trainable: tuple[str, ...] = ()
     """Patterns of parameters that are trained as a whole beside the adapters, as ln_f."""
 
     def check_lora(self) -> None:
-        """Raises UsageError for values out of range, and for options that cannot take effect."""
+        """Raises UsageError for patterns that are none."""
         for name in ("lora_targets", "lora_trainable"):
             object.__setattr__(self, name, patterns(name, getattr(self, name), "attn/[qv]"))
-        settle(self, LoraOptions)
 
     def adapted(self, model: Any) -> Any:
         """`model` with the adapters of these options; the model itself where there are none."""

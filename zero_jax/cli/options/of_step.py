@@ -6,23 +6,15 @@ from typing import Annotated, Literal, Self
 
 from zero_jax.arguments import patterns
 from zero_jax.cli.model_lookup import ModelChoice
-from zero_jax.cli.options.choices import (
-    Count,
-    Gather,
-    Offloaded,
-    OnOffAuto,
-    PrecisionName,
-    Reduce,
-    RematName,
-    Within,
-    settle,
-)
-from zero_jax.cli.options.combinations import check_kernel
+from zero_jax.cli.options.choices import Count, Within, settle
+from zero_jax.cli.options.combinations import check_combinations, check_kernel
+from zero_jax.cli.options.lora import LoraOptions
 from zero_jax.errors import UsageError
 
-WeightFormat = Literal["no", "int8", "fp8", "int4"]
-GradientFormat = Literal["int8", "fp8", "int4", "fp4"]
-
+Precision = Literal["fp32", "bf16", "fp16", "bf16-fp8", "bf16-stochastic"]
+Optimizer = Literal[
+    "adamw", "adamw-bf16-momentum", "adafactor", "lion", "lion-bf16-momentum", "sgd-momentum", "lamb", "muon",
+    "schedule-free"]
 
 MAX_DEFAULT_LENGTH, SIMULATED_LENGTH = 8192, 128
 """Tokens of a sequence where none are given, at most: of some models' far more, which few train with; and of simulated
@@ -44,16 +36,16 @@ class StepOptions:
     seq_len: Count = None  # pyright: ignore[reportAssignmentType]  (None until the model is known: `check`)
     """Tokens per sequence, at most the model's max_length. None: that, at most 8,192, and 128 on simulated devices."""
 
-    precision: PrecisionName = None  # pyright: ignore[reportAssignmentType]  (None until `settle_precision`)
+    precision: Precision = None  # pyright: ignore[reportAssignmentType]  (None until `settle_shared`)
     """Of computation and communication. bf16 and fp16 store fp32 master weights, fp16 scales its loss; bf16-fp8
     multiplies the blocks' matrices in float8; bf16-stochastic stores all state in bf16 and rounds updates
     stochastically. None: bf16, and fp32 on simulated devices."""
 
-    remat: RematName = "model"
+    remat: Literal["model", "no", "yes", "full", "dots", "sqrt"] = "model"
     """Activation checkpointing. model: as the preset does it; no, yes: the model's own, off or on; full, dots, sqrt:
     from outside, saving each block's input, also its products, or the input of every sqrt-th block."""
 
-    offload: Offloaded = "no"
+    offload: Literal["no", "optimizer", "parameters", "gradients", "disk", "auto"] = "no"
     """optimizer: the optimizer's states, the moving average and, with bf16, the fp32 master weights are in host memory
     (ZeRO-Offload); the update streams them through the device. parameters: at stage 3 also what the model reads
     (ZeRO-Infinity), layer by layer. gradients: these, and the gradients of stacked layers as they are made. disk: what
@@ -65,7 +57,7 @@ class StepOptions:
     """With offload=optimizer: the share of these states that is in host memory, all of a parameter's or none; the rest
     stays on the devices. auto finds the least that fits."""
 
-    overlap: OnOffAuto = "auto"
+    overlap: Literal["auto", "yes", "no"] = "auto"
     """On TPU v5p and v6e: gather and reduce on the SparseCores while the TensorCores compute; on v5e, at stages 1 to 3,
     within matrix products and elementwise work. It costs memory and time to compile. auto: on those; no: never; yes: an
     error on others, and a plan is compiled without it, too, to say what it changes."""
@@ -73,11 +65,6 @@ class StepOptions:
     prefetch_weights: bool = False
     """On GPUs, TPU v5p and v6e at stage 3: each layer of a loop gathers the parameters of the next one while it
     computes. A plan is compiled without it, too, to say what it changes."""
-
-    def settle_precision(self, simulated: bool) -> None:
-        """Puts in place of no precision that of the devices."""
-        if self.precision is None:
-            object.__setattr__(self, "precision", "fp32" if simulated else "bf16")
 
     def settle_length(self, choice: ModelChoice, simulated: bool) -> None:
         """Puts in place of no length the model's longest, as far as that goes; none where it has none."""
@@ -89,18 +76,11 @@ class StepOptions:
 class CommunicationOptions:
     """In which formats weights are gathered and gradients reduced (ZeRO++)."""
 
-    quantize_weights: WeightFormat = "no"
+    quantize_weights: Literal["no", "int8", "fp8", "int4"] = "no"
     """Gather weights as codes of this format: at stage 3, and with bf16 or fp16 at stages 1 and 2."""
 
-    quantize_gradients: tuple[GradientFormat, ...] = ()
+    quantize_gradients: tuple[Literal["int8", "fp8", "int4", "fp4"], ...] = ()
     """Reduce gradients as codes of this format; two formats: inside a node and across nodes."""
-
-    def check_quantized(self) -> None:
-        """Raises UsageError for unknown formats, and too many."""
-        settle(self, CommunicationOptions)
-        if len(self.quantize_gradients) > 2:
-            raise UsageError(f"quantize_gradients={' '.join(self.quantize_gradients)}: give one format, or two: inside "
-                             "a node and across nodes.")
 
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -116,14 +96,9 @@ class TilingOptions:
     """At stage 3: the products whose weights are gathered, multiplied and dropped in tiles: PATTERN=TILES for each, as
     mlp/up/kernel=16; or one size, as 512MiB, above which a layer's gathered weight is in tiles."""
 
-    def check_tiling(self) -> None:
-        """Raises UsageError for what is neither."""
-        settle(self, TilingOptions)
-        self.tiles  # noqa: B018 (raises)
-
     @property
     def tiles(self) -> dict[str, int] | int | None:
-        """What `make_zero_train_step(tiling=...)` takes."""
+        """What `make_zero_train_step(tiling=...)` takes. Raises UsageError for what is neither."""
         if not self.tiling:
             return None
         if len(self.tiling) == 1 and (size := re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([KMG]iB)", self.tiling[0])):
@@ -150,11 +125,11 @@ class MicrobatchOptions:
     accumulate: Count = 1
     """Microbatches of a step, one after another: only one's activations are in memory at a time."""
 
-    reduce: Reduce = "auto"
+    reduce: Literal["every", "once", "auto"] = "auto"
     """Reduce-scatter every microbatch's gradient and sum the shards, or sum on each device and reduce once. auto: what
     a formula predicts as fastest, with gather=auto, and to fit in 80 % of a known device's memory."""
 
-    gather: Gather = "auto"
+    gather: Literal["use", "forward", "step", "auto"] = "auto"
     """At stage 3: gather parameters at each use, in forward alone, which keeps them for backward, or once a step into a
     copy that all microbatches read; auto: as with reduce=auto."""
 
@@ -205,14 +180,11 @@ class ParallelOptions:
         return data // self.hpz, self.hpz
 
 
-AttentionName = Literal["auto", "xla", "cudnn", "splash"]
-
-
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
     """Which kernel computes attention."""
 
-    attention: AttentionName = "auto"
+    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     """The kernel of attention: cudnn (GPU), splash (TPU) or xla; auto: the devices' own where it takes the arrays."""
 
     def check_attention(self, choice: ModelChoice, platform: str | None) -> None:
@@ -220,7 +192,6 @@ class AttentionOptions:
 
         platform: of the devices: "cuda", "tpu" or "cpu"; None: not known before JAX starts.
         """
-        settle(self, AttentionOptions)
         if self.attention == "auto":
             return
         if not hasattr(choice.config, "attention"):
@@ -230,3 +201,54 @@ class AttentionOptions:
             raise UsageError(f"attention={self.attention}: {choice.name} caps its scores, which only XLA's attention "
                              "does: give auto or xla.")
         check_kernel(self, platform)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerOptions:
+    """Which optimizer updates the parameters, and how it stores its state."""
+
+    optimizer: Optimizer = "adamw"
+    """AdamW's state is 8 bytes per parameter, that of the others less. muon: of kernels, by Muon, each whole on the
+    device that owns it, and of the rest by AdamW. schedule-free: AdamW with an average of its own in place of a decay
+    of the learning rate; evaluation, generate and export take that average."""
+
+    moments: Literal[8, 16] | None = None
+    """Bits of each number of the optimizer's moments, which are rounded at random: 16 is bfloat16, 8 has a scale for
+    each block of 128. None: as the optimizer stores them, in 32 where it does not say otherwise."""
+
+    betas: tuple[Annotated[float, Within(0, 1 - 1e-9)], ...] = ()
+    """Decays of the averages of gradients and of their squares, as 0.9,0.95. Empty: the optimizer's own."""
+
+    eps: Annotated[float | None, Within(0, 1)] = None
+    """What is added to what Adam divides by. None: the optimizer's own, 1e-8 or with lamb 1e-6."""
+
+    def check_optimizer(self, schedule: str) -> None:
+        """Raises UsageError for betas that are not two, and for a schedule that schedule-free is in place of."""
+        if len(self.betas) not in (0, 2):
+            raise UsageError(f"betas={self.betas}: give two, as 0.9,0.95.")
+        if self.optimizer != "schedule-free":
+            return
+        if self.betas and not self.betas[0]:
+            raise UsageError(f"betas={self.betas}: schedule-free divides by the first: give one above 0, as 0.9,0.95.")
+        if schedule != "constant":
+            raise UsageError(f"optimizer=schedule-free with schedule={schedule}: its average is in place of a decay: "
+                             "give schedule=constant.")
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedOptions(AttentionOptions, TilingOptions, CommunicationOptions, LoraOptions, ParallelOptions,
+                    MicrobatchOptions, OptimizerOptions, StepOptions):
+    """What a run, its inspection and a plan of it share."""
+
+    def settle_shared(self, *, simulated: bool, schedule: str = "constant") -> None:
+        """Puts in place of no precision that of the devices, and checks all options, each alone and together."""
+        if self.precision is None:
+            object.__setattr__(self, "precision", "fp32" if simulated else "bf16")
+        settle(self)
+        self.check_lora()
+        if len(self.quantize_gradients) > 2:
+            raise UsageError(f"quantize_gradients={' '.join(self.quantize_gradients)}: give one format, or two: inside "
+                             "a node and across nodes.")
+        self.tiles  # noqa: B018 (raises)
+        self.check_optimizer(schedule)
+        check_combinations(self)

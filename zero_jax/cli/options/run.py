@@ -6,12 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from zero_jax.cli.options.choices import (
-    FRACTION,
-    MAX_COUNT,
-    Count,
-    Within,
-)
+from zero_jax.cli.options.choices import FRACTION, MAX_COUNT, Count, Within
 from zero_jax.data.objectives import MASKED, NOISE, SPAN
 from zero_jax.errors import UsageError
 from zero_jax.xla.chip import named_chip

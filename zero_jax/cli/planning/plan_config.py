@@ -7,18 +7,8 @@ from typing import Annotated, Literal
 
 from zero_jax.cli.environment import check_folder
 from zero_jax.cli.model_lookup import ModelChoice, find_model, with_remat
-from zero_jax.cli.options.choices import Count, Within, settle
-from zero_jax.cli.options.combinations import check_combinations
-from zero_jax.cli.options.lora import LoraOptions
-from zero_jax.cli.options.of_step import (
-    AttentionOptions,
-    CommunicationOptions,
-    MicrobatchOptions,
-    ParallelOptions,
-    StepOptions,
-    TilingOptions,
-)
-from zero_jax.cli.options.optimizer import OptimizerOptions
+from zero_jax.cli.options.choices import Count, Within
+from zero_jax.cli.options.of_step import SharedOptions
 from zero_jax.cli.planning.prices import price_of
 from zero_jax.errors import UsageError
 from zero_jax.xla.targets import Target, target_of
@@ -71,13 +61,11 @@ class PlanOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOptions, ParallelOptions, MicrobatchOptions,
-                 OptimizerOptions, PlanOptions, StepOptions):
+class PlanConfig(PlanOptions, SharedOptions):
     """Compile a train step for a target topology, no accelerator needed: does it fit, and what does it send."""
 
     def __post_init__(self) -> None:
-        self.settle_precision(simulated=False)
-        settle(self)
+        self.settle_shared(simulated=False)
         if self.batch_size is not None:
             if self.batch_per_device != 1:
                 raise UsageError(f"batch_size={self.batch_size} and batch_per_device={self.batch_per_device} both say "
@@ -92,11 +80,6 @@ class PlanConfig(AttentionOptions, TilingOptions, CommunicationOptions, LoraOpti
         elif self.batch_per_device % self.accumulate:
             raise UsageError(f"batch_per_device={self.batch_per_device} does not divide into {self.accumulate} "
                              "microbatches: give a multiple.")
-        self.check_lora()
-        self.check_quantized()
-        self.check_tiling()
-        self.check_optimizer()
-        check_combinations(self)
         for name, value in {"prices": self.prices, "deadline": self.deadline}.items():
             if value is not None and self.tokens is None:
                 raise UsageError(f"{name}={value} without tokens: give tokens=1e12, say, or leave it out.")
