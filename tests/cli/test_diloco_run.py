@@ -18,7 +18,7 @@ from zero_jax.cli.objectives.choose import objective_of
 from zero_jax.cli.step_from_config import abstract_batch, step_of
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
 from zero_jax.cli.training.evaluation import evaluate
-from zero_jax.cli.training.run_programs import metrics_of_slices
+from zero_jax.cli.training.run_programs import SlicePrograms
 from zero_jax.cli.training.train import train
 from zero_jax.cli.weights.export_command import export_command
 from zero_jax.cli.weights.file_configs import ExportConfig, GenerateConfig
@@ -59,10 +59,10 @@ def test_the_command_line_takes_the_options():
 
 def test_the_log_has_the_mean_of_the_slices_and_sees_one_that_is_not_finite():
     metrics = {"loss": np.array([1.0, 3.0]), "grad_norm": np.array([1.0, 2.0]), "slice_bytes": 7.0}
-    assert metrics_of_slices(metrics) == {"loss": 2.0, "loss_min": 1.0, "loss_max": 3.0, "grad_norm": 1.5,
+    assert SlicePrograms.read(metrics) == {"loss": 2.0, "loss_min": 1.0, "loss_max": 3.0, "grad_norm": 1.5,
                                           "slice_bytes": 7.0, "stopped": False, "bad": False}
-    assert metrics_of_slices(metrics | {"grad_norm": np.array([1.0, np.inf])})["stopped"]
-    assert not metrics_of_slices(metrics | {"other": np.array([1.0, np.inf])})["stopped"]
+    assert SlicePrograms.read(metrics | {"grad_norm": np.array([1.0, np.inf])})["stopped"]
+    assert not SlicePrograms.read(metrics | {"other": np.array([1.0, np.inf])})["stopped"]
 
 
 def run(out, **changes):

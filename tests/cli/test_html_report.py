@@ -21,7 +21,7 @@ from models import gpt2
 from zero_jax.cli import main
 from zero_jax.cli.config_file import save_config
 from zero_jax.cli.model_lookup import find_model
-from zero_jax.cli.reports.html_report import MAX_POINTS, Run, curves, memory_parts, report_html, thinned
+from zero_jax.cli.reports.html_report import MAX_POINTS, curves, memory_parts, report_html, thinned
 from zero_jax.cli.reports.measures import TEXT
 from zero_jax.cli.reports.report import summary_table
 from zero_jax.cli.train_config import TrainConfig
@@ -72,9 +72,10 @@ def page(tmp_path, compiled, **changes):
                                "hfu": None, "tokens_per_second": 100.0} for k in range(1, 31)),
             {"step": 30, "validation_loss": 2.625, "validation_accuracy": 0.3125}, {"summary": {}}]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = Run("A <model>", ["Mesh: data 8."], "steps = 30\n", tmp_path / "train.jsonl", compiled, SUMMARY,
-              {"jax": "0.10.2"}, ["--- held-out:\n<script>alert(1)</script>"])
-    return report_html(dataclasses.replace(run, **changes))
+    return report_html(**{
+        "title": "A <model>", "head": ["Mesh: data 8."], "options": "steps = 30\n", "log": tmp_path / "train.jsonl",
+        "program": compiled, "summary": SUMMARY, "versions": {"jax": "0.10.2"},
+        "samples": ["--- held-out:\n<script>alert(1)</script>"], **changes})
 
 
 def test_it_has_the_numbers_of_the_run_and_needs_no_other_file(tmp_path, compiled):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from zero_jax.arguments import shown
+from zero_jax.cli.environment import in_folder_of_run
 from zero_jax.cli.flags import OTHER_NAMES
 from zero_jax.cli.model_lookup import nearest
 from zero_jax.errors import UsageError, named, printable
@@ -62,14 +63,8 @@ def read_options(path: str | Path, config: type) -> dict[str, Any]:
     """
     if Path(path).suffix in (".yaml", ".yml", ".json"):
         raise UsageError(f"config={path}: write it as TOML (NAME = VALUE, a line each) in a file that ends in .toml.")
-    try:
-        read = tomllib.loads(read_regular(path, MAX_BYTES).decode("utf-8-sig"))  # editors on Windows begin with a mark
-    except OSError as error:
-        raise UsageError(f"config={path} cannot be read ({error.strerror}).") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"config={path} is not TOML: {printable(str(error))}.") from error
     hints, options = get_type_hints(config), {}
-    for key, value in read.items():
+    for key, value in read_toml("config", path).items():
         name = key.replace("-", "_")
         if name not in hints:
             raise UsageError(f"config={path}: there is no option {named(key)}{nearest(name, list(hints))}")
@@ -82,6 +77,16 @@ def read_options(path: str | Path, config: type) -> dict[str, Any]:
             raise UsageError(f"config={path}: {name} = {shown(value)} is not of type {kind}.")
         options[name] = value
     return options
+
+
+def read_toml(option: str, path: str | Path) -> dict[str, Any]:
+    """What the TOML file at `path`, the value of an option, has; raises ValueError where it cannot be read."""
+    try:
+        return tomllib.loads(read_regular(path, MAX_BYTES).decode("utf-8-sig"))  # editors on Windows begin with a mark
+    except OSError as error:
+        raise UsageError(f"{option}={path} cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{option}={path} is not TOML: {printable(str(error))}.") from error
 
 
 def as_args(options: Mapping[str, Any]) -> list[str]:
@@ -149,8 +154,6 @@ def save_config(config: Any, folder: Path, versions: Mapping[str, str]) -> Path:
     path = folder / "config.toml"
     head = (f"# All options of this run ({', '.join(f'{name} {version}' for name, version in versions.items())}).\n"
             f"# The same run again: python -m zero_jax train --config {path} --out ANOTHER_FOLDER\n")
-    try:
+    with in_folder_of_run(path):
         path.write_text(head + config_text(config), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written ({error.strerror}): choose another folder with out.") from error
     return path

@@ -1,7 +1,9 @@
 """The environment of a run: folders, earlier checkpoints, accelerators, the terminal. Nothing here imports JAX."""
 
+import contextlib
 import glob
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from zero_jax.checkpoint.object_store import is_remote, numbers_in
@@ -13,6 +15,15 @@ def check_folder(name: str, path: Path) -> None:
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(f"{name}={path} cannot be written: {existing} is not a writable folder.")
+
+
+@contextlib.contextmanager
+def in_folder_of_run(path: Path, done: str = "written") -> Iterator[None]:
+    """Around what writes `path`; raises ValueError where that fails."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{path} cannot be {done} ({error.strerror}): choose another folder with out.") from error
 
 
 def simulates() -> bool:

@@ -134,14 +134,9 @@ def _status(args: Sequence[str]) -> int:
         if (text := _help(args)) is not None:
             print(text)
             return 0
-        if args == ["--version"]:
-            print(version_text())
-            return 0
-        if args == ["models"]:
-            print(models_text())
-            return 0
-        if args == ["targets"]:
-            print(targets_text())
+        texts = {"--version": version_text, "models": models_text, "targets": targets_text}
+        if len(args) == 1 and args[0] in texts:
+            print(texts[args[0]]())
             return 0
         if args[:1] == ["launch"]:
             return _launch(args)

@@ -109,10 +109,6 @@ class Classify(Objective):
         """Of `loss` and `accuracy` over the images; running statistics where the model has some."""
         return label_sums(_in_evaluation(model)(batch["inputs"]), batch)
 
-    def metrics(self, means: Any) -> dict[str, float]:
-        """As the sums have them."""
-        return dict(means)
-
     def load_data(self) -> RunData:
         """All images; those of an evaluation are never changed, and each counts once."""
         config, (train, held_out) = self.config, self._parts

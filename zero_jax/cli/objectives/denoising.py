@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.cli.objectives.objective import Objective, RunData, check_text, token_shapes
-from zero_jax.cli.objectives.text import document_data, special_tokenizer
+from zero_jax.cli.objectives.text import document_data
+from zero_jax.cli.options.data import is_token_file
 from zero_jax.cli.reports.measures import TEXT, Measures
 from zero_jax.cli.step_from_config import evaluator_of
 from zero_jax.cli.training.evaluation import held_out_rows, label_sums, marked_text
@@ -16,7 +17,7 @@ from zero_jax.data import extras
 from zero_jax.data.documents import Documents, Tokenized
 from zero_jax.data.objectives import Key, SpanLengths, lengths_of_inputs, masked_language, span_corruption
 from zero_jax.data.packing import DocumentRows, Windows
-from zero_jax.data.tokenizer import Tokenizer
+from zero_jax.data.tokenizer import ByteTokenizer, SpecialByteTokenizer, Tokenizer
 from zero_jax.distributed.initialize import on_host, put_global
 from zero_jax.errors import UsageError
 from zero_jax.step.losses import call_model
@@ -31,8 +32,17 @@ class Denoising(Objective):
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | Tokenized:
-        """That of the data; bytes have special tokens."""
-        return special_tokenizer(self.config)
+        """That of the data; bytes have special tokens beside the 256.
+
+        Raises ValueError for a file of tokens without its tokenizer.
+        """
+        tokenizer = self.config.run_tokenizer()
+        if not isinstance(tokenizer, ByteTokenizer):
+            return tokenizer
+        for name in filter(is_token_file, (*self.config.data, *self.config.eval_data)):
+            raise UsageError(f"data: {name} has tokens, and which of them are masks, sentinels or the end of text is "
+                             "not known: give the tokenizer that wrote them.")
+        return SpecialByteTokenizer()
 
 
 class Masked(Denoising):

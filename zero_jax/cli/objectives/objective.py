@@ -112,7 +112,8 @@ class Objective(abc.ABC):
 
     def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         """What an evaluation reports, from its sums over their weight, in order."""
-        return with_perplexity(means)
+        counts_tokens = "perplexity" in {each.name for each in self.measures.beside}
+        return with_perplexity(means) if counts_tokens else dict(means)
 
     def noted(self) -> dict[str, str]:
         """What checkpoints say of the data beside the options of the run; called once the data are loaded."""

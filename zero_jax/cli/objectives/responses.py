@@ -3,7 +3,7 @@
 import functools
 import itertools
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -216,10 +216,6 @@ class Preferences(Responses):
         pairs, counts = dpo_by_pair(model, batch, beta=self.config.dpo_beta), (batch["weights"] > 0).any((1, 2))
         return {name: jnp.where(counts, value, 0).sum() for name, value in pairs.items()} | {
             "weight": counts.sum().astype(jnp.float32)}
-
-    def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Without a perplexity."""
-        return dict(means)
 
     def load_data(self) -> RunData:
         """Of JSON lines or Parquet; pairs that are too long are cut, and left out where no two responses are."""

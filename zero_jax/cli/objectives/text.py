@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from zero_jax.cli.objectives.objective import Objective, RunData, batches_of, check_text
-from zero_jax.cli.options.data import is_token_file, is_tokens
+from zero_jax.cli.options.data import is_tokens
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.evaluation import continuations
 from zero_jax.data import corpus
@@ -18,7 +18,7 @@ from zero_jax.data.documents import Documents, Tokenized, cut_text, documents_at
 from zero_jax.data.objectives import Key, causal
 from zero_jax.data.packing import DocumentRows, Windows
 from zero_jax.data.text_sources import read_documents, unseen
-from zero_jax.data.tokenizer import ByteTokenizer, SpecialByteTokenizer, Tokenizer
+from zero_jax.data.tokenizer import Tokenizer
 from zero_jax.errors import UsageError
 from zero_jax.step.step import ZeroTrainStep
 
@@ -63,21 +63,6 @@ def document_data(
         f" Rows are {used:.1%} tokens, and the rest padding ({config.documents}).")
     baselines = baseline(train[0].tokens, held_out[0].tokens) if baseline and len(train) == 1 else {}
     return RunData(batches, summary, held_out[0].tokens, _decoder(tokenizer), baselines)
-
-
-def special_tokenizer(config: TrainConfig) -> Tokenizer | Tokenized:
-    """The tokenizer of a run whose objective needs special tokens: bytes have them beside the 256.
-
-    Raises ValueError for a file of tokens without its tokenizer.
-    """
-    tokenizer = config.run_tokenizer()
-    if not isinstance(tokenizer, ByteTokenizer):
-        return tokenizer
-    for name in (*config.data, *config.eval_data):
-        if is_token_file(name):
-            raise UsageError(f"data: {name} has tokens, and which of them are masks, sentinels or the end of text is "
-                             "not known: give the tokenizer that wrote them.")
-    return SpecialByteTokenizer()
 
 
 def token_parts(tokens: np.ndarray, config: TrainConfig, vocab_size: int | None) -> tuple[np.ndarray, np.ndarray]:

@@ -241,11 +241,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def draw_stages(path: Path, layout: Layout, memory_bytes: int | None, title: str) -> None:
     """A PNG of the model states of a device at each stage, stacked as in the paper's Figure 1; GB are 1e9 bytes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and needed once
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # slow to import, and needed once
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot(ylabel="GB on each device")
     axes.set_title(title, fontsize=10)
     names = [f"stage {row.number}\n{row.name}" for row in STAGES]

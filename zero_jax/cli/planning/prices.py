@@ -1,16 +1,12 @@
 """Prices of devices in a TOML file: `[prices]`, dollars per device-hour by chip or target. No JAX."""
 
 import math
-import tomllib
 from pathlib import Path
 
 from zero_jax.arguments import shown
-from zero_jax.errors import UsageError, named, printable
-from zero_jax.files import read_regular
+from zero_jax.cli.config_file import read_toml
+from zero_jax.errors import UsageError, named
 from zero_jax.xla.targets import Target
-
-MAX_BYTES = 1 << 16
-"""Of such a file."""
 
 
 def price_of(path: Path, text: str, target: Target) -> float:
@@ -19,12 +15,7 @@ def price_of(path: Path, text: str, target: Target) -> float:
     A chip of a user's own file has that file's name without .toml. Raises UsageError for a file that cannot be read,
     is not such a file, or has no price of either, and for any price that is no positive number.
     """
-    try:
-        read = tomllib.loads(read_regular(path, MAX_BYTES).decode("utf-8-sig"))  # editors on Windows begin with a mark
-    except OSError as error:
-        raise UsageError(f"prices={path} cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"prices={path} is not TOML: {printable(str(error))}.") from error
+    read = read_toml("prices", path)
     prices = read.get("prices")
     if not isinstance(prices, dict) or len(read) > 1:
         raise UsageError(f"prices={path}: write a table [prices], and nothing else, with a line h100 = 2.5 for each "

@@ -1,6 +1,5 @@
 """report.html: a run on one page that needs no other file, server or network."""
 
-import dataclasses
 import html
 import io
 import math
@@ -76,11 +75,9 @@ def bars(values: Mapping[str, float], *, title: str, unit: str, beside: Mapping[
 
 
 def _figure(height: float) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_svg import FigureCanvasSVG  # slow to import, and needed once
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # slow to import, and needed once
 
     figure = Figure(figsize=(7, height), layout="constrained")
-    FigureCanvasSVG(figure)
     axes = figure.add_subplot()
     axes.tick_params(labelsize=8)
     for side in ("top", "right"):
@@ -114,59 +111,37 @@ pre { background: #f6f6f6; padding: 0.8em; overflow-x: auto; font-size: 0.85em; 
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What the page is made of.
+def report_html(*, title: str, head: Sequence[str], options: str, log: Path, program: CompiledStep,
+                summary: Mapping[str, Any], versions: Mapping[str, str], samples: Sequence[str], profile: str = "",
+                measures: Measures = TEXT, timing: Timing | None = None) -> str:
+    """The page as HTML; what comes from users is escaped.
 
-    Attributes:
-      title: in a line. head: the first lines of the run. options: its config as TOML.
-      log: its train.jsonl. program: the compiled step. summary: as the last line of the log.
-      versions: of packages, by name. samples: what it makes of held-out examples. profile: where time went; "" if
-        untraced. measures: what was counted and measured. timing: the predicted step; None where none is.
+    title: in a line. head: the first lines of the run. options: its config as TOML. log: its train.jsonl. program: the
+    compiled step. summary: as the last line of the log. versions: of packages, by name. samples: what it makes of
+    held-out examples. profile: where time went; "" if untraced. measures: what was counted and measured. timing: the
+    predicted step; None where none is.
     """
-
-    title: str
-    head: Sequence[str]
-    options: str
-    log: Path
-    program: CompiledStep = dataclasses.field(repr=False)
-    summary: Mapping[str, Any]
-    versions: Mapping[str, str]
-    samples: Sequence[str]
-    profile: str = ""
-    measures: Measures = TEXT
-    timing: Timing | None = None
-
-
-def write_report(path: Path, run: Run) -> Path:
-    """Writes the page to `path` and returns that."""
-    path.write_text(report_html(run), encoding="utf-8")
-    return path
-
-
-def report_html(run: Run) -> str:
-    """The page as HTML; what comes from users is escaped."""
     def text(value: object) -> str:
         return html.escape(str(value))
 
-    steps = rows_by_step(run.log)
+    steps = rows_by_step(log)
     sections = [
-        f"<h1>{text(run.title)}</h1>",
-        *(f'<p class="note">{text(line)}</p>' for line in run.head),
-        tiles(run.summary, run.measures),
-        "<h2>Curves</h2>", f'<div class="figures">{"".join(curve_figures(steps, run.summary, run.measures))}</div>',
+        f"<h1>{text(title)}</h1>",
+        *(f'<p class="note">{text(line)}</p>' for line in head),
+        tiles(summary, measures),
+        "<h2>Curves</h2>", f'<div class="figures">{"".join(curve_figures(steps, summary, measures))}</div>',
         "<h2>Memory and communication of a device</h2>",
-        f'<div class="figures">{memory_figure(run.program)}{communication_figure(run.program)}</div>',
-        communication_table(run.program.report.timed(run.timing))]
-    if run.profile:
-        sections.append(f"<h2>Where the time went</h2><pre>{text(run.profile)}</pre>")
-    if run.samples:
+        f'<div class="figures">{memory_figure(program)}{communication_figure(program.report)}</div>',
+        communication_table(program.report.timed(timing))]
+    if profile:
+        sections.append(f"<h2>Where the time went</h2><pre>{text(profile)}</pre>")
+    if samples:
         sections.append("<h2>What it makes of held-out examples</h2>" + "".join(
-            f"<pre>{text(each)}</pre>" for each in run.samples))
-    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    sections.append(f"<h2>Options</h2><pre>{text(run.options)}</pre><p class=\"note\">{text(versions)}</p>")
+            f"<pre>{text(each)}</pre>" for each in samples))
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    sections.append(f"<h2>Options</h2><pre>{text(options)}</pre><p class=\"note\">{text(packages)}</p>")
     return ("<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">"
-            f"<title>{text(run.title)}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(sections)
+            f"<title>{text(title)}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(sections)
             + "\n</body></html>\n")
 
 
@@ -246,15 +221,12 @@ def memory_figure(program: CompiledStep) -> str:
                              title=f"Memory: {size_text(sum(parts.values()))}") + "</figure>"
 
 
-def communication_figure(program: CompiledStep) -> str:
+def communication_figure(report: Report) -> str:
     """Bars of what a step sends for each purpose, and of the stage's budget for it."""
-    report = program.report
-    sent = {result.budget.purpose: counted_bytes(result, report.contract) / MIB for result in report.results}
-    budget = {result.budget.purpose: result.budget.communication_bytes / MIB for result in program.report.results}
-    short = {_short(purpose): value for purpose, value in sent.items()}
-    return "<figure>" + bars(
-        short, beside={_short(purpose): value for purpose, value in budget.items()}, unit="MiB per step",
-        title=f"Sent: {size_text(sum(sent.values()) * MIB)} per step", names=("sent", "budget")) + "</figure>"
+    sent = {_short(each.budget.purpose): counted_bytes(each, report.contract) / MIB for each in report.results}
+    budget = {_short(each.budget.purpose): each.budget.communication_bytes / MIB for each in report.results}
+    return "<figure>" + bars(sent, beside=budget, unit="MiB per step", names=("sent", "budget"),
+                             title=f"Sent: {size_text(sum(sent.values()) * MIB)} per step") + "</figure>"
 
 
 def communication_table(report: Report) -> str:

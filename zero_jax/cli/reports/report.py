@@ -132,11 +132,9 @@ def draw_curves(
     baselines: Mapping[str, float]
 ) -> None:
     """A PNG of loss, in `unit`, over steps; each baseline is a horizontal line."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and needed once
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # slow to import, and needed once
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot(title=title, xlabel="step", ylabel=f"loss, {unit}")
     axes.plot(*zip(*train, strict=True), linewidth=0.8, alpha=0.7, label="training")
     if validation:

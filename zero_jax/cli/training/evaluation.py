@@ -63,12 +63,8 @@ def continuations(config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep,
     """
     if not config.samples:
         return ()
-    devices = step.batch_sharding.num_devices
-    rows = -(-config.samples // devices) * devices
-    cached = _has_cache(config, choice)
-    prompt = max(1, min(PROMPT_TOKENS, config.seq_len // 4)) if cached else min(PROMPT_TOKENS, config.seq_len)
-    starts = np.arange(rows) * (len(held_out) - prompt) // rows
-    prompts = np.stack([held_out[start : start + prompt] for start in starts])
+    longest = max(1, config.seq_len // 4) if _has_cache(config, choice) else config.seq_len
+    prompts = held_out_rows(held_out, config.samples, min(PROMPT_TOKENS, longest), step)
     new = continued(config, choice, step, state, prompts)
 
     def text(ids: np.ndarray) -> str:
@@ -81,7 +77,19 @@ def continuations(config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep,
 def continued(config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep, state: Any, prompts: np.ndarray
               ) -> np.ndarray:
     """What the model says after `prompts`, int (rows, length) of a number that divides over the devices."""
-    return (_with_cache if _has_cache(config, choice) else _without_cache)(config, choice, step, state, prompts)
+    if _has_cache(config, choice):
+        new = min(SAMPLE_TOKENS, config.seq_len - prompts.shape[1])
+        sample = sample_with_cache(choice.decoder_for(prompts.shape[1] + new), num_tokens=new, temperature=TEMPERATURE)
+        batch = put_global({"inputs": prompts.astype(np.int32)}, step.batch_sharding)
+        return on_host(evaluator_of(config, step, sample)(state, batch, jax.random.key(config.seed)))
+    evaluate = evaluator_of(config, step, next_logits)
+
+    def logits(batch: Any) -> np.ndarray:
+        # Sharded like any batch: otherwise every device would compute all rows.
+        return on_host(evaluate(state, put_global(batch, step.batch_sharding)))
+
+    return generate(logits, prompts, num_tokens=SAMPLE_TOKENS, length=config.seq_len, temperature=TEMPERATURE,
+                    seed=config.seed)
 
 
 def _has_cache(config: TrainConfig, choice: ModelChoice) -> bool:
@@ -106,23 +114,3 @@ def marked_text(ids: np.ndarray, *, decode: Callable[[np.ndarray], str], marks: 
     special = np.isin(ids, [mark for mark in marks if mark is not None])
     runs = np.split(np.arange(len(ids)), np.flatnonzero(special[1:] | special[:-1]) + 1) if len(ids) else []
     return shown_text("".join(marks[int(ids[run[0]])] if special[run[0]] else decode(ids[run]) for run in runs))
-
-
-def _with_cache(config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep, state: Any, prompts: np.ndarray
-                ) -> np.ndarray:
-    new = min(SAMPLE_TOKENS, config.seq_len - prompts.shape[1])
-    sample = sample_with_cache(choice.decoder_for(prompts.shape[1] + new), num_tokens=new, temperature=TEMPERATURE)
-    batch = put_global({"inputs": prompts.astype(np.int32)}, step.batch_sharding)
-    return on_host(evaluator_of(config, step, sample)(state, batch, jax.random.key(config.seed)))
-
-
-def _without_cache(config: TrainConfig, choice: ModelChoice, step: ZeroTrainStep, state: Any, prompts: np.ndarray
-                   ) -> np.ndarray:
-    evaluate = evaluator_of(config, step, next_logits)
-
-    def logits(batch: Any) -> np.ndarray:
-        # Sharded like any batch: otherwise every device would compute all rows.
-        return on_host(evaluate(state, put_global(batch, step.batch_sharding)))
-
-    return generate(logits, prompts, num_tokens=SAMPLE_TOKENS, length=config.seq_len, temperature=TEMPERATURE,
-                    seed=config.seed)

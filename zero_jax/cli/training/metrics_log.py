@@ -7,67 +7,18 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from zero_jax.cli.environment import in_folder_of_run
 from zero_jax.cli.reports.report import draw_curves
 from zero_jax.disk import durable_files
 from zero_jax.disk.durable_files import sync
 from zero_jax.errors import UsageError
 
-
-class MetricWriter(Protocol):
-    """What gets the metrics of each step."""
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Metrics of a step by name."""
-        ...
-
-    def close(self) -> None:
-        """Writes what is left."""
-        ...
-
-
-class TensorBoardWriter:
-    """Event files in `folder`; of steps after `after`, which a resumed run takes again, the new ones are shown."""
-
-    def __init__(self, folder: Path, *, after: int):
-        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-
-        # A file's name has the second of its start: without the suffix a restart within it would write over the file.
-        self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None,
-                                     filename_suffix=f".{after}")
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """See MetricWriter."""
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """See MetricWriter."""
-        self._writer.close()
-
-
-class WandbWriter:
-    """A run of Weights & Biases; where to, and whether offline, is for its own variables (WANDB_MODE, ...)."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]):
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        try:
-            self._run = wandb.init(project="zero_jax", name=folder.name, dir=str(folder), config=dict(config))
-        except Exception as error:  # its own kinds, of no common class: no key, no network
-            raise UsageError(f"log_to=wandb: {error}. WANDB_MODE=offline in the environment keeps the run in "
-                             f"{folder}/wandb.") from error
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """See MetricWriter."""
-        self._run.log(dict(scalars), step=step)
-
-    def close(self) -> None:
-        """See MetricWriter."""
-        self._run.finish()
+MetricWriter = Callable[[int, Mapping[str, float]], Any]
+"""What gets the metrics of each step: its number, and its numbers by name."""
 
 
 @contextlib.contextmanager
@@ -81,15 +32,37 @@ def metric_writers(names: tuple[str, ...], folder: Path, config: Mapping[str, An
       config: its options, as plain JSON.
       after: the step from which it continues; 0 for a new one.
     """
-    writers: list[MetricWriter] = []
+    with contextlib.ExitStack() as closing:
+        yield [_wandb(folder, config, closing) if name == "wandb" else _tensorboard(folder / "tensorboard", after,
+                                                                                     closing) for name in names]
+
+
+def _tensorboard(folder: Path, after: int, closing: contextlib.ExitStack) -> MetricWriter:
+    """Of event files; of steps after `after`, which a resumed run takes again, the new ones are shown."""
+    from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+
+    # A file's name has the second of its start: without the suffix a restart within it would write over the file.
+    writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None, filename_suffix=f".{after}")
+    closing.callback(writer.close)
+
+    def write(step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, step)
+
+    return write
+
+
+def _wandb(folder: Path, config: Mapping[str, Any], closing: contextlib.ExitStack) -> MetricWriter:
+    """Of a run of Weights & Biases; where to, and whether offline, is for its own variables (WANDB_MODE, ...)."""
+    import wandb  # pyright: ignore[reportMissingImports]
+
     try:
-        for name in names:
-            writers.append(WandbWriter(folder, config) if name == "wandb" else
-                           TensorBoardWriter(folder / "tensorboard", after=after))
-        yield writers
-    finally:
-        for writer in writers:
-            writer.close()
+        run = wandb.init(project="zero_jax", name=folder.name, dir=str(folder), config=dict(config))
+    except Exception as error:  # its own kinds, of no common class: no key, no network
+        raise UsageError(f"log_to=wandb: {error}. WANDB_MODE=offline in the environment keeps the run in "
+                         f"{folder}/wandb.") from error
+    closing.callback(run.finish)
+    return lambda step, scalars: run.log(dict(scalars), step=step)
 
 
 def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
@@ -123,13 +96,11 @@ class MetricsLog:
         if not writes:
             return
         make_folder(path.parent)
-        try:
+        with in_folder_of_run(path):
             if after is not None and path.exists():
                 self._read(after)
             self._file = path.open("w" if after is None else "a", encoding="utf-8")
             sync(path.parent)
-        except OSError as error:
-            raise UsageError(f"{path} cannot be written ({error.strerror}): choose another folder with out.") from error
 
     @property
     def last_step(self) -> int:
@@ -162,7 +133,7 @@ class MetricsLog:
             self._file.flush()
         if "step" in row:
             for writer in self.writers:
-                writer.write(row["step"], scalars_of(row))
+                writer(row["step"], scalars_of(row))
 
     def sync(self) -> None:
         """Makes sure that a power loss does not lose what was written. Called before each checkpoint, and by `close`.
@@ -212,7 +183,5 @@ def lost_steps(rows: Iterable[dict[str, Any]], after: int) -> int:
 
 def make_folder(path: Path) -> None:
     """Creates the folder and its parents; raises ValueError where that fails."""
-    try:
+    with in_folder_of_run(path, "created"):
         durable_files.make_folder(path)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be created ({error.strerror}): choose another folder with out.") from error

@@ -3,13 +3,13 @@
 import shlex
 from pathlib import Path
 
+from zero_jax.cli.environment import in_folder_of_run
 from zero_jax.cli.model_lookup import ModelChoice, is_folder, short_name
 from zero_jax.cli.objectives.objective import Objective
 from zero_jax.cli.options.run import WITH_RESPONSES
 from zero_jax.cli.reports.report import size_text
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.contract.violations import counted_bytes
-from zero_jax.errors import UsageError
 from zero_jax.planning.flops import StepFlops
 from zero_jax.stages import STAGES
 from zero_jax.step.compiled import CompiledStep
@@ -105,8 +105,6 @@ def folder_text(config: TrainConfig, choice: ModelChoice) -> str:
 def write_readme(config: TrainConfig, choice: ModelChoice) -> Path:
     """Writes README.txt into the folder of the run; raises ValueError where it cannot be written."""
     path = config.out / "README.txt"
-    try:
+    with in_folder_of_run(path):
         path.write_text(folder_text(config, choice), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written ({error.strerror}): choose another folder with out.") from error
     return path

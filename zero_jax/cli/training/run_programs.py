@@ -56,31 +56,27 @@ class SlicePrograms:
         state, metrics = self._compiled[fragment](state, batch)
         return state, metrics | {"slice_bytes": self._sent[fragment]}
 
-    def read(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """The metrics of a step as numbers."""
-        return metrics_of_slices(metrics)
+    @staticmethod
+    def read(metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """The metrics of a step as numbers: the mean over the slices of this process, beside the losses of each.
+
+        In a run of several processes those that a process has no device of are not fetched, for that would be traffic.
+        `stopped`: a loss or a gradient is not finite.
+        """
+        row: dict[str, Any] = {}
+        finite = True
+        for name, value in metrics.items():
+            each = local_slices(value)
+            row[name] = float(each.mean())
+            finite &= bool(np.isfinite(each).all()) or name not in ("loss", "grad_norm")
+            if name == "loss":
+                row |= {"loss_min": float(each.min()), "loss_max": float(each.max())}
+        return row | {"stopped": not finite, "bad": False}
 
 
 def slice_bytes(report: Report) -> float:
     """Bytes that each device sends between slices, as compiled."""
     return next(result.communication_bytes for result in report.results if result.budget.key == "slices")
-
-
-def metrics_of_slices(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a step as numbers: the mean over the slices of this process, beside the losses of each.
-
-    In a run of several processes those that a process has no device of are not fetched, for that would be traffic.
-    `stopped`: a loss or a gradient is not finite.
-    """
-    row: dict[str, Any] = {}
-    finite = True
-    for name, value in metrics.items():
-        each = local_slices(value)
-        row[name] = float(each.mean())
-        finite &= bool(np.isfinite(each).all()) or name not in ("loss", "grad_norm")
-        if name == "loss":
-            row |= {"loss_min": float(each.min()), "loss_max": float(each.max())}
-    return row | {"stopped": not finite, "bad": False}
 
 
 def local_slices(value: Any) -> np.ndarray:

@@ -19,7 +19,7 @@ from zero_jax.cli.chosen_offload import with_chosen_offload
 from zero_jax.cli.config_file import config_text, save_config
 from zero_jax.cli.objectives.choose import objective_of
 from zero_jax.cli.objectives.objective import Objective
-from zero_jax.cli.reports.html_report import Run, write_report
+from zero_jax.cli.reports.html_report import report_html
 from zero_jax.cli.reports.report import (
     device_bytes,
     make_console,
@@ -239,10 +239,10 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         log.write(summary=_plain(summary))
         if summary.report is not None:
             title = f"{config.model}, ZeRO stage {config.stage}, {len(devices)} {devices[0].platform} devices"
-            write_report(summary.report, Run(
-                title, head, config_text(config), log.path, program, _plain(summary),
-                {"Python": platform.python_version(), **versions}, samples, loop.profile_text,
-                objective.measures, timing))
+            summary.report.write_text(report_html(
+                title=title, head=head, options=config_text(config), log=log.path, program=program,
+                summary=_plain(summary), versions={"Python": platform.python_version(), **versions}, samples=samples,
+                profile=loop.profile_text, measures=objective.measures, timing=timing), encoding="utf-8")
     finally:
         closing.close()
     for sample in samples:
