@@ -9,7 +9,7 @@ from support.flat import flat_step
 from support.targets import mesh_of, target_devices
 
 from models import gpt2
-from zero_jax.cli.chosen_microbatches import SHARE, with_chosen_microbatches
+from zero_jax.cli.chosen import SHARE, with_chosen_microbatches
 from zero_jax.cli.model_lookup import find_model
 from zero_jax.cli.planning.plan_config import PlanConfig
 from zero_jax.cli.planning.ranking import decoder_of

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from support.command_line import ROOT, run_process
 
-from zero_jax.cli.chosen_offload import with_chosen_offload
+from zero_jax.cli.chosen import with_chosen_offload
 from zero_jax.cli.objectives.choose import objective_of
 from zero_jax.cli.step_from_config import devices_of, step_of
 from zero_jax.cli.train_config import TrainConfig

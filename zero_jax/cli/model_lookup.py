@@ -6,7 +6,6 @@ Or a folder with a config.json of Hugging Face's, of a family that `models/` cov
 import contextlib
 import dataclasses
 import difflib
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -123,12 +122,12 @@ def find_model(name: str) -> ModelChoice:
                          "PYTHONPATH.")
     if (short := short_name(module_name)) is not None:
         module_name, module = short, import_ours(short)
-    elif _is_there(module_name, name):
-        with errors_as_usage(name):
-            module = importlib.import_module(module_name)
     else:
-        raise UsageError(f"model={name!r}: there is no module {module_name!r}" + nearest(
-            module_name, [*our_models(), *_modules_beside(module_name)]))
+        with errors_as_usage(name):  # also of the packages that a module is in, which are imported to find it
+            module = importlib.import_module(module_name) if _exists(module_name) else None
+        if module is None:
+            raise UsageError(f"model={name!r}: there is no module {module_name!r}" + nearest(
+                module_name, [*our_models(), *_modules_beside(module_name)]))
     presets, build = getattr(module, "PRESETS", None), getattr(module, "build", None)
     if not isinstance(presets, Mapping) or not callable(build):
         raise UsageError(f"model={name!r}: {module_name} lacks PRESETS (configs by name) or build(config) (a Flax "
@@ -181,7 +180,7 @@ def _choice(name: str, module: ModuleType, config: Any, users: str | None = None
         "build", "huggingface", "tensor_rules", "loss", "batch_shapes", "huggingface_config",
         "decoder")]
     if users is not None:
-        functions = [None if function is None else _with_usage_errors(function, users) for function in functions]
+        functions = [None if function is None else errors_as_usage(users)(function) for function in functions]
     return ModelChoice(name, config, *functions)  # pyright: ignore[reportArgumentType]
 
 
@@ -221,15 +220,6 @@ def _shown(frame: traceback.FrameSummary) -> str:
     return f"{frame.filename}, line {frame.lineno}: {frame.line}"
 
 
-def _with_usage_errors(function: Callable[..., Any], model: str) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        with errors_as_usage(model):
-            return function(*args)
-
-    return call
-
-
 def _is_installed(file: str) -> bool:
     """Whether a source file is of Python, of an installed package or of zero_jax, and so none of the user's."""
     folders = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -249,12 +239,6 @@ def short_name(module: str) -> str | None:
     """The short name of a module of ours that is written as gpt2 or zero_jax.models.gpt2; None for any other."""
     name = module.removeprefix(f"{OURS}.")
     return name if name in our_models() else None
-
-
-def _is_there(module: str, model: str) -> bool:
-    """`_exists`, which imports the packages that a module is in."""
-    with errors_as_usage(model):
-        return _exists(module)
 
 
 def _exists(module: str) -> bool:

@@ -2,8 +2,10 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Annotated
 
 from zero_jax.cli.environment import check_folder
+from zero_jax.cli.options.choices import Within, settle
 from zero_jax.cli.options.data import check_has_fields
 from zero_jax.data import extras
 from zero_jax.data.documents import check_new, cut_text, write_tokenized
@@ -29,27 +31,24 @@ class TokenizeConfig:
     """A tokenizer.json of Hugging Face, a .model of SentencePiece, or a folder with one. None: a byte-level BPE is
     trained on the text."""
 
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, Within(1)] = None
     """Of the tokenizer that is trained. None: 8192."""
 
-    sentinels: int = 0
+    sentinels: Annotated[int, Within(0)] = 0
     """Tokens <extra_id_N> of the tokenizer that is trained, for span corruption; T5 has 100."""
 
     text_field: str = "text"
     """The field of JSON lines, or column of Parquet, that has the text."""
 
-    max_bytes: int | None = None
+    max_bytes: Annotated[int | None, Within(1)] = None
     """Read no more text than this, in bytes. None: all."""
 
     def check(self) -> None:
         """Raises ValueError for what is wrong and can be known from the options and the start of the files."""
+        settle(self)
         if self.tokenizer is not None and (self.vocab_size is not None or self.sentinels):
             raise UsageError("tokenizer, and vocab_size or sentinels: the first is used as it is, the others are of "
                              "one that is trained: leave one out.")
-        for name, least in (("vocab_size", 1), ("max_bytes", 1), ("sentinels", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(f"{name}={value}: give at least {least}.")
         if not self.data or "" in self.data:
             raise UsageError('data is empty: name files, or "python".')
         check_folder("out", self.out)

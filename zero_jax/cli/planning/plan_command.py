@@ -7,22 +7,13 @@ from typing import Any
 from jax.sharding import Mesh
 from rich.console import Console
 
-from zero_jax.cli.chosen_microbatches import with_chosen_microbatches
-from zero_jax.cli.chosen_offload import with_chosen_offload
+from zero_jax.cli.chosen import with_chosen_microbatches, with_chosen_offload
 from zero_jax.cli.config_file import config_text
 from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.objectives.choose import objective_of
+from zero_jax.cli.planning import plan_report
 from zero_jax.cli.planning.mesh_search import MeshSearch, mesh_table, search_mesh
 from zero_jax.cli.planning.plan_config import PlanConfig
-from zero_jax.cli.planning.plan_report import (
-    cost_table,
-    draw_stages,
-    finite,
-    plan_json,
-    plan_tables,
-    search_table,
-    verdict,
-)
 from zero_jax.cli.planning.remedies import Remedy, remedies, remedy_lines, train_lines
 from zero_jax.cli.planning.training_cost import TrainingCost
 from zero_jax.cli.reports.report import make_console, state_table
@@ -64,13 +55,14 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
     progress = Console(stderr=True, highlight=False)
 
     def report_trial(name: str, trial: Plan) -> None:
-        progress.print(f"{name}: {verdict(trial).splitlines()[0]} ({trial.compile_seconds:.0f} s)", soft_wrap=True)
+        verdict = plan_report.verdict(trial).splitlines()[0]
+        progress.print(f"{name}: {verdict} ({trial.compile_seconds:.0f} s)", soft_wrap=True)
 
     if config.png is not None:
         config.png.parent.mkdir(parents=True, exist_ok=True)
         first = setup.step(None if config.offload == "auto" else options["offload"]).layout(setup.batch())
-        draw_stages(config.png, first, process_bytes(target.chip),
-                    f"{config.model} on {config.target}: model states over {first.num_shards} shards, by formula")
+        plan_report.draw_stages(config.png, first, process_bytes(target.chip), f"{config.model} on {config.target}: "
+                                f"model states over {first.num_shards} shards, by formula")
         progress.print(f"{config.png} is drawn.", soft_wrap=True)
     result: SearchResult | None = None
     if config.search == "layers":
@@ -99,9 +91,9 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
             helps = remedies(config, chosen, choice.config, lambda other: _Setup.of(other).plan(), report_trial)
     cost = TrainingCost.of(config, chosen) if chosen else None
     if config.json:
-        print(json.dumps(finite({
-            "model": config.model, "plan": chosen and plan_json(chosen), "cost": cost and cost.as_json(),
-            "remedies": [{"changes": dict(each.changes), "plan": plan_json(each.plan)} for each in helps],
+        print(json.dumps(plan_report.finite({
+            "model": config.model, "plan": chosen and plan_report.plan_json(chosen), "cost": cost and cost.as_json(),
+            "remedies": [{"changes": dict(each.changes), "plan": plan_report.plan_json(each.plan)} for each in helps],
             "placement": placement and {"offload": placement.name, "reason": placement.reason},
             "divisions": divided and divided.as_json(),
             "search": result and {"model": result.model, "size": result.size, "tried": [
@@ -109,7 +101,7 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
                  "fits": each.fits, "tokens_per_second": tokens_per_second(each)} for each in result.tried]}})))
     else:
         if result:
-            console.print(search_table(result))
+            console.print(plan_report.search_table(result))
         if divided:
             console.print(mesh_table(asked, divided), *divided.lines(target), sep="\n")
         if placement:
@@ -117,11 +109,11 @@ def plan_command(config: PlanConfig, *, console: Console | None = None) -> bool:
         if setup.microbatches:
             console.print(setup.microbatches, soft_wrap=True)
         if chosen:
-            console.print(plan_tables(chosen, advice=not config.remedies))
+            console.print(plan_report.plan_tables(chosen, advice=not config.remedies))
             console.print(attention_text(choice, batch=chosen.batch_size // config.accumulate, length=setup.length,
                                          precision=config.precision))
         if cost:
-            console.print(cost_table(cost))
+            console.print(plan_report.cost_table(cost))
         if chosen and result is None and (chosen.fits or config.remedies):
             lines = train_lines(config, chosen) if chosen.fits else remedy_lines(
                 config, chosen, helps)
@@ -221,7 +213,7 @@ def inspect_command(config: TrainConfig, *, console: Console | None = None) -> b
         chosen = placement.plan if placement else examine(step, objective.batch_shapes(), target, transformer,
                                                           timed_on=live)
     console.print(state_table(chosen.layout))
-    console.print(plan_tables(chosen))
+    console.print(plan_report.plan_tables(chosen))
     for line in lines:
         console.print(line, soft_wrap=True)
     console.print(attention_text(with_attention(choice, step.mesh, config.attention), batch=config.batch_size

@@ -14,22 +14,12 @@ from rich.console import Console
 from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.checkpoint.local_copies import LocalCopies
 from zero_jax.checkpoint.manifest import Manifest
-from zero_jax.cli.chosen_microbatches import with_chosen_microbatches
-from zero_jax.cli.chosen_offload import with_chosen_offload
+from zero_jax.cli.chosen import with_chosen_microbatches, with_chosen_offload
 from zero_jax.cli.config_file import config_text, save_config
 from zero_jax.cli.objectives.choose import objective_of
 from zero_jax.cli.objectives.objective import Objective
+from zero_jax.cli.reports import report
 from zero_jax.cli.reports.html_report import report_html
-from zero_jax.cli.reports.report import (
-    device_bytes,
-    make_console,
-    memory_text,
-    optimizer_text,
-    peak_bytes,
-    replicated_text,
-    state_table,
-    summary_table,
-)
 from zero_jax.cli.start import check_start, first_state
 from zero_jax.cli.step_from_config import devices_of, evaluator_of, step_of
 from zero_jax.cli.train_config import TrainConfig
@@ -106,7 +96,7 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
     started, choice = time.perf_counter(), objective.choice
     devices = devices_of(config)
     check_start(config)
-    console = (console or make_console()) if is_first() else Console(quiet=True)
+    console = (console or report.make_console()) if is_first() else Console(quiet=True)
     all_or_none(lambda: make_folder(config.out) if is_first() else None)
     data = objective.load_data()
     if config.epochs is not None:
@@ -161,15 +151,15 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
             console.print(f"Options, all in {path}; not the default:\n{changed}", soft_wrap=True)
         if placement:
             console.print(str(placement), soft_wrap=True)
-        console.print(state_table(layout))
-        console.print(replicated_text(layout), soft_wrap=True)
-        console.print(optimizer_text(layout), soft_wrap=True)
+        console.print(report.state_table(layout))
+        console.print(report.replicated_text(layout), soft_wrap=True)
+        console.print(report.optimizer_text(layout), soft_wrap=True)
         programs = programs_of(step, batches[0], after=after)
         program = programs.alone
         flops = step_flops(model_flops(step, batches[0]), program.schedule, num_devices=len(devices),
                            peak=topology and topology.chip.peak_flops["bf16"])
         timing = topology and timing_of(program, topology)[0]
-        console.print(memory_text(program.memory), soft_wrap=True)
+        console.print(report.memory_text(program.memory), soft_wrap=True)
         head = [*head_lines(objective, program, flops, devices[0].device_kind, devices[0].platform),
                 *programs.head_lines(config.steps), data.summary,
                 evaluation_line(held_out.batches_per_epoch, config.eval_batches)]
@@ -231,8 +221,8 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         summary = Summary(
             steps=log.last_step, steps_taken=len(loop.durations), loss=log.train[-1][1] if log.train else None,
             evaluation=log.evaluation, baselines=dict(data.baselines), items_per_second=loop.items_per_second,
-            seconds=time.perf_counter() - started, peak_bytes=peak_bytes(local(devices)),
-            simulated=not device_bytes(local(devices)), log=log.path, curve=curve,
+            seconds=time.perf_counter() - started, peak_bytes=report.peak_bytes(local(devices)),
+            simulated=not report.device_bytes(local(devices)), log=log.path, curve=curve,
             report=config.out / "report.html" if config.html and is_first() else None, samples=samples,
             interrupted=interrupted, preempted=loop.preempted and not interrupted, signal=asked,
             step_seconds=loop.median_seconds, predicted_seconds=timing and timing.seconds)
@@ -247,7 +237,7 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         closing.close()
     for sample in samples:
         console.print(sample, soft_wrap=True)
-    console.print(summary_table(_plain(summary), objective.measures))
+    console.print(report.summary_table(_plain(summary), objective.measures))
     return summary
 
 
