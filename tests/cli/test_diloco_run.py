@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 import shutil
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy as safetensors_numpy
 from rich.console import Console
-from support import command_line
+from support import command_line, run_log
 
 import zero_jax
 from zero_jax.checkpoint.checkpoint import Checkpoints
@@ -69,8 +68,7 @@ def run(out, **changes):
     """(What a run said, its losses by step, the lines of its log)."""
     text = io.StringIO()
     train(dataclasses.replace(CONFIG, out=out, **changes), console=Console(file=text, width=200))
-    rows = [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()]
-    return text.getvalue(), {row["step"]: row["loss"] for row in rows if "loss" in row}, rows
+    return text.getvalue(), run_log.losses(out), run_log.rows(out)
 
 
 def library_step(config):

@@ -132,6 +132,17 @@ UNLISTED = llama.Config(3, 24, 6, 3, 40, head_dim=4, vocab_size=50, max_length=3
                         family="mistral")
 
 
+def unlisted(folder):
+    """A folder of Hugging Face's whose shape no preset has, and a file of ids beside it; returns the ids' name."""
+    folder.mkdir()
+    params = jax.jit(llama.build(UNLISTED).init)(jax.random.key(3), jnp.zeros((1, 8), jnp.int32))["params"]
+    params = jax.tree.map(lambda leaf: 5 * leaf if leaf.ndim > 2 else leaf, params)
+    export_tree(folder / "model.safetensors", params, names=Names(**llama.huggingface(UNLISTED)))
+    (folder / "config.json").write_text(json.dumps(llama.huggingface_config(UNLISTED) | {"eos_token_id": 7}))
+    np.save(folder.parent / "ids.npy", np.random.default_rng(0).integers(0, 50, 4000).astype(np.uint16))
+    return str(folder.parent / "ids.npy")
+
+
 def test_text_for_a_folder_is_read_by_its_tokenizer(tmp_path):
     """The controls: ids of a file, images, another tokenizer, a folder without one."""
     folder, ids = tmp_path / "base", tmp_path / "ids.npy"
@@ -154,20 +165,15 @@ def test_a_folder_of_a_shape_that_no_preset_has(tmp_path, monkeypatch):
     """Planned, trained with adapters and exported by its folder alone; generation ends where the base's did."""
     monkeypatch.setattr("zero_jax.cli.weights.saved_model.simulate_devices", lambda number: None)  # there are 8
     folder, ends = tmp_path / "base", {"eos_token_id": [7, 9], "bos_token_id": 3, "temperature": 0.5}
-    folder.mkdir()
-    params = jax.jit(llama.build(UNLISTED).init)(jax.random.key(3), jnp.zeros((1, 8), jnp.int32))["params"]
-    params = jax.tree.map(lambda leaf: 5 * leaf if leaf.ndim > 2 else leaf, params)
-    export_tree(folder / "model.safetensors", params, names=Names(**llama.huggingface(UNLISTED)))
-    (folder / "config.json").write_text(json.dumps(llama.huggingface_config(UNLISTED) | {"eos_token_id": 7}))
+    ids = unlisted(folder)
     (folder / "generation_config.json").write_text(json.dumps(ends))
-    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 50, 4000).astype(np.uint16))
 
     def command(*args, code=0):
         done = command_line.run(*args)
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
-    run = ("train", "--model", str(folder), "--data", str(tmp_path / "ids.npy"), "--batch-size", "8", "--seq-len", "16",
+    run = ("train", "--model", str(folder), "--data", ids, "--batch-size", "8", "--seq-len", "16",
            "--steps", "3", "--eval-every", "3", "--eval-batches", "1", "--samples", "0", "--save-every", "3",
            "--learning-rate", "0.05", "--lora-rank", "2", "--lora-alpha", "8", "--no-html", "--init-from", str(folder))
     planned = command("plan", "--model", str(folder), "--target", "h100:8", "--seq-len", "16")
@@ -198,13 +204,7 @@ def test_a_folder_of_a_shape_that_no_preset_has(tmp_path, monkeypatch):
 def test_transformers_stops_where_the_base_did(tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     folder = tmp_path / "base"
-    folder.mkdir()
-    params = jax.jit(llama.build(UNLISTED).init)(jax.random.key(3), jnp.zeros((1, 8), jnp.int32))["params"]
-    params = jax.tree.map(lambda leaf: 5 * leaf if leaf.ndim > 2 else leaf, params)
-    export_tree(folder / "model.safetensors", params, names=Names(**llama.huggingface(UNLISTED)))
-    (folder / "config.json").write_text(json.dumps(llama.huggingface_config(UNLISTED)))
-    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 50, 4000).astype(np.uint16))
-    run = dataclasses.replace(RUN, model=str(folder), init_from=folder, data=(str(tmp_path / "ids.npy"),), lora_rank=2,
+    run = dataclasses.replace(RUN, data=(unlisted(folder),), model=str(folder), init_from=folder, lora_rank=2,
                               lora_base="model", max_bytes=None, steps=2, eval_every=2, out=tmp_path / "run")
     train(run, console=Console(quiet=True))
 

@@ -1,11 +1,11 @@
 """What `plan` says where a step does not fit: what was tried and suffices, in order, and the command of `train`."""
 
 import dataclasses
-import json
 import types
 
 import pytest
-from support.command_line import run
+from support import run_log
+from support.command_line import refused, run
 from support.targets import target_devices
 
 from zero_jax.cli.flags import read_flags
@@ -140,8 +140,8 @@ def test_a_plan_as_printed():
     assert ("To train it: zero-jax train --model gpt2:tiny --precision bf16 --loss-chunks 4 --batch-size 8 --seq-len 64"
             in done.stdout), done.stdout
     assert "device-hours" not in done.stdout
-    done = run("plan", "--target", "h100:8", "--model", "bert:tiny", "--loss-chunks", "4")
-    assert done.returncode == 2 and "bert:tiny has a loss of its own: leave it out" in done.stderr
+    said = refused("plan", "--target", "h100:8", "--model", "bert:tiny", "--loss-chunks", "4")
+    assert "bert:tiny has a loss of its own: leave it out" in said
     done = run("plan", "--target", "h100:8", "--model", "gpt2:100b", "--stage", "0", "--no-remedies")
     assert done.returncode == 3 and "What would help:" in done.stdout and "To train it" not in done.stdout
 
@@ -177,8 +177,7 @@ def test_a_run_with_a_chunked_loss_has_the_same_losses(tmp_path, more):
                    "--samples", "0", "--save-every", "0", "--max-bytes", "20000", "--no-html", *options, *more,
                    "--out", str(tmp_path / name))
         assert done.returncode == 0, done.stderr
-        rows = map(json.loads, (tmp_path / name / "train.jsonl").read_text().splitlines())
-        return [row["loss"] for row in rows if "loss" in row and "step" in row]
+        return [*run_log.losses(tmp_path / name).values()]
 
     whole, chunked = losses("whole"), losses("chunked", "--loss-chunks", "4")
     assert len(whole) == 3 and chunked == pytest.approx(whole, rel=1e-5)

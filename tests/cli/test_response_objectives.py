@@ -10,7 +10,9 @@ import numpy as np
 import optax
 import pytest
 from rich.console import Console
-from support.command_line import message, run
+from support.command_line import refused
+from support.run_log import losses
+from support.run_log import rows as log_rows
 from support.transformers_masks import CONVERSATIONS, THOUGHTS
 
 from models import llama
@@ -39,11 +41,6 @@ def base(tmp_path_factory):
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-def losses(folder):
-    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row and "step" in row}
 
 
 @pytest.mark.slow
@@ -78,7 +75,7 @@ def test_preferences_start_at_the_reference_and_are_learned(base, tmp_path):
     whole = train(config, console=quiet)
     first = losses(config.out)
     np.testing.assert_allclose(first[1], np.log(2), atol=1e-6)
-    assert whole.loss < 0.5 and json.loads((config.out / "train.jsonl").read_text().splitlines()[-1])["summary"]
+    assert whole.loss < 0.5 and log_rows(config.out)[-1]["summary"]
     # Resumed after four steps with the reference of the start; without it the run is refused.
     again = dataclasses.replace(config, out=tmp_path / "again", resume=True)
     shutil.copytree(config.out, again.out)
@@ -151,5 +148,4 @@ def test_what_is_cut_or_left_out_is_counted_in_both_sets(tmp_path, objective):
     (["--dpo-beta", "0.2"], "--dpo-beta 0.2: it is of --objective preferences, and this run has")])
 def test_what_cannot_be_learned_is_refused(tmp_path, args, expected):
     data = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}])
-    done = run("train", *[data if arg == "DATA" else arg for arg in args])
-    assert done.returncode == 2 and expected in message(done), done.stderr
+    assert expected in refused("train", *[data if arg == "DATA" else arg for arg in args])

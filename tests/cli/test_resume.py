@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 from support import command_line
 from support.covering import weekly
+from support.run_log import losses, rows
 
 from zero_jax.checkpoint.checkpoint import Checkpoints
 from zero_jax.cli.train_config import InspectConfig, TrainConfig
@@ -46,15 +47,6 @@ main.main([*sys.argv[3:], "--out", out])
 """
 
 
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-
-
-def losses(folder: Path, name: str = "loss") -> dict[int, float]:
-    """By step; of a step that was taken twice the later one."""
-    return {row["step"]: row[name] for row in lines(folder) if name in row}
-
-
 def run(out: Path, *args: str) -> command_line.Finished:
     """In this process."""
     return command_line.run(*ARGS, "--out", str(out), *args)
@@ -71,9 +63,9 @@ def run_process(out: Path, *args: str) -> subprocess.CompletedProcess:
     return process("-m", "zero_jax", *ARGS, "--out", str(out), *args)
 
 
-def killed(out: Path, *args: str, rows: int) -> None:
+def killed(out: Path, *args: str, steps: int) -> None:
     """A run that is killed, without a chance to do anything, when it has saved and its log has so many steps."""
-    done = process("-c", KILLED, str(out), str(rows), *ARGS, *args)
+    done = process("-c", KILLED, str(out), str(steps), *ARGS, *args)
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
@@ -89,7 +81,7 @@ def whole(tmp_path_factory):
 def interrupted(tmp_path_factory):
     """The folder of a run that was killed after it had saved, in the middle of a line of its log."""
     out = tmp_path_factory.mktemp("interrupted")
-    killed(out, rows=7)
+    killed(out, steps=7)
     assert (out / "checkpoints/4").is_dir() and len(losses(out)) == 7
     with (out / "train.jsonl").open("a") as log:
         log.write('{"step": 9, "lo')
@@ -103,10 +95,10 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, interrupted, whole):
     assert "Resumed after step 4 of 12" in done.stdout
     assert losses(out) == losses(whole) and len(losses(whole)) == 12
     assert losses(out, "validation_loss") == losses(whole, "validation_loss")
-    heads = [row["resumed_after"] for row in lines(out) if "config" in row]
+    heads = [row["resumed_after"] for row in rows(out) if "config" in row]
     assert heads == [0, 4]
     assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [8, 12]
-    assert all(0 <= row["data_wait"] < 60 for row in lines(out) if "loss" in row)
+    assert all(0 <= row["data_wait"] < 60 for row in rows(out) if "loss" in row)
     # The control: from the checkpoint with other batches, the losses are others.
     assert losses(whole)[9] != losses(whole)[10]
 
@@ -120,7 +112,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, interrupted, whole):
     ("--precision", "fp16", "--max-bad-steps", "2", "--model", "gpt2_nnx:tiny")])
 def test_runs_of_all_kinds_go_on(tmp_path, options):
     assert run_process(tmp_path / "whole", *options).returncode == 0
-    killed(tmp_path / "killed", *options, rows=6)
+    killed(tmp_path / "killed", *options, steps=6)
     assert run_process(tmp_path / "killed", *options, "--resume").returncode == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
@@ -209,9 +201,8 @@ def test_a_finished_run_says_what_to_do(whole, tmp_path, monkeypatch):
 ])
 def test_another_run_is_refused(whole, option, values, message):
     before = (whole / "train.jsonl").read_bytes()
-    done = run(whole, "--resume", option, values)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert message in done.stderr and "belongs to another run" in done.stderr
+    said = command_line.refused(*ARGS, "--out", str(whole), "--resume", option, values)
+    assert message in said and "belongs to another run" in said
     assert (whole / "train.jsonl").read_bytes() == before
 
 

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from support.command_line import message, run
+from support import run_log
+from support.command_line import refused
 from support.oracle import slow
 from support.plain_training import plain_training
 
@@ -281,9 +282,7 @@ def test_bad_input_is_one_message_before_a_device_is_used(name, tmp_path):
 
 
 def test_the_command_line_says_it():
-    done = run("train", "--model", "vit:tiny", "--data", "digits")
-    assert done.returncode == 2 and "vit:tiny takes 16 x 16: resize them" in message(done) and done.stdout == ""
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "vit:tiny takes 16 x 16: resize them" in refused("train", "--model", "vit:tiny", "--data", "digits")
 
 
 def _specials_alone(folder):
@@ -318,8 +317,7 @@ def test_a_run_has_the_losses_of_a_plain_loop_and_goes_on_bit_for_bit(model, tmp
     options = config(model, steps=4, save_every=2, eval_every=4, eval_batches=2, samples=1, out=tmp_path / "run",
                      **{"learning_rate": 1e-2} | RUNS[model])
     summary = train(options, console=Console(quiet=True))
-    rows = [json.loads(line) for line in (tmp_path / "run/train.jsonl").read_text().splitlines()]
-    losses = [row["loss"] for row in rows if "loss" in row]
+    losses = [*run_log.losses(tmp_path / "run").values()]
     choice, data = find_model(model), objective_of(dataclasses.replace(options, resume=True)).load_data()
     train_set, held_out = data.batches(None)
     schedule = make_schedule(options.schedule, **options.schedule_arguments(options.steps))
@@ -345,8 +343,7 @@ def test_a_run_has_the_losses_of_a_plain_loop_and_goes_on_bit_for_bit(model, tmp
         return  # its batches are those of vit, which goes on below
     shutil.rmtree(tmp_path / "run/checkpoints/4")
     train(dataclasses.replace(options, resume=True, samples=0), console=Console(quiet=True))
-    rows = [json.loads(line) for line in (tmp_path / "run/train.jsonl").read_text().splitlines()]
-    again = [row["loss"] for row in rows if "loss" in row][4:]
+    again = [row["loss"] for row in run_log.rows(tmp_path / "run") if "loss" in row][4:]
     assert len(again) == 2 and again == losses[2:]
     with pytest.raises(ValueError, match="belongs to another run"):
         changed = {"image_flip": True} if OF[model] == "classify" else {"seed": 3}

@@ -1,7 +1,6 @@
 """A training run from end to end: its files, its summary, and that it learns."""
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from rich.console import Console
 from support.command_line import run
 from support.covering import weekly
 from support.oracle import slow
+from support.run_log import losses, rows
 
 import zero_jax
 from models import gpt2
@@ -34,10 +34,6 @@ ROOT = Path(__file__).parents[2]
 TINY = TrainConfig(model="gpt2:tiny", batch_size=8, seq_len=32, max_bytes=200_000, eval_every=2, steps=3)
 
 
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def train_args(out: Path, *args: str) -> list[str]:
     short = ["--model", "gpt2:tiny", "--batch-size", "8", "--seq-len", "32", "--max-bytes", "200000"]
     return ["train", *short, "--out", str(out), *args]
@@ -51,7 +47,7 @@ def test_model_parallelism_is_an_option_and_changes_no_number(tmp_path):
         out = tmp_path / str(len(options))
         done = run(*train_args(out, "--steps", "3", "--devices", "8", *options))
         assert done.returncode == 0, done.stderr
-        found.append([row["loss"] for row in lines(out / "train.jsonl") if "loss" in row])
+        found.append([*losses(out).values()])
     assert len(found[0]) == 3 and found[1] == pytest.approx(found[0], rel=1e-5)
 
 
@@ -72,9 +68,9 @@ def test_the_command_writes_log_and_curve(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "gpt2:tiny, ZeRO stage 3, 8 cpu devices" in page and page.count("<svg") >= 7
     assert "Where the time went" in page and "continued by the model" in page
-    first, *rows, last = lines(tmp_path / "train.jsonl")
+    first, *logged, last = rows(tmp_path)
     assert first["config"]["stage"] == 3 and len(first["devices"]) == 8 and first["baselines"]["bigram model"] > 1
-    steps = [row for row in rows if "loss" in row]
+    steps = [row for row in logged if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert set(steps[0]) == {
         "step", "loss", "grad_norm", "learning_rate", "skipped", "seconds", "tokens_per_second", "tflops_per_device",
@@ -84,13 +80,13 @@ def test_the_command_writes_log_and_curve(tmp_path):
     # 6 FLOPs for each token and parameter of a product, of blocks and output layer; and causal attention's, half.
     products = 2 * 12 * 64**2 + 256 * 64 + 2 * 32 * 64
     assert row["tflops_per_device"] * 8e12 * row["seconds"] == pytest.approx(6 * 8 * 32 * products, rel=1e-3)
-    assert [row["step"] for row in rows if "validation_loss" in row] == [2, 3]
+    assert [row["step"] for row in logged if "validation_loss" in row] == [2, 3]
     # The default, a cosine, would have 0.55 of the peak in the third.
     np.testing.assert_allclose([row["learning_rate"] for row in steps], [0, 3e-3, 3e-3], rtol=1e-5)
     assert "not the default:\nmodel = " in done.stdout
     assert 'schedule = "constant"' in (tmp_path / "config.toml").read_text()
-    assert last["summary"]["evaluation"]["validation_loss"] == rows[-1]["validation_loss"]
-    evaluation = next(row for row in rows if "validation_loss" in row)
+    assert last["summary"]["evaluation"]["validation_loss"] == logged[-1]["validation_loss"]
+    evaluation = next(row for row in logged if "validation_loss" in row)
     assert np.exp(evaluation["validation_loss"]) == pytest.approx(evaluation["validation_perplexity"])
     assert 0 <= evaluation["validation_accuracy"] <= 1
     for words in (" parameters, N = 4 shards", "Mesh: replica 2 x data 4, 8 cpu devices; stage 3 (P_os+g+p), 4 shards.",
@@ -126,7 +122,7 @@ def test_a_checkout_that_is_not_installed_trains(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_it_learns(tmp_path):
     found = learned(tmp_path, 3)
-    first = lines(tmp_path / "train.jsonl")[1]["loss"]
+    first = rows(tmp_path)[1]["loss"]
     assert first > 5 and found.loss < 4 and found.validation_loss < 4
 
 
@@ -169,7 +165,7 @@ def test_ctrl_c_saves_and_keeps_log_and_curve(tmp_path, number, status, word):
     assert process.returncode == status and "Traceback" not in errors, errors
     assert word in output and (tmp_path / "loss.png").exists()
     assert f"({signal.Signals(number).name})" in output and "--resume continues from there" in output
-    summary = lines(log)[-1]["summary"]
+    summary = rows(tmp_path)[-1]["summary"]
     assert summary[word] and summary["signal"] == number
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(summary["steps"])]
 

@@ -4,7 +4,7 @@ import json
 import types
 
 import pytest
-from support.command_line import message, run
+from support.command_line import refused, run
 from support.targets import target_devices
 
 from zero_jax.cli.planning.plan_config import PlanConfig
@@ -63,9 +63,8 @@ def test_a_price_is_that_of_the_target_as_typed_or_of_its_chip(tmp_path, target,
 def test_a_bad_file_of_prices_is_refused_in_a_line(tmp_path, text, expected):
     if text is not None:
         (tmp_path / "prices.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    done = run(*PLAN, "--tokens", "1e12", "--prices", str(tmp_path / "prices.toml"))
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
-    assert f"--prices {tmp_path / 'prices.toml'}" in message(done) and expected in message(done)
+    said = refused(*PLAN, "--tokens", "1e12", "--prices", str(tmp_path / "prices.toml"))
+    assert f"--prices {tmp_path / 'prices.toml'}" in said and expected in said
 
 
 @pytest.mark.parametrize(("options", "expected"), [
@@ -75,8 +74,7 @@ def test_a_bad_file_of_prices_is_refused_in_a_line(tmp_path, text, expected):
     (("--tokens", "1e12", "--deadline", "0"), "--deadline 0.0: give a number above 0"),
     (("--tokens", "1e12", "--deadline", "nan"), "--deadline nan: give a number above 0")])
 def test_bad_tokens_and_deadlines(options, expected):
-    done = run(*PLAN, *options)
-    assert (done.returncode, done.stdout) == (2, "") and expected in message(done)
+    assert expected in refused(*PLAN, *options)
 
 
 @pytest.fixture

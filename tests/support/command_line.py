@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import json
 import os
 import subprocess
 import sys
@@ -43,6 +44,24 @@ def run_process(*args: str, cwd: Path | str | None = None) -> Finished:
         done = subprocess.run([sys.executable, "-W", "error", "-m", "zero_jax", *args], cwd=cwd or folder, env=env,
                               capture_output=True, text=True, timeout=300)
     return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def refused(*args: str) -> str:
+    """What a command says that is refused: one line on standard error, with status 2, and nothing else."""
+    done = run(*args)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    return message(done)
+
+
+def refused_without_jax(*commands: list[str], cwd: Path | str | None = None) -> str:
+    """What `commands` say, each of which is refused, in a process that has not imported JAX by then."""
+    program = ("import json, sys\nfrom zero_jax.cli import main as cli\n"
+               "assert {cli.main(args) for args in json.loads(sys.argv[1])} == {2} and 'jax' not in sys.modules\n")
+    done = subprocess.run([sys.executable, "-c", program, json.dumps(commands)], cwd=cwd, timeout=120, text=True,
+                          capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 def message(done: Finished) -> str:
