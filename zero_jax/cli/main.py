@@ -273,11 +273,6 @@ def _run(config: Config) -> int:
         # Before JAX is imported.
         for name, value in _PLAN_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-    if isinstance(config, ImportConfig):
-        from zero_jax.cli.weights.export_command import import_command
-
-        print(*import_command(config), sep="\n")
-        return 0
     if isinstance(config, DiffConfig):
         return diff_command(config)
     if isinstance(config, BudgetsConfig):
@@ -311,10 +306,10 @@ def _run(config: Config) -> int:
 
         chat_command(config)
         return 0
-    if isinstance(config, ExportConfig):
-        from zero_jax.cli.weights.export_command import export_command
+    if isinstance(config, ExportConfig | ImportConfig):
+        from zero_jax.cli.weights.export_command import export_command, import_command
 
-        print(*export_command(config), sep="\n")
+        print(*(export_command(config) if isinstance(config, ExportConfig) else import_command(config)), sep="\n")
         return 0
     if isinstance(config, TrainConfig) and not isinstance(config, InspectConfig) and not config.dry_run:
         from zero_jax.cli.training.train import train  # imports JAX

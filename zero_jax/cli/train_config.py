@@ -33,7 +33,8 @@ class TrainConfig(DiLoCoOptions, ReportOptions, EvaluationOptions, ScheduleOptio
 
     def __post_init__(self) -> None:
         check_path("out", self.out)
-        self.settle_documents()
+        if self.documents is None:
+            object.__setattr__(self, "documents", "pack" if self.objective == "instruct" else "concatenate")
         self.settle_shared(simulated=self.is_simulated, schedule=self.schedule)
         if self.offload_disk is not None:
             generations.check_folder(self.offload_disk)
@@ -43,8 +44,10 @@ class TrainConfig(DiLoCoOptions, ReportOptions, EvaluationOptions, ScheduleOptio
         self.check_schedule()
         if self.epochs is not None and self.steps != TrainConfig.steps:
             raise UsageError(f"steps={self.steps} and epochs={self.epochs} both say when the run ends: give one.")
-        self.check_objective_options()
-        self.check_evaluation()
+        if self.objective is not None:
+            self.check_used(self.objective)
+        if "" in self.eval_data:
+            raise UsageError('eval_data is empty: name files, or "python".')
         self.check_reports()
         self.check_data_options()
         if re.match(r"[a-z][a-z0-9]{1,9}:/", str(self.out)):
@@ -71,7 +74,11 @@ class TrainConfig(DiLoCoOptions, ReportOptions, EvaluationOptions, ScheduleOptio
         objective makes of the data is checked by `objectives.choose.objective_of`.
         """
         self.check_packages()
-        self._check_files()
+        self.check_data()
+        check_eval_data(self, self.eval_data)
+        check_folder("out", self.out)
+        if self.local_checkpoints is not None:
+            check_folder("local_checkpoints", self.local_checkpoints)
         self._check_checkpoints()
         folder = self.offload_disk
         if folder is not None and not self.resume and not self.dry_run and generations.records_in(folder):
@@ -155,13 +162,6 @@ class TrainConfig(DiLoCoOptions, ReportOptions, EvaluationOptions, ScheduleOptio
         file = self.out / "config.toml"
         args = (f"--config {file} " if file.is_file() else "") + f"--resume{options}"
         return f'make train ARGS="{args}"' if "MAKELEVEL" in os.environ else f"python -m zero_jax train {args}"
-
-    def _check_files(self) -> None:
-        self.check_data()
-        check_eval_data(self, self.eval_data)
-        check_folder("out", self.out)
-        if self.local_checkpoints is not None:
-            check_folder("local_checkpoints", self.local_checkpoints)
 
     def _check_checkpoints(self) -> None:
         if self.dry_run:

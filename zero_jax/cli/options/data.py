@@ -21,8 +21,6 @@ from zero_jax.errors import UsageError, few
 BYTES = 256
 """Vocabulary size of text, which is read as bytes."""
 
-Rows = Literal["concatenate", "pack", "pad"]
-
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
@@ -45,7 +43,7 @@ class DataOptions:
     text_field: str = "text"
     """The field of JSON lines, or column of Parquet, that has the text."""
 
-    documents: Rows = None  # pyright: ignore[reportAssignmentType]  (None until `settle_documents`)
+    documents: Literal["concatenate", "pack", "pad"] = None  # pyright: ignore[reportAssignmentType]
     """Rows of documents. concatenate: one after another, cut anywhere; pack: several in a row, with no attention from
     one to another; pad: each has a row. None: concatenate, and pack with objective=instruct."""
 
@@ -55,12 +53,6 @@ class DataOptions:
 
     prefetch: Annotated[int, Within(0, 1024)] = 2
     """Batches that a thread reads and puts on the devices ahead of the step. 0: none."""
-
-    def settle_documents(self) -> None:
-        """Puts in place of no rows of documents those of the objective."""
-        if self.documents is None:
-            rows = "pack" if getattr(self, "objective", None) == "instruct" else "concatenate"
-            object.__setattr__(self, "documents", rows)
 
     def check_data_options(self) -> None:
         """Raises ValueError for values that are wrong whatever the files hold."""

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from zero_jax.arguments import patterns
 from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.options.choices import Within
 
@@ -30,11 +29,6 @@ class LoraOptions:
 
     lora_trainable: tuple[str, ...] = ()
     """Patterns of parameters that are trained as a whole beside the adapters, as ln_f."""
-
-    def check_lora(self) -> None:
-        """Raises UsageError for patterns that are none."""
-        for name in ("lora_targets", "lora_trainable"):
-            object.__setattr__(self, name, patterns(name, getattr(self, name), "attn/[qv]"))
 
     def adapted(self, model: Any) -> Any:
         """`model` with the adapters of these options; the model itself where there are none."""

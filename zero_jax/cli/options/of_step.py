@@ -84,8 +84,6 @@ class CommunicationOptions:
 
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_HOW = ("give PATTERN=TILES for each parameter, as mlp/up/kernel=16, or one size, as 512MiB, above which a gathered "
-        "copy is made in tiles")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +108,8 @@ class TilingOptions:
         for text in self.tiling:
             pattern, _, count = text.rpartition("=")
             if not (pattern and re.fullmatch(r"[0-9]{1,6}", count) and int(count) > 1):
-                raise UsageError(f"tiling={text}: {_HOW}, and at least 2 tiles.")
+                raise UsageError(f"tiling={text}: give PATTERN=TILES for each parameter, as mlp/up/kernel=16, or one "
+                                 "size, as 512MiB, above which a gathered copy is made in tiles, and at least 2 tiles.")
             if pattern in tiles:
                 raise UsageError(f"tiling: {pattern} is given twice.")
             tiles[pattern] = int(count)
@@ -245,7 +244,8 @@ class SharedOptions(AttentionOptions, TilingOptions, CommunicationOptions, LoraO
         if self.precision is None:
             object.__setattr__(self, "precision", "fp32" if simulated else "bf16")
         settle(self)
-        self.check_lora()
+        for name in ("lora_targets", "lora_trainable"):
+            object.__setattr__(self, name, patterns(name, getattr(self, name), "attn/[qv]"))
         if len(self.quantize_gradients) > 2:
             raise UsageError(f"quantize_gradients={' '.join(self.quantize_gradients)}: give one format, or two: inside "
                              "a node and across nodes.")

@@ -98,8 +98,6 @@ class RunOptions:
     """Steps between two such copies."""
 
 
-ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
-
 DECAY, FINAL_RATE = 0.2, 0.1
 """Fraction of the steps in which wsd decays, and the last rate as a fraction of the peak, where none is given."""
 
@@ -108,7 +106,7 @@ DECAY, FINAL_RATE = 0.2, 0.1
 class ScheduleOptions:
     """The learning rate by step."""
 
-    schedule: ScheduleName = "cosine"
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Of the learning rate after its warmup: cosine or linear, down to final_rate; wsd: constant, then linear in the
     last steps; or constant."""
 
@@ -142,9 +140,6 @@ class ScheduleOptions:
                 "decay": min(round(self._decay * steps), steps - warmup)}
 
 
-EVAL_FRACTION = 0.05
-
-
 @dataclasses.dataclass(frozen=True)
 class EvaluationOptions:
     """On what the model is evaluated, and how often."""
@@ -152,7 +147,7 @@ class EvaluationOptions:
     eval_data: tuple[str, ...] = ()
     """A separate evaluation set, as data. None: a part of data is held out."""
 
-    eval_fraction: Annotated[float, FRACTION] = EVAL_FRACTION
+    eval_fraction: Annotated[float, FRACTION] = 0.05
     """The part of data that is held out, where there is no eval_data: its end, or that of each of several sources."""
 
     eval_every: Count = 100
@@ -164,13 +159,6 @@ class EvaluationOptions:
     samples: Annotated[int, Within(0, 64)] = 2
     """Continuations of held-out text to print at the end."""
 
-    def check_evaluation(self) -> None:
-        """Raises ValueError for a name that is empty."""
-        if "" in self.eval_data:
-            raise UsageError('eval_data is empty: name files, or "python".')
-
-
-ObjectiveName = Literal["causal", "masked", "span", "classify", "instruct", "preferences"]
 
 USED_BY = {"mask_fraction": "masked", "noise_fraction": "span", "span_length": "span", "image_shift": "classify",
            "image_flip": "classify", "image_warp": "classify", "num_classes": "classify",
@@ -185,7 +173,7 @@ WITH_RESPONSES = ("instruct", "preferences")
 class ObjectiveOptions:
     """What the model is trained to predict."""
 
-    objective: ObjectiveName | None = None
+    objective: Literal["causal", "masked", "span", "classify", "instruct", "preferences"] | None = None
     """causal: the next token; masked: tokens that are hidden from the model (BERT); span: spans that are cut out (T5);
     classify: the class of an image; instruct: responses to prompts, of .jsonl or .parquet; preferences: which of two
     responses is better (DPO). None: what the model is made for."""
@@ -222,11 +210,6 @@ class ObjectiveOptions:
     dpo_beta: Annotated[float, Within(1e-4, 100)] = 0.1
     """preferences: how strongly the model is held to the one that the run starts from."""
 
-    def check_objective_options(self) -> None:
-        """Raises ValueError for options of another objective than that given."""
-        if self.objective is not None:
-            self.check_used(self.objective)
-
     def check_used(self, objective: str) -> None:
         """Raises ValueError for an option that `objective` does not use."""
         defaults = {field.name: field.default for field in dataclasses.fields(ObjectiveOptions)}
@@ -236,8 +219,6 @@ class ObjectiveOptions:
                                  f"objective={objective}: leave it out.")
 
 
-WriterName = Literal["tensorboard", "wandb"]
-
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """What a writer imports; the extra of zero-jax that brings it has the writer's name."""
 
@@ -246,7 +227,7 @@ PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 class ReportOptions:
     """What is reported beside train.jsonl."""
 
-    log_to: tuple[WriterName, ...] = ()
+    log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Also write metrics for TensorBoard (tensorboard/ in --out) or Weights & Biases; needs the extra of that name."""
 
     html: bool = True

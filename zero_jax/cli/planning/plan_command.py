@@ -165,8 +165,10 @@ class _Setup:
 
     def step(self, offload: OffloadArgument) -> ZeroTrainStep:
         """The step with another placement."""
-        return make_zero_train_step(_model(self.choice, self.config), self.config.stage, **dict[str, Any](
-            _without_axes(self.options), mesh=self.mesh, offload=offload))
+        axes = ("mesh", "tensor", "context", "replica")  # which `mesh` has
+        options: dict[str, Any] = {name: value for name, value in self.options.items() if name not in axes}
+        return make_zero_train_step(_model(self.choice, self.config), self.config.stage, **options | {
+            "mesh": self.mesh, "offload": offload})
 
     def plan_of(self, offload: OffloadArgument) -> Plan:
         """The plan of that step."""
@@ -238,11 +240,6 @@ def _transformer(sizes: Any, config: PlanConfig | TrainConfig, batch: int, lengt
                        remat=getattr(sizes, "remat", False) or config.remat not in ("model", "yes", "no"),
                        split=config.tensor if config.partition_activations in ("yes", "cpu") else 1,
                        host=config.partition_activations == "cpu")
-
-
-def _without_axes(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of `plan` that are of a step, and not of its mesh."""
-    return {name: value for name, value in options.items() if name not in ("mesh", "tensor", "context", "replica")}
 
 
 def _model(choice: ModelChoice, config: PlanConfig, **changes: Any) -> Any:

@@ -15,8 +15,8 @@ from zero_jax.xla.targets import Target, target_of
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanOptions:
-    """What is compiled, for which target, and what is shown."""
+class PlanConfig(SharedOptions):
+    """Compile a train step for a target topology, no accelerator needed: does it fit, and what does it send."""
 
     target: str = "h100:8"
     """h100:16x8 (hosts x GPUs per host), v5p:8x8x16 (a torus), ...; 8xH100, p5.48xlarge and v5p-256 do as well; or a
@@ -58,11 +58,6 @@ class PlanOptions:
     png: Path | None = None
     """Draw the model states at every stage, stacked as in the paper's Figure 1, into this file: by formula, before
     anything is compiled."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanConfig(PlanOptions, SharedOptions):
-    """Compile a train step for a target topology, no accelerator needed: does it fit, and what does it send."""
 
     def __post_init__(self) -> None:
         self.settle_shared(simulated=False)

@@ -102,11 +102,6 @@ class MetricsLog:
             self._file = path.open("w" if after is None else "a", encoding="utf-8")
             sync(path.parent)
 
-    @property
-    def last_step(self) -> int:
-        """The last step whose loss is known; 0 before the first."""
-        return self.train[-1][0] if self.train else 0
-
     def _read(self, after: int) -> None:
         text = self.path.read_bytes()
         complete = text[: text.rfind(b"\n") + 1]

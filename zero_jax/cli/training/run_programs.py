@@ -156,8 +156,3 @@ class OneProgram:
     def head_lines(self, steps: int) -> list[str]:
         """What the head of a run says of its programs beside the step's own lines."""
         return []
-
-
-def programs_of(step: ZeroTrainStep | DiLoCoStep, batch: Batch, *, after: int) -> OneProgram | SlicePrograms:
-    """The programs of a run. after: the steps that its state has taken."""
-    return SlicePrograms(step, batch, after=after) if isinstance(step, DiLoCoStep) else OneProgram(step, batch)

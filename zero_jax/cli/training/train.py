@@ -29,7 +29,7 @@ from zero_jax.cli.training.profile import Profile, profile_writer
 from zero_jax.cli.training.progress import ProgressReporter
 from zero_jax.cli.training.resume import StatesOnDisk, fixed, resumed
 from zero_jax.cli.training.run_head import evaluation_line, head_lines, write_readme
-from zero_jax.cli.training.run_programs import programs_of, slices_of
+from zero_jax.cli.training.run_programs import OneProgram, SlicePrograms, slices_of
 from zero_jax.data.prefetch import Prefetched
 from zero_jax.distributed.agreement import all_or_none, is_first, on_any
 from zero_jax.distributed.initialize import initialize, local
@@ -154,7 +154,7 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
         console.print(report.state_table(layout))
         console.print(report.replicated_text(layout), soft_wrap=True)
         console.print(report.optimizer_text(layout), soft_wrap=True)
-        programs = programs_of(step, batches[0], after=after)
+        programs = SlicePrograms(slices, batches[0], after=after) if slices else OneProgram(step, batches[0])
         program = programs.alone
         flops = step_flops(model_flops(step, batches[0]), program.schedule, num_devices=len(devices),
                            peak=topology and topology.chip.peak_flops["bf16"])
@@ -218,8 +218,9 @@ def _train(config: TrainConfig, objective: Objective, console: Console | None, p
             samples = objective.samples(step, state, data)
         curve = log.draw(f"{config.model}, stage {config.stage}, {len(devices)} devices", data.baselines,
                          objective.measures.unit)
+        last_step, loss = log.train[-1] if log.train else (0, None)
         summary = Summary(
-            steps=log.last_step, steps_taken=len(loop.durations), loss=log.train[-1][1] if log.train else None,
+            steps=last_step, steps_taken=len(loop.durations), loss=loss,
             evaluation=log.evaluation, baselines=dict(data.baselines), items_per_second=loop.items_per_second,
             seconds=time.perf_counter() - started, peak_bytes=report.peak_bytes(local(devices)),
             simulated=not report.device_bytes(local(devices)), log=log.path, curve=curve,

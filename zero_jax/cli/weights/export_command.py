@@ -134,8 +134,6 @@ def import_command(config: ImportConfig) -> list[Path]:
                            names=names, dtype=DTYPES[config.dtype], max_file_bytes=config.max_file_bytes)
 
 
-Programs = Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]
-
 _VARIABLES = VARIABLES.rstrip("/")
 
 
@@ -146,7 +144,7 @@ def weights_of(params: Any, variables: Any) -> Any:
 
 
 def model_programs(choice: ModelChoice, params: Any, variables: Any, *, batch: int | None, length: int | None,
-                   dtype: Any = None) -> Programs:
+                   dtype: Any = None) -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
     """`forward` and, where the model has a decoder, `decode`, of `weights_of`, as `export_programs` takes them.
 
     params, variables: of the trained state. batch, length: of the inputs; None: any, up to the model's max_length. With
@@ -170,10 +168,9 @@ def model_programs(choice: ModelChoice, params: Any, variables: Any, *, batch: i
         options = {"train": False} if "train" in inspect.signature(model).parameters else {}
         return model(*inputs, **options).astype(jnp.float32)
 
-    programs: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
-        "forward": (functools.partial(run, call), inputs)}
+    forward = functools.partial(run, call), inputs
     if choice.decoder is None:
-        return programs
+        return {"forward": forward}
     decoder, tokens = choice.decoder(choice.config), inputs[0]
     if length is not None:  # what is generated comes a token at a time
         tokens = jax.ShapeDtypeStruct((tokens.shape[0], 1), tokens.dtype)
@@ -190,7 +187,7 @@ def model_programs(choice: ModelChoice, params: Any, variables: Any, *, batch: i
         logits, new = run(step, weights, tokens, {"cache": jax.tree.unflatten(jax.tree.structure(cache), leaves)})
         return logits, jax.tree.leaves(new)
 
-    return programs | {"decode": (decode, (jax.tree.leaves(cache), tokens))}
+    return {"forward": forward, "decode": (decode, (jax.tree.leaves(cache), tokens))}
 
 
 def _inputs(choice: ModelChoice, batch: int | None, length: int | None) -> list[jax.ShapeDtypeStruct]:
