@@ -1,19 +1,18 @@
 """A 1-D token array as global batches, in an order that depends on the position and the seed only.
 
 Batch k is a pure function of (tokens, seed, k), so a run is resumed by a number, without replaying. NumPy and not
-grain: grain would replace the six lines of `_order` and `_windows`, but it shards by process, whereas here the sharding
+grain: grain would replace `_windows`, but it shards by process, whereas here the sharding
 of the batch decides which rows a process reads. `prefetch` reads ahead in a thread.
 """
 
-import functools
 import zlib
-from typing import Any
 
 import jax
 import numpy as np
 
 from zero_jax.arguments import whole
-from zero_jax.data.positions import NumberedBatches
+from zero_jax.data.objectives import random_order
+from zero_jax.data.positions import NumberedBatches, Row
 from zero_jax.errors import UsageError
 
 _FINGERPRINT_BLOCKS, _BLOCK_TOKENS = 16, 256  # few: each block is one seek in a mapped file
@@ -31,9 +30,8 @@ class Batches(NumberedBatches):
     With `complete`, for an evaluation, an epoch has every target once, by "weights", float32 (batch, length): the last
     window ends with the tokens, with weights of 0 where it overlaps the one before it, and the last batch is filled up.
 
-    Without a `sharding` batches are NumPy arrays. With one they are global `jax.Array`s of that sharding, for example
-    `NamedSharding(mesh, P("data"))`: each process reads only the rows of its own devices, each row once even where
-    several devices store it, and all processes must build the same `Batches` and take the same positions.
+    With a `sharding`, as `NamedSharding(mesh, P("data"))`, each process reads only the rows of its own devices,
+    and all processes must build the same `Batches` and take the same positions.
 
     >>> batches = Batches(np.arange(13, dtype=np.uint8), batch_size=2, length=3, seed=0)
     >>> batches.num_windows, batches.batches_per_epoch, batches[0]["inputs"].shape
@@ -58,7 +56,7 @@ class Batches(NumberedBatches):
           batch_size: sequences in a batch, over all processes.
           length: tokens in a sequence.
           seed: of the permutations; not negative.
-          sharding: of both arrays, whose shape is (batch_size, length); see above.
+          sharding: of all arrays, whose shape is (batch_size, length); see above.
           vocab_size: where given, every row that is read must be within 0..vocab_size - 1
             (XLA clamps or drops an id outside, in silence).
           complete: see above.
@@ -90,48 +88,24 @@ class Batches(NumberedBatches):
                 f" fewer than batch_size={self.batch_size} which needs {needed} tokens; use a"
                 " smaller batch_size or length, or more text"
             )
-        if sharding is not None:
-            try:
-                sharding.shard_shape((self.batch_size, self.length))
-            except ValueError as error:
-                raise UsageError(
-                    f"a batch of shape ({self.batch_size}, {self.length}) does not divide over"
-                    f" {sharding}: change batch_size to a multiple of the devices on its axes"
-                    f" ({error})"
-                ) from error
+        names = ("inputs", "targets", *["weights"] * complete)
+        self.shapes = {name: ((self.batch_size, self.length), np.dtype(np.float32 if name == "weights" else np.int32))
+                       for name in names}
+        self._check_shapes()
 
-    def __getitem__(self, position: int) -> dict[str, Any]:
-        """Batch number `position` (from 0, without end), without changing `self.position`."""
-        windows = self._windows(whole("position", position, 0))
-        if self.sharding is None:
-            rows = self._read(windows)
-            arrays = {"inputs": rows[:, :-1].copy(), "targets": rows[:, 1:].copy()}
-            return arrays | ({"weights": self._weights(windows)} if self._complete else {})
-        read: dict[tuple[int, int], np.ndarray] = {}
-
-        def shard(index: Any, shift: int) -> np.ndarray:
-            start, stop, _ = index[0].indices(self.batch_size)
-            if (start, stop) not in read:  # replicas, and inputs and targets, are read once
-                read[start, stop] = self._read(windows[start:stop])
-            return read[start, stop][:, shift : shift + self.length][:, index[1]]
-
-        def array(shift: int, sharding: jax.sharding.Sharding) -> jax.Array:
-            shape = (self.batch_size, self.length)
-            callback = functools.partial(shard, shift=shift)
-            return jax.make_array_from_callback(shape, sharding, callback, dtype=np.int32)
-
-        arrays = {"inputs": array(0, self.sharding), "targets": array(1, self.sharding)}
-        if self._complete:
-            weights = self._weights(windows)
-            arrays["weights"] = jax.make_array_from_callback(weights.shape, self.sharding, weights.__getitem__)
-        return arrays
+    def _rows(self, position: int, start: int, stop: int) -> Row:
+        """As `NumberedBatches`."""
+        windows = self._windows(position)[start:stop]
+        tokens = self._read(windows)
+        rows = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
+        return rows | ({"weights": self._weights(windows)} if self._complete else {})
 
     def _windows(self, position: int) -> np.ndarray:
         """Numbers of the windows of one batch: int64 (batch_size,)."""
         epoch, k = divmod(position, self.batches_per_epoch)
         ordered, permutation = self._ordered
         if epoch != ordered:
-            permutation = _order(self.num_windows, self.seed, epoch)
+            permutation = random_order((self.seed, epoch), self.num_windows)
             self._ordered = epoch, permutation
         chosen = permutation[k * self.batch_size : (k + 1) * self.batch_size]
         return np.pad(chosen, (0, self.batch_size - len(chosen)), constant_values=-1)  # -1: with weights of 0
@@ -177,13 +151,3 @@ class Batches(NumberedBatches):
             "num_tokens": num_tokens,
             "fingerprint": fingerprint,
         }
-
-
-def _order(num_windows: int, seed: int, epoch: int) -> np.ndarray:
-    """Permutation of range(num_windows) for one epoch: int64 (num_windows,).
-
-    Raw random words are sorted, since NumPy guarantees their stream, unlike that of `Generator.permutation` (NEP 19).
-    0.1 s per million windows, once per epoch.
-    """
-    words = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(num_windows)
-    return np.argsort(words, kind="stable")

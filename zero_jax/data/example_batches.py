@@ -1,19 +1,16 @@
 """Examples of several sources as global batches: packed or padded documents, masked or corrupted text, images."""
 
-import functools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
 
 from zero_jax.arguments import whole
 from zero_jax.data.mixture import Mixture, check_weights
-from zero_jax.data.positions import NumberedBatches
+from zero_jax.data.positions import NumberedBatches, Row
 from zero_jax.errors import UsageError
-
-Row = dict[str, np.ndarray]
 
 _ORDER_CHECKED = 64
 
@@ -42,9 +39,6 @@ class ExampleBatches(NumberedBatches):
     With `complete`, for an evaluation, an epoch has every example of all sources once, and the last batch is filled up
     with examples whose "weights", an array that batches then have, are 0. With `weights` those of each source are
     multiplied by a number, so that its examples together count by its weight.
-
-    Without a `sharding` batches are NumPy arrays. With one they are global `jax.Array`s whose first dimensions are
-    sharded by it; each process makes only the rows of its own devices, each row once.
     """
 
     def __init__(
@@ -92,31 +86,14 @@ class ExampleBatches(NumberedBatches):
         if not self.batches_per_epoch:
             raise UsageError(f"Sources with {sizes} examples are fewer than a batch of batch_size={batch_size} takes "
                              "without one twice: give more data, or a smaller batch_size or seq_len.")
-        self.shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        self.shapes = {}
         self.shapes = {name: ((self.batch_size, *array.shape), array.dtype) for name, array in self._row(0).items()}
-        for shape, _ in self.shapes.values():
-            self._sharding_of(shape)
+        self._check_shapes()
 
-    def __getitem__(self, position: int) -> dict[str, Any]:
-        """Batch number `position` (from 0, without end), without changing `self.position`."""
-        first = whole("position", position, 0) * self.batch_size
-        made: dict[tuple[int, int], Row] = {}
-
-        def rows(start: int, stop: int) -> Row:
-            if (start, stop) not in made:  # replicas, and the arrays of a batch, are made once
-                each = [self._row(first + k) for k in range(start, stop)]
-                made[start, stop] = {name: np.stack([row[name] for row in each]) for name in self.shapes}
-            return made[start, stop]
-
-        def shard(index: Any, name: str) -> np.ndarray:
-            start, stop, _ = index[0].indices(self.batch_size) if index else (0, self.batch_size, 1)
-            return rows(start, stop)[name][(slice(None), *index[1:])]
-
-        if self.sharding is None:
-            return dict(rows(0, self.batch_size))
-        return {name: jax.make_array_from_callback(
-            shape, self._sharding_of(shape), functools.partial(shard, name=name), dtype=dtype)
-            for name, (shape, dtype) in self.shapes.items()}
+    def _rows(self, position: int, start: int, stop: int) -> Row:
+        """As `NumberedBatches`."""
+        each = [self._row(position * self.batch_size + k) for k in range(start, stop)]
+        return {name: np.stack([row[name] for row in each]) for name in self.shapes}
 
     def _row(self, place: int) -> Row:
         source, example = self._mixture[place]
@@ -148,18 +125,6 @@ class ExampleBatches(NumberedBatches):
                     raise UsageError(f"{what} ids {low}..{high}, but 0..{self.vocab_size - 1} are allowed (vocab_size="
                                      f"{self.vocab_size}): tokenizer and model disagree.")
         return row
-
-    def _sharding_of(self, shape: tuple[int, ...]) -> Any:
-        if self.sharding is None:
-            return None
-        spec = jax.sharding.PartitionSpec(*self.sharding.spec[:len(shape)])
-        sharding = jax.sharding.NamedSharding(self.sharding.mesh, spec)
-        try:
-            sharding.shard_shape(shape)
-        except ValueError as error:
-            raise UsageError(f"a batch of shape {shape} does not divide over {sharding}: change batch_size or seq_len "
-                             f"to a multiple of the devices on its axes ({error})") from error
-        return sharding
 
     def _identity(self) -> dict[str, int]:
         """The options, the CRC-32 of the data, of the objective, and of the first places of the order."""

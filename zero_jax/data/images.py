@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from zero_jax.data import extras
-from zero_jax.data.objectives import Key, random_words
+from zero_jax.data.objectives import Key, random_order, random_words
 from zero_jax.errors import UsageError, few, printable
 
 DIGITS = "digits"
@@ -57,8 +57,7 @@ class Images(abc.ABC):
         held_out = round(fraction * self.num_examples)
         if not 0 < held_out < self.num_examples:
             raise UsageError(f"fraction={fraction} of {self.num_examples} images: one part would be empty.")
-        words = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(self.num_examples)
-        order = np.argsort(words, kind="stable")
+        order = random_order((seed,), self.num_examples)
         return self.part(order[held_out:]), self.part(order[:held_out])
 
 

@@ -23,6 +23,14 @@ def random_words(key: Key, number: int) -> np.ndarray:
     return np.random.PCG64(np.random.SeedSequence(tuple(key))).random_raw(number)
 
 
+def random_order(key: Key, number: int) -> np.ndarray:
+    """A permutation of range(number): int64 (number,). 0.1 s per million.
+
+    Raw words are sorted, since NumPy guarantees their stream, unlike that of `Generator.permutation` (NEP 19).
+    """
+    return np.argsort(random_words(key, number), kind="stable")
+
+
 def causal(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """`row` with "weights", float32: 1 where the target is a token, 0 for padding, if the row has any of that kind."""
     if "segment_ids" not in row:

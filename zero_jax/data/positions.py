@@ -1,25 +1,69 @@
-"""Batches by number: where the next one is, and how a run that is resumed finds it again."""
+"""Batches by number: where the next one is, how a run that is resumed finds it again, and who makes which rows."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import jax
+import numpy as np
 
 from zero_jax.arguments import shown, whole
 from zero_jax.errors import UsageError
 
+Row = dict[str, np.ndarray]
+
 
 class NumberedBatches:
-    """An endless iterator of batches, of which number k is a pure function of k. Subclasses make batch k.
+    """An endless iterator of batches, of which number k is a pure function of k. Subclasses make rows of batch k.
+
+    Without a `sharding` batches are NumPy arrays. With one they are global `jax.Array`s whose first dims are sharded by
+    it; each process makes only the rows of its own devices, each row once, even where several devices store it.
 
     Attributes:
       batches_per_epoch: the number of batches before an example comes again.
+      batch_size: rows in a batch, over all processes.
+      shapes: (shape of a batch, dtype) of each array.
     """
 
     batches_per_epoch: int
+    batch_size: int
+    sharding: Any
+    shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
     _position = 0
+
+    def _rows(self, position: int, start: int, stop: int) -> Row:
+        """Rows start to stop of batch number `position`: arrays by name."""
+        raise NotImplementedError
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         """Batch number `position` (from 0, without end), without changing `self.position`."""
-        raise NotImplementedError
+        position = whole("position", position, 0)
+        rows = functools.cache(functools.partial(self._rows, position))  # of replicas and all arrays: made once
+        if self.sharding is None:
+            return rows(0, self.batch_size)
+
+        def shard(index: Any, name: str) -> np.ndarray:
+            start, stop, _ = index[0].indices(self.batch_size)
+            return rows(start, stop)[name][(slice(None), *index[1:])]
+
+        return {name: jax.make_array_from_callback(
+            shape, self._sharding_of(shape), functools.partial(shard, name=name), dtype=dtype)
+            for name, (shape, dtype) in self.shapes.items()}
+
+    def _check_shapes(self) -> None:
+        """Raises ValueError for shapes that do not divide over the sharding."""
+        for shape, _ in self.shapes.values() if self.sharding is not None else ():
+            sharding = self._sharding_of(shape)
+            try:
+                sharding.shard_shape(shape)
+            except ValueError as error:
+                raise UsageError(f"a batch of shape {shape} does not divide over {sharding}: change batch_size or "
+                                 f"seq_len to a multiple of the devices on its axes ({error})") from error
+
+    def _sharding_of(self, shape: tuple[int, ...]) -> Any:
+        if not isinstance(self.sharding, jax.sharding.NamedSharding):
+            return self.sharding
+        return self.sharding.update(spec=jax.sharding.PartitionSpec(*self.sharding.spec[:len(shape)]))
 
     def _identity(self) -> dict[str, int]:
         """What a saved position is valid for, by name."""
