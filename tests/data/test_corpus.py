@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zero_jax.data import corpus
+from zero_jax.data import corpus, text_sources
 from zero_jax.data.batches import Batches
 
 LENGTH = 8
@@ -114,11 +114,11 @@ def test_text_errors(tmp_path, monkeypatch):
         corpus.read_text([text])
     text.write_bytes("\ufeffBonjour".encode())  # UTF-8 with its mark
     assert corpus.read_text([text]).size == 10
-    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "void")})
+    monkeypatch.setattr(text_sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "void")})
     with pytest.raises(ValueError, match="no Python source in .*void"):
         corpus.python_source()
 
-    def refuse(*args):
+    def refuse(*args, **named):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)  # chmod does not stop root, who runs CI

@@ -66,10 +66,8 @@ class Batches(NumberedBatches):
         """
         if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             kind = f"{tokens.dtype} {tokens.shape}" if hasattr(tokens, "shape") else type(tokens)
-            raise UsageError(
-                f"tokens: {kind} is not a 1-D numpy array of integers; read them with"
-                " zero_jax.data.corpus.load, or give np.asarray(ids).ravel()"
-            )
+            raise UsageError(f"tokens: {kind} is not a 1-D numpy array of integers; read them with "
+                             "zero_jax.data.corpus.load, or give np.asarray(ids).ravel()")
         self.tokens = tokens
         self.batch_size = whole("batch_size", batch_size, 1)
         self.length = whole("length", length, 1)
@@ -83,11 +81,9 @@ class Batches(NumberedBatches):
         self._ordered = -1, np.empty(0, np.int64)  # the epoch last asked for; replaced at once, since threads read
         if not self.batches_per_epoch:
             needed = self.batch_size * self.length + 1
-            raise UsageError(
-                f"{len(tokens)} tokens hold {self.num_windows} windows of length={self.length},"
-                f" fewer than batch_size={self.batch_size} which needs {needed} tokens; use a"
-                " smaller batch_size or length, or more text"
-            )
+            raise UsageError(f"{len(tokens)} tokens hold {self.num_windows} windows of length={self.length}, fewer "
+                             f"than batch_size={self.batch_size} which needs {needed} tokens; use a smaller batch_size "
+                             "or length, or more text")
         names = ("inputs", "targets", *["weights"] * complete)
         self.shapes = {name: ((self.batch_size, self.length), np.dtype(np.float32 if name == "weights" else np.int32))
                        for name in names}
@@ -126,11 +122,9 @@ class Batches(NumberedBatches):
         low, high = int(rows.min()), int(rows.max())
         limit = 2**31 if self.vocab_size is None else self.vocab_size
         if low < 0 or high >= limit:
-            raise UsageError(
-                f"windows at tokens {starts.tolist()[:8]}... hold ids {low}..{high}, but"
-                f" 0..{limit - 1} are allowed (vocab_size={self.vocab_size}); give the vocab_size"
-                " of the tokenizer that wrote them, or their true dtype"
-            )
+            raise UsageError(f"windows at tokens {starts.tolist()[:8]}... hold ids {low}..{high}, but 0..{limit - 1} "
+                             f"are allowed (vocab_size={self.vocab_size}); give the vocab_size of the tokenizer that "
+                             "wrote them, or their true dtype")
         return rows.astype(np.int32)
 
     def _identity(self) -> dict[str, int]:

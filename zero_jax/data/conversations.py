@@ -328,8 +328,8 @@ def _answer(row: Row, field: str, template: Template, where: str) -> list[Piece]
     examples = template.examples(conversation, where)
     number = sum(piece.response for each in examples for piece in each)
     if number != sum(message["role"] == "assistant" for message in conversation.messages):
-        raise UsageError(f"{where}: {field}: {template.name} writes {number} blocks {{% generation %}}, not "
-                         "one for each message of the assistant: the last response has no place: leave it out.")
+        raise UsageError(f"{where}: {field}: {template.name} writes {number} blocks {{% generation %}}, not one for "
+                         "each message of the assistant: the last response has no place: leave it out.")
     pieces = examples[-1]
     last = max(number for number, piece in enumerate(pieces) if piece.response)
     return [piece if number == last else piece._replace(response=False) for number, piece in enumerate(pieces)]

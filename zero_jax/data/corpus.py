@@ -6,20 +6,17 @@ array into batches.
 """
 
 import codecs
-import glob
 import hashlib
 import os
-import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from zero_jax.data.text_sources import files_below, is_binary, matching, python_files, python_folder, unseen
 from zero_jax.errors import UsageError
 
 BYTE_VOCAB_SIZE = 256
-
-_SKIPPED_DIRS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 def encode(text: str) -> np.ndarray:
@@ -41,10 +38,8 @@ def decode(tokens: Sequence[int] | np.ndarray) -> str:
     """
     tokens = np.asarray(tokens)
     if tokens.size and not (0 <= tokens.min() and tokens.max() < BYTE_VOCAB_SIZE):
-        raise UsageError(
-            f"decode: tokens span {tokens.min()}..{tokens.max()} but a byte is 0..255; these ids"
-            " come from another tokenizer, decode them with that one"
-        )
+        raise UsageError(f"decode: tokens span {tokens.min()}..{tokens.max()} but a byte is 0..255; these ids come "
+                         "from another tokenizer, decode them with that one")
     return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
@@ -65,10 +60,8 @@ def load(
     token_files = [name for name in names if Path(name).suffix in (".bin", ".npy")]
     if token_files:
         if len(names) > 1:
-            raise UsageError(
-                f"{os.fspath(token_files[0])} is a token file and comes with {len(names) - 1} other"
-                " names; give exactly one token file, or text files only"
-            )
+            raise UsageError(f"{os.fspath(token_files[0])} is a token file and comes with {len(names) - 1} other "
+                             "names; give exactly one token file, or text files only")
         return open_tokens(names[0], dtype=dtype, vocab_size=vocab_size)
     return python_source(max_bytes) if names == ["python"] else read_text(names, max_bytes)
 
@@ -79,25 +72,11 @@ def python_source(max_bytes: int | None = None) -> np.ndarray:
     Every *.py file but those of tests, of installed packages and of the build (`_sysconfigdata*` differs between
     machines). The bytes depend on the Python version: processes of one run must have the same one.
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
+    root = python_folder()
     return _concatenate([(path.relative_to(root).as_posix(), path) for path in python_files()], max_bytes)
 
 
-def python_files() -> list[Path]:
-    """The files of `python_source`, in order of their paths."""
-    root, files = Path(sysconfig.get_paths()["stdlib"]), []
-    for folder, folders, names in os.walk(root):
-        folders[:] = set(folders) - _SKIPPED_DIRS  # not walked: installed packages are most of the files
-        files += [Path(folder, name) for name in names
-                  if name.endswith(".py") and not name.startswith("_sysconfigdata")]
-    if not files:
-        raise UsageError(f"no Python source in {root} (a zipped library?); name text files instead")
-    return sorted(files)
-
-
-def read_text(
-    names: str | os.PathLike | Iterable[str | os.PathLike], max_bytes: int | None = None
-) -> np.ndarray:
+def read_text(names: str | os.PathLike | Iterable[str | os.PathLike], max_bytes: int | None = None) -> np.ndarray:
     """Bytes of files, directories and globs ("docs/**/*.md"): uint8 (num_bytes,), in memory.
 
     A directory stands for all files below it that are neither hidden nor binary (a zero byte in the first 8 KiB); a
@@ -106,21 +85,17 @@ def read_text(
     file that was named, and for no text at all.
     """
     names = [names] if isinstance(names, (str, os.PathLike)) else list(names)
-    files, resolved = [], set()
+    labels: dict[Path, str] = {}
     for name in names:
         for label, path in _expand(os.fspath(name)):
-            # Read twice, a file could be in the training and in the held-out part.
-            if path.resolve() not in resolved and path.stat().st_size:
-                resolved.add(path.resolve())
-                files.append((label, path))
+            labels.setdefault(path, label)
+    files = [(labels[path], path) for path in unseen(labels, set()) if path.stat().st_size]
     if not files:
         raise UsageError(f"no text files in {names}; name a file, a directory or a glob with text")
     return _concatenate(files, max_bytes)
 
 
-def split(
-    tokens: np.ndarray, *, length: int, holdout: float = 0.05
-) -> tuple[np.ndarray, np.ndarray]:
+def split(tokens: np.ndarray, *, length: int, holdout: float = 0.05) -> tuple[np.ndarray, np.ndarray]:
     """Cuts (num_tokens,) into (training part, held-out part): views, nothing is copied or read.
 
     The held-out part is the last block: the fewest complete sequences of `length` (plus the last target) that make up
@@ -135,17 +110,13 @@ def split(
     sequences = max(1, -(-int(holdout * len(tokens)) // length))
     held_out = sequences * length + 1
     if len(tokens) - held_out < length + 1:
-        raise UsageError(
-            f"{len(tokens)} tokens are too short: {held_out} held out for validation leave"
-            f" {max(0, len(tokens) - held_out)} to train on and one sequence of length={length}"
-            f" needs {length + 1}; use more text, a shorter length or a smaller holdout"
-        )
+        raise UsageError(f"{len(tokens)} tokens are too short: {held_out} held out for validation leave "
+                         f"{max(0, len(tokens) - held_out)} to train on and one sequence of length={length} needs "
+                         f"{length + 1}; use more text, a shorter length or a smaller holdout")
     return tokens[:-held_out], tokens[-held_out:]
 
 
-def bigram_loss(
-    train_tokens: np.ndarray, eval_tokens: np.ndarray, *, vocab_size: int = BYTE_VOCAB_SIZE
-) -> float:
+def bigram_loss(train_tokens: np.ndarray, eval_tokens: np.ndarray, *, vocab_size: int = BYTE_VOCAB_SIZE) -> float:
     """Cross entropy in nats per token of a bigram model fitted on one part, evaluated on the other.
 
     p(b | a) = (count(a, b) + 1) / (count(a) + vocab_size). A language model above it has learned no more than pairs of
@@ -153,18 +124,14 @@ def bigram_loss(
     size. Raises ValueError for vocab_size > 4096 (the table has its square), ids outside, and fewer than 2 tokens.
     """
     if not 1 <= vocab_size <= 4096:
-        raise UsageError(
-            f"bigram_loss: vocab_size={vocab_size}, but its table of counts has"
-            " vocab_size squared entries; use it for 1..4096, bytes above all"
-        )
+        raise UsageError(f"bigram_loss: vocab_size={vocab_size}, but its table of counts has vocab_size squared "
+                         "entries; use it for 1..4096, bytes above all")
     counts = []
     for name, part in (("train_tokens", train_tokens), ("eval_tokens", eval_tokens)):
         ids = sample(part)
         if len(ids) < 2 or ids.min() < 0 or ids.max() >= vocab_size:
-            raise UsageError(
-                f"bigram_loss: {name} needs at least 2 tokens, all of them within"
-                f" 0..{vocab_size - 1}; give byte tokens or the right vocab_size"
-            )
+            raise UsageError(f"bigram_loss: {name} needs at least 2 tokens, all of them within 0..{vocab_size - 1}; "
+                             "give byte tokens or the right vocab_size")
         ids = ids.astype(np.int32)  # 4096 squared fits
         pairs = np.bincount(ids[:-1] * vocab_size + ids[1:], minlength=vocab_size**2)
         counts.append(pairs.reshape(vocab_size, vocab_size))
@@ -177,17 +144,12 @@ def _expand(name: str) -> list[tuple[str, Path]]:
     """The files that one name stands for, each with a label that does not depend on its absolute path."""
     path = Path(name).expanduser()
     if path.is_dir():
-        below = [(p.relative_to(path), p) for p in sorted(path.rglob("*")) if p.is_file()]
-        below = [(label, p) for label, p in below if not any(x[0] == "." for x in label.parts)]
-        return [(label.as_posix(), p) for label, p in below if b"\0" not in _read(p, 8192)]
-    if path.is_file():  # unlike a pipe or a device, which would block
-        if not path.stat().st_size:
-            raise UsageError(f"{name}: the file is empty; leave it out or give one with text")
-        return [(path.name, path)]
-    matches = [p for p in map(Path, sorted(glob.glob(str(path), recursive=True))) if p.is_file()]
-    if not matches:
+        return [(file.relative_to(path).as_posix(), file) for file in files_below(path) if not is_binary(file)]
+    if path.is_file() and not path.stat().st_size:
+        raise UsageError(f"{name}: the file is empty; leave it out or give one with text")
+    if not (matches := matching(path)):
         raise UsageError(f"{name}: no such file, directory or glob match; check the spelling")
-    return [(p.name, p) for p in matches]
+    return [(file.name, file) for file in matches]
 
 
 def _concatenate(files: list[tuple[str, Path]], max_bytes: int | None) -> np.ndarray:
@@ -200,7 +162,11 @@ def _concatenate(files: list[tuple[str, Path]], max_bytes: int | None) -> np.nda
         raise UsageError(f"max_bytes={max_bytes}: at least 1 is needed, or None for no limit")
     parts, size = [], 0
     for _, path in sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file[0])).digest()):
-        parts.append(_read(path, None))
+        try:
+            parts.append(path.read_bytes())
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read as bytes ({error.strerror}); change its permissions or leave it "
+                             "out") from error
         if parts[-1].startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise UsageError(f"{path} is text in UTF-16, of which a model of bytes learns every second byte as a zero: "
                              "convert it (iconv -f utf-16 -t utf-8), or name other files.")
@@ -210,25 +176,12 @@ def _concatenate(files: list[tuple[str, Path]], max_bytes: int | None) -> np.nda
     return np.frombuffer(b"\n".join(parts), np.uint8)[:max_bytes]
 
 
-def _read(path: Path, size: int | None) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(size)
-    except OSError as error:
-        raise UsageError(
-            f"{path}: cannot be read as bytes ({error.strerror}); change its permissions or leave it"
-            " out"
-        ) from error
-
-
 RAW_DTYPES = {"uint16": "<u2", "uint32": "<u4"}  # of .bin files: little-endian everywhere
 
 _NUM_BLOCKS, _BLOCK_TOKENS = 64, 1 << 16  # 4.2M tokens are checked where there are more
 
 
-def open_tokens(
-    path: str | os.PathLike, *, dtype: str | None = None, vocab_size: int | None = None
-) -> np.ndarray:
+def open_tokens(path: str | os.PathLike, *, dtype: str | None = None, vocab_size: int | None = None) -> np.ndarray:
     """A memory-mapped token file: (num_tokens,) of its integer dtype, read only where indexed.
 
     `.npy` stores its dtype. `.bin` is raw and little-endian, as nanoGPT writes it: `dtype` is "uint16" or "uint32", by
@@ -247,19 +200,15 @@ def open_tokens(
     elif path.suffix == ".bin":
         tokens = _map_raw(path, dtype)
     else:
-        raise UsageError(
-            f"{path}: a token file ends in .bin (raw) or .npy; rename it, or read it"
-            " as text with read_text"
-        )
+        raise UsageError(f"{path}: a token file ends in .bin (raw) or .npy; rename it, or read it as text with "
+                         "read_text")
     if vocab_size is not None:
         checked = sample(tokens)
         low, high = int(checked.min()), int(checked.max())
         if low < 0 or high >= vocab_size:
-            raise UsageError(
-                f"{path}: token ids reach {low}..{high} but vocab_size={vocab_size} allows"
-                f" 0..{vocab_size - 1}; give the vocab_size of the tokenizer that wrote the file,"
-                " or its true dtype"
-            )
+            raise UsageError(f"{path}: token ids reach {low}..{high} but vocab_size={vocab_size} allows "
+                             f"0..{vocab_size - 1}; give the vocab_size of the tokenizer that wrote the file, or its "
+                             "true dtype")
     return tokens
 
 
@@ -277,10 +226,8 @@ def _map_npy(path: Path, dtype: str | None) -> np.ndarray:
     except Exception as error:  # a damaged header raises whatever it leads to: ValueError, OverflowError, TypeError
         raise UsageError(f"{path}: not a .npy array ({error}); write it with np.save") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise UsageError(
-            f"{path}: holds {tokens.dtype} of shape {tokens.shape}, not a 1-D array of integer"
-            " token ids; save tokens.ravel() as uint16 or uint32"
-        )
+        raise UsageError(f"{path}: holds {tokens.dtype} of shape {tokens.shape}, not a 1-D array of integer token ids; "
+                         "save tokens.ravel() as uint16 or uint32")
     if dtype is not None and tokens.dtype.name != dtype:
         raise UsageError(f"{path}: holds {tokens.dtype}, not {dtype}; leave dtype out for .npy")
     if not len(tokens):
@@ -292,21 +239,15 @@ def _map_raw(path: Path, dtype: str | None) -> np.ndarray:
     in_name = Path(path.stem).suffix[1:]
     dtype = dtype or (in_name if in_name in RAW_DTYPES else "uint16")
     if dtype not in RAW_DTYPES:
-        raise UsageError(
-            f"{path}: dtype={dtype!r}, but a .bin file holds uint16 or uint32; save"
-            " other integers as .npy"
-        )
+        raise UsageError(f"{path}: dtype={dtype!r}, but a .bin file holds uint16 or uint32; save other integers as .npy"
+                         )
     size, width = path.stat().st_size, np.dtype(RAW_DTYPES[dtype]).itemsize
     if size % width:
-        raise UsageError(
-            f"{path}: {size} bytes are not a whole number of {dtype} tokens of {width} bytes; give"
-            " the dtype it was written in, or a file that is not cut short"
-        )
+        raise UsageError(f"{path}: {size} bytes are not a whole number of {dtype} tokens of {width} bytes; give the "
+                         "dtype it was written in, or a file that is not cut short")
     tokens = np.memmap(path, RAW_DTYPES[dtype], mode="r")
     first = tokens[:4096]
     if dtype == "uint16" and len(first) > 64 and first[::2].any() and not first[1::2].any():
-        raise UsageError(
-            f"{path}: every second uint16 token is 0, so it looks like uint32; open"
-            " it with dtype='uint32'"
-        )
+        raise UsageError(f"{path}: every second uint16 token is 0, so it looks like uint32; open it with dtype='uint32'"
+                         )
     return tokens

@@ -122,8 +122,8 @@ class ExampleBatches(NumberedBatches):
             if ids is not None and ids.dtype.kind in "iu" and ids.size:
                 low, high = int(ids.min()), int(ids.max())
                 if low < 0 or high >= self.vocab_size:
-                    raise UsageError(f"{what} ids {low}..{high}, but 0..{self.vocab_size - 1} are allowed (vocab_size="
-                                     f"{self.vocab_size}): tokenizer and model disagree.")
+                    raise UsageError(f"{what} ids {low}..{high}, but 0..{self.vocab_size - 1} are allowed "
+                                     f"(vocab_size={self.vocab_size}): tokenizer and model disagree.")
         return row
 
     def _identity(self) -> dict[str, int]:

@@ -21,8 +21,8 @@ def check_weights(weights: Sequence[float], sources: int) -> None:
     if any(not math.isfinite(weight) or weight <= 0 for weight in weights):
         raise UsageError(f"data_weights={list(weights)}: each is positive; leave a source out that is not to be used.")
     if abs(sum(weights) - 1) > MAX_WEIGHT_ERROR:
-        raise UsageError(f"data_weights={list(weights)}: their sum is {sum(weights):g} and not 1: give the fraction "
-                         "of the sequences that each source has.")
+        raise UsageError(f"data_weights={list(weights)}: their sum is {sum(weights):g} and not 1: give the fraction of "
+                         "the sequences that each source has.")
 
 
 class Mixture:

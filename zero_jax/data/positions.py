@@ -96,10 +96,9 @@ class NumberedBatches:
             raise UsageError(f"state lacks {missing}; give what {type(self).__name__}.state() returned")
         wrong = [f"{k}={state[k]} saved but {k}={now[k]} now" for k in now if state[k] != now[k]]
         if wrong:
-            raise UsageError(
-                f"the saved position belongs to other batches: {'; '.join(wrong)}. Build {type(self).__name__}"
-                " from the same tokens with the saved values, or start elsewhere with seek()"
-            )
+            raise UsageError(f"the saved position belongs to other batches: {'; '.join(wrong)}. Build "
+                             f"{type(self).__name__} from the same tokens with the saved values, or start elsewhere "
+                             "with seek()")
         self.seek(state["position"])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

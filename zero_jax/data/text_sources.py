@@ -7,11 +7,12 @@ import itertools
 import json
 import os
 import re
+import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_jax.data import corpus, extras
+from zero_jax.data import extras
 from zero_jax.data.remote_files import is_remote, readable, remote_files
 from zero_jax.errors import UsageError, few, named, printable
 from zero_jax.files import open_regular
@@ -24,6 +25,9 @@ An Arrow stream, as `save_to_disk` of Hugging Face `datasets` writes it, has col
 """
 
 _ABOUT_DATASETS = ("dataset_info.json", "state.json")
+
+_SKIPPED_DIRS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+"""Of Python's own library."""
 
 HEAD_LINES, HEAD_BYTES, MAX_LINE_BYTES = 100, 8192, 1 << 28
 
@@ -51,13 +55,11 @@ def files_of(name: str) -> list[Any]:
         raise UsageError(f"{path} has the splits {few(splits)} of a dataset: name one of them, as {path / splits[0]}, "
                          "and another one to evaluate on." if splits else f"{path} has no splits: write it again.")
     if path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if _counts(file, path)
-                 and (format_of(file) != "text" or not _is_binary(file))]
+        files = [file for file in files_below(path) if format_of(file) != "text" or not is_binary(file)]
         if any(file.suffix.lower() == ".arrow" for file in files):
             files = [file for file in files if file.name not in _ABOUT_DATASETS]
     else:
-        files = [path] if path.is_file() else [
-            file for file in map(Path, sorted(glob.glob(str(path), recursive=True))) if file.is_file()]
+        files = matching(path)
     if not files:
         raise UsageError(f"data: {name}: no file with text: give files, folders or globs of text, .jsonl, .parquet or "
                          ".array_record.")
@@ -73,17 +75,37 @@ def has_documents(name: str) -> bool:
         return True  # it is Parquet
     path = Path(name).expanduser()
     if path.is_dir():
-        return any(format_of(file) != "text" and _counts(file, path) for file in path.rglob("*"))
-    if path.is_file():
-        return format_of(path) != "text"
-    matches = map(Path, glob.iglob(str(path), recursive=True))
-    return format_of(path) != "text" or any(format_of(file) != "text" and file.is_file() for file in matches)
+        return any(format_of(file) != "text" for file in files_below(path))
+    return format_of(path) != "text" or any(format_of(file) != "text" for file in matching(path))
 
 
-def _counts(file: Path, folder: Path) -> bool:
-    """Whether `file` is one of those that `folder` stands for: neither hidden nor empty."""
-    return (file.is_file() and file.stat().st_size > 0
-            and not any(part[0] == "." for part in file.relative_to(folder).parts))
+def files_below(folder: Path) -> list[Path]:
+    """The files that `folder` stands for, sorted: those below it that are neither hidden nor empty."""
+    return [file for file in sorted(folder.rglob("*")) if file.is_file() and file.stat().st_size > 0
+            and not any(part[0] == "." for part in file.relative_to(folder).parts)]
+
+
+def matching(path: Path) -> list[Path]:
+    """`path`, where it is a file; else the files that it matches as a glob, sorted."""
+    return [path] if path.is_file() else [
+        file for file in map(Path, sorted(glob.glob(str(path), recursive=True))) if file.is_file()]
+
+
+def python_folder() -> Path:
+    """Where the library of the running Python is."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def python_files() -> list[Path]:
+    """The files of Python's own library, in order of their paths; without tests and installed packages."""
+    root, files = python_folder(), []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - _SKIPPED_DIRS  # not walked: installed packages are most of the files
+        files += [Path(folder, name) for name in names
+                  if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+    if not files:
+        raise UsageError(f"no Python source in {root} (a zipped library?); name text files instead")
+    return sorted(files)
 
 
 def read_documents(names: str | Iterable[str], *, field: str = "text") -> Iterator[str]:
@@ -101,7 +123,7 @@ def read_documents(names: str | Iterable[str], *, field: str = "text") -> Iterat
     seen: set[Path] = set()
     for name in [names] if isinstance(names, str) else names:
         python = name == "python"
-        for path in unseen(_shuffled(corpus.python_files() if python else files_of(name)), seen):
+        for path in unseen(_shuffled(python_files() if python else files_of(name)), seen):
             reader = _replaced_text if python else readers[format_of(path)]
             yield from filter(None, reader(path, field))
 
@@ -127,7 +149,7 @@ def check_file(path: Path, *, field: str = "text") -> None:
     kind = format_of(path)
     if not is_remote(path):
         check_not_compressed(path)
-    if kind == "text" and _is_binary(path):
+    if kind == "text" and is_binary(path):
         raise UsageError(f"{path} is no text in UTF-8, since it has zero bytes: convert it (iconv -f utf-16 -t utf-8), "
                          "or name other files.")
     if kind == "text":
@@ -153,7 +175,8 @@ def check_not_compressed(path: Path) -> None:
         raise UsageError(f"{path} is compressed: unpack it first (gzip -dk, zstd -dk, unzip).")
 
 
-def _is_binary(path: Path) -> bool:
+def is_binary(path: Path) -> bool:
+    """Whether a file has a zero byte at its beginning."""
     with open_regular(path) as file:
         return b"\0" in file.read(HEAD_BYTES)
 
@@ -172,10 +195,9 @@ def _decoded(content: bytes, path: Path, *, final: bool = True) -> str:
     try:
         return codecs.utf_8_decode(content, "strict", final)[0]
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path} is no text in UTF-8: its byte {error.start:,} is 0x{content[error.start]:02x}. Convert it (iconv "
-            "-f latin1 -t utf-8, if that is its encoding; iconv -f utf-8 -t utf-8 -c leaves such bytes out), or name "
-            "other files.") from error
+        raise UsageError(f"{path} is no text in UTF-8: its byte {error.start:,} is 0x{content[error.start]:02x}. "
+                         "Convert it (iconv -f latin1 -t utf-8, if that is its encoding; iconv -f utf-8 -t utf-8 -c "
+                         "leaves such bytes out), or name other files.") from error
 
 
 def json_rows(path: Path, example: str = "prompt") -> Iterator[tuple[str, dict[str, Any]]]:

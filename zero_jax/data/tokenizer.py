@@ -154,9 +154,9 @@ class HuggingFaceTokenizer:
             filled = [each for each in zip(parts, ids, strict=True) if each[0]]
             for (before, own), (part, more) in itertools.pairwise(filled):
                 if _encoded(self._tokenizer, [before + part]) != [[*own, *more]]:
-                    raise UsageError(
-                        f"the tokenizer splits at spaces, and would write {named(part[:20])} after "
-                        f"{named(before[-20:])} as a word of its own: put a space or a line break between them.")
+                    raise UsageError(f"the tokenizer splits at spaces, and would write {named(part[:20])} after "
+                                     f"{named(before[-20:])} as a word of its own: put a space or a line break between "
+                                     "them.")
         return found
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

@@ -69,9 +69,9 @@ def check_config(weights: Path, expected: Mapping[str, Any] | None, model: str, 
     found = [(file, _parsed(file, text)) for file in files if (text := file_metadata(file).get(IN_FILE)) is not None]
     if expected is None:
         if found:
-            raise UsageError(f"{weights} says of which model it is, and of {model} that is not known: give names="
-                             "zero_jax.Names(config=llama.huggingface_config(config)), say, or the module of the model "
-                             "a function huggingface_config(config).")
+            raise UsageError(f"{weights} says of which model it is, and of {model} that is not known: give "
+                             "names=zero_jax.Names(config=llama.huggingface_config(config)), say, or the module of the "
+                             "model a function huggingface_config(config).")
         return
     folder = weights if weights.is_dir() else weights.parent
     if (beside := read_config(folder)) is not None:

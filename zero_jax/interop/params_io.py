@@ -292,8 +292,8 @@ def check_tensors(path: Path | str, parts: Mapping[str, Parts], dtypes: Mapping[
     if missing or extra:
         what = [f"{how} {len(some)} ({', '.join(some[:4])}{', ...' * (len(some) > 4)})"
                 for how, some in (("lacks", missing), ("has in addition", extra)) if some]
-        raise UsageError(f"{path} {' and '.join(what)} of the {len(wanted)} tensors that the model has: give the "
-                         "file of a model of this kind and depth, or names=... that fit it.")
+        raise UsageError(f"{path} {' and '.join(what)} of the {len(wanted)} tensors that the model has: give the file "
+                         "of a model of this kind and depth, or names=... that fit it.")
     for tensor, (name, each) in wanted.items():
         in_file = tensors[tensor]
         if in_file.shape != each.tensor_shape:

@@ -65,9 +65,8 @@ def find_tensors(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         inside = [path / f"model{suffix}" for suffix in (SUFFIX, INDEX_SUFFIX) if (path / f"model{suffix}").exists()]
         if len(inside) != 1:
-            raise UsageError(
-                f"{path} has {'both' if inside else 'neither'} model{SUFFIX} {'and' if inside else 'nor'} "
-                f"model{INDEX_SUFFIX}: name the file.")
+            raise UsageError(f"{path} has {'both' if inside else 'neither'} model{SUFFIX} {'and' if inside else 'nor'} "
+                             f"model{INDEX_SUFFIX}: name the file.")
         path = inside[0]
     if path.suffix == ".json":
         return _read_index(path)
@@ -90,9 +89,9 @@ def _read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise UsageError(
-                f"{path} is not a safetensors file, or is truncated: it has {size:,} bytes, and its first eight "
-                f"announce a header of {length:,}. Other formats (pickles among them) are never opened.")
+            raise UsageError(f"{path} is not a safetensors file, or is truncated: it has {size:,} bytes, and its first "
+                             f"eight announce a header of {length:,}. Other formats (pickles among them) are never "
+                             "opened.")
         text = file.read(length)
     if (number := text.count(b'"data_offsets"')) > MAX_TENSORS:  # before they are parsed, which would take a second
         raise UsageError(f"{path}: the header names {number:,} tensors, and a file has at most {MAX_TENSORS:,}: split "
@@ -244,8 +243,8 @@ def check_target(path: Path, *, many: bool | None = None, new: bool = False) -> 
         if other.is_file():
             raise UsageError(f"{other} exists, and is not replaced: remove it, or give another --out.")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
-        raise UsageError(f"out={path} cannot be written: {path.parent} must be a writable folder, and {path} "
-                         "must not be a folder.")
+        raise UsageError(f"out={path} cannot be written: {path.parent} must be a writable folder, and {path} must not "
+                         "be a folder.")
 
 
 def _cut(pieces: Sequence[Piece], max_file_bytes: int) -> list[list[Piece]]:
