@@ -68,12 +68,12 @@ def test_pictures_are_squares_of_the_size_of_the_model_with_their_class(write, t
 def test_pictures_lie_as_their_camera_says(tmp_path):
     half = Image.new("RGB", (16, 16))
     half.paste((255, 255, 255), (0, 0, 16, 8))
-    turned, plain = io.BytesIO(), io.BytesIO()
+    turned, plain = tmp_path / "turned.jpg", tmp_path / "plain.jpg"
     exif = Image.Exif()
     exif[0x0112] = 3  # by half a turn
     half.save(turned, "JPEG", exif=exif)
     half.save(plain, "JPEG")
-    up, down = (PictureFiles([file.getvalue()], np.array([0]), (), 16, 1).row(0)["inputs"] for file in (plain, turned))
+    up, down = (PictureFiles([file], np.array([0]), (), 16, 1).row(0)["inputs"] for file in (plain, turned))
     assert up[:4].mean() > 0.9 > 0.1 > up[-4:].mean() and np.abs(up[::-1] - down).max() < 0.1
 
 

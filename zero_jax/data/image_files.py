@@ -49,41 +49,28 @@ def read_images(name: str, size: int, channels: int) -> Images:
 
 
 class PictureFiles(Images):
-    """Examples {"inputs": float32 (size, size, channels) from 0 to 1, "targets": int32 ()}, decoded when they are read.
+    """Pictures that are decoded when they are read: the largest square in the middle, resized to size x size.
 
-    Of a picture the largest square in its middle is taken, and resized to size x size.
-
-    pictures: paths of files, or what such files hold. labels: integers, (number,). classes: their names, by label.
-    channels: 3, or 1 for grey ones. cut: without it rows have whole pictures, uint8 of any height and width. numbers:
-    which of pictures and labels these are; None: all.
+    labels: integers, (number,). classes: their names, by label. channels: 3, or 1 for grey ones. cut: without it rows
+    have whole pictures, uint8 of any height and width. numbers: which of pictures and labels these are; None: all.
     """
 
-    def __init__(self, pictures: "Sequence[Path | bytes] | ParquetPictures", labels: np.ndarray,
+    def __init__(self, pictures: "Sequence[Path] | ParquetPictures", labels: np.ndarray,
                  classes: Sequence[str], size: int, channels: int, *, cut: bool = True,
                  numbers: np.ndarray | None = None) -> None:
         extras.check_installed("PIL", "pictures in files")
         self._pictures, self._all_labels, self.classes = pictures, labels, tuple(classes)
         self._numbers = np.arange(len(labels)) if numbers is None else numbers
         self._labels = labels[self._numbers]
-        self._size, self._channels, self._cut, self.num_examples = size, channels, cut, len(self._numbers)
+        self._channels, self._cut, self.num_examples = channels, cut, len(self._numbers)
+        self.shape, self.num_classes = (size, size, channels), len(classes) or int(self._labels.max()) + 1
         self.fingerprint = zlib.crc32(repr((self.shape, self.classes)).encode(), zlib.crc32(self._labels.tobytes()))
         if isinstance(pictures, ParquetPictures):
             self.fingerprint = zlib.crc32(self._numbers.astype("<i8").tobytes() + pictures.known, self.fingerprint)
         else:
-            for each in (pictures[int(number)] for number in self._numbers):
-                known = each if isinstance(each, bytes) else f"{each.name} {each.stat().st_size}".encode()
-                self.fingerprint = zlib.crc32(known, self.fingerprint)
+            for path in (pictures[int(number)] for number in self._numbers):
+                self.fingerprint = zlib.crc32(f"{path.name} {path.stat().st_size}".encode(), self.fingerprint)
         self.row(0)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of an image."""
-        return self._size, self._size, self._channels
-
-    @property
-    def num_classes(self) -> int:
-        """Of names, or the largest label and one."""
-        return len(self.classes) or int(self._labels.max()) + 1
 
     def row(self, number: int) -> dict[str, np.ndarray]:
         """Image `number` and its label; raises ValueError for a picture that cannot be decoded."""
@@ -92,7 +79,7 @@ class PictureFiles(Images):
         try:
             with image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as picture:
                 upright = ops.exif_transpose(picture).convert("RGB" if self._channels == 3 else "L")
-                square = self._cut and ops.fit(upright, (self._size, self._size), image.Resampling.BICUBIC)
+                square = self._cut and ops.fit(upright, self.shape[:2], image.Resampling.BICUBIC)
                 pixels = np.asarray(square or upright)
         except (OSError, ValueError, SyntaxError, image.DecompressionBombError) as error:
             where = f"picture {self._numbers[number] + 1}" if isinstance(source, bytes) else str(source)
@@ -104,13 +91,14 @@ class PictureFiles(Images):
 
     def part(self, numbers: np.ndarray) -> "PictureFiles":
         """As `Images`."""
-        return PictureFiles(self._pictures, self._all_labels, self.classes, self._size, self._channels, cut=self._cut,
-                            numbers=self._numbers[numbers])
+        return self._chosen(self._numbers[numbers], self._cut)
 
     def whole(self) -> "PictureFiles":
         """As `Images`."""
-        return PictureFiles(self._pictures, self._all_labels, self.classes, self._size, self._channels, cut=False,
-                            numbers=self._numbers)
+        return self._chosen(self._numbers, False)
+
+    def _chosen(self, numbers: np.ndarray, cut: bool) -> "PictureFiles":
+        return PictureFiles(self._pictures, self._all_labels, self.classes, *self.shape[1:], cut=cut, numbers=numbers)
 
 
 def class_folders(folder: Path) -> list[Path]:
@@ -130,18 +118,14 @@ def picture_columns(path: Path | RemoteFile) -> tuple[str, str] | None:
     if path.suffix != ".parquet" or not path.is_file() or not path.stat().st_size:
         return None
     try:
-        return _picture_columns(open_parquet(path).schema_arrow)
+        return _columns_of.__wrapped__(path)  # a file may become another one
     except UsageError:
         return None  # what reads it says so
 
 
 @functools.lru_cache(maxsize=64)
-def _columns_of(file: RemoteFile) -> tuple[str, str] | None:
-    return _picture_columns(open_parquet(file).schema_arrow)
-
-
-def _picture_columns(schema: Any) -> tuple[str, str] | None:
-    types = extras.load("pyarrow.types", "Parquet")
+def _columns_of(file: Any) -> tuple[str, str] | None:
+    types, schema = extras.load("pyarrow.types", "Parquet"), open_parquet(file).schema_arrow
     images = [field.name for field in schema if types.is_struct(field.type)
               and any(field.type.field(at).name == "bytes" for at in range(field.type.num_fields))]
     labels = [field.name for field in schema if types.is_integer(field.type)]

@@ -20,25 +20,18 @@ class Images(abc.ABC):
     """Images with a class each, as examples {"inputs": float32 (height, width, channels), "targets": int32 ()}.
 
     Attributes:
-        num_examples: of them. classes: their names, by label, where they have some. fingerprint: of all that they hold.
+        num_examples: of them. shape: (height, width, channels) of each. num_classes: the largest label, and one, or of
+        the names. classes: names of classes, by label, where they have some. fingerprint: of all that they hold.
     """
 
     num_examples: int
+    shape: tuple[int, int, int]
+    num_classes: int
     classes: tuple[str, ...] = ()
     fingerprint: int
 
     def __len__(self) -> int:
         return self.num_examples
-
-    @property
-    @abc.abstractmethod
-    def shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of an image."""
-
-    @property
-    @abc.abstractmethod
-    def num_classes(self) -> int:
-        """The largest label, and one."""
 
     @abc.abstractmethod
     def row(self, number: int) -> dict[str, np.ndarray]:
@@ -62,7 +55,7 @@ class Images(abc.ABC):
 
 
 class LabeledImages(Images):
-    """Examples {"inputs": float32 (height, width, channels), "targets": int32 ()}.
+    """Images in arrays.
 
     images: (number, height, width) or (number, height, width, channels); uint8 is divided by 255, other numbers
     are taken as they are, but for int8, which is refused. labels: integers, (number,). Raises ValueError for other
@@ -87,18 +80,9 @@ class LabeledImages(Images):
             raise UsageError("images: some values are not finite.")
         self._images = images if images.ndim == 4 else images[..., None]
         self._labels, self.num_examples = labels, len(images)
+        self.shape, self.num_classes = self._images.shape[1:], int(labels.max()) + 1
         self._scale = np.float32(1 / 255 if images.dtype == np.uint8 else 1)
         self.fingerprint = zlib.crc32(labels.tobytes(), zlib.crc32(images.tobytes()))
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of an image."""
-        return self._images.shape[1:]
-
-    @property
-    def num_classes(self) -> int:
-        """The largest label, and one."""
-        return int(self._labels.max()) + 1
 
     def row(self, number: int) -> dict[str, np.ndarray]:
         """Image `number` and its label."""
