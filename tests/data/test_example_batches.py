@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero_jax.data.batches import ExampleBatches
 from zero_jax.data.documents import Documents
-from zero_jax.data.example_batches import ExampleBatches
 from zero_jax.data.images import LabeledImages, digits, load_images
 from zero_jax.data.mixture import Mixture
 from zero_jax.data.objectives import masked_language

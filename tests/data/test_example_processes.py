@@ -13,7 +13,7 @@ PROGRAM = """
 import sys
 import numpy as np
 from zero_jax.data.documents import Documents
-from zero_jax.data.example_batches import ExampleBatches
+from zero_jax.data.batches import ExampleBatches
 from zero_jax.data.objectives import masked_language
 from zero_jax.data.packing import DocumentRows
 from zero_jax.data.prefetch import Prefetched

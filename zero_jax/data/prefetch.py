@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from zero_jax.arguments import whole
-from zero_jax.data.positions import NumberedBatches
+from zero_jax.data.batches import NumberedBatches
 
 
 class Prefetched:

@@ -13,8 +13,7 @@ from zero_jax.cli.model_lookup import ModelChoice
 from zero_jax.cli.reports.measures import TEXT, Measures
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.evaluation import token_sums
-from zero_jax.data.example_batches import ExampleBatches
-from zero_jax.data.positions import NumberedBatches
+from zero_jax.data.batches import ExampleBatches, NumberedBatches
 from zero_jax.errors import UsageError
 from zero_jax.step.step import ZeroTrainStep
 from zero_jax.typing import Loss

@@ -18,7 +18,7 @@ from zero_jax.cli.training.evaluation import evaluate
 from zero_jax.cli.training.metrics_log import MetricsLog
 from zero_jax.cli.training.profile import Profile
 from zero_jax.cli.training.progress import ProgressReporter
-from zero_jax.data.positions import NumberedBatches
+from zero_jax.data.batches import NumberedBatches
 from zero_jax.data.prefetch import Prefetched, StarvationMonitor
 from zero_jax.distributed.preemption import Preemption
 from zero_jax.distributed.watchdog import Watchdog

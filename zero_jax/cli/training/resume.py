@@ -17,7 +17,7 @@ from zero_jax.cli.options.diloco import DiLoCoOptions
 from zero_jax.cli.options.lora import LoraOptions
 from zero_jax.cli.options.run import ScheduleOptions
 from zero_jax.cli.train_config import TrainConfig
-from zero_jax.data.positions import NumberedBatches
+from zero_jax.data.batches import NumberedBatches
 from zero_jax.diloco.step import DiLoCoStep
 from zero_jax.disk.generations import Commit
 from zero_jax.distributed.agreement import from_first
