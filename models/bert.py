@@ -21,7 +21,9 @@ from jax.typing import DTypeLike
 from .bert_names import huggingface, huggingface_config, huggingface_fields
 from .layers.activations import exact_gelu
 from .layers.attention import Implementation, attention, split_heads
-from .layers.checks import check_at_least_one, check_multiple, check_share
+from .layers.checks import check_at_least_one, check_length, check_multiple, check_share
+from .layers.linen_stack import run_blocks
+from .layers.losses import weighted_mean
 from .layers.norms import LayerNorm
 
 __all__ = ["Bert", "Block", "Config", "PRESETS", "build", "huggingface", "huggingface_config", "huggingface_fields",
@@ -115,8 +117,7 @@ class Bert(nn.Module):
         Raises ValueError for more than `max_length` tokens.
         """
         c = self.config
-        if tokens_BxS.shape[-1] > c.max_length:
-            raise ValueError(f"{tokens_BxS.shape[-1]} tokens are more than max_length={c.max_length}.")
+        check_length(c, tokens_BxS)
         if deterministic is None:
             deterministic = not self.has_rng("dropout")
         embed = functools.partial(nn.Embed, features=c.width, dtype=c.dtype, embedding_init=c.init)
@@ -132,15 +133,7 @@ class Bert(nn.Module):
             x_BxSxD += embed(c.num_types, name="types")(types_BxS)
         x_BxSxD = norm(name="ln_embed")(x_BxSxD)
         x_BxSxD = nn.Dropout(c.dropout, deterministic=deterministic)(x_BxSxD)
-        block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat else Block
-        if c.scan_layers:
-            stack = nn.scan(block, variable_axes={"params": 0}, length=c.num_layers,
-                            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
-                            split_rngs={"params": True, "dropout": True})
-            x_BxSxD, _ = stack(c, deterministic, name="blocks")(x_BxSxD, segment_ids)
-        else:
-            for layer in range(c.num_layers):
-                x_BxSxD, _ = block(c, deterministic, name=f"blocks_{layer}")(x_BxSxD, segment_ids)
+        x_BxSxD = run_blocks(Block, (c, deterministic), x_BxSxD, segment_ids, remat=c.remat)
         x_BxSxD = exact_gelu(nn.Dense(c.width, dtype=c.dtype, kernel_init=c.init, name="head")(x_BxSxD))
         bias_V = self.param("head_bias", nn.initializers.zeros, (c.vocab_size,))
         logits_BxSxV = wte.attend(norm(name="ln_head")(x_BxSxD))
@@ -164,9 +157,7 @@ def loss(model: Any, batch: Any) -> Any:
     given = {name: batch[name] for name in OPTIONAL if name in batch}
     logits_BxSxV = model(batch["inputs"], **given).astype(jnp.float32)
     losses_BxS = optax.softmax_cross_entropy_with_integer_labels(logits_BxSxV, batch["targets"])
-    weights_BxS = batch["weights"].astype(jnp.float32)
-    total = weights_BxS.sum()
-    return (losses_BxS * weights_BxS).sum() / jnp.where(total == 0, 1.0, total), {}, total
+    return weighted_mean(losses_BxS, batch["weights"].astype(jnp.float32))
 
 
 def batch_shapes(config: Config, rows: int, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:

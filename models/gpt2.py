@@ -17,8 +17,9 @@ from .gpt2_names import huggingface, huggingface_config, huggingface_fields
 from .layers import attention as kernels
 from .layers.activations import gelu
 from .layers.attention import Implementation
-from .layers.checks import check_at_least_one, check_multiple, check_share
+from .layers.checks import check_at_least_one, check_length, check_multiple, check_share
 from .layers.kv_cache import attention_with_variables
+from .layers.linen_stack import run_blocks
 from .layers.norms import LayerNorm
 
 __all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "decoder", "huggingface", "huggingface_config",
@@ -64,12 +65,6 @@ class Config:
         matrices = 12 * self.num_layers * self.width**2
         biases_and_norms = (13 * self.num_layers + 2) * self.width
         return embeddings + matrices + biases_and_norms
-
-
-def check_length(config: Config, tokens: jax.Array) -> None:
-    """Raises ValueError for more tokens than learned positions, where an out-of-bounds lookup would not."""
-    if tokens.shape[-1] > config.max_length:
-        raise ValueError(f"{tokens.shape[-1]} tokens are more than max_length={config.max_length}.")
 
 
 def heads(qkv: jax.Array, config: Config) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -152,15 +147,8 @@ class GPT2(nn.Module):
         positions = jnp.arange(tokens.shape[-1])[None] if positions is None else positions
         x = wte(tokens) + embed(c.max_length, name="wpe")(positions)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
-        block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat and not self.cache_length else Block
-        if c.scan_layers:
-            stack = nn.scan(block, variable_axes={"params": 0, "cache": 0}, length=c.num_layers,
-                            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
-                            split_rngs={"params": True, "dropout": True})
-            x, _ = stack(c, deterministic, self.cache_length, name="blocks")(x, segment_ids)
-        else:
-            for layer in range(c.num_layers):
-                x, _ = block(c, deterministic, self.cache_length, name=f"blocks_{layer}")(x, segment_ids)
+        x = run_blocks(Block, (c, deterministic, self.cache_length), x, segment_ids,
+                       remat=c.remat and not self.cache_length)
         x = LayerNorm(epsilon=EPSILON, dtype=c.dtype, name="ln_f")(x)
         return wte.attend(x) if logits else (x, wte.embedding)
 

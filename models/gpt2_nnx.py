@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .gpt2 import EPSILON, INIT, PRESETS, Config, attention, check_length, heads, residual_init, tensor_rules
+from .gpt2 import EPSILON, INIT, PRESETS, Config, attention, heads, residual_init, tensor_rules
 from .gpt2_names import huggingface, huggingface_config
 from .layers.activations import gelu
+from .layers.checks import check_length
 from .layers.kv_cache import Cache, cached_attention
-from .layers.nnx_stack import Decoder, make_blocks, next_positions, run_blocks, run_cached
+from .layers.nnx_stack import Decoder, dropout, embedding, make_blocks, next_positions, run_blocks, run_cached
 from .layers.norms import NnxLayerNorm
 
 __all__ = ["GPT2", "PRESETS", "Block", "Config", "build", "decoder", "huggingface", "huggingface_config",
@@ -33,7 +34,7 @@ class Block(nnx.Module):
         self.ln_2 = norm()
         self.up = linear(width, 4 * width, kernel_init=INIT)
         self.down = linear(4 * width, width, kernel_init=residual_init(config))
-        self.dropout = _dropout(config, rngs)
+        self.dropout = dropout(config, rngs)
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None, *, cache: Cache | None = None) -> Any:
         """The residual stream after this layer; with a cache also that, with these tokens."""
@@ -56,9 +57,9 @@ class GPT2(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = config
-        self.wte = _embed(config.vocab_size, config, rngs)
-        self.wpe = _embed(config.max_length, config, rngs)
-        self.dropout = _dropout(config, rngs)
+        self.wte = embedding(config.vocab_size, config, INIT, rngs)
+        self.wpe = embedding(config.max_length, config, INIT, rngs)
+        self.dropout = dropout(config, rngs)
         self.blocks = make_blocks(lambda rngs: Block(config, rngs=rngs), config, rngs)
         self.ln_f = NnxLayerNorm(config.width, epsilon=EPSILON, dtype=config.dtype, rngs=rngs)
 
@@ -84,24 +85,10 @@ class GPT2(nnx.Module):
 
 def build(config: Config) -> Callable[[nnx.Rngs], GPT2]:
     """A function of `rngs` that builds the model, so that its parameters can be initialised sharded."""
-
-    def make(rngs: nnx.Rngs) -> GPT2:
-        return GPT2(config, rngs=rngs)
-
-    return make
+    return lambda rngs: GPT2(config, rngs=rngs)
 
 
 def decoder(config: Config, length: int | None = None) -> Decoder:
     """How the model generates, as in `models.gpt2`."""
     return Decoder(config, length=length or config.max_length, num_heads=config.num_heads,
                    head_dim=config.width // config.num_heads)
-
-
-def _embed(num_embeddings: int, config: Config, rngs: nnx.Rngs) -> nnx.Embed:
-    embed = nnx.Embed(num_embeddings, config.width, embedding_init=INIT, rngs=rngs)
-    embed.dtype = config.dtype  # Embed replaces None by float32, which would not follow bf16 parameters
-    return embed
-
-
-def _dropout(config: Config, rngs: nnx.Rngs) -> nnx.Dropout:
-    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)

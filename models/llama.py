@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from .layers.activations import gelu, silu
 from .layers.attention import Implementation, attention, split_heads
-from .layers.checks import check_at_least_one, check_multiple
+from .layers.checks import check_at_least_one, check_length, check_multiple
 from .layers.kv_cache import attention_with_variables
 from .layers.norms import RMSNorm
 from .layers.rotary import RopeScaling, frequencies, rotate
@@ -163,12 +163,6 @@ def layers_of(config: Config, length: int) -> Layer | None:
     return Layer(np.array([each or 1 << 30 for each in windows], np.int32) if any(windows) else None,
                  np.stack([each.frequency for each in layers]),
                  np.array([each.amplitude for each in layers], np.float32))
-
-
-def check_length(config: Config, tokens: jax.Array) -> None:
-    """Raises ValueError for more tokens than the model is made for."""
-    if tokens.shape[-1] > config.max_length:
-        raise ValueError(f"{tokens.shape[-1]} tokens are more than max_length={config.max_length}.")
 
 
 def rotated(q: jax.Array, k: jax.Array, positions_BxS: jax.Array, layer: Layer) -> tuple[jax.Array, jax.Array]:

@@ -13,14 +13,14 @@ from flax import nnx
 
 from .layers.activations import silu
 from .layers.attention import split_heads
+from .layers.checks import check_length
 from .layers.kv_cache import Cache, cached_attention
-from .layers.nnx_stack import Decoder, make_blocks, next_positions, run_blocks, run_cached
+from .layers.nnx_stack import Decoder, embedding, make_blocks, next_positions, run_blocks, run_cached
 from .layers.norms import NnxRMSNorm
 from .llama import (
     INIT,
     PRESETS,
     Config,
-    check_length,
     huggingface,
     huggingface_config,
     layer_of,
@@ -101,11 +101,11 @@ class Llama(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = config
-        self.wte = _embed(config, rngs)
+        self.wte = embedding(config.vocab_size, config, INIT, rngs)
         self.blocks = make_blocks(lambda rngs: Block(config, rngs=rngs), config, rngs)
         self.ln_f = _norm(config, config.width, rngs)
         if not config.tied:
-            self.lm_head = _embed(config, rngs)
+            self.lm_head = embedding(config.vocab_size, config, INIT, rngs)
 
     def __call__(self, tokens_BxS: jax.Array, *, segment_ids: jax.Array | None = None,
                  positions: jax.Array | None = None, logits: bool = True) -> Any:
@@ -140,11 +140,7 @@ def build(config: Config) -> Callable[[nnx.Rngs], Llama]:
         if field.name != "family" and getattr(config, field.name) != field.default:
             raise ValueError(f"{field.name}={getattr(config, field.name)}: llama_nnx has LLaMA 3 and Qwen 3 only: take "
                              "llama, which has this.")
-
-    def make(rngs: nnx.Rngs) -> Llama:
-        return Llama(config, rngs=rngs)
-
-    return make
+    return lambda rngs: Llama(config, rngs=rngs)
 
 
 def decoder(config: Config, length: int | None = None) -> Decoder:
@@ -159,9 +155,3 @@ def _linear(config: Config, inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Li
 
 def _norm(config: Config, width: int, rngs: nnx.Rngs) -> NnxRMSNorm:
     return NnxRMSNorm(width, epsilon=config.epsilon, dtype=config.dtype, rngs=rngs)
-
-
-def _embed(config: Config, rngs: nnx.Rngs) -> nnx.Embed:
-    embed = nnx.Embed(config.vocab_size, config.width, embedding_init=INIT, rngs=rngs)
-    embed.dtype = config.dtype  # Embed replaces None by float32, which would not follow bf16 parameters
-    return embed

@@ -12,10 +12,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 from jax.typing import DTypeLike
 
 from .layers.checks import check_at_least_one
+from .layers.losses import classification_loss as loss
 from .resnet_names import huggingface, huggingface_config, huggingface_fields
 
 __all__ = ["Bottleneck", "Config", "PRESETS", "ResNet", "batch_shapes", "build", "huggingface", "huggingface_config",
@@ -90,13 +90,6 @@ class ResNet(nn.Module):
 def build(config: Config) -> ResNet:
     """The model of `config`."""
     return ResNet(config)
-
-
-def loss(model: Any, batch: Any) -> Any:
-    """Mean cross entropy of `targets` (batch,) under the logits of the images, `inputs`, and the accuracy."""
-    logits = model(batch["inputs"]).astype(jnp.float32)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["targets"]).astype(jnp.float32).mean()}
 
 
 def batch_shapes(config: Config, rows: int, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:

@@ -22,6 +22,8 @@ from jax.typing import DTypeLike
 from .layers.activations import gelu
 from .layers.attention import Implementation, attention, split_heads
 from .layers.checks import check_at_least_one, check_share
+from .layers.linen_stack import run_blocks
+from .layers.losses import weighted_mean
 from .layers.norms import RMSNorm
 from .t5_names import huggingface, huggingface_config, huggingface_fields
 
@@ -180,16 +182,8 @@ class Stack(nn.Module):
         x_BxSxD = dropout(x_BxSxD)
         table = nn.Embed(c.buckets, c.num_heads, dtype=c.dtype, embedding_init=_init(c.width), name="relative_bias")
         bias = relative_bias(table.embedding.astype(x_BxSxD.dtype), c, x_BxSxD.shape[1], causal=self.is_decoder)
-        others = (bias, segment_ids_BxS, memory_BxTxD, memory_ids_BxT)
-        block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat else Block
-        if c.scan_layers:
-            stack = nn.scan(block, variable_axes={"params": 0}, length=c.num_layers,
-                            in_axes=(nn.broadcast,) * 4,  # pyright: ignore[reportArgumentType]
-                            split_rngs={"params": True, "dropout": True})
-            x_BxSxD, _ = stack(c, self.is_decoder, self.deterministic, name="blocks")(x_BxSxD, *others)
-        else:
-            for layer in range(c.num_layers):
-                x_BxSxD, _ = block(c, self.is_decoder, self.deterministic, name=f"blocks_{layer}")(x_BxSxD, *others)
+        x_BxSxD = run_blocks(Block, (c, self.is_decoder, self.deterministic), x_BxSxD, bias, segment_ids_BxS,
+                             memory_BxTxD, memory_ids_BxT, remat=c.remat)
         return dropout(_norm(c, "ln_f")(x_BxSxD))
 
 
@@ -236,9 +230,8 @@ def loss(model: Any, batch: Any) -> Any:
     given = {name: batch[name] for name in ("segment_ids", "decoder_segment_ids") if name in batch}
     logits_BxSxV = model(batch["inputs"], batch["decoder_inputs"], **given).astype(jnp.float32)
     losses_BxS = optax.softmax_cross_entropy_with_integer_labels(logits_BxSxV, batch["targets"])
-    weights_BxS = batch["weights"].astype(jnp.float32) if "weights" in batch else jnp.ones_like(losses_BxS)
-    total = weights_BxS.sum()
-    return (losses_BxS * weights_BxS).sum() / jnp.where(total == 0, 1.0, total), {}, total
+    return weighted_mean(losses_BxS, batch["weights"].astype(jnp.float32) if "weights" in batch else
+                         jnp.ones_like(losses_BxS))
 
 
 def batch_shapes(config: Config, rows: int, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:

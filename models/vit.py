@@ -14,12 +14,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 from jax.typing import DTypeLike
 
 from .layers.activations import exact_gelu
 from .layers.attention import Implementation, attention, split_heads
 from .layers.checks import check_at_least_one, check_multiple, check_share
+from .layers.linen_stack import run_blocks
+from .layers.losses import classification_loss as loss
 from .layers.norms import LayerNorm
 from .vit_names import huggingface, huggingface_config, huggingface_fields
 
@@ -101,7 +102,7 @@ class Block(nn.Module):
     deterministic: bool
 
     @nn.compact
-    def __call__(self, x_BxSxD: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+    def __call__(self, x_BxSxD: jax.Array) -> tuple[jax.Array, None]:
         """The residual stream after this layer."""
         c = self.config
         norm = functools.partial(LayerNorm, epsilon=EPSILON, dtype=c.dtype)
@@ -132,14 +133,7 @@ class ViT(nn.Module):
         first = self.param("class_token", nn.initializers.zeros, (1, 1, c.width))
         x_BxSxD = tokens_of(patches, first, self.param("positions", POSITIONS, (1, c.num_tokens, c.width)))
         x_BxSxD = nn.Dropout(c.dropout, deterministic=deterministic)(x_BxSxD)
-        block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat else Block
-        if c.scan_layers:
-            stack = nn.scan(block, variable_axes={"params": 0}, length=c.num_layers,
-                            split_rngs={"params": True, "dropout": True})
-            x_BxSxD, _ = stack(c, deterministic, name="blocks")(x_BxSxD, None)
-        else:
-            for layer in range(c.num_layers):
-                x_BxSxD, _ = block(c, deterministic, name=f"blocks_{layer}")(x_BxSxD)
+        x_BxSxD = run_blocks(Block, (c, deterministic), x_BxSxD, remat=c.remat)
         x_BxD = LayerNorm(epsilon=EPSILON, dtype=c.dtype, name="ln_f")(x_BxSxD)[:, 0]
         return nn.Dense(c.num_classes, dtype=c.dtype, kernel_init=nn.initializers.zeros, name="head")(x_BxD)
 
@@ -147,13 +141,6 @@ class ViT(nn.Module):
 def build(config: Config) -> ViT:
     """The model of `config`."""
     return ViT(config)
-
-
-def loss(model: Any, batch: Any) -> Any:
-    """Mean cross entropy of `targets` (B,) under the logits of the images, `inputs`, and the accuracy."""
-    logits_BxC = model(batch["inputs"]).astype(jnp.float32)
-    losses_B = optax.softmax_cross_entropy_with_integer_labels(logits_BxC, batch["targets"])
-    return losses_B.mean(), {"accuracy": (logits_BxC.argmax(-1) == batch["targets"]).astype(jnp.float32).mean()}
 
 
 def batch_shapes(config: Config, rows: int, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:

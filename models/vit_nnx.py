@@ -11,7 +11,7 @@ from flax import nnx
 
 from .layers.activations import exact_gelu
 from .layers.attention import attention, split_heads
-from .layers.nnx_stack import make_blocks, run_blocks
+from .layers.nnx_stack import dropout, make_blocks, run_blocks
 from .layers.norms import NnxLayerNorm
 from .vit import (
     EPSILON,
@@ -43,7 +43,7 @@ class Block(nnx.Module):
         self.q, self.k, self.v, self.proj = (linear(c.width, c.width) for _ in range(4))
         self.ln_2 = _norm(c, rngs)
         self.up, self.down = linear(c.width, c.hidden), linear(c.hidden, c.width)
-        self.dropout = _dropout(c, rngs)
+        self.dropout = dropout(c, rngs)
 
     def __call__(self, x_BxSxD: jax.Array) -> jax.Array:
         """The residual stream after this layer."""
@@ -66,7 +66,7 @@ class ViT(nnx.Module):
                                 rngs=rngs)
         self.class_token = nnx.Param(nnx.initializers.zeros(rngs.params(), (1, 1, c.width)))
         self.positions = nnx.Param(POSITIONS(rngs.params(), (1, c.num_tokens, c.width)))
-        self.dropout = _dropout(c, rngs)
+        self.dropout = dropout(c, rngs)
         self.blocks = make_blocks(lambda rngs: Block(c, rngs=rngs), c, rngs)
         self.ln_f = _norm(c, rngs)
         self.head = nnx.Linear(c.width, c.num_classes, dtype=c.dtype, kernel_init=nnx.initializers.zeros, rngs=rngs)
@@ -82,16 +82,8 @@ class ViT(nnx.Module):
 
 def build(config: Config) -> Callable[[nnx.Rngs], ViT]:
     """A function of `rngs` that builds the model, so that its parameters can be initialised sharded."""
-
-    def make(rngs: nnx.Rngs) -> ViT:
-        return ViT(config, rngs=rngs)
-
-    return make
+    return lambda rngs: ViT(config, rngs=rngs)
 
 
 def _norm(config: Config, rngs: nnx.Rngs) -> NnxLayerNorm:
     return NnxLayerNorm(config.width, epsilon=EPSILON, dtype=config.dtype, rngs=rngs)
-
-
-def _dropout(config: Config, rngs: nnx.Rngs) -> nnx.Dropout:
-    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)

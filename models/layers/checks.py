@@ -16,6 +16,12 @@ def check_multiple(config: Any, name: str, of: str) -> None:
         raise ValueError(f"{name}={getattr(config, name)} is not a multiple of {of}={getattr(config, of)}.")
 
 
+def check_length(config: Any, tokens: Any) -> None:
+    """There are at most `max_length` tokens, (batch, seq): a lookup of positions out of bounds would not raise."""
+    if tokens.shape[-1] > config.max_length:
+        raise ValueError(f"{tokens.shape[-1]} tokens are more than max_length={config.max_length}.")
+
+
 def check_share(config: Any, name: str) -> None:
     """The field is a share of something that is not all of it."""
     if not 0 <= getattr(config, name) < 1:

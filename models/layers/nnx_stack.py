@@ -1,4 +1,4 @@
-"""The blocks of an NNX model: stacked parameters that a scan runs over, or a list."""
+"""The blocks of an NNX model: stacked parameters that a scan runs over, or a list; its tables and dropout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +21,18 @@ def make_blocks(make: Callable[[nnx.Rngs], nnx.Module], config: Any, rngs: nnx.R
         return make(rngs)
 
     return stack(rngs)
+
+
+def embedding(rows: int, config: Any, init: Any, rngs: nnx.Rngs) -> nnx.Embed:
+    """A table of so many rows in the dtype of the computation."""
+    embed = nnx.Embed(rows, config.width, embedding_init=init, rngs=rngs)
+    embed.dtype = config.dtype  # Embed replaces None by float32, which would not follow bf16 parameters
+    return embed
+
+
+def dropout(config: Any, rngs: nnx.Rngs) -> nnx.Dropout:
+    """It owns RNG state only where the config has a share of dropout."""
+    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
 def run_blocks(blocks: Any, config: Any, x: jax.Array, *others: Any) -> jax.Array:
