@@ -305,18 +305,14 @@ class _Reader:
             options["weights"] = "int8"
         if gradients:
             options["gradients"] = "int8"
-        if self.number_of_node(stage):
+        size = self.number("zero_optimization.zero_hpz_partition_size", 1, lambda value: (
+            f"Communication(hpz_axes=(\"data_1\",)), with mesh=zero_jax.make_mesh((-1, {value}))"
+            if value > 1 and stage == 3 else "none: no secondary partition"))
+        if size > 1 and stage == 3:
             options["hpz_axes"] = ("data_1",)
         if self.values.get("zero_optimization.overlap_comm") is False:
             options["overlap"] = False
         return Communication(**options) if options else None
-
-    def number_of_node(self, stage: int) -> bool:
-        """Whether hpZ is asked for."""
-        size = self.number("zero_optimization.zero_hpz_partition_size", 1, lambda value: (
-            f"Communication(hpz_axes=(\"data_1\",)), with mesh=zero_jax.make_mesh((-1, {value}))"
-            if value > 1 and stage == 3 else "none: no secondary partition"))
-        return size > 1 and stage == 3
 
     def checkpoints(self) -> dict[str, Any]:
         """Checkpoints of activations."""
@@ -330,11 +326,8 @@ class _Reader:
         """Notes what has no option of its own, and names what is unknown."""
         known = [*_NOTED, *_WHOLE_SECTIONS, *self.became]
         for key in self.values:
-            section = key.partition(".")[0]
-            if key in _NOTED or key in _WHOLE_SECTIONS:
-                self.became[key] = _NOTED.get(key) or _WHOLE_SECTIONS[key]
-            elif section in _WHOLE_SECTIONS:
-                self.became[key] = _WHOLE_SECTIONS[section]
+            if text := _NOTED.get(key) or _WHOLE_SECTIONS.get(key.partition(".")[0]):
+                self.became[key] = text
             else:
                 near = difflib.get_close_matches(key, known, n=1)
                 self.unknown.append(key)
@@ -358,31 +351,23 @@ def _adam(rate: Any, read: Mapping[str, Any]) -> optax.GradientTransformation:
     b1, b2 = read["betas"]
     if read["decoupled"]:
         return optax.adamw(rate, b1, b2, read["eps"], weight_decay=read["weight_decay"])
-    return optax.chain(optax.add_decayed_weights(read["weight_decay"]), optax.adam(rate, b1, b2, read["eps"]))
+    return _decayed(read, optax.adam(rate, b1, b2, read["eps"]))
 
 
-def _lamb(rate: Any, read: Mapping[str, Any]) -> optax.GradientTransformation:
-    return optax.lamb(rate, *read["betas"], eps=read["eps"], weight_decay=read["weight_decay"])
+def _decayed(read: Mapping[str, Any], transform: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`transform` of the gradient with weight decay in it."""
+    return optax.chain(optax.add_decayed_weights(read["weight_decay"]), transform)
 
 
-def _lion(rate: Any, read: Mapping[str, Any]) -> optax.GradientTransformation:
-    return optax.lion(rate, *read["betas"], weight_decay=read["weight_decay"])
-
-
-def _sgd(rate: Any, read: Mapping[str, Any]) -> optax.GradientTransformation:
-    return optax.chain(optax.add_decayed_weights(read["weight_decay"]),
-                       optax.sgd(rate, momentum=read["momentum"] or None))
-
-
-def _adagrad(rate: Any, read: Mapping[str, Any]) -> optax.GradientTransformation:
-    return optax.chain(optax.add_decayed_weights(read["weight_decay"]), optax.adagrad(rate, eps=read["eps"]))
-
-
+_LAMB = ("optimizer=optax.lamb", lambda rate, read: optax.lamb(
+    rate, *read["betas"], eps=read["eps"], weight_decay=read["weight_decay"]))
+_ONE_BIT = ("optimizer=optax.adamw; its 1-bit messages: Communication(gradients=\"int8\")", _adam)
 _OPTIMIZERS: Mapping[str, tuple[str, Callable[..., optax.GradientTransformation]]] = {
     "adam": ("optimizer=optax.adamw, as adam_w_mode is by default", _adam), "adamw": ("optimizer=optax.adamw", _adam),
-    "onebitadam": ("optimizer=optax.adamw; its 1-bit messages: Communication(gradients=\"int8\")", _adam),
-    "zerooneadam": ("optimizer=optax.adamw; its 1-bit messages: Communication(gradients=\"int8\")", _adam),
-    "lamb": ("optimizer=optax.lamb", _lamb), "onebitlamb": ("optimizer=optax.lamb", _lamb),
-    "lion": ("optimizer=optax.lion", _lion), "sgd": ("optimizer=optax.sgd", _sgd),
-    "adagrad": ("optimizer=optax.adagrad", _adagrad),
+    "onebitadam": _ONE_BIT, "zerooneadam": _ONE_BIT, "lamb": _LAMB, "onebitlamb": _LAMB,
+    "lion": ("optimizer=optax.lion", lambda rate, read: optax.lion(
+        rate, *read["betas"], weight_decay=read["weight_decay"])),
+    "sgd": ("optimizer=optax.sgd", lambda rate, read: _decayed(
+        read, optax.sgd(rate, momentum=read["momentum"] or None))),
+    "adagrad": ("optimizer=optax.adagrad", lambda rate, read: _decayed(read, optax.adagrad(rate, eps=read["eps"]))),
 }

@@ -17,7 +17,7 @@ from typing import Any
 from zero_jax.arguments import shown
 from zero_jax.errors import UsageError
 from zero_jax.files import read_regular, write_text
-from zero_jax.interop.safetensors_file import file_metadata
+from zero_jax.interop.safetensors_file import read_header
 
 OURS = "zero_jax.models"
 """The package of our models, wherever it is loaded from."""
@@ -53,6 +53,9 @@ def import_ours(short: str) -> ModuleType:
 CONFIG, IN_FILE = "config.json", "zero_jax_config"
 """The file beside weights; the field of a safetensors file's metadata that holds the same text."""
 
+_TABLE = "layers.huggingface"
+"""Our module that says what the fields of each family mean."""
+
 MAX_BYTES = 10_000_000
 """Of a config.json: larger is something else."""
 
@@ -66,7 +69,7 @@ def check_config(weights: Path, expected: Mapping[str, Any] | None, model: str, 
     files: those of the tensors.
     """
     files = sorted({*files})
-    found = [(file, _parsed(file, text)) for file in files if (text := file_metadata(file).get(IN_FILE)) is not None]
+    found = [(file, _parsed(file, text)) for file in files if (text := read_header(file)[1].get(IN_FILE)) is not None]
     if expected is None:
         if found:
             raise UsageError(f"{weights} says of which model it is, and of {model} that is not known: give "
@@ -88,7 +91,7 @@ def _compare(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any], 
     if found.get("model_type", kind) != kind:
         raise UsageError(f"{path} is of a model of type {shown(found['model_type'])}, and {model} is of type {kind!r}: "
                          "give the checkpoint of such a model.")
-    table = _table()
+    table = import_ours(_TABLE)
     try:
         theirs, ours = (table.settled(config, expected) for config in (found, expected))
     except table.ConfigError as error:
@@ -105,18 +108,13 @@ def model_of(folder: Path) -> tuple[ModuleType, Any]:
 
     Raises ValueError where there is none, and where it is of a model or has a field that no module of ours has.
     """
-    table = _table()
+    table = import_ours(_TABLE)
     if (config := read_config(folder)) is None:
         raise UsageError(f"{folder} has no {CONFIG}, and tensors do not show which model they are of: put it there.")
     try:
         return table.model_config(config, import_ours)
     except table.ConfigError as error:
         raise UsageError(f"{folder / CONFIG} says {error}") from error
-
-
-def _table() -> ModuleType:
-    """What the fields of each family mean."""
-    return import_ours("layers.huggingface")
 
 
 def task_of(config: Mapping[str, Any]) -> str | None:

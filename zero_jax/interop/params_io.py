@@ -243,14 +243,10 @@ def _unread(path: Path | str, step: Any, layout: Layout, names: Names, new: Sequ
         lambda each=each: functools.partial(each.read, tensors)) for name, each in parts.items()}
 
 
-def _trees(state: ZeroState) -> tuple[Any, Any, Any]:
-    return state.params, state.frozen, state.variables
-
-
 def model_leaves(state: ZeroState) -> list[tuple[str, Any]]:
     """(name, leaf) of parameters, frozen parameters and variables, which together are the model."""
-    params, frozen, variables = map(named_leaves, _trees(state))
-    return [*params, *frozen, *((VARIABLES + name, leaf) for name, leaf in variables)]
+    variables = [(VARIABLES + name, leaf) for name, leaf in named_leaves(state.variables)]
+    return [*named_leaves(state.params), *named_leaves(state.frozen), *variables]
 
 
 def parts_of(leaves: Mapping[str, tuple[tuple[int, ...], Any]], names: Names) -> dict[str, Parts]:

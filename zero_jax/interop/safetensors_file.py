@@ -70,21 +70,14 @@ def find_tensors(path: Path) -> dict[str, Tensor]:
         path = inside[0]
     if path.suffix == ".json":
         return _read_index(path)
-    return read_header(path)
+    return read_header(path)[0]
 
 
-def file_metadata(path: Path) -> dict[str, str]:
-    """The metadata of one file. Raises ValueError as `read_header`."""
-    return _read_header(path)[1]
+def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(The tensors of one file by name, its metadata). Raises ValueError for anything but a complete safetensors file.
 
-
-def read_header(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file by name. Raises ValueError for anything but a complete safetensors file."""
-    return _read_header(path)[0]
-
-
-def _read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors by name, and metadata, from a header every size of which is checked against the file."""
+    Every size in the header is checked against the file.
+    """
     with _readable(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -150,7 +143,7 @@ def _read_index(path: Path) -> dict[str, Tensor]:
         if name != Path(name).name or "\\" in name or not name.endswith(SUFFIX):
             raise UsageError(f"{path} names the file {named(name)}, and only safetensors files beside it are opened.")
         listed = {tensor for tensor, file in names.items() if file == name}
-        inside = read_header(path.with_name(name))
+        inside, _ = read_header(path.with_name(name))
         if listed != inside.keys():
             raise UsageError(f"{path} and {name} differ in tensors {few(sorted(listed ^ inside.keys()))}: "
                              f"{len(listed)} of them by the index, {len(inside)} by the file.")
