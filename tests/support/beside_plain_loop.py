@@ -14,6 +14,7 @@ from flax import nnx
 
 from support.flat import flat_step
 from support.oracle import slow
+from support.plain_training import plain_training
 from zero_jax.tree import named_leaves
 
 OPTIMIZER = optax.sgd(0.02, momentum=0.9)
@@ -33,34 +34,8 @@ def squares(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
-def plain_linen(model, params, variables, batches, loss, dtype=None):
-    """Losses, parameters and variables of Flax's own loop, on one device; `dtype`: in which floats are read."""
-    opt_state = OPTIMIZER.init(params)
-
-    def cast(tree):
-        return jax.tree.map(lambda x: x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
-
-    @jax.jit
-    def step(params, variables, opt_state, batch):
-        scales = {name: tree for name, tree in variables.items() if name == "_overwrite_with_gradient"}
-
-        def loss_of(params, scales):
-            everything = {"params": cast(params), **variables, **scales}
-            return nn.apply(loss, model, mutable=list(variables))(everything, cast(batch))
-
-        (value, new), (grads, scales) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(params, scales)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        return value, optax.apply_updates(params, updates), {**new, **scales}, opt_state
-
-    losses = []
-    for batch in batches:
-        value, params, variables, opt_state = step(params, variables, opt_state, jax.tree.map(jnp.asarray, batch))
-        losses.append(float(value))
-    return losses, params, variables
-
-
 def plain_nnx(factory, params, variables, batches, loss):
-    """The same of Flax's own loop over a module, which it changes, on one device."""
+    """Losses, parameters and variables of Flax's own loop over a module, which it changes; it may have plain arrays."""
     module = factory(nnx.Rngs(0))
     values = dict(named_leaves(params) + named_leaves(variables))
     for path, variable in nnx.to_flat_state(nnx.state(module)):
@@ -87,9 +62,11 @@ def compare(model, stage, batches, loss=squares, *, plain=None, dtype=None, tole
     step = flat_step(model, stage, optimizer=OPTIMIZER, loss=loss, **options)
     state = step.init(jax.random.key(0), batches[0])
     start = jax.device_get((step.params(state), state.variables))
-    flavour = {"dtype": dtype} if isinstance(model, nn.Module) else {}
-    loop = plain_linen if isinstance(model, nn.Module) else plain_nnx
-    expected, *plain_trees = loop(plain or model, *start, batches, loss, **flavour)
+    if isinstance(model, nn.Module):
+        run = plain_training(plain or model, OPTIMIZER, loss, batches, start=start, compute=dtype)
+        expected, *plain_trees = run.losses, run.params, run.variables
+    else:
+        expected, *plain_trees = plain_nnx(plain or model, *start, batches, loss)
     losses = []
     for batch in batches:
         state, metrics = step(state, batch)

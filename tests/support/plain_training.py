@@ -18,6 +18,10 @@ SOWN = ("intermediates", "losses")
 """Collections of Linen modules that every step starts anew, since `sow` would append to them for ever."""
 
 
+OVERWRITTEN = ("_overwrite_with_gradient",)
+"""Those whose gradient is their next value, such as Flax's scales of float8."""
+
+
 class Run(NamedTuple):
     """Losses and gradient norms of each step; parameters before and after, and the model's other variables."""
 
@@ -28,12 +32,14 @@ class Run(NamedTuple):
     variables: Any
 
 
-def plain_training(model: Any, optimizer: Any, loss: Callable[..., Any], batches: Sequence[Any],
-                   *, seed: int = 0, compute: Any = None, rng_streams: Sequence[str] = ("dropout",)) -> Run:
+def plain_training(model: Any, optimizer: Any, loss: Callable[..., Any], batches: Sequence[Any], *, seed: int = 0,
+                   start: tuple[Any, Any] | None = None, compute: Any = None,
+                   rng_streams: Sequence[str] = ("dropout",)) -> Run:
     """Trains for one step on each of `batches`; `loss(model, batch)` is the mean, or a tuple that begins with it.
 
-    model: a Linen module, or a function of `rngs` that makes an NNX module. compute: the dtype in which floating
-    parameters and batches are used; they are stored as the model made them.
+    model: a Linen module, or a function of `rngs` that makes an NNX module. start: parameters and variables, in place
+    of those of the seed. compute: the dtype in which floating parameters and batches are used; they are stored as the
+    model made them.
     """
     linen = isinstance(model, nn.Module)
     init, apply = linen_functions(model, loss, rng_streams) if linen else nnx_functions(model, loss)
@@ -46,16 +52,20 @@ def plain_training(model: Any, optimizer: Any, loss: Callable[..., Any], batches
 
     @jax.jit
     def step(number: Any, params: Any, variables: Any, opt_state: Any, batch: Any) -> Any:
-        def loss_of(params: Any) -> Any:
-            out, *new = apply(cast(params), variables, jax.random.fold_in(step_key, number), cast(batch))
+        def loss_of(params: Any, overwritten: Any) -> Any:
+            out, *new = apply(cast(params), {**variables, **overwritten}, jax.random.fold_in(step_key, number),
+                              cast(batch))
             return (out[0] if isinstance(out, tuple) else out), new
 
-        (value, (variables, written)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        overwritten = {name: variables[name] for name in OVERWRITTEN if name in variables}
+        (value, (variables, written)), (grads, overwritten) = jax.value_and_grad(
+            loss_of, argnums=(0, 1), has_aux=True)(params, overwritten)
+        variables = {**variables, **overwritten}
         params = params if compute is not None else written
         updates, opt_state = update(grads, opt_state, params, value)
         return optax.apply_updates(params, updates), variables, opt_state, value, optax.tree.norm(grads)
 
-    start, variables = jax.jit(init)(make_key, cast(batches[0]))
+    start, variables = start or jax.jit(init)(make_key, cast(batches[0]))
     params, opt_state, losses, norms = start, jax.jit(optimizer.init)(start), [], []
     for number, batch in enumerate(batches):
         params, variables, opt_state, value, norm = step(number, params, variables, opt_state, batch)

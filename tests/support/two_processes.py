@@ -1,4 +1,4 @@
-"""A program in two real processes of two simulated devices each, as one run of `jax.distributed`."""
+"""A program in two real processes or more, of some simulated devices each, as one run of `jax.distributed`."""
 
 import contextlib
 import os
@@ -29,15 +29,17 @@ batch = {name: jax.make_array_from_callback((8, 16), rows, part.__getitem__)
 
 
 @contextlib.contextmanager
-def two_processes(program: str, *args: str, xla_flags: str = "") -> Iterator[list[subprocess.Popen[str]]]:
-    """Both, started with (address, number, *args) as `sys.argv[1:]`; they are killed at the end."""
+def two_processes(program: str, *args: str, count: int = 2, devices: int = 2, xla_flags: str = ""
+                  ) -> Iterator[list[subprocess.Popen[str]]]:
+    """Both, or `count`, started with (address, number, *args) as `sys.argv[1:]`; they are killed at the end."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
-                        "XLA_FLAGS": with_ordered_collectives(f"--xla_force_host_platform_device_count=2 {xla_flags}")}
+                        "XLA_FLAGS": with_ordered_collectives(
+                            f"--xla_force_host_platform_device_count={devices} {xla_flags}")}
     processes = [subprocess.Popen([sys.executable, "-c", program, address, str(number), *args], env=env,
-                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for number in range(2)]
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for number in range(count)]
     try:
         yield processes
     finally:
