@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import matplotlib.pyplot as plt
 import optax
+from fine_tune import flags_of
 
 from models import llama
 from zero_jax.cli.objectives.choose import objective_of
@@ -40,15 +41,6 @@ def config_of(out: Path, args: argparse.Namespace) -> TrainConfig:
     return TrainConfig(
         stage=3, model=MODEL, devices=args.devices, data=(str(out / "tokens"),), batch_size=8, seq_len=256,
         steps=args.steps, learning_rate=2e-3, eval_every=100, save_every=200, out=out / "library", resume=True)
-
-
-def flags_of(config: TrainConfig) -> list[str]:
-    """`config` as the command line has it."""
-    return ["--stage", str(config.stage), "--model", config.model, "--devices", str(config.devices),
-            "--data", *config.data, "--batch-size", str(config.batch_size), "--seq-len", str(config.seq_len),
-            "--steps", str(config.steps), "--learning-rate", str(config.learning_rate),
-            "--eval-every", str(config.eval_every), "--save-every", str(config.save_every), "--resume",
-            "--out", str(config.out)]
 
 
 def plain_loop(config: TrainConfig, *, steps: int, order: int = 1) -> Iterator[dict[str, float]]:

@@ -109,20 +109,6 @@ def test_the_batches_of_any_devices_are_the_same_and_resume(spec, devices):
         assert array.sharding == NamedSharding(mesh, spec)
 
 
-def test_each_row_is_made_once_and_only_for_its_devices():
-    made = []
-
-    def count(row, key):
-        made.append(key[1])
-        return row
-
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "context"))
-    batches = make(make=count, sharding=NamedSharding(mesh, P("data", "context")))
-    made.clear()
-    batches[3]
-    assert sorted(made) == [*range(24, 32)]
-
-
 @pytest.mark.parametrize("options, message", [
     ({"seed": 4}, "seed=3 saved but seed=4 now"), ({"batch_size": 4}, "batch_size=8 saved but batch_size=4"),
     ({"weights": (0.5, 0.5)}, "order="), ({"name": "other"}, "objective=")])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_jax.data import extras
-from zero_jax.data.text_sources import files_of, format_of, json_rows, parquet_rows, unseen
+from zero_jax.data.text_sources import files_of, format_of, json_rows, parquet_rows, unseen, utf8
 from zero_jax.errors import UsageError, few, named, printable
 from zero_jax.files import read_regular
 
@@ -348,7 +348,7 @@ def _plain(row: Row, field: str, read: Iterable[str], template: Template, where:
                              "that name.")
     if not row[field]:
         raise UsageError(f"{where}: {field} is empty: there is no response to learn: leave it out.")
-    return [Piece(_utf8(row["prompt"]), False), Piece(_utf8(row[field]), True, ends=True)]
+    return [Piece(utf8(row["prompt"]), False), Piece(utf8(row[field]), True, ends=True)]
 
 
 def _check_fields(row: Row, read: Iterable[str], template: Template, where: str) -> None:
@@ -409,9 +409,5 @@ def _messages(value: Any, field: str, where: str) -> Messages:
         if weight is not None and (weight not in (0, 1) or weight and message["role"] != "assistant"):
             raise UsageError(f"{where}: {field}: weight {named(weight)} of the {message['role']}: give 0 or 1, and 1 "
                              "to messages of the assistant alone: others are read and never learned.")
-    return [{name: _utf8(part) if name == "content" and isinstance(part, str) else part
+    return [{name: utf8(part) if name == "content" and isinstance(part, str) else part
              for name, part in message.items() if name != "weight" or part is not None} for message in value]
-
-
-def _utf8(text: str) -> str:
-    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")

@@ -247,8 +247,12 @@ def _as_text(value: Any, field: str, where: str) -> str:
     if not isinstance(value, str):
         raise UsageError(f"{where}: {named(field)} is {type(value).__name__} and no text: name the field with the text "
                          "as text_field, or leave such rows out.")
-    # A lone surrogate, which JSON can spell and UTF-8 cannot, is U+FFFD as other bytes that are no text.
-    return value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    return utf8(value)
+
+
+def utf8(text: str) -> str:
+    """`text` with U+FFFD for each lone surrogate, which JSON can spell and UTF-8 cannot."""
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
 def parquet_rows(path: Any, columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
