@@ -51,7 +51,7 @@ def between(steps):
 def slice_bytes(trainer, slices, batch):
     """Bytes that a device sends between slices, in a step on average; XLA:CPU sends bfloat16 as float32."""
     if isinstance(trainer, zero_jax.DiLoCoStep):
-        elements = sum(piece.elements for fragment in trainer.fragments(batch) for piece in fragment.values())
+        elements = sum(chunk.elements for fragment in trainer.fragments(batch) for chunk in fragment.values())
         elements *= jax.numpy.dtype(trainer.outer.dtype).itemsize / 4 / trainer.outer.every
     else:
         elements = trainer.layout(batch).num_params / (DEVICES // slices)

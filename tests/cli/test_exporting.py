@@ -199,11 +199,11 @@ def test_a_tokenizer_without_a_template_gets_that_of_the_run(tmp_path, chat_run)
         exported(chat_run, tmp_path / "refused", at=2, tokenizer=folder)
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"},
                 {"role": "user", "content": "why?"}]
-    (pieces,) = SimpleTemplate().examples(Conversation(messages), "here")
+    (spans,) = SimpleTemplate().examples(Conversation(messages), "here")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # as transformers has it
     rendered = environment.from_string(files["chat_template.jinja"].decode()).render(
         messages=messages, eos_token="<stop>", add_generation_prompt=True)
-    assert rendered == "".join(piece.text + "<stop>" * piece.ends for piece in pieces) + "<|assistant|>\n"
+    assert rendered == "".join(span.text + "<stop>" * span.ends for span in spans) + "<|assistant|>\n"
     assert files["generation_config.json"]["eos_token_id"] == 8
 
 

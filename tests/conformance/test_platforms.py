@@ -1,7 +1,7 @@
 """What a step does on TPUs and GPUs, computed on simulated devices with their decisions, beside a plain loop.
 
 Each row is a platform, the axes that ZeRO shards over, major first, a stage and options. They take the explicit
-scatters of a TPU (tiles, rows, columns, flat, summed and cut), gathers in pieces, ahead and before loops, reductions
+scatters of a TPU (tiles, rows, columns, flat, summed and cut), gathers in chunks, ahead and before loops, reductions
 beside products, codes in words, a GPU's copy engines and merged shapes.
 """
 
@@ -64,7 +64,7 @@ class Net(nn.Module):
 
 
 NETS = {"even": Net(64, 256, 128), "odd": Net(60, 100, 131), "wide": Net(256, 2048, 512)}
-"""The wide one's weights fill tiles, and are gathered in pieces where weights are."""
+"""The wide one's weights fill tiles, and are gathered in chunks where weights are."""
 
 
 def loss(model, batch):
@@ -169,7 +169,7 @@ def test_scatters_in_the_order_of_the_mesh_are_caught(platform, stage, hpz, monk
 @pytest.mark.parametrize(("platform", "stage", "net", "programs"), [
     ("v5e:2x4", 1, "wide", 3), ("v5e:2x4", 3, "wide", 2), ("v5p:2x2x2", 2, "wide", 3), ("v6e:2x4", 3, "wide", 2)])
 def test_the_passes_of_a_platform_change_its_program(platform, stage, net, programs):
-    """Else the rows above would compute what any device does: pieces, tiles, beside products.
+    """Else the rows above would compute what any device does: chunks, tiles, beside products.
 
     At stage 3 `overlap` adds nothing to the program: XLA's options do all of it.
     """

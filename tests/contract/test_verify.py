@@ -58,7 +58,7 @@ def test_a_step_compiles_itself_and_is_held_against_its_own_contract():
 
 
 def test_a_sum_of_a_gradient_and_of_other_numbers_is_two():
-    """An embedding's gradient and the scalars of a norm in one all-reduce, as of a program in pieces."""
+    """An embedding's gradient and the scalars of a norm in one all-reduce, as of a program in buffers."""
     found = program("cpu stage 3")
     size, dims = next((math.prod(shape[1]), shape[1]) for c in found.report.results[1].collectives
                       for shape in c.shapes if 1000 < math.prod(shape[1]) < 8000)

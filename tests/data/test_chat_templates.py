@@ -15,22 +15,22 @@ RECORDED = json.loads((Path(__file__).parent / "generation_masks.json").read_tex
 PLAIN = THOUGHTS.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 
 
-def texts(pieces):
-    return "".join(piece.text for piece in pieces), [piece.text for piece in pieces if piece.response]
+def texts(spans):
+    return "".join(span.text for span in spans), [span.text for span in spans if span.response]
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_blocks_are_what_transformers_marks(name, conversation):
-    (pieces,) = ChatTemplate(TEMPLATES[name], {}, "t").examples(Conversation(CONVERSATIONS[conversation]), "x")
-    text, learned = texts(pieces)
+    (spans,) = ChatTemplate(TEMPLATES[name], {}, "t").examples(Conversation(CONVERSATIONS[conversation]), "x")
+    text, learned = texts(spans)
     recorded, marked = RECORDED[name][conversation]
     assert (text, [part for part in learned if part]) == (recorded, marked)
     # The control: another place of the mark is another mask.
     other = TEMPLATES[name].replace("{%- endgeneration %}", ".{%- endgeneration %}").replace(
         "{% endgeneration %}", ".{% endgeneration %}")
-    (pieces,) = ChatTemplate(other, {}, "t").examples(Conversation(CONVERSATIONS[conversation]), "x")
-    assert texts(pieces)[1] != marked
+    (spans,) = ChatTemplate(other, {}, "t").examples(Conversation(CONVERSATIONS[conversation]), "x")
+    assert texts(spans)[1] != marked
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
@@ -45,11 +45,11 @@ def test_each_response_is_learned_as_the_model_is_to_write_it(conversation):
             whole = template._text(messages[:number + 1], Conversation(messages), "x")
             expected.append((prompt, whole.removeprefix(prompt)))
     found = []
-    for pieces in examples:
+    for spans in examples:
         before = ""
-        for piece in pieces:
-            found += [(before, piece.text)] * piece.response
-            before += piece.text
+        for span in spans:
+            found += [(before, span.text)] * span.response
+            before += span.text
     assert found == expected and all("</think>" in answer for _, answer in found)
     assert len(examples) == 2 and sum(map(len, examples)) == 2 * len(found)  # tools: two responses share an example
     _, once = texts(ChatTemplate(THOUGHTS, {}, "t").examples(Conversation(messages), "x")[0])
@@ -59,8 +59,8 @@ def test_each_response_is_learned_as_the_model_is_to_write_it(conversation):
 def test_a_template_that_keeps_thoughts_needs_one_example():
     """The control: what makes examples several is the text alone."""
     keeps = PLAIN.replace("loop.index0 > last.user and (loop.last or thought)", "thought")
-    (pieces,) = instructions({"messages": CONVERSATIONS["thoughts"]}, ChatTemplate(keeps, {}, "t"), "x")
-    assert ["</think>" in answer for answer in texts(pieces)[1]] == [True, True]
+    (spans,) = instructions({"messages": CONVERSATIONS["thoughts"]}, ChatTemplate(keeps, {}, "t"), "x")
+    assert ["</think>" in answer for answer in texts(spans)[1]] == [True, True]
 
 
 def test_thoughts_that_are_dropped_later_are_read():
@@ -77,8 +77,8 @@ def test_weights_and_pairs_of_turns():
                      for message in CONVERSATIONS["thoughts"][1::2])
     messages, template = CONVERSATIONS["thoughts"], ChatTemplate(PLAIN, {}, "t")
     for weighted, answer in (([messages[0], first, *messages[2:]], "it is"), ([*messages[:3], second], "two, four")):
-        (pieces,) = instructions({"messages": weighted}, template, "x")
-        assert [answer in text for text in texts(pieces)[1]] == [True]
+        (spans,) = instructions({"messages": weighted}, template, "x")
+        assert [answer in text for text in texts(spans)[1]] == [True]
     chosen, rejected = preference({"prompt": messages[:3], "chosen": messages[3:],
                                    "rejected": [{"role": "assistant", "content": "No"}]}, template, "x")
     assert [texts(each)[1] for each in (chosen, rejected)] == [

@@ -27,8 +27,8 @@ def documents(lengths):
     return Documents(np.arange(1, offsets[-1] + 1), offsets)
 
 
-def pieces(source, causal):
-    """(inputs, targets) of each piece of each row, of which the padding is checked."""
+def chunks(source, causal):
+    """(inputs, targets) of each chunk of each row, of which the padding is checked."""
     for number in range(source.num_examples):
         row = source.row(number)
         segments = row["segment_ids"]
@@ -48,7 +48,7 @@ def test_no_token_is_lost_and_none_comes_twice(pack, causal):
     rows = DocumentRows(given, 16, pack=pack, causal=causal)
     seen = []
     starts = {*(given.offsets[:-1] + 1)}
-    for inputs, targets in pieces(rows, causal):
+    for inputs, targets in chunks(rows, causal):
         assert inputs == [*range(inputs[0], inputs[0] + len(inputs))]
         if causal:
             assert targets == [token + 1 for token in inputs]

@@ -138,7 +138,7 @@ def test_options_that_a_template_would_overwrite_are_refused():
 @pytest.mark.parametrize("pack", [False, True])
 def test_rows_have_weights_where_the_target_is_a_response(pack):
     rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "x", "completion": "yz"}]
-    examples = encode([pieces for row in rows for pieces in instructions(row, SimpleTemplate(), "")], ByteTokenizer())
+    examples = encode([spans for row in rows for spans in instructions(row, SimpleTemplate(), "")], ByteTokenizer())
     source = ResponseRows(examples, 8, pack=pack, pad=0)
     assert source.num_examples == (1 if pack else 2)
     found = [bytes(row["targets"][row["weights"] > 0].tolist()).decode() for row in map(
@@ -184,7 +184,7 @@ def test_pairs():
     # Of a conversation the last response alone is compared.
     chosen, rejected = preference({"chosen": CHAT, "rejected": [*CHAT[:4], {"role": "assistant", "content": "No"}]},
                                   SimpleTemplate(), "")
-    assert [[piece.text for piece in each if piece.response] for each in (chosen, rejected)] == [["Yes"], ["No"]]
+    assert [[span.text for span in each if span.response] for each in (chosen, rejected)] == [["Yes"], ["No"]]
 
 
 @pytest.mark.parametrize(("row", "message"), [
@@ -220,7 +220,7 @@ def test_blocks_of_generation_are_what_is_learned():
     history = template.prompt(Conversation(messages[:3]), "x")
     assert history == "<system>Be kind.\n<user>2 + 2?\n<assistant>()4;\n<assistant>"
     chosen, _ = preference({"prompt": messages[:4], "chosen": messages[4:], "rejected": CHAT[4:]}, template, "x")
-    assert [piece.text for piece in chosen if piece.response] == ["(Hm)Yes;"]
+    assert [span.text for span in chosen if span.response] == ["(Hm)Yes;"]
     without = BLOCKS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     assert len(instructions({"messages": messages}, ChatTemplate(without, {}, "t.json"), "x")) == 2  # the control
 

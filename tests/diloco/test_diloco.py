@@ -23,16 +23,16 @@ def plain_loss(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
-def plain_diloco(flavour, inner, outer, given, *, slices, every, pieces=None, overlap=False, mix=0.0):
+def plain_diloco(flavour, inner, outer, given, *, slices, every, chunks=None, overlap=False, mix=0.0):
     """Flax and optax alone, slice after slice on one device: (losses, outer parameters).
 
-    pieces: for each fragment a tree of masks like the parameters; None: all of them at once.
+    chunks: for each fragment a tree of masks like the parameters; None: all of them at once.
     """
     model = MODELS[flavour]
     init, apply = linen_functions(model, plain_loss, ()) if isinstance(model, nn.Module) else nnx_functions(
         model, plain_loss)
     outer_params, variables = jax.jit(init)(jax.random.split(jax.random.key(0))[0], given[0])
-    pieces = [jax.tree.map(jnp.ones_like, outer_params)] if pieces is None else pieces
+    chunks = [jax.tree.map(jnp.ones_like, outer_params)] if chunks is None else chunks
 
     @jax.jit
     def inner_step(params, variables, state, batch):
@@ -68,10 +68,10 @@ def plain_diloco(flavour, inner, outer, given, *, slices, every, pieces=None, ov
                 params[index], others[index], states[index], part)
             row.append(loss)
         losses.append(row)
-        fragment = due(number + (not overlap), every=every, fragments=len(pieces))
+        fragment = due(number + (not overlap), every=every, fragments=len(chunks))
         if fragment is not None:
             outer_params, outer_state, params = outer_step(
-                outer_params, outer_state, before if overlap else params, params, pieces[fragment])
+                outer_params, outer_state, before if overlap else params, params, chunks[fragment])
     return np.array(losses), outer_params
 
 
@@ -79,12 +79,12 @@ def masks(diloco, params):
     """For each fragment, which elements of the true parameters it has; stacked layers are cut in the first dim."""
     def mask(fragment):
         def of(name, leaf):
-            piece = fragment.get(name)
-            if piece is None or piece.dim is None:
-                return np.full(leaf.shape, piece is not None)
-            assert piece.dim == 0
+            chunk = fragment.get(name)
+            if chunk is None or chunk.dim is None:
+                return np.full(leaf.shape, chunk is not None)
+            assert chunk.dim == 0
             layers = np.arange(leaf.shape[0]).reshape(-1, *[1] * (leaf.ndim - 1))
-            return np.broadcast_to((layers >= piece.start) & (layers < piece.stop), leaf.shape)
+            return np.broadcast_to((layers >= chunk.start) & (layers < chunk.stop), leaf.shape)
 
         return map_named(of, params)
 
@@ -124,7 +124,7 @@ def test_numbers_are_those_of_a_plain_loop_over_slices(stage, flavour, options, 
     losses, state = trained(diloco, given)
     assert diloco.num_parts(0) == (8 * diloco.step.accumulation.microbatches if flavour == "wide" else 1)
     params = diloco.params(state)
-    plain = {"slices": 2, "every": diloco.outer.every, "pieces": masks(diloco, params),
+    plain = {"slices": 2, "every": diloco.outer.every, "chunks": masks(diloco, params),
              "overlap": diloco.outer.overlap, "mix": diloco.outer.kept}
     outer = optax.sgd(0.7, momentum=0.9, nesterov=diloco.outer.nesterov)
     plain_losses, plain_params = plain_diloco(flavour, INNER, outer, given, **plain)

@@ -117,8 +117,8 @@ def summed(parts, mesh, spec, hops):
     if "replica" in names:
         copies = {place: [*varied(place, [names.index("replica")], sizes)] for place in held}
         held = {place: np.concatenate([
-            send(sum(send(np.array_split(held[sender], len(of))[piece], len(hops) - 1) for sender in of), len(hops) - 1)
-            for piece in range(len(of))]) for place, of in copies.items()}
+            send(sum(send(np.array_split(held[sender], len(of))[chunk], len(hops) - 1) for sender in of), len(hops) - 1)
+            for chunk in range(len(of))]) for place, of in copies.items()}
     return held
 
 

@@ -11,14 +11,14 @@ import pytest
 import safetensors.numpy as safetensors_numpy
 
 from zero_jax.errors import UsageError
-from zero_jax.interop.safetensors_file import DTYPES, Piece, find_tensors, read_header, write_tensors
+from zero_jax.interop.safetensors_file import DTYPES, Output, find_tensors, read_header, write_tensors
 
 ARRAYS = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.array(7, np.int64),
           "c": np.ones((0, 5), np.float16), "d": np.array([True, False, True])}
 
 
-def pieces(arrays=ARRAYS):
-    return [Piece(name, value.dtype, value.shape, lambda value=value: value) for name, value in arrays.items()]
+def outputs(arrays=ARRAYS):
+    return [Output(name, value.dtype, value.shape, lambda value=value: value) for name, value in arrays.items()]
 
 
 def write(path: Path, header, data: bytes = b"", length: int | None = None) -> Path:
@@ -43,7 +43,8 @@ def test_what_its_library_writes_is_read(tmp_path):
 
 def test_what_is_written_its_library_reads(tmp_path):
     arrays = ARRAYS | {"e": np.arange(3).astype(ml_dtypes.bfloat16), "f": np.arange(6.0).reshape(2, 3).T}
-    (path,) = write_tensors(tmp_path / "x.safetensors", pieces(arrays), max_file_bytes=10**6, metadata={"format": "pt"})
+    (path,) = write_tensors(tmp_path / "x.safetensors", outputs(arrays), max_file_bytes=1 << 20,
+                            metadata={"format": "pt"})
     read = safetensors_numpy.load_file(path)
     assert read.keys() == arrays.keys()
     for name, value in arrays.items():
@@ -63,14 +64,14 @@ def test_dtypes_are_those_of_the_format(tmp_path, code):
 
 def test_many_files_and_their_index(tmp_path):
     arrays = {name: np.full((4,), i, np.float32) for i, name in enumerate("uvwxy")}
-    *files, index = write_tensors(tmp_path / "m.safetensors", pieces(arrays), max_file_bytes=32, metadata={})
+    *files, index = write_tensors(tmp_path / "m.safetensors", outputs(arrays), max_file_bytes=32, metadata={})
     assert [file.name for file in files] == [f"m-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert [path.name for path in tmp_path.iterdir() if path not in (*files, index)] == []
     assert json.loads(index.read_text())["metadata"] == {"total_size": 80}
     found = find_tensors(index)
     assert {name: found[name].read().tolist() for name in found} == {n: v.tolist() for n, v in arrays.items()}
     with pytest.raises(ValueError, match="ambiguous which to read"):
-        write_tensors(tmp_path / "m.safetensors", pieces(arrays), max_file_bytes=100, metadata={})
+        write_tensors(tmp_path / "m.safetensors", outputs(arrays), max_file_bytes=100, metadata={})
     index.rename(tmp_path / "model.safetensors.index.json")
     assert find_tensors(tmp_path).keys() == arrays.keys()
     files[1].write_bytes(files[2].read_bytes())
@@ -95,13 +96,13 @@ def test_an_index_opens_only_files_beside_it(tmp_path, name):
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     path = tmp_path / "x.safetensors"
-    write_tensors(path, pieces(), max_file_bytes=10**6, metadata={})
+    write_tensors(path, outputs(), max_file_bytes=10**6, metadata={})
     before = path.read_bytes()
 
     def fail():
         raise RuntimeError("lost")
 
-    broken = [*pieces(), Piece("z", np.dtype(np.float32), (2,), fail)]
+    broken = [*outputs(), Output("z", np.dtype(np.float32), (2,), fail)]
     with pytest.raises(RuntimeError, match="lost"):
         write_tensors(path, broken, max_file_bytes=10**6, metadata={})
     assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
@@ -115,7 +116,7 @@ def test_files_of_two_exports_are_not_read_as_one(tmp_path):
                 raise RuntimeError("lost")
             return np.full(4, value, np.float32)
 
-        parts = [Piece(name, np.dtype(np.float32), (4,), functools.partial(number, name)) for name in "uv"]
+        parts = [Output(name, np.dtype(np.float32), (4,), functools.partial(number, name)) for name in "uv"]
         return write_tensors(tmp_path / "m.safetensors", parts, max_file_bytes=16, metadata={})[-1]
 
     index = write(1)
@@ -132,7 +133,7 @@ def test_files_of_two_exports_are_not_read_as_one(tmp_path):
 @pytest.mark.parametrize(("out", "message"), [("x.bin", "does not end in"), ("no/x.safetensors", "cannot be written")])
 def test_a_path_that_cannot_be_written(tmp_path, out, message):
     with pytest.raises(ValueError, match=message):
-        write_tensors(tmp_path / out, pieces(), max_file_bytes=10**6, metadata={})
+        write_tensors(tmp_path / out, outputs(), max_file_bytes=10**6, metadata={})
 
 
 BROKEN = {
@@ -189,7 +190,7 @@ def test_a_file_that_cannot_be_written_whole_is_told_and_leaves_nothing(tmp_path
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a disk that is full
     try:
         with pytest.raises(UsageError, match=r"x.safetensors cannot be written \(File too large\): free space, or"):
-            write_tensors(tmp_path / "x.safetensors", pieces({"a": value}), max_file_bytes=1 << 20, metadata={})
+            write_tensors(tmp_path / "x.safetensors", outputs({"a": value}), max_file_bytes=1 << 20, metadata={})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not [*tmp_path.iterdir()]
@@ -198,5 +199,5 @@ def test_a_file_that_cannot_be_written_whole_is_told_and_leaves_nothing(tmp_path
         raise FileNotFoundError(2, "gone", "another")
 
     with pytest.raises(FileNotFoundError):  # negative control: not of this file
-        write_tensors(tmp_path / "x.safetensors", [Piece("a", value.dtype, value.shape, fails)],
+        write_tensors(tmp_path / "x.safetensors", [Output("a", value.dtype, value.shape, fails)],
                       max_file_bytes=1 << 20, metadata={})

@@ -121,7 +121,7 @@ def test_no_buffer_grows_with_depth(target, monkeypatch):
 
     allowed = 72 * (length * width * 2 + (2 + 4) * 12 * width**2 / 8)
     monkeypatch.setattr(compute_params, "MAX_GATHER_BYTES", 2**18)
-    monkeypatch.setattr(compute_params, "piece_bytes", lambda total: 2**22)
+    monkeypatch.setattr(compute_params, "chunk_bytes", lambda total: 2**22)
     assert grown() <= 1.1 * allowed
     # Control: leaves gathered whole, which GPUs transpose; XLA:TPU gathers them where they are to be.
     monkeypatch.setattr(compute_params, "MIN_BYTES", 2**60)

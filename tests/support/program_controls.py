@@ -90,7 +90,7 @@ def in_tiles_of_8(step: Any, batch: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_one_piece(step: Any, batch: Any) -> Iterator[None]:
+def in_one_chunk(step: Any, batch: Any) -> Iterator[None]:
     """Parts of gradients that fill no tiles are sent flat, at once, whatever their size, and with no barrier behind."""
     with flat(step, batch), pytest.MonkeyPatch.context() as patch:
         patch.setattr("zero_jax.gather.reduce_scatter.MAX_FLAT_BYTES", 2**40)

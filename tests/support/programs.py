@@ -28,7 +28,7 @@ from support.once import one_at_a_time
 from support.program_controls import (
     annotated,
     flat,
-    in_one_piece,
+    in_one_chunk,
     in_tiles_of_8,
     kept,
     partitioned,
@@ -149,7 +149,7 @@ MERGED = dataclasses.replace(gpt2.PRESETS["1.5b"], num_layers=2, vocab_size=512,
 WIDE = gpt2.Config(8, 768, 12, vocab_size=512, max_length=512, remat=True)
 WIDE_ON_V5P = dataclasses.replace(WIDE, num_layers=4, width=512, num_heads=4)
 DEEP = gpt2.Config(4, 512, 8, vocab_size=512, max_length=16)
-LARGE_LEAVES = gpt2.Config(4, 512, 4, vocab_size=8192, max_length=32)  # of several pieces on TPUs at stages 1 and 2
+LARGE_LEAVES = gpt2.Config(4, 512, 4, vocab_size=8192, max_length=32)  # of several chunks on TPUs at stages 1 and 2
 LINEN, NNX = gpt2.build(SMALL), gpt2_nnx.build(SMALL)
 REDUCE_FP32 = {"precision": zero_jax.Precision(params="float32", compute="bfloat16", reduce="float32")}
 FP32 = {"precision": "fp32"}
@@ -286,7 +286,7 @@ PROGRAMS: dict[str, Row] = {
     **{f"{chip} stage 3, width 1600{name * bool(change)}": gpt2_row(
         target, 3, config=gpt2.Config(2, 1600, 25, vocab_size=512, max_length=64, remat=True), batch=(1, 64),
         options={"overlap": "auto" if chip == "v5p" else False}, change=change) for chip, target, name, change in (
-            ("v5p", V5P, ", tiles of 8", in_tiles_of_8), ("v5e", V5E, ", whole", in_one_piece))
+            ("v5p", V5P, ", tiles of 8", in_tiles_of_8), ("v5e", V5E, ", whole", in_one_chunk))
        for change in (None, change)},
     **{f"v5e stage 3, 4 layers of width 1600{', flat' * bool(change)}": gpt2_row(
         V5E, 3, config=gpt2.Config(4, 1600, 25, vocab_size=512, max_length=256, remat=True), batch=(8, 256),

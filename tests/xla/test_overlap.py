@@ -264,15 +264,15 @@ def test_a_plan_tells_what_it_changes():
 
 @pytest.mark.slow
 def test_gathers_that_come_last_go_to_the_sparse_cores():
-    """At stages 1 and 2 in pieces of the old weights, which is for TPUs that are asked to overlap."""
+    """At stages 1 and 2 in chunks of the old weights, which is for TPUs that are asked to overlap."""
     layouts = [layout("v5p:2x2x2", stage) for stage in (1, 2, 3)]
     assert all("offload_all_gather=True" in each.overlap_note for each in layouts)
-    assert [each.gathers_in_pieces for each in layouts] == [True, True, False]
-    assert [layout("v5e:2x4", stage).gathers_in_pieces for stage in (1, 2, 3)] == [True, True, False]
+    assert [each.gathers_in_chunks for each in layouts] == [True, True, False]
+    assert [layout("v5e:2x4", stage).gathers_in_chunks for stage in (1, 2, 3)] == [True, True, False]
     for target, stage, options in (
             ("v5p:2x2x2", 0, {}), ("v5p:2x2x2", 2, {"overlap": False}), ("v5e:2x4", 2, {"overlap": False}),
             ("v5e:2x4", 0, {}), ("h100:8", 2, {})):
-        assert not layout(target, stage, **options).gathers_in_pieces
+        assert not layout(target, stage, **options).gathers_in_chunks
 
 
 @pytest.mark.grid

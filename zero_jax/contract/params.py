@@ -49,18 +49,18 @@ def _leaves(layout: Layout) -> list[tuple[str, Any, NamedSharding, StoredShape]]
         [*jax.tree.leaves(stored.params), *jax.tree.leaves(stored.frozen)], strict=True)]
 
 
-def param_pieces(layout: Layout) -> dict[int | tuple[int, ...], str]:
+def param_buffers(layout: Layout) -> dict[int | tuple[int, ...], str]:
     """Elements of each buffer that may be sent of a parameter -> its name."""
-    pieces: dict[int | tuple[int, ...], str] = {}
+    buffers: dict[int | tuple[int, ...], str] = {}
     for name, leaf, sharding, stored_shape in _leaves(layout):
         parts = _num_parts(leaf.shape, sharding)
         for shape in (leaf.shape, stored_shape.shape):
-            pieces |= dict.fromkeys(_piece_sizes(shape, layout.reads[name], parts, layout.axes.sizes), name)
+            buffers |= dict.fromkeys(_buffer_sizes(shape, layout.reads[name], parts, layout.axes.sizes), name)
         if codes := _codes(layout, name):
             message = parts * codes.message_size
             shape = (leaf.size // (parts * codes.num_values), message)  # of all layers, and of one
-            pieces |= dict.fromkeys(_piece_sizes(shape, ParamAccess((0,)), parts, layout.axes.sizes), name)
-    return pieces
+            buffers |= dict.fromkeys(_buffer_sizes(shape, ParamAccess((0,)), parts, layout.axes.sizes), name)
+    return buffers
 
 
 def _traffic(layout: Layout, num_microbatches: int) -> Iterator[ParamTraffic]:
@@ -159,7 +159,7 @@ def _tensor_size(sharding: NamedSharding, axes: MeshAxes) -> int:
     return axes.tensor_size if any(entry is not None for entry in compute_spec(sharding.spec, axes)) else 1
 
 
-def _piece_sizes(shape: Shape, access: ParamAccess, parts: int, mesh: Mapping[str, int]) -> set[int]:
+def _buffer_sizes(shape: Shape, access: ParamAccess, parts: int, mesh: Mapping[str, int]) -> set[int]:
     """Elements of what may be sent of a leaf: all of it or a slice of a loop, whole or sharded over some axes."""
     whole = math.prod(shape)
     loop_slice = whole // max(1, math.prod(shape[dim] for dim in access.stacked) * access.num_tiles)

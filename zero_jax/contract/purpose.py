@@ -31,10 +31,10 @@ def purpose_of(collective: Collective, contract: Contract) -> str:
     if SCATTER in collective.op_name and collective.kind in ("all-to-all", "all-gather"):
         return "reduce"  # of quantised gradients: sums across replicas are gathered again
     unmarked = collective.kind == "all-gather" and (contract.stage < 3 or not collective.op_name)
-    if unmarked and _is_piece(collective, contract):
+    if unmarked and _is_buffer(collective, contract):
         return "gather"
     if collective.kind in ("reduce-scatter", "all-reduce", "collective-permute") and (
-            collective.serves or _is_piece(collective, contract) or SCATTER in collective.op_name):
+            collective.serves or _is_buffer(collective, contract) or SCATTER in collective.op_name):
         return "reduce"
     return "activations" if activations and axes and set(axes) <= set(activations.axes) else "rest"
 
@@ -44,18 +44,18 @@ def split_by_purpose(collective: Collective, contract: Contract) -> Iterable[Col
     if collective.kind == "all-reduce":
         return _sums_by_purpose(collective, contract)
     budget = contract.budget("matrices")
-    matrices = set(budget.pieces) if budget and MATRICES_SCOPE in collective.op_name else set()
+    matrices = set(budget.buffers) if budget and MATRICES_SCOPE in collective.op_name else set()
     names = collective.op_name.split(":")
     # Keys and values may have the size of a parameter: where each buffer has a name, that says what it is.
     scope = SCATTER if collective.kind == "reduce-scatter" else GATHER_SCOPE
     named = len(names) == len(collective.shapes) and scope in collective.op_name
     mixed = named and not all(scope in name for name in names)
     if len(collective.shapes) == 1 or not mixed and (
-            collective.kind != "all-gather" or not matrices and _is_piece(collective, contract)):
+            collective.kind != "all-gather" or not matrices and _is_buffer(collective, contract)):
         return (collective,)
     parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {MATRICES_SCOPE: [], scope: [], "": []}
     for i, shape in enumerate(collective.shapes):
-        is_param = scope in names[i] if named else math.prod(shape[1]) in contract.budgets[0].pieces
+        is_param = scope in names[i] if named else math.prod(shape[1]) in contract.budgets[0].buffers
         parts[MATRICES_SCOPE if sorted_dims(shape[1]) in matrices else scope if is_param else ""].append(shape)
     return [_part(collective, shapes, scope) for scope, shapes in parts.items() if shapes]
 
@@ -67,10 +67,10 @@ def _sums_by_purpose(collective: Collective, contract: Contract) -> Iterable[Col
     and eight scalars were taken for the rest together.
     """
     if len(collective.shapes) == 1 or collective.serves or SCATTER in collective.op_name or (
-            MATRICES_SCOPE in collective.op_name or _is_piece(collective, contract)):
+            MATRICES_SCOPE in collective.op_name or _is_buffer(collective, contract)):
         return (collective,)
-    is_piece = [math.prod(shape[1]) in contract.budgets[0].pieces for shape in collective.shapes]
-    parts = [[shape for shape, own in zip(collective.shapes, is_piece, strict=True) if own == wanted]
+    is_buffer = [math.prod(shape[1]) in contract.budgets[0].buffers for shape in collective.shapes]
+    parts = [[shape for shape, own in zip(collective.shapes, is_buffer, strict=True) if own == wanted]
              for wanted in (True, False)]
     return [_part(collective, shapes, "") for shapes in parts if shapes]
 
@@ -101,7 +101,7 @@ def _is_gradient(collective: Collective) -> bool:
     return SCATTER in collective.op_name or collective.kind == "reduce-scatter" and bool(collective.serves)
 
 
-def _is_piece(collective: Collective, contract: Contract) -> bool:
+def _is_buffer(collective: Collective, contract: Contract) -> bool:
     """Whether all but a thousandth of its elements are buffers of the size of some parameter."""
     sizes = [math.prod(dims) for _, dims in collective.shapes]
-    return sum(size for size in sizes if size not in contract.budgets[0].pieces) <= 1e-3 * sum(sizes)
+    return sum(size for size in sizes if size not in contract.budgets[0].buffers) <= 1e-3 * sum(sizes)

@@ -25,7 +25,7 @@ class TrafficBudget:
         kinds: the collectives that are meant to carry it; another kind is noted, but only bytes break a contract.
         axes: the mesh axes that it may cross.
         communication_bytes: what each device may send per step, counted as rings do.
-        pieces: elements of each buffer that may be sent (of whole matrices: sorted dims) -> the parameter that it
+        buffers: elements of each buffer that may be sent (of whole matrices: sorted dims) -> the parameter that it
             holds; empty where anything small may be.
         key: short for the purpose: "gather", "reduce", "rest", "matrices", "activations", "slices" or "outer".
         code_bytes: of `communication_bytes` those that are promised as quantised codes (bytes, `CODES`).
@@ -35,7 +35,7 @@ class TrafficBudget:
     kinds: tuple[str, ...]
     axes: AxisNames
     communication_bytes: float
-    pieces: Mapping[int | tuple[int, ...], str] = dataclasses.field(default_factory=dict, repr=False)
+    buffers: Mapping[int | tuple[int, ...], str] = dataclasses.field(default_factory=dict, repr=False)
     key: str = ""
     code_bytes: float = 0.0
 

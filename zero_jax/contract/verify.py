@@ -14,7 +14,7 @@ from zero_jax.contract.codes import code_violations, tile_violations
 from zero_jax.contract.host import HostUse, host_budget, host_violations
 from zero_jax.contract.memory import memory_violations, state_budget, state_violations
 from zero_jax.contract.minimum import detours, shortfalls
-from zero_jax.contract.params import min_itemsize, param_pieces, param_traffic
+from zero_jax.contract.params import min_itemsize, param_buffers, param_traffic
 from zero_jax.contract.purpose import purpose_of, sorted_dims, split_by_purpose
 from zero_jax.contract.report import Contract, Report, TrafficBudget, TrafficResult
 from zero_jax.contract.violations import (
@@ -55,7 +55,7 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
 
     # First, parameters and gradients, and how often microbatches send them.
     num_microbatches = 1 if accumulation is None else accumulation.microbatches
-    params, pieces = param_traffic(layout, num_microbatches), param_pieces(layout)
+    params, buffers = param_traffic(layout, num_microbatches), param_buffers(layout)
     gathered, reduced = sum(each.gathered_bytes for each in params), sum(each.reduced_bytes for each in params)
     num_reductions = 1 if accumulation is None or accumulation.once else num_microbatches
     reduced *= num_reductions
@@ -76,9 +76,9 @@ def contract_of(layout: Layout, accumulation: Accumulation | None = None, optimi
         how = "all microbatches of a step" + ", and in each of them over the hpZ axes" * copies.gathers_at_use
     budgets = [
         TrafficBudget(f"parameters gathered for {how}" if zero_axes else "no parameter gathered", ("all-gather",),
-                      zero_axes, gathered, pieces, "gather", gathered_codes),
+                      zero_axes, gathered, buffers, "gather", gathered_codes),
         TrafficBudget("gradients summed" + (" and scattered" if zero_axes else ""),
-                      ("reduce-scatter", "all-reduce") if zero_axes else ("all-reduce",), names, reduced, pieces,
+                      ("reduce-scatter", "all-reduce") if zero_axes else ("all-reduce",), names, reduced, buffers,
                       "reduce", reduced_codes),
         TrafficBudget("metrics, statistics of the batch and other small sums",
                       ("all-reduce", "all-gather", "reduce-scatter", "collective-permute"), names, small,

@@ -27,7 +27,7 @@ _BEGINS, _ENDS = "\ufdd0", "\ufdd1"
 Messages = Sequence[Mapping[str, Any]]
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """A part of an example. response: the model is to predict it. ends: the end of text comes after it."""
 
     text: str
@@ -48,7 +48,7 @@ class SimpleTemplate:
 
     >>> (example,) = SimpleTemplate().examples(Conversation([
     ...     {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]), "line 1")
-    >>> [piece.text for piece in example]
+    >>> [span.text for span in example]
     ['<|user|>\n2 + 2?\n<|assistant|>\n', '4', '\n']
     """
 
@@ -67,20 +67,20 @@ class SimpleTemplate:
 
     def prompt(self, conversation: Conversation, where: str) -> str:
         """The text after which a response begins."""
-        (pieces,) = self.examples(conversation, where)
-        return "".join(piece.text for piece in pieces) + "<|assistant|>\n"
+        (spans,) = self.examples(conversation, where)
+        return "".join(span.text for span in spans) + "<|assistant|>\n"
 
-    def examples(self, conversation: Conversation, where: str) -> list[list[Piece]]:
-        """The pieces of a conversation; each message of the assistant is a response, but for those of weight 0."""
-        pieces, prompt = [], ""
+    def examples(self, conversation: Conversation, where: str) -> list[list[Span]]:
+        """The spans of a conversation; each message of the assistant is a response, but for those of weight 0."""
+        spans, prompt = [], ""
         for message in conversation.messages:
             prompt += f"<|{message['role']}|>\n"
             if message["role"] == "assistant":
-                pieces += [Piece(prompt, False), Piece(message["content"], _is_learned(message), ends=True)]
+                spans += [Span(prompt, False), Span(message["content"], _is_learned(message), ends=True)]
                 prompt = "\n"
             else:
                 prompt += f"{message['content']}\n"
-        return [[*pieces, Piece(prompt, False)]]
+        return [[*spans, Span(prompt, False)]]
 
 
 class ChatTemplate:
@@ -129,8 +129,8 @@ class ChatTemplate:
         text = self._rendered(conversation, where, add_generation_prompt=True)
         return text.replace(_BEGINS, "").replace(_ENDS, "")
 
-    def examples(self, conversation: Conversation, where: str) -> list[list[Piece]]:
-        """The pieces of a conversation, by example: each message of the assistant, with what ends it, is a response.
+    def examples(self, conversation: Conversation, where: str) -> list[list[Span]]:
+        """The spans of a conversation, by example: each message of the assistant, with what ends it, is a response.
 
         Of a template that writes earlier messages otherwise once others follow (Qwen 3's leaves their thoughts out) a
         response is learned as the model is to write it, after what it will then read: another example begins with each
@@ -140,7 +140,7 @@ class ChatTemplate:
         """
         if self._has_blocks:
             return [self._blocks(conversation, where)]
-        examples, done, messages = list[list[Piece]](), None, conversation.messages
+        examples, done, messages = list[list[Span]](), None, conversation.messages
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -152,12 +152,12 @@ class ChatTemplate:
                                  "prompt for it, so that the response has no place: give blocks {% generation %}.")
             if done is None or not prompt.startswith(done):
                 examples, done = [*examples, []], ""
-            examples[-1] += [Piece(prompt[len(done):], False), Piece(whole[len(prompt):], _is_learned(message))]
+            examples[-1] += [Span(prompt[len(done):], False), Span(whole[len(prompt):], _is_learned(message))]
             done = whole
-        return [each for each in examples if any(piece.response for piece in each)] or examples[:1] or [[]]
+        return [each for each in examples if any(span.response for span in each)] or examples[:1] or [[]]
 
-    def _blocks(self, conversation: Conversation, where: str) -> list[Piece]:
-        """The pieces of a conversation, whose responses are what the blocks {% generation %} wrote."""
+    def _blocks(self, conversation: Conversation, where: str) -> list[Span]:
+        """The spans of a conversation, whose responses are what the blocks {% generation %} wrote."""
         text = self._rendered(conversation, where, add_generation_prompt=False)
         parts = re.split(f"[{_BEGINS}{_ENDS}]", text)
         marks = "".join(mark for mark in text if mark in (_BEGINS, _ENDS))
@@ -171,7 +171,7 @@ class ChatTemplate:
                                  f"{len(learned)} messages of the assistant, so that a weight of 0 has no place: leave "
                                  "it out.")
             learned = [True] * (len(parts) // 2)
-        return [Piece(part, number % 2 == 1 and learned[number // 2]) for number, part in enumerate(parts)]
+        return [Span(part, number % 2 == 1 and learned[number // 2]) for number, part in enumerate(parts)]
 
     def _text(self, messages: Messages, conversation: Conversation, where: str) -> str:
         return self._rendered(conversation._replace(messages=messages), where, add_generation_prompt=False)
@@ -285,8 +285,8 @@ def read_rows(names: str | Iterable[str]) -> Iterator[tuple[str, Row]]:
         yield from readers[format_of(path)](path)
 
 
-def instructions(row: Row, template: Template, where: str) -> list[list[Piece]]:
-    """The pieces of the examples of a row, one unless its template needs more. Raises ValueError for no response."""
+def instructions(row: Row, template: Template, where: str) -> list[list[Span]]:
+    """The spans of the examples of a row, one unless its template needs more. Raises ValueError for no response."""
     if "messages" in row:
         conversation = _conversation(row, row["messages"], "messages", template, where)
         examples = template.examples(conversation, where)
@@ -300,8 +300,8 @@ def instructions(row: Row, template: Template, where: str) -> list[list[Piece]]:
     return [_plain(row, "completion", ("prompt", "completion"), template, where)]
 
 
-def preference(row: Row, template: Template, where: str) -> tuple[list[Piece], list[Piece]]:
-    """The pieces of the chosen and of the rejected response, each with its prompt."""
+def preference(row: Row, template: Template, where: str) -> tuple[list[Span], list[Span]]:
+    """The spans of the chosen and of the rejected response, each with its prompt."""
     if not {"chosen", "rejected"} <= row.keys():
         raise UsageError(f"{where}: it has the fields {few(list(row))}: give prompt, chosen and rejected.")
     if row["chosen"] == row["rejected"]:
@@ -310,7 +310,7 @@ def preference(row: Row, template: Template, where: str) -> tuple[list[Piece], l
     return chosen, rejected
 
 
-def _answer(row: Row, field: str, template: Template, where: str) -> list[Piece]:
+def _answer(row: Row, field: str, template: Template, where: str) -> list[Span]:
     if isinstance(row[field], str) and isinstance(row.get("prompt"), str):
         return _plain(row, field, _PAIR, template, where)
     before = row.get("prompt") or []
@@ -326,16 +326,16 @@ def _answer(row: Row, field: str, template: Template, where: str) -> list[Piece]
         raise UsageError(f"{where}: {field}: a message has a weight, and of preferences the last response alone is "
                          "compared: leave it out.")
     examples = template.examples(conversation, where)
-    number = sum(piece.response for each in examples for piece in each)
+    number = sum(span.response for each in examples for span in each)
     if number != sum(message["role"] == "assistant" for message in conversation.messages):
         raise UsageError(f"{where}: {field}: {template.name} writes {number} blocks {{% generation %}}, not one for "
                          "each message of the assistant: the last response has no place: leave it out.")
-    pieces = examples[-1]
-    last = max(number for number, piece in enumerate(pieces) if piece.response)
-    return [piece if number == last else piece._replace(response=False) for number, piece in enumerate(pieces)]
+    spans = examples[-1]
+    last = max(number for number, span in enumerate(spans) if span.response)
+    return [span if number == last else span._replace(response=False) for number, span in enumerate(spans)]
 
 
-def _plain(row: Row, field: str, read: Iterable[str], template: Template, where: str) -> list[Piece]:
+def _plain(row: Row, field: str, read: Iterable[str], template: Template, where: str) -> list[Span]:
     """Texts as they are: the prompt, the response and the end of text."""
     for name in FOR_TEMPLATE:
         if is_given(row.get(name)):
@@ -348,7 +348,7 @@ def _plain(row: Row, field: str, read: Iterable[str], template: Template, where:
                              "that name.")
     if not row[field]:
         raise UsageError(f"{where}: {field} is empty: there is no response to learn: leave it out.")
-    return [Piece(utf8(row["prompt"]), False), Piece(utf8(row[field]), True, ends=True)]
+    return [Span(utf8(row["prompt"]), False), Span(utf8(row[field]), True, ends=True)]
 
 
 def _check_fields(row: Row, read: Iterable[str], template: Template, where: str) -> None:

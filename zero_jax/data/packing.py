@@ -15,9 +15,9 @@ from zero_jax.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class RowPlan:
-    """Which pieces of the token array each row holds. Row r has the pieces first[r]:first[r + 1].
+    """Which chunks of the token array each row holds. Row r has the chunks first[r]:first[r + 1].
 
-    starts, slots: int64 (num_pieces,): where a piece begins in the array, and how many positions it takes in its row.
+    starts, slots: int64 (num_chunks,): where a chunk begins in the array, and how many positions it takes in its row.
     """
 
     starts: np.ndarray
@@ -34,8 +34,8 @@ def plan_rows(offsets: np.ndarray, length: int, *, pack: bool, shift: int) -> Ro
     """Every token of the documents at `offsets` in rows of `length` positions.
 
     shift: 1 where a position is an input and the token after it its target, so that a document of n tokens takes n - 1
-    positions, and one of a single token none; 0 where each token is a position. A longer document is cut into pieces of
-    `length` positions, with no target lost. pack: pieces share rows by best fit, the longest first (Ding et al. 2024,
+    positions, and one of a single token none; 0 where each token is a position. A longer document is cut into chunks of
+    `length` positions, with no target lost. pack: chunks share rows by best fit, the longest first (Ding et al. 2024,
     arXiv 2404.10830, "Fewer Truncations Improve Language Modeling"), about a microsecond for each; else each has a row.
 
     Raises ValueError where no document has a position.
@@ -46,7 +46,7 @@ def plan_rows(offsets: np.ndarray, length: int, *, pack: bool, shift: int) -> Ro
         raise UsageError("Masks leave no token: every document has a single one, and nothing to predict after it: give "
                          "longer documents, or documents=concatenate.")
     document = np.repeat(np.arange(len(positions)), counts)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece in its document
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the chunk in its document
     starts = offsets[document] + number * length
     slots = np.minimum(length, positions[document] - number * length)
     if not pack:
@@ -58,12 +58,12 @@ def plan_rows(offsets: np.ndarray, length: int, *, pack: bool, shift: int) -> Ro
 
 
 def _best_fit(slots: np.ndarray, length: int) -> np.ndarray:
-    """The row of each piece: the fullest row that it fits into, the longest pieces first. int64 (num_pieces,)."""
+    """The row of each chunk: the fullest row that it fits into, the longest chunks first. int64 (num_chunks,)."""
     rows = np.empty(len(slots), np.int64)
     by_free: list[list[int]] = [[] for _ in range(length + 1)]  # rows by the number of their free positions
     non_empty, num_rows = 0, 0  # bit n of non_empty is set where by_free[n] has a row
-    for piece in np.argsort(-slots, kind="stable").tolist():
-        size = int(slots[piece])
+    for chunk in np.argsort(-slots, kind="stable").tolist():
+        size = int(slots[chunk])
         fitting = non_empty >> size
         if fitting:
             free = size + (fitting & -fitting).bit_length() - 1
@@ -72,7 +72,7 @@ def _best_fit(slots: np.ndarray, length: int) -> np.ndarray:
                 non_empty ^= 1 << free
         else:
             free, row, num_rows = length, num_rows, num_rows + 1
-        rows[piece] = row
+        rows[chunk] = row
         if left := free - size:
             by_free[left].append(row)
             non_empty |= 1 << left
@@ -82,7 +82,7 @@ def _best_fit(slots: np.ndarray, length: int) -> np.ndarray:
 class DocumentRows:
     """Rows of documents, packed or padded: "inputs", "segment_ids" and "positions", int32 (length,), and "targets".
 
-    segment_ids: 1, 2 and so on for the pieces of a row, 0 for padding. positions: 0, 1 and so on in each piece, and of
+    segment_ids: 1, 2 and so on for the chunks of a row, 0 for padding. positions: 0, 1 and so on in each chunk, and of
     padding 0. targets, with `causal` alone: the token after each input, of its own document always. Padding has the id
     `pad` in both.
 
@@ -108,9 +108,9 @@ class DocumentRows:
         row = {name: np.zeros(self._length, np.int32) for name in ("segment_ids", "positions")}
         for name in ("inputs", "targets") if self._causal else ("inputs",):
             row[name] = np.full(self._length, self._pad, np.int32)
-        pieces = slice(*self._plan.first[number:number + 2])
+        chunks = slice(*self._plan.first[number:number + 2])
         end = 0
-        for segment, (start, slots) in enumerate(zip(self._plan.starts[pieces], self._plan.slots[pieces], strict=True)):
+        for segment, (start, slots) in enumerate(zip(self._plan.starts[chunks], self._plan.slots[chunks], strict=True)):
             place = slice(end, end + slots)
             row["inputs"][place] = _ids(self._tokens[start:start + slots])
             if self._causal:

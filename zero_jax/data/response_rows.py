@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from zero_jax.data.conversations import Conversation, Piece, Template
+from zero_jax.data.conversations import Conversation, Span, Template
 from zero_jax.data.corpus import sample
 from zero_jax.data.documents import Documents
 from zero_jax.data.packing import DocumentRows
@@ -38,25 +38,25 @@ class Example:
         return self.tokens[len(self.prompt):][:len(after) if after.all() else int(after.argmin())]
 
 
-def encode(examples: Sequence[Sequence[Piece]], tokenizer: Tokenizer) -> list[Example]:
-    """Pieces as tokens, none of which is in two pieces, so that a response begins where a token does."""
-    encoded = tokenizer.encode_parts([[piece.text for piece in pieces] for pieces in examples])
+def encode(examples: Sequence[Sequence[Span]], tokenizer: Tokenizer) -> list[Example]:
+    """Spans as tokens, none of which is in two spans, so that a response begins where a token does."""
+    encoded = tokenizer.encode_parts([[span.text for span in spans] for spans in examples])
     eos, result = tokenizer.specials.eos, []
-    for pieces, parts in zip(examples, encoded, strict=True):
+    for spans, parts in zip(examples, encoded, strict=True):
         ids, response = [], []
-        for piece, part in zip(pieces, parts, strict=True):
-            own = [*part] + ([eos] if piece.ends and eos is not None else [])
+        for span, part in zip(spans, parts, strict=True):
+            own = [*part] + ([eos] if span.ends and eos is not None else [])
             ids += own
-            response += [piece.response] * len(own)
+            response += [span.response] * len(own)
         result.append(Example(np.array(ids, np.int32), np.array(response, bool)))
     return result
 
 
-def encode_rows(rows: Sequence[Sequence[Sequence[Piece]]], tokenizer: Tokenizer) -> list[Example]:
+def encode_rows(rows: Sequence[Sequence[Sequence[Span]]], tokenizer: Tokenizer) -> list[Example]:
     """The examples of rows, each of which has one or several: `encode`, with what a conversation begins with."""
     begins = [number == 0 for examples in rows for number in range(len(examples))]
     return [dataclasses.replace(each, begins=first) for each, first in zip(
-        encode([pieces for examples in rows for pieces in examples], tokenizer), begins, strict=True)]
+        encode([spans for examples in rows for spans in examples], tokenizer), begins, strict=True)]
 
 
 def prompt_ids(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -71,9 +71,9 @@ def response_text(ids: Sequence[int], template: Template | None, tokenizer: Toke
     """
     ends, after = {tokenizer.specials.eos}, ""
     with contextlib.suppress(UsageError):  # of a template that takes no conversation of two messages
-        pieces = [] if template is None else template.examples(Conversation([
+        spans = [] if template is None else template.examples(Conversation([
             {"role": "user", "content": "?"}, {"role": "assistant", "content": "zero"}]), "")[0]
-        before, _, after = "".join(piece.text for piece in pieces).rpartition("zero")
+        before, _, after = "".join(span.text for span in spans).rpartition("zero")
         after_ids = tokenizer.encode_parts([[before + "zero", after]])[0][1]
         ends |= {next((i for i in after_ids if i in tokenizer.specials.ids), None)}
     end = next((k for k, i in enumerate(ids) if i in ends), len(ids))

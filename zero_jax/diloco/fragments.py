@@ -15,10 +15,10 @@ from zero_jax.tree import named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Part of a parameter as it is stored: the layers from `start` to `stop` along `dim`, or, without dim, all of it.
 
-    elements: of the piece on each device, sharded as gradients are at stage 1 or above; a complex number is two.
+    elements: of the chunk on each device, sharded as gradients are at stage 1 or above; a complex number is two.
     spec: how it is sharded so.
     """
 
@@ -29,21 +29,21 @@ class Piece:
     stop: int = 0
 
     def of(self, value: jax.Array, offset: int = 0) -> jax.Array:
-        """The piece of a parameter, or of an array with `offset` dims before those of one; traceable."""
+        """The chunk of a parameter, or of an array with `offset` dims before those of one; traceable."""
         return value if self.dim is None else jax.lax.slice_in_dim(value, self.start, self.stop, axis=self.dim + offset)
 
-    def put(self, value: jax.Array, piece: jax.Array, offset: int = 0) -> jax.Array:
-        """`value` with `piece` in the place of the piece; traceable."""
+    def put(self, value: jax.Array, chunk: jax.Array, offset: int = 0) -> jax.Array:
+        """`value` with `chunk` in the place of the chunk; traceable."""
         if self.dim is None:
-            return piece
-        return jax.lax.dynamic_update_slice_in_dim(value, piece, self.start, self.dim + offset)
+            return chunk
+        return jax.lax.dynamic_update_slice_in_dim(value, chunk, self.start, self.dim + offset)
 
 
 MIN_PART = 1024
 """Elements that a device sends of a fragment in each iteration of a loop, at least: the last part is filled up with
 fewer than 1 / MIN_PART of all, and less is sent sooner than an iteration's products begin."""
 
-Fragment = Mapping[str, Piece]
+Fragment = Mapping[str, Chunk]
 """By the name of a parameter, the part of it that is averaged with this fragment."""
 
 
@@ -53,8 +53,8 @@ def fragments_of(layout: Layout, number: int) -> tuple[Fragment, ...]:
     Of parameters that a loop of the model's stacks by layer each fragment gets as many layers; the others go, the
     largest first, to the fragment that is smallest yet. Raises ValueError where some fragment would be empty.
     """
-    fragments: list[dict[str, Piece]] = [{} for _ in range(number)]
-    rest: list[tuple[str, Piece]] = []
+    fragments: list[dict[str, Chunk]] = [{} for _ in range(number)]
+    rest: list[tuple[str, Chunk]] = []
     for (name, leaf), sharding, shape in zip(
             named_leaves(layout.state.params), jax.tree.leaves(layout.gradients),
             jax.tree.leaves(layout.stored_shapes.params), strict=True):
@@ -62,15 +62,15 @@ def fragments_of(layout: Layout, number: int) -> tuple[Fragment, ...]:
         elements, spec = numbers * math.prod(sharding.shard_shape(leaf.shape)), sharding.spec
         dim = shape.identity_dim(layout.reads[name].stacked)
         if dim is None or dim < len(spec) and spec[dim] is not None:
-            rest.append((name, Piece(elements, spec)))
+            rest.append((name, Chunk(elements, spec)))
             continue
         layers = leaf.shape[dim]
         for index, fragment in enumerate(fragments):
             start, stop = layers * index // number, layers * (index + 1) // number
             if start < stop:
-                fragment[name] = Piece(elements // layers * (stop - start), spec, dim, start, stop)
-    for name, piece in sorted(rest, key=lambda each: -each[1].elements):
-        min(fragments, key=_elements)[name] = piece
+                fragment[name] = Chunk(elements // layers * (stop - start), spec, dim, start, stop)
+    for name, chunk in sorted(rest, key=lambda each: -each[1].elements):
+        min(fragments, key=_elements)[name] = chunk
     if number > 1 and not all(fragments):
         most = sum(map(bool, fragments))
         raise UsageError(f"fragments={number}: the {len(named_leaves(layout.state.params))} parameters of the model, "
@@ -84,7 +84,7 @@ def real_dtype(dtype: Any) -> Any:
 
 
 def _elements(fragment: Fragment) -> int:
-    return sum(piece.elements for piece in fragment.values())
+    return sum(chunk.elements for chunk in fragment.values())
 
 
 def num_parts(iterations: int, fragment: Fragment) -> int:

@@ -179,10 +179,10 @@ class DiLoCoFunctions:
             return *self._steps(state, batch), self._movement(fragment, state)
         leaves, treedef = jax.tree.flatten((state, batch))
         closed, out_treedef = trace_flat(self._steps, leaves, treedef)
-        outer, piece = state.opt_state[OUTER]["params"], self.fragments[fragment]
-        parts = movement_parts(state.params, outer, piece, self.axes, self.outer.dtype, self._stores[0], number)
+        outer, chunk = state.opt_state[OUTER]["params"], self.fragments[fragment]
+        parts = movement_parts(state.params, outer, chunk, self.axes, self.outer.dtype, self._stores[0], number)
         outs, summed = run_in_iterations(closed, leaves, parts, lambda part: sum_part(part, self.axes))
-        return *jax.tree.unflatten(out_treedef, outs), mean_of_parts(summed, outer, piece, self.axes)
+        return *jax.tree.unflatten(out_treedef, outs), mean_of_parts(summed, outer, chunk, self.axes)
 
     def _movement(self, fragment: int, state: ZeroState) -> dict[str, jax.Array]:
         return mean_movement(state.params, state.opt_state[OUTER]["params"], self.fragments[fragment], self.axes,

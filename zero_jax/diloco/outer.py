@@ -45,7 +45,7 @@ def mean_movement(params: Params, outer: Params, fragment: Fragment, axes: MeshA
     params: (slices, *shape) of each parameter. The difference is cast to `dtype`, of complex numbers both parts, summed
     so over the slices, and divided in float32. Returned as the outer parameters are sharded.
     """
-    own, start, stacked, specs = _sharded_pieces(params, outer, fragment, axes, store)
+    own, start, stacked, specs = _sharded_chunks(params, outer, fragment, axes, store)
 
     def total(own: Mapping[str, jax.Array], start: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         return jax.lax.psum(_moved(own, start, dtype), axes.slices)
@@ -61,7 +61,7 @@ def movement_parts(params: Params, outer: Params, fragment: Fragment, axes: Mesh
 
     Zeros fill the last part up.
     """
-    own, start, stacked, specs = _sharded_pieces(params, outer, fragment, axes, store)
+    own, start, stacked, specs = _sharded_chunks(params, outer, fragment, axes, store)
 
     def parts(own: Mapping[str, jax.Array], start: Mapping[str, jax.Array]) -> jax.Array:
         moved = _moved(own, start, dtype)
@@ -86,7 +86,7 @@ def sum_part(part: jax.Array, axes: MeshAxes) -> jax.Array:
 @jax.named_scope(OUTER_SCOPE)
 def mean_of_parts(summed: jax.Array, outer: Params, fragment: Fragment, axes: MeshAxes) -> dict[str, jax.Array]:
     """As `mean_movement`, of `movement_parts` after `sum_part`."""
-    start, specs = _pieces(outer, fragment, 0), {name: piece.spec for name, piece in fragment.items()}
+    start, specs = _chunks(outer, fragment, 0), {name: chunk.spec for name, chunk in fragment.items()}
     shapes = {name: (*NamedSharding(axes.mesh, specs[name]).shard_shape(start[name].shape),
                      *(2,) * jnp.iscomplexobj(start[name])) for name in fragment}
     ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
@@ -100,14 +100,14 @@ def mean_of_parts(summed: jax.Array, outer: Params, fragment: Fragment, axes: Me
     return _means(by_name(summed), start, axes)
 
 
-def _sharded_pieces(params: Params, outer: Params, fragment: Fragment, axes: MeshAxes, store: Store
+def _sharded_chunks(params: Params, outer: Params, fragment: Fragment, axes: MeshAxes, store: Store
                     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, P], dict[str, P]]:
-    """The pieces of a fragment, of the slices and of the outer parameters, and the specs of both."""
-    specs = {name: piece.spec for name, piece in fragment.items()}
+    """The chunks of a fragment, of the slices and of the outer parameters, and the specs of both."""
+    specs = {name: chunk.spec for name, chunk in fragment.items()}
     stacked = {name: P(axes.slices, *spec) for name, spec in specs.items()}
     own = {name: constrain(value, NamedSharding(axes.mesh, stacked[name]))
-           for name, value in _pieces(params, fragment, 1, store).items()}
-    return own, _pieces(outer, fragment, 0), stacked, specs
+           for name, value in _chunks(params, fragment, 1, store).items()}
+    return own, _chunks(outer, fragment, 0), stacked, specs
 
 
 def _moved(own: Mapping[str, jax.Array], start: Mapping[str, jax.Array], dtype: Any) -> dict[str, jax.Array]:
@@ -137,37 +137,37 @@ def apply_movement(params: Params, outer: Mapping[str, Params], movement: Mappin
 
     Each slice keeps `options.kept` of its own parameters, and takes the rest from the outer ones.
     """
-    start, momentum = _pieces(outer["params"], fragment, 0), _pieces(outer["momentum"], fragment, 0)
+    start, momentum = _chunks(outer["params"], fragment, 0), _chunks(outer["momentum"], fragment, 0)
     new_momentum, new_outer, new_params = {}, {}, {}
     for name, gradient in movement.items():
         new_momentum[name] = velocity = options.momentum * momentum[name] + gradient
         update = gradient + options.momentum * velocity if options.nesterov else velocity
         new_outer[name] = start[name] - options.learning_rate * update
-    for name, own in _pieces(params, fragment, 1, stores[0]).items():
+    for name, own in _chunks(params, fragment, 1, stores[0]).items():
         target = jnp.broadcast_to(new_outer[name][None], own.shape)
         kept: Any = options.kept
         mixed = kept * own.astype(target.dtype) + (1 - kept) * target if kept else target
         new_params[name] = constrain(mixed.astype(own.dtype), NamedSharding(
             axes.mesh, P(axes.slices, *fragment[name].spec)))
-    return (_with_pieces(params, new_params, fragment, 1, stores),
-            {"params": _with_pieces(outer["params"], new_outer, fragment, 0),
-             "momentum": _with_pieces(outer["momentum"], new_momentum, fragment, 0)})
+    return (_with_chunks(params, new_params, fragment, 1, stores),
+            {"params": _with_chunks(outer["params"], new_outer, fragment, 0),
+             "momentum": _with_chunks(outer["momentum"], new_momentum, fragment, 0)})
 
 
-def _pieces(tree: Params, fragment: Fragment, offset: int, store: Store | None = None) -> dict[str, jax.Array]:
+def _chunks(tree: Params, fragment: Fragment, offset: int, store: Store | None = None) -> dict[str, jax.Array]:
     leaves = dict(named_leaves(tree))
-    return {name: piece.of(leaves[name] if store is None else store(name, leaves[name]), offset)
-            for name, piece in fragment.items()}
+    return {name: chunk.of(leaves[name] if store is None else store(name, leaves[name]), offset)
+            for name, chunk in fragment.items()}
 
 
-def _with_pieces(tree: Params, pieces: Mapping[str, jax.Array], fragment: Fragment, offset: int,
+def _with_chunks(tree: Params, chunks: Mapping[str, jax.Array], fragment: Fragment, offset: int,
                  stores: tuple[Store, Store] | None = None) -> Params:
     def put(name: str, leaf: jax.Array) -> jax.Array:
-        if name not in pieces:
+        if name not in chunks:
             return leaf
         if stores is None:
-            return fragment[name].put(leaf, pieces[name], offset)
+            return fragment[name].put(leaf, chunks[name], offset)
         store, restore = stores
-        return restore(name, fragment[name].put(store(name, leaf), pieces[name], offset))
+        return restore(name, fragment[name].put(store(name, leaf), chunks[name], offset))
 
     return map_named(put, tree)

@@ -229,7 +229,7 @@ class DiLoCoStep(AnyStep):
             return 0.0
         itemsize = max(jnp.dtype(self.outer.dtype).itemsize, min_itemsize(self.axes.platform))
         num_slices = self.axes.size(self.axes.slices)
-        elements = sum(piece.elements for piece in self.fragments(batch)[fragment].values())
+        elements = sum(chunk.elements for chunk in self.fragments(batch)[fragment].values())
         return 2 * (num_slices - 1) / num_slices * itemsize * elements
 
     def due(self, steps: int) -> int | None:
@@ -247,12 +247,12 @@ class DiLoCoStep(AnyStep):
         parts of it are sent in the iterations of loops.
         """
         inner = self.functions.inner.contract(self.functions.batch_of_one(batch))
-        pieces = {} if fragment is None else self.fragments(batch)[fragment]
+        chunks = {} if fragment is None else self.fragments(batch)[fragment]
         layout, min_bytes = self.functions.inner.layout(), min_itemsize(self.axes.platform)
         gathered = sum(  # at stages 0 to 2 the slices gather the new parameters that they store whole
-            pieces[name].elements * max(real_dtype(leaf.dtype).itemsize, min_bytes) * (layout.axes.zero_size - 1)
+            chunks[name].elements * max(real_dtype(leaf.dtype).itemsize, min_bytes) * (layout.axes.zero_size - 1)
             for name, leaf in named_leaves(layout.state.params)
-            if name in pieces and leaf.sharding.spec != pieces[name].spec)
+            if name in chunks and leaf.sharding.spec != chunks[name].spec)
         changes = {"slices": self.fragment_bytes(fragment, batch), "outer": gathered}
         budgets = tuple(dataclasses.replace(budget, communication_bytes=changes.get(
             budget.key, budget.communication_bytes)) for budget in inner.budgets)

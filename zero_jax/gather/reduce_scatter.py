@@ -19,10 +19,10 @@ from zero_jax.xla.platform import Platform
 
 MAX_UNPADDED_ROWS = 2**14
 """With more rows than this, a TPU all-reduces instead of scattering columns unless the rows are a multiple of four
-tiles: XLA finds no size for the pieces. With more rows XLA (jax 0.10) also fails to compile some flatter arrays."""
+tiles: XLA finds no size for the chunks. With more rows XLA (jax 0.10) also fails to compile some flatter arrays."""
 
 MAX_FLAT_BYTES = 2**24
-"""Larger flat arrays are scattered in several pieces: XLA for v5e all-reduces them whole, together with others (those
+"""Larger flat arrays are scattered in several chunks: XLA for v5e all-reduces them whole, together with others (those
 of 20 MB of GPT-2 1.5B's, and not of 15), where no barrier is behind them."""
 
 MAX_PADDING = 1 / 20
@@ -129,8 +129,8 @@ def _scatter_tiles(value: jax.Array, axis: str, num_shards: int, dim: int, block
         return jax.lax.psum(parts, axis)[jax.lax.axis_index(axis)].reshape(shape)
     padded = jnp.pad(parts, ((0, 0), (0, -part % block)))
     rows = _tile_rows(within_products)
-    summed = [jax.lax.psum_scatter(piece.reshape(-1, rows, 128), axis, scatter_dimension=0, tiled=True).reshape(-1)
-              for piece in _pieces(padded, block)]
+    summed = [jax.lax.psum_scatter(chunk.reshape(-1, rows, 128), axis, scatter_dimension=0, tiled=True).reshape(-1)
+              for chunk in _chunks(padded, block)]
     whole = jnp.concatenate(summed)
     # Without the barrier XLA for v5e makes one slice of this and of the one by which it scatters, which it then does by
     # an all-reduce (a kernel of 64 x 768 on a mesh of 2 x 4).
@@ -148,8 +148,8 @@ def _scatter_rows(value: jax.Array, axis: str) -> jax.Array:
     return summed.reshape(-1, columns, 8, 128).swapaxes(1, 2).reshape(-1, columns * 128)
 
 
-def _pieces(parts: jax.Array, block: int) -> list[jax.Array]:
-    """The columns of `parts` in equal pieces of whole blocks, each of at most `MAX_FLAT_BYTES`."""
+def _chunks(parts: jax.Array, block: int) -> list[jax.Array]:
+    """The columns of `parts` in equal chunks of whole blocks, each of at most `MAX_FLAT_BYTES`."""
     number = math.ceil(parts.nbytes / MAX_FLAT_BYTES)
     size = math.ceil(parts.shape[1] / block / number) * block
     return [parts[:, at:at + size] for at in range(0, parts.shape[1], size)]

@@ -26,7 +26,7 @@ from zero_jax.frontends.model_functions import as_given
 from zero_jax.interop.model_config import task_of
 from zero_jax.interop.naming import OWN, Names, Parts
 from zero_jax.interop.params_io import MAX_FILE_BYTES, LogicalLeaf, export_leaves, floating_dtype, model_leaves
-from zero_jax.interop.safetensors_file import Piece, Tensor, find_tensors, write_tensors
+from zero_jax.interop.safetensors_file import Output, Tensor, find_tensors, write_tensors
 from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.sharding.stored_shape import identity_shape
 from zero_jax.state import ZeroState
@@ -129,17 +129,17 @@ def export_lora(path: Path | str, step: Any, state: ZeroState, *, names: Names, 
     def true_values(name: str) -> np.ndarray:
         return np.asarray(shapes[name].load(on_host(leaves[name])), np.float32)
 
-    pieces = []
+    outputs = []
     for module in modules:
         values = [true_values(name) for name in module.leaves]  # a collective: every process takes part
-        pieces += [Piece(name, np.dtype(np.float32), value.shape, lambda value=value: value)
+        outputs += [Output(name, np.dtype(np.float32), value.shape, lambda value=value: value)
                    for name, value in module.tensors(*values).items()]
 
     def write() -> list[Path]:
         folder = Path(path).expanduser()
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            written = write_tensors(folder / WEIGHTS, pieces, max_file_bytes=_MAX_BYTES, metadata={"format": "pt"})
+            written = write_tensors(folder / WEIGHTS, outputs, max_file_bytes=_MAX_BYTES, metadata={"format": "pt"})
             written_config = _config(lora, modules, base, names.config or {})
             (folder / CONFIG).write_text(json.dumps(written_config, indent=2, sort_keys=True) + "\n")
         return [folder / CONFIG, *written]

@@ -20,7 +20,7 @@ from zero_jax.distributed.initialize import on_host
 from zero_jax.errors import UsageError
 from zero_jax.interop.model_config import check_config
 from zero_jax.interop.naming import OWN, Names, Parts
-from zero_jax.interop.safetensors_file import DTYPES, Piece, Tensor, check_target, find_tensors, write_tensors
+from zero_jax.interop.safetensors_file import DTYPES, Output, Tensor, check_target, find_tensors, write_tensors
 from zero_jax.layout.layout import Layout
 from zero_jax.sharding.auto_axes import in_any_context
 from zero_jax.sharding.shard_reader import UnreadLeaf
@@ -162,16 +162,16 @@ def export_leaves(path: Path, leaves: Mapping[str, LogicalLeaf], names: Names, d
             gathered[name] = parts[name].split(leaves[name].fetch())
         return gathered[name][number].astype(kind, copy=False)
 
-    pieces = []
+    outputs = []
     for name, each in parts.items():
         stored = np.dtype(leaves[name].dtype)
         kind = dtype if dtype is not None and jnp.issubdtype(stored, jnp.floating) else stored
         if kind not in DTYPES.values():
             raise UsageError(f"{name} is of {kind}, which the format lacks: write an Orbax checkpoint (export --format "
                              "orbax).")
-        pieces += [Piece(names.written(of), kind, each.tensor_shape, functools.partial(tensor, name, number, kind))
+        outputs += [Output(names.written(of), kind, each.tensor_shape, functools.partial(tensor, name, number, kind))
                    for number, of in enumerate(each.names)]
-    ungathered = collections.deque(pieces)
+    ungathered = collections.deque(outputs)
 
     def gather_next() -> np.ndarray:
         return ungathered.popleft().value()
@@ -182,7 +182,7 @@ def export_leaves(path: Path, leaves: Mapping[str, LogicalLeaf], names: Names, d
         return []
 
     def write() -> list[Path]:
-        in_turn = [dataclasses.replace(piece, value=gather_next) for piece in pieces]
+        in_turn = [dataclasses.replace(output, value=gather_next) for output in outputs]
         try:
             return write_tensors(path, in_turn, max_file_bytes=max_file_bytes, metadata=names.metadata)
         except Exception:
@@ -336,13 +336,13 @@ def convert_tensors(source: Path, out: Path, leaves: Mapping[str, Any], *, names
     parts = parts_of({name: (leaf.shape, leaf.dtype) for name, leaf in leaves.items()}, names)
     tensors = named_tensors(source, find_tensors(source), names)
     check_tensors(source, parts, {name: np.dtype(leaves[name].dtype) for name in parts}, tensors, names)
-    pieces = []
+    outputs = []
     for name, each in parts.items():
         stored = reduce(jnp.promote_types, [tensors[tensor].dtype for tensor in each.names])
         kind = dtype if dtype is not None and jnp.issubdtype(stored, jnp.floating) else stored
         (own,) = OWN.parts(name, each.shape).names
-        pieces.append(Piece(own, kind, each.shape, partial(_leaf, source, each, tensors, kind)))
-    return write_tensors(out, pieces, max_file_bytes=max_file_bytes, metadata=names.metadata)
+        outputs.append(Output(own, kind, each.shape, partial(_leaf, source, each, tensors, kind)))
+    return write_tensors(out, outputs, max_file_bytes=max_file_bytes, metadata=names.metadata)
 
 
 def _leaf(source: Path, parts: Parts, tensors: Mapping[str, Tensor], kind: np.dtype) -> np.ndarray:

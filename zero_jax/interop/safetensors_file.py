@@ -179,7 +179,7 @@ def _readable(path: Path) -> Iterator[BinaryIO]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class Output:
     """A tensor to be written: its name, dtype and shape, and a function that returns it when its turn comes."""
 
     name: str
@@ -193,9 +193,9 @@ class Piece:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, pieces: Sequence[Piece], *, max_file_bytes: int, metadata: Mapping[str, str]
+def write_tensors(path: Path, outputs: Sequence[Output], *, max_file_bytes: int, metadata: Mapping[str, str]
                   ) -> list[Path]:
-    """Writes `pieces` in their order, each computed when the one before it is on disk; returns the paths.
+    """Writes `outputs` in their order, each computed when the one before it is on disk; returns the paths.
 
     One file at `path` (`*.safetensors`), or, where that would have more than `max_file_bytes` of tensors, files
     `*-00001-of-00003.safetensors` of at most that (one tensor at least) and the index `*.safetensors.index.json`. Each
@@ -204,7 +204,7 @@ def write_tensors(path: Path, pieces: Sequence[Piece], *, max_file_bytes: int, m
     """
     path = Path(path)
     index = path.with_name(path.stem + INDEX_SUFFIX)
-    files = _cut(pieces, max_file_bytes)
+    files = _cut(outputs, max_file_bytes)
     check_target(path, many=len(files) > 1)
     if len(files) == 1:
         _write_file(path, files[0], metadata)
@@ -213,8 +213,8 @@ def write_tensors(path: Path, pieces: Sequence[Piece], *, max_file_bytes: int, m
     for number, part in enumerate(files, 1):
         written.append(path.with_name(f"{path.stem}-{number:05d}-of-{len(files):05d}{SUFFIX}"))
         _write_file(written[-1], part, metadata, index)
-        names |= {piece.name: written[-1].name for piece in part}
-    contents = {"metadata": {"total_size": sum(piece.bytes for piece in pieces)}, "weight_map": names}
+        names |= {output.name: written[-1].name for output in part}
+    contents = {"metadata": {"total_size": sum(output.bytes for output in outputs)}, "weight_map": names}
     with _replacing(index) as file:
         file.write(json.dumps(contents, indent=1).encode())
     return [*written, index]
@@ -240,30 +240,30 @@ def check_target(path: Path, *, many: bool | None = None, new: bool = False) -> 
                          "be a folder.")
 
 
-def _cut(pieces: Sequence[Piece], max_file_bytes: int) -> list[list[Piece]]:
-    """`pieces` in groups of at most that many bytes each; a larger piece is a group of its own."""
-    files: list[list[Piece]] = [[]]
-    for piece in pieces:
-        if files[-1] and sum(other.bytes for other in files[-1]) + piece.bytes > max_file_bytes:
+def _cut(outputs: Sequence[Output], max_file_bytes: int) -> list[list[Output]]:
+    """`outputs` in groups of at most that many bytes each; a larger output is a group of its own."""
+    files: list[list[Output]] = [[]]
+    for output in outputs:
+        if files[-1] and sum(other.bytes for other in files[-1]) + output.bytes > max_file_bytes:
             files.append([])
-        files[-1].append(piece)
+        files[-1].append(output)
     return files
 
 
-def _write_file(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str], index: Path | None = None) -> None:
+def _write_file(path: Path, outputs: Sequence[Output], metadata: Mapping[str, str], index: Path | None = None) -> None:
     codes, end = {dtype: code for code, dtype in DTYPES.items()}, 0
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    for piece in pieces:
-        header[piece.name] = {"dtype": codes[piece.dtype], "shape": list(piece.shape),
-                              "data_offsets": [end, end + piece.bytes]}
-        end += piece.bytes
+    for output in outputs:
+        header[output.name] = {"dtype": codes[output.dtype], "shape": list(output.shape),
+                              "data_offsets": [end, end + output.bytes]}
+        end += output.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with _replacing(path, index) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for piece in pieces:
-            value = np.asarray(piece.value(), piece.dtype, order="C")
-            assert value.shape == piece.shape, (piece.name, value.shape, piece.shape)
+        for output in outputs:
+            value = np.asarray(output.value(), output.dtype, order="C")
+            assert value.shape == output.shape, (output.name, value.shape, output.shape)
             file.write(value.reshape(-1).view(np.uint8).data)
 
 

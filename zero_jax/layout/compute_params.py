@@ -45,22 +45,22 @@ def gather_compute_params(params: Any, layout: Layout, donated: Any = None) -> A
 
 
 def gather_stored_params(params: Any, layout: Layout, old: Any) -> Any:
-    """`params`, sharded as gradients, gathered into `old` where the state stores them whole, and in pieces.
+    """`params`, sharded as gradients, gathered into `old` where the state stores them whole, and in chunks.
 
     At stages 1 and 2 without a copy in a narrower dtype. Else `params` as they are.
     """
-    if not layout.gathers_in_pieces or layout.state.weights is not None:
+    if not layout.gathers_in_chunks or layout.state.weights is not None:
         return params
     return gather_copy(params, layout.gradients, layout.state.params, layout.stored_shapes.params, layout, old)
 
 
 def gather_copy(params: Any, shards: Any, likes: Any, stored_shapes: Any, layout: Layout, donated: Any = None) -> Any:
     """`params`, of the shardings `shards`, cast and gathered to be as `likes`; see `gather_compute_params`."""
-    in_pieces = _gathered_pieces(params, shards, likes, layout, donated) if layout.gathers_in_pieces else {}
+    in_chunks = _gathered_chunks(params, shards, likes, layout, donated) if layout.gathers_in_chunks else {}
 
     def copy(name: str, param: jax.Array, shard: Any, like: Any, stored_shape: Any, donated: Any = None) -> jax.Array:
-        if name in in_pieces:
-            return constrain(in_pieces[name], layout.mesh, like.sharding.spec)
+        if name in in_chunks:
+            return constrain(in_chunks[name], layout.mesh, like.sharding.spec)
         codes = _codes(name, layout) if like.sharding.spec != shard.spec else None  # a sharded copy gathers nothing
         layers, target = stored_shape.identity_dim(layout.reads[name].stacked), compute_spec(shard.spec, layout.axes)
         param = param if codes is not None else param.astype(like.dtype)
@@ -101,8 +101,8 @@ def _codes(name: str, layout: Layout) -> GatherCodes | None:
     return None if layout.quantized is None else layout.quantized.gathers.get(name)
 
 
-def _gathered_pieces(params: Any, shards: Any, likes: Any, layout: Layout, donated: Any) -> dict[str, jax.Array]:
-    """Those leaves of `gather_copy` by name that are gathered in pieces, into `donated`; none where that is None."""
+def _gathered_chunks(params: Any, shards: Any, likes: Any, layout: Layout, donated: Any) -> dict[str, jax.Array]:
+    """Those leaves of `gather_copy` by name that are gathered in chunks, into `donated`; none where that is None."""
     if donated is None:
         return {}
     leaves = {name: (param.astype(like.dtype), shard.spec, like, into) for (name, param), shard, like, into in zip(
@@ -110,23 +110,23 @@ def _gathered_pieces(params: Any, shards: Any, likes: Any, layout: Layout, donat
         if _codes(name, layout) is None and shard.spec != like.sharding.spec}
     sizes = {name: leaf_bytes(like.sharding.shard_shape(like.shape), like.dtype)
              for name, (_, _, like, _) in leaves.items()}
-    pieces = [piece for name, (_, spec, like, _) in leaves.items() for piece in cut(
-        name, like.shape, (spec, like.sharding.spec), sizes[name], piece_bytes(sum(sizes.values())))]
-    names = {piece.name for piece in pieces}
+    chunks = [chunk for name, (_, spec, like, _) in leaves.items() for chunk in cut(
+        name, like.shape, (spec, like.sharding.spec), sizes[name], chunk_bytes(sum(sizes.values())))]
+    names = {chunk.name for chunk in chunks}
     first = {name: _gathered_first(leaves[name][1], layout) for name in names}
 
     def begin(name: str, param: jax.Array) -> jax.Array:
         return _from_all(param, layout.axes, leaves[name][1], first[name]) if first[name] != leaves[name][1] else param
 
-    def gather_piece(name: str, part: jax.Array) -> jax.Array:
+    def gather_chunk(name: str, part: jax.Array) -> jax.Array:
         return _from_all(part, layout.axes, first[name], leaves[name][2].sharding.spec)
 
-    return gather_pieces(pieces, {name: leaves[name][0] for name in names}, {
-        name: leaves[name][3] for name in names}, gather_piece, begin)
+    return gather_chunks(chunks, {name: leaves[name][0] for name in names}, {
+        name: leaves[name][3] for name in names}, gather_chunk, begin)
 
 
 def _gathered_first(spec: P, layout: Layout) -> P:
-    """From `spec`, that of which pieces are gathered: on v5e whole over all axes but a long last one.
+    """From `spec`, that of which chunks are gathered: on v5e whole over all axes but a long last one.
 
     Within an update XLA for v5e sends one gather, whichever comes first: the few bytes of the first axis kept those of
     the second from being sent so (71.9 instead of 91.8 % asynchronous, 6.7B at stage 2 on `v5e:16x16`, 1 x 2048
@@ -185,19 +185,19 @@ def _gather_iterations(param: jax.Array, donated: jax.Array, mesh_axes: MeshAxes
         param, donated)
 
 
-PIECE_BYTES = 2**25
-"""Bytes on a device of what is gathered at a time, of a small model; of a large one `NUM_PIECES` decide."""
-NUM_PIECES = 64
+CHUNK_BYTES = 2**25
+"""Bytes on a device of what is gathered at a time, of a small model; of a large one `NUM_CHUNKS` decide."""
+NUM_CHUNKS = 64
 """About so many are all leaves of a large model, since each takes time to compile."""
 MIN_BYTES = 2**20
-"""Of a leaf that is gathered in pieces; the others are gathered whole, as small as they are."""
+"""Of a leaf that is gathered in chunks; the others are gathered whole, as small as they are."""
 IN_FLIGHT = 2
-"""So many pieces may be sent, or wait to be copied, at a time: the memory that they take together."""
+"""So many chunks may be sent, or wait to be copied, at a time: the memory that they take together."""
 ALIGNED = 128
-"""Of the last two dims of an array pieces have a multiple of so many elements, which are whole tiles of a TPU."""
+"""Of the last two dims of an array chunks have a multiple of so many elements, which are whole tiles of a TPU."""
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Elements `start` to `stop` of dim `dim` of the leaf `name`."""
 
     name: str
@@ -206,13 +206,13 @@ class Piece(NamedTuple):
     stop: int
 
 
-def piece_bytes(total: int) -> int:
-    """How large a piece is of leaves that take `total` bytes on a device."""
-    return max(PIECE_BYTES, math.ceil(total / NUM_PIECES))
+def chunk_bytes(total: int) -> int:
+    """How large a chunk is of leaves that take `total` bytes on a device."""
+    return max(CHUNK_BYTES, math.ceil(total / NUM_CHUNKS))
 
 
-def cut(name: str, shape: Sequence[int], specs: Sequence[P], size: int, piece: int) -> list[Piece]:
-    """The pieces of about `piece` bytes of a leaf of `size` on a device; none where it is small, or cannot be cut.
+def cut(name: str, shape: Sequence[int], specs: Sequence[P], size: int, chunk: int) -> list[Chunk]:
+    """The chunks of about `chunk` bytes of a leaf of `size` on a device; none where it is small, or cannot be cut.
 
     specs: those with which it is sharded and gathered; a dim that either of them splits is not cut. At least two, since
     XLA takes one that is all of the leaf for the leaf.
@@ -221,28 +221,28 @@ def cut(name: str, shape: Sequence[int], specs: Sequence[P], size: int, piece: i
         aligned = ALIGNED if dim >= len(shape) - 2 else 1
         if size < MIN_BYTES or any(spec[dim] for spec in specs if dim < len(spec)) or length <= aligned:
             continue
-        count = min(max(2, math.ceil(size / piece)), length)
+        count = min(max(2, math.ceil(size / chunk)), length)
         step = math.ceil(math.ceil(length / count) / aligned) * aligned
-        return [Piece(name, dim, start, min(start + step, length)) for start in range(0, length, step)]
+        return [Chunk(name, dim, start, min(start + step, length)) for start in range(0, length, step)]
     return []
 
 
-def gather_pieces(pieces: Sequence[Piece], shards: Mapping[str, jax.Array], into: Mapping[str, jax.Array],
+def gather_chunks(chunks: Sequence[Chunk], shards: Mapping[str, jax.Array], into: Mapping[str, jax.Array],
                   gather: Callable[[str, jax.Array], jax.Array], begin: Callable[[str, jax.Array], jax.Array]
                   ) -> dict[str, jax.Array]:
-    """`into`, whose leaves are whole, with `pieces` of `shards`, which `gather` gathers; traceable.
+    """`into`, whose leaves are whole, with `chunks` of `shards`, which `gather` gathers; traceable.
 
-    One begins when the piece `IN_FLIGHT` before it is in its place, whichever leaves they are of.
-    begin: what is done with a leaf's shards before its first piece, such as to gather them over some of the axes.
+    One begins when the chunk `IN_FLIGHT` before it is in its place, whichever leaves they are of.
+    begin: what is done with a leaf's shards before its first chunk, such as to gather them over some of the axes.
     """
-    results, sent, begun = dict(into), list[tuple[Piece, jax.Array]](), dict[str, jax.Array]()
+    results, sent, begun = dict(into), list[tuple[Chunk, jax.Array]](), dict[str, jax.Array]()
 
     def write() -> str:
-        piece, value = sent.pop(0)
-        results[piece.name] = dynamic_update_slice_in_dim(results[piece.name], value, piece.start, piece.dim)
-        return piece.name
+        chunk, value = sent.pop(0)
+        results[chunk.name] = dynamic_update_slice_in_dim(results[chunk.name], value, chunk.start, chunk.dim)
+        return chunk.name
 
-    for piece in pieces:
+    for chunk in chunks:
         written = write() if len(sent) == IN_FLIGHT else None
 
         def behind(value: jax.Array, written: str | None = written) -> jax.Array:
@@ -250,10 +250,10 @@ def gather_pieces(pieces: Sequence[Piece], shards: Mapping[str, jax.Array], into
                 value, results[written] = barrier((value, results[written]))
             return value
 
-        if piece.name not in begun:
-            begun[piece.name] = begin(piece.name, behind(shards[piece.name]))
-        part = behind(slice_in_dim(begun[piece.name], piece.start, piece.stop, axis=piece.dim))
-        sent.append((piece, gather(piece.name, part)))
+        if chunk.name not in begun:
+            begun[chunk.name] = begin(chunk.name, behind(shards[chunk.name]))
+        part = behind(slice_in_dim(begun[chunk.name], chunk.start, chunk.stop, axis=chunk.dim))
+        sent.append((chunk, gather(chunk.name, part)))
     while sent:
         write()
     return results

@@ -74,13 +74,13 @@ class Layout:
         kept_bytes: on each device, of the gathered parameters that backward takes from forward; 0: it gathers again.
         gather_note: how often parameters are gathered and why, where `gather=` was given.
         quantized: which parameters are sent as codes; None: none.
-        host: names of the leaves of `state` that are stored in host memory (`memory.offload.with_offload`).
+        host: names of the leaves of `state` that are stored in host memory (`offload.offload.with_offload`).
         host_gradients: for each parameter whose gradient backward stacks in host memory, layer by layer, the bytes of
             that on each device.
         microbatches: over how many a step sums gradients.
-        disk: names of those that are in files between steps (`memory.disk_leaves.with_disk`).
+        disk: names of those that are in files between steps (`offload.disk_leaves`).
         overlap_note: XLA's options by which collectives run beside compute, where the step has some.
-        gathers_in_pieces: whether whole weights are gathered in pieces into the old ones (`gather_pieces`).
+        gathers_in_chunks: whether whole weights are gathered in chunks into the old ones (`gather_chunks`).
         not_tiled: parameters above the size that `tiling` was given, with the reason why they have no tiles.
         one_slice: the layout of one of several slices, whose states are stacked in `state`; None where there is one.
     """
@@ -102,7 +102,7 @@ class Layout:
     microbatches: int = 1
     disk: frozenset[str] = frozenset()
     overlap_note: str = ""
-    gathers_in_pieces: bool = False
+    gathers_in_chunks: bool = False
     not_tiled: tuple[str, ...] = ()
     one_slice: "Layout | None" = None
 

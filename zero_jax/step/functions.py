@@ -104,7 +104,8 @@ class StepFunctions:
                     self.options, jax.eval_shape(self.guard.init), batch)
             if self.options.communication.prefetch and not any(access.stacked for access in layout.reads.values()):
                 raise UsageError("prefetch=True, and no loop of this model runs over its parameters: there is no next "
-                                 "round to gather for. Put its layers in nn.scan or nnx.scan, or leave prefetch out.")
+                                 "iteration to gather for. Put its layers in nn.scan or nnx.scan, or leave prefetch "
+                                 "out.")
             self.known_layout = with_overlap(
                 dataclasses.replace(layout, replicated_batch=self.batches.replicated(batch)), self.options)
         return self.known_layout

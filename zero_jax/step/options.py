@@ -58,7 +58,7 @@ class Communication(Codes):
         overlap: on TPU v5p and v6e the SparseCores gather and reduce while the TensorCores compute; on v5e gradients
             are reduced within matrix products and elementwise work; on GPUs loops over layers gather for the next
             iteration, and reduce what the one before made. By options of XLA that `step.layout(batch).describe()`
-            names, at a cost in memory and time to compile; at stages 1 and 2 weights are gathered in pieces. "auto":
+            names, at a cost in memory and time to compile; at stages 1 and 2 weights are gathered in chunks. "auto":
             where there is more than one such device, and where XLA fails to compile the step with them it warns and
             does without; True: the same, but refused where nothing would change, and failing where XLA does; False:
             nowhere; a mapping, on TPUs and GPUs: these options of XLA besides, or in place of its own.

@@ -17,14 +17,14 @@ from zero_jax.xla.platform import is_gpu
 
 
 def with_overlap(layout: Layout, options: StepOptions) -> Layout:
-    """`layout` with what it says of the gradient and its overlap, and whether whole weights come in pieces."""
+    """`layout` with what it says of the gradient and its overlap, and whether whole weights come in chunks."""
     note = ", ".join(f"{name}={value}" for name, value in step_overlap_options(options, layout).items())
     stage, platform = options.stage, layout.axes.built_for
     # At stages 1 and 2, beside their update.
-    in_pieces = (stage.shards_optimizer and not stage.shards_params and layout.mesh.size > 1
+    in_chunks = (stage.shards_optimizer and not stage.shards_params and layout.mesh.size > 1
                  and options.communication.overlap is not False
                  and (platform.has_sparse_cores or platform.sends_within_products))
-    return dataclasses.replace(layout, overlap_note=note, gathers_in_pieces=in_pieces)
+    return dataclasses.replace(layout, overlap_note=note, gathers_in_chunks=in_chunks)
 
 
 def overlaps_by_default(options: StepOptions, layout: Layout) -> bool:

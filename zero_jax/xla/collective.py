@@ -138,7 +138,7 @@ def is_sync(instruction: Instruction) -> bool:
 
 
 def chain_of(instruction: Instruction) -> tuple[str, str, str] | None:
-    """The key that all pieces of one asynchronous TPU collective share; None for any other instruction."""
+    """The key that all parts of one asynchronous TPU collective share; None for any other instruction."""
     chain = re.search(r'chain_id="(\w+)"', instruction.tail)
     return (instruction.opcode, instruction.attribute("channel_id"), chain[1]) if chain else None
 

@@ -51,7 +51,7 @@ class _Walk:
     def __init__(self, text: str | Module):
         self.module = parse(text)
         self.flow = Flow(self.module)
-        # The pieces of an asynchronous TPU collective share channel and chain. The piece that a
+        # The parts of an asynchronous TPU collective share channel and chain. The part that a
         # custom call AsyncCollectiveStart takes is the collective; later fusions carry the others.
         self.starts = {
             (computation.name, operand)
@@ -60,8 +60,8 @@ class _Walk:
             if 'custom_call_target="AsyncCollectiveStart"' in instruction.tail
             for operand in instruction.operands
         }
-        pieces = (self.module.computations[within].instructions[name] for within, name in self.starts)
-        self.chains = {chain for piece in pieces if (chain := chain_of(piece))}
+        parts = (self.module.computations[within].instructions[name] for within, name in self.starts)
+        self.chains = {chain for part in parts if (chain := chain_of(part))}
         self.started: dict[_KEY, list[Collective]] = {}
         self._communicates: dict[str, bool] = {}
 

@@ -319,7 +319,7 @@ def _ends_of_turn(tokenizer: Tokenizer, template: Template) -> list[int]:
     """The special token that a template writes after a response; none of the simple one, which has the end of text."""
     messages, answer = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "zero"}], ""
     with contextlib.suppress(UsageError):  # of a template that takes no conversation of two messages
-        answer = next(piece.text for piece in template.examples(Conversation(messages), "")[0] if piece.response)
+        answer = next(span.text for span in template.examples(Conversation(messages), "")[0] if span.response)
     ((_, ids),) = tokenizer.encode_parts([["zero", answer.partition("zero")[2]]])
     return [i for i in ids if i in tokenizer.specials.ids][:1]
 

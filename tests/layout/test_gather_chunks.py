@@ -1,4 +1,4 @@
-"""Whole weights gathered in pieces into the old ones, as on TPUs whose SparseCores send: the numbers of one gather."""
+"""Whole weights gathered in chunks into the old ones, as on TPUs whose SparseCores send: the numbers of one gather."""
 
 import chex
 import jax
@@ -12,7 +12,7 @@ from support.workloads import token_batches
 import zero_jax
 from models import gpt2
 from zero_jax.layout import compute_params
-from zero_jax.layout.compute_params import Piece, cut
+from zero_jax.layout.compute_params import Chunk, cut
 from zero_jax.step import overlap
 from zero_jax.tree import named_leaves
 
@@ -27,13 +27,13 @@ CASES = {
 }  # fmt: skip
 
 
-def trained(case, pieces, monkeypatch, *, wrong=False):
+def trained(case, chunks, monkeypatch, *, wrong=False):
     """The leaves of the state after three steps, and the traced program of one."""
     stage, config, sizes, options = CASES[case]
-    monkeypatch.setattr(overlap, "gathers_in_pieces", lambda *_: pieces)
-    if pieces:
+    monkeypatch.setattr(overlap, "gathers_in_chunks", lambda *_: chunks)
+    if chunks:
         monkeypatch.setattr(compute_params, "MIN_BYTES", 1)
-        monkeypatch.setattr(compute_params, "PIECE_BYTES", 2**12)
+        monkeypatch.setattr(compute_params, "CHUNK_BYTES", 2**12)
         if "long axis" in case:  # as on v5e: whole leaves over all axes but the last
             monkeypatch.setattr(compute_params, "LONG_AXIS", 2)
             begun, own = [], compute_params._gathered_first
@@ -51,7 +51,7 @@ def trained(case, pieces, monkeypatch, *, wrong=False):
     text = str(step._jit(batches[0]).trace(step.abstract_state(batches[0]), step.abstract_batch(batches[0])).jaxpr)
     for batch in batches:
         state, _ = step(state, batch)
-    assert not pieces or "long axis" not in case or any(spec != first for spec, first in begun)
+    assert not chunks or "long axis" not in case or any(spec != first for spec, first in begun)
     return {name: np.asarray(leaf) for name, leaf in named_leaves(state) if not name.startswith("rng")}, text
 
 
@@ -59,10 +59,10 @@ def trained(case, pieces, monkeypatch, *, wrong=False):
 @pytest.mark.grid
 @pytest.mark.parametrize("case", [
     pytest.param(case, marks=[] if case in ("odd, fp32", "long axis") else pytest.mark.slow) for case in CASES])
-def test_pieces_are_the_leaves_gathered_whole(case, monkeypatch):
-    """Bit for bit. And negative control: pieces in the place of the one before."""
-    with monkeypatch.context() as in_pieces:
-        found, text = trained(case, True, in_pieces)
+def test_chunks_are_the_leaves_gathered_whole(case, monkeypatch):
+    """Bit for bit. And negative control: chunks in the place of the one before."""
+    with monkeypatch.context() as in_chunks:
+        found, text = trained(case, True, in_chunks)
     once, other = trained(case, False, monkeypatch)
     assert text.count("dynamic_update_slice") > other.count("dynamic_update_slice") + 4 * (case != "int8")
     chex.assert_trees_all_equal(found, once)
@@ -79,12 +79,12 @@ def test_pieces_are_the_leaves_gathered_whole(case, monkeypatch):
     ((3, 1024, 256), (P("data"), P(None, "tensor")), [(2, 0, 128), (2, 128, 256)]),
     ((2**20,), (P("data"), P()), []), ((1024, 100), (P("data"), P()), []), ((64, 64), (P(None, "data"), P()), [])])
 def test_a_leaf_is_cut_along_a_dim_that_nothing_splits(shape, specs, expected):
-    """In two pieces at least, and of the last dims whole tiles; small leaves and vectors are not."""
+    """In two chunks at least, and of the last dims whole tiles; small leaves and vectors are not."""
     size = 2 * int(np.prod(shape))
     assert cut("w", shape, specs, size, 2**22 if len(shape) == 3 else 2**30) == [
-        Piece("w", *each) for each in expected]
+        Chunk("w", *each) for each in expected]
 
 
-def test_pieces_of_large_models_are_larger():
-    assert compute_params.piece_bytes(2**20) == 2**25
-    assert compute_params.piece_bytes(64 * 2**27) == 2**27
+def test_chunks_of_large_models_are_larger():
+    assert compute_params.chunk_bytes(2**20) == 2**25
+    assert compute_params.chunk_bytes(64 * 2**27) == 2**27
