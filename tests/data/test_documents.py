@@ -106,7 +106,7 @@ def test_what_cannot_be_split_or_is_no_document():
 class Letters(ByteTokenizer):
     """Bytes with an end of text."""
 
-    vocab_size, fingerprint, specials = 257, "letters", Specials(eos=256, ids=(256,))
+    vocab_size, fingerprint, specials = 257, "letters", Specials(eos=256, ids=(256,), bos=256)
 
 
 def test_ids_are_integers_that_int32_holds():

@@ -196,7 +196,7 @@ def open_tokenized(path: str | Path) -> Tokenized:
             raise UsageError(f"{folder} has format {read['format']!r}, this version reads {FORMAT}: tokenize again.")
         special = read["specials"]
         specials = Specials(special["eos"], special["pad"], special["mask"], tuple(special["sentinels"]),
-                            tuple(special["ids"]))
+                            tuple(special["ids"]), special.get("bos"))
         tokens, documents, ids = (int(read[name]) for name in ("num_tokens", "num_documents", "vocab_size"))
         return Tokenized(folder, str(read["dtype"]), tokens, documents, ids, str(read["tokenizer"]), specials,
                          tuple(read["sources"]))
