@@ -6,6 +6,9 @@ compiled: a quarter of the CPU time of such a test. A hash of 12 operations is a
 `FOLDERS` and in the slow rows that are marked `short_random`. A test that is marked `own_random` has JAX's own.
 """
 
+import functools
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -28,7 +31,7 @@ def short_hash(key_0, key_1, high, low):
 
 
 def use(short: bool) -> None:
-    """From here on, in what is compiled anew; what was compiled is forgotten where that changes."""
+    """From here on, in what is compiled anew; what was compiled, and what tests keep of it, is forgotten then."""
     if (RULES[threefry2x32_p] is not JAX_OWN) == short:
         return
     if short:
@@ -36,6 +39,11 @@ def use(short: bool) -> None:
     else:
         RULES[threefry2x32_p] = JAX_OWN
     jax.clear_caches()
+    for name, module in sys.modules.items():
+        if name.startswith("support.") or name.rpartition(".")[2].startswith("test_"):
+            for kept in vars(module).values():
+                if isinstance(kept, functools._lru_cache_wrapper):
+                    kept.cache_clear()
 
 
 def draws_short(item: pytest.Item) -> bool:
