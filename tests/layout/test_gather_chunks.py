@@ -1,5 +1,7 @@
 """Whole weights gathered in chunks into the old ones, as on TPUs whose SparseCores send: the numbers of one gather."""
 
+import dataclasses
+
 import chex
 import jax
 import numpy as np
@@ -13,7 +15,6 @@ import zero_jax
 from models import gpt2
 from zero_jax.layout import compute_params
 from zero_jax.layout.compute_params import Chunk, cut
-from zero_jax.step import overlap
 from zero_jax.tree import named_leaves
 
 EVEN = gpt2.Config(4, 32, 2, vocab_size=512, max_length=16)
@@ -30,7 +31,6 @@ CASES = {
 def trained(case, chunks, monkeypatch, *, wrong=False):
     """The leaves of the state after three steps, and the traced program of one."""
     stage, config, sizes, options = CASES[case]
-    monkeypatch.setattr(overlap, "gathers_in_chunks", lambda *_: chunks)
     if chunks:
         monkeypatch.setattr(compute_params, "MIN_BYTES", 1)
         monkeypatch.setattr(compute_params, "CHUNK_BYTES", 2**12)
@@ -47,6 +47,7 @@ def trained(case, chunks, monkeypatch, *, wrong=False):
         step = flat_step(gpt2.build(config), stage, mesh=zero_jax.make_mesh(**sizes), **{
             "precision": "bf16", "tensor_rules": gpt2.tensor_rules(config) if "tensor" in sizes else ()} | options)
     batches = token_batches(3)
+    step.functions.known_layout = dataclasses.replace(step.layout(batches[0]), gathers_in_chunks=chunks)
     state = step.init(jax.random.key(0), batches[0])
     text = str(step._jit(batches[0]).trace(step.abstract_state(batches[0]), step.abstract_batch(batches[0])).jaxpr)
     for batch in batches:
