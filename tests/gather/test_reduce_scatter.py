@@ -11,16 +11,21 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.oracle import loss_difference, slow, train
+from support.covering import covering
+from support.oracle import ADAMW, Trained, loss_difference, param_difference, slow, train
 from support.targets import mesh_of, simulated
-from support.workloads import classify, vector_batches
+from support.workloads import FLAVOURS, MLPS, classify, token_batches, vector_batches
 
 import zero_jax
+from models import gpt2
 from zero_jax.gather import reduce_scatter as scatter
 from zero_jax.sharding.mesh_axes import MeshAxes
 from zero_jax.xla import hlo
 from zero_jax.xla.devices import compiler_options
 from zero_jax.xla.platform import Platform
+
+MESHES = {"factored": {"data": (2, 4)}, "factored hybrid": {"data": (2, 2), "replica": 2}}
+CONFIG = gpt2.Config(2, 32, 2, vocab_size=64, max_length=16)
 
 
 class Conv(nn.Module):
@@ -32,14 +37,53 @@ class Conv(nn.Module):
         return nn.Dense(8)(x.reshape(x.shape[0], -1))
 
 
-def test_a_sum_that_leaves_out_an_axis_is_told(monkeypatch):
-    """Negative control: what a comparison with one device sees if the replicas' parts are not added."""
-    options = {"batches": vector_batches(), "loss": classify, "optimizer": optax.sgd(0.1, momentum=0.9)}
-    mesh = zero_jax.make_mesh((2, 2), replica=2)
-    one, many = train(Conv(), 0, 1, **options), train(Conv(), 3, mesh, **options)
+class Sequence(nn.Module):
+    """The weights of an LSTM are read in a loop over time, and scattered in each of its iterations."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(nn.RNN(nn.LSTMCell(32))(x.reshape(x.shape[0], 4, 4))[:, -1])
+
+
+class TimeMajor(nn.Module):
+    """Its first contracted dim is time, and as long as the batch."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = jnp.tile(x[None], (x.shape[0], 1, 1)) * jnp.linspace(0, 1, x.shape[0])[:, None, None]
+        return nn.Dense(8)(nn.gelu(nn.Dense(64)(x))).mean(0)
+
+
+VECTOR_MODELS = {"conv": Conv(), "lstm": Sequence(), "time major": TimeMajor(), **MLPS}
+
+
+def run(name, stage, mesh) -> Trained:
+    if name in FLAVOURS:
+        model, batches, options = FLAVOURS[name](CONFIG), token_batches(), {"optimizer": ADAMW}
+    else:
+        model, batches = VECTOR_MODELS[name], vector_batches()
+        options = {"optimizer": optax.sgd(0.1, momentum=0.9), "loss": classify}
+    return train(model, stage, zero_jax.make_mesh(**mesh) if mesh else 1, batches=batches, precision="fp32", **options)
+
+
+FAST = [("linen dropout", "factored", 3)]
+one_device = functools.cache(lambda name: run(name, 0, None))
+KEYS_BIAS = (("qkv/bias", lambda leaf: leaf.reshape(*leaf.shape[:-1], 2, 3, -1)[..., [0, 2], :]),)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("name", "mesh", "stage"), [
+    *FAST, *(slow(*row) for row in covering([*FLAVOURS, *VECTOR_MODELS], MESHES, (1, 3)) if row not in FAST)])
+def test_numbers_are_those_of_one_device(name, mesh, stage):
+    many, one = run(name, stage, MESHES[mesh]), one_device(name)
     assert loss_difference(many, one) < 1e-6
+    assert param_difference(many, one, KEYS_BIAS) < 1e-5
+
+
+def test_a_sum_that_leaves_out_an_axis_is_told(monkeypatch):
+    """Negative control: what the comparison sees if the replicas' parts are not added."""
     monkeypatch.setattr(jax.lax, "psum", lambda value, axes: value)
-    assert loss_difference(train(Conv(), 3, mesh, **options), one) > 1e-3
+    assert loss_difference(run("conv", 3, MESHES["factored hybrid"]), one_device("conv")) > 1e-3
 
 
 KERNELS = {  # how a TPU sends each: as it is, as tiles, flat and padded, summed and cut; over another axis first
