@@ -18,10 +18,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.errors import ReplicaError, few
-from zero_jax.gather.gather import names_of
 from zero_jax.layout.layout import Layout
 from zero_jax.sharding.checksum import part_words, seed_of
 from zero_jax.sharding.host_arrays import fetch
+from zero_jax.sharding.partition import names_of
 from zero_jax.tree import as_numbers, leaf_bytes, named_leaves
 from zero_jax.typing import Pytree
 
