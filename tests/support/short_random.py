@@ -31,7 +31,7 @@ def short_hash(key_0, key_1, high, low):
 
 
 def use(short: bool) -> None:
-    """From here on, in what is compiled anew; what was compiled, and what tests keep of it, is forgotten then."""
+    """Has JAX draw by the short hash from here on, or by its own; a change forgets programs and cached results."""
     if (RULES[threefry2x32_p] is not JAX_OWN) == short:
         return
     if short:

@@ -1,6 +1,6 @@
 """The functions of a step that JAX traces, from the state to the gradient and the next state, and their layout.
 
-That is found first, from the shapes of a batch; what is traced then knows it.
+The layout is found first, by `StepFunctions.layout(batch)`; every traced function reads the one that was found.
 """
 
 import dataclasses
