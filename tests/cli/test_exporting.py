@@ -89,6 +89,8 @@ def test_generate_reads_parameters_alone_but_for_the_average(saved, monkeypatch)
     ({"at": 4}, "names the model 'mine:small', whose module would run .* give --model mine:small"),
     ({"at": 5}, "was not saved by the command train"),
     ({"at": 6}, "no checkpoint 6: there are 3, 4, 5"),
+    ({"at": 2**70}, "no checkpoint 1180591620717411303424: there are 3, 4, 5"),
+    ({"at": -1}, "at=-1: give at least 0"),
     ({"at": 3, "model": "gpt2:bytes"}, "does not fit this step: params/blocks"),
     ({"at": 3, "model": "nameless:tiny", "names": "huggingface"}, "has no function huggingface"),
 ])
@@ -96,9 +98,8 @@ def test_what_cannot_be_exported(tmp_path, tmp_path_factory, monkeypatch, saved,
     folder = tmp_path_factory.mktemp("modules")
     (folder / "nameless.py").write_text("from models.gpt2 import PRESETS, build")
     monkeypatch.syspath_prepend(folder)
-    config = ExportConfig(str(saved[0]), tmp_path / "x.safetensors", **options)
     with pytest.raises(ValueError, match=message):
-        export_command(config, devices=jax.devices()[:2])
+        export_command(ExportConfig(str(saved[0]), tmp_path / "x.safetensors", **options), devices=jax.devices()[:2])
     assert not [*tmp_path.iterdir()]
 
 

@@ -30,7 +30,7 @@ from zero_jax.step.disk.step import DiskTrainStep
     ({"offload": "disk-parameters", "offload_disk": "/tmp/x"}, "unknown. Did you mean .*disk"),
     ({"offload": "disk", "offload_disk": __file__}, "is no folder"),
     ({"offload": "auto", "offload_gib": 2.0, "offload_disk": __file__}, "is no folder"),
-    ({"offload": "auto", "offload_gib": -1.0}, "give the GiB"),
+    ({"offload": "auto", "offload_gib": -1.0}, "give a number above 0"),
     ({"offload": "optimizer", "offload_fraction": 0.0}, "above 0 and at most 1")])
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(UsageError, match=message):

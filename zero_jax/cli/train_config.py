@@ -10,7 +10,6 @@ from zero_jax.arguments import check_path
 from zero_jax.checkpoint.object_store import check_scheme, check_target, is_remote, numbers_in
 from zero_jax.cli.environment import check_folder, checkpoint_folder, simulates
 from zero_jax.cli.model_lookup import ModelChoice, find_model, is_folder, with_remat
-from zero_jax.cli.options.choices import MAX_COUNT as MAX_COUNT
 from zero_jax.cli.options.data import DataOptions, check_eval_data, is_tokens
 from zero_jax.cli.options.diloco import DiLoCoOptions
 from zero_jax.cli.options.of_step import SIMULATED_LENGTH, SharedOptions
@@ -38,8 +37,6 @@ class TrainConfig(DiLoCoOptions, ReportOptions, EvaluationOptions, ScheduleOptio
         self.settle_shared(simulated=self.is_simulated, schedule=self.schedule)
         if self.offload_disk is not None:
             generations.check_folder(self.offload_disk)
-        if self.offload_gib is not None and not 0 < self.offload_gib < 2**20:
-            raise UsageError(f"offload_gib={self.offload_gib}: give the GiB of each device that a step may use.")
         self.check_diloco()
         self.check_schedule()
         if self.epochs is not None and self.steps != TrainConfig.steps:

@@ -31,7 +31,7 @@ class RunOptions:
     """With offload=disk or auto: a folder on a local disk of each host, for nothing else; twice the states must fit.
     auto compares files where the host's memory is not enough, and without a folder says what they would take."""
 
-    offload_gib: float | None = None
+    offload_gib: Annotated[float | None, Within(1e-9, 2**20)] = None
     """With offload=auto: GiB of each device that a step may use. None: what the devices say, or those of the target of
     a dry run; simulated devices say nothing."""
 

@@ -24,7 +24,7 @@ class SavedModelConfig:
     checkpoint: str = dataclasses.field(kw_only=False)
     """Folder of the run, or of its checkpoints, as runs/train or gs://bucket/folder."""
 
-    at: Annotated[int | None, Within(0, 1 << 62)] = None
+    at: Annotated[int | None, Within(0)] = None
     """The checkpoint's number. None: the latest."""
 
     ema: bool = False
