@@ -309,7 +309,8 @@ def _run(config: Config) -> int:
     if isinstance(config, ExportConfig | ImportConfig):
         from zero_jax.cli.weights.export_command import export_command, import_command
 
-        print(*(export_command(config) if isinstance(config, ExportConfig) else import_command(config)), sep="\n")
+        paths = export_command(config) if isinstance(config, ExportConfig) else import_command(config)
+        print(*paths, sep="\n")
         return 0
     if isinstance(config, TrainConfig) and not isinstance(config, InspectConfig) and not config.dry_run:
         from zero_jax.cli.training.train import train  # imports JAX

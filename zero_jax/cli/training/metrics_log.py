@@ -33,8 +33,9 @@ def metric_writers(names: tuple[str, ...], folder: Path, config: Mapping[str, An
       after: the step from which it continues; 0 for a new one.
     """
     with contextlib.ExitStack() as closing:
-        yield [_wandb(folder, config, closing) if name == "wandb" else _tensorboard(folder / "tensorboard", after,
-                                                                                     closing) for name in names]
+        writers = {"tensorboard": lambda: _tensorboard(folder / "tensorboard", after, closing),
+                   "wandb": lambda: _wandb(folder, config, closing)}
+        yield [writers[name]() for name in names]
 
 
 def _tensorboard(folder: Path, after: int, closing: contextlib.ExitStack) -> MetricWriter:

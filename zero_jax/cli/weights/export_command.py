@@ -68,7 +68,7 @@ def export_command(config: ExportConfig, *, devices: Sequence[jax.Device] | None
         config.out.mkdir(parents=True, exist_ok=True)
         choice.check_weights(config.out, {})
     step, batch = saved.step_on(devices)
-    state = saved.state(step, batch) if saved.has_more else None
+    state = saved.state(step, batch) if saved.needs_state else None
     if config.ema and state is not None:
         state = dataclasses.replace(state, params=state.ema)
     if adapters:

@@ -35,8 +35,9 @@ class SavedModel:
     Raises ValueError for a checkpoint that is missing, damaged or was not saved by `train`, for a model that is not
     ours and was not given, and for an average that the run did not keep.
 
-    options: those of the run, as its manifest has them. run: those of a step that restores it. at: its number. source:
-    where the run had its tokenizer; None for bytes, and for ids of a tokenizer that is not known.
+    options: those of the run, as its manifest has them. run: those of a step that restores it. at: its number.
+    needs_state: whether more than its parameters is read: an average, or adapters. source: where the run had its
+    tokenizer; None for bytes, and for ids of a tokenizer that is not known.
     """
 
     def __init__(self, config: SavedModelConfig):
@@ -48,7 +49,7 @@ class SavedModel:
         if config.ema and self.run.ema is None:
             raise UsageError("ema: the run kept no average: leave it out.")
         self.choice = self.run.find_model()
-        self.has_more = config.ema or self.run.lora_rank is not None or self.run.optimizer == "schedule-free"
+        self.needs_state = config.ema or self.run.lora_rank is not None or self.run.optimizer == "schedule-free"
         name = config.tokenizer or self.options.get("tokenizer") or next(
             filter(is_tokenized, self.options.get("data") or []), None)
         self.source = None if name is None else Path(name).expanduser()
@@ -75,7 +76,7 @@ class SavedModel:
         return self._checkpoints.load_params(step, batch, at=self.at)
 
     def state(self, step: ZeroTrainStep, batch: Any) -> ZeroState:
-        """All that was saved, with what evaluation takes; for what `has_more` than parameters."""
+        """The state that was saved, with the parameters that evaluation takes."""
         return step.evaluation_state(self._checkpoints.restore(step, batch, at=self.at).state)
 
     @functools.cached_property
@@ -84,7 +85,7 @@ class SavedModel:
 
         Of slices that trained by themselves the parameters are the outer ones.
         """
-        if self.has_more:
+        if self.needs_state:
             step, batch = self.step_on()
             state = self.state(step, batch)
         else:  # only parameters are read: an optimizer with little state
