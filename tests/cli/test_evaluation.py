@@ -10,7 +10,7 @@ import pytest
 
 import zero_jax
 from models import gpt2
-from zero_jax.cli.objectives.choose import objective_of
+from zero_jax.cli.objectives.choose import OBJECTIVES, objective_of
 from zero_jax.cli.objectives.objective import with_perplexity
 from zero_jax.cli.train_config import TrainConfig
 from zero_jax.cli.training.evaluation import evaluate, token_sums
@@ -52,6 +52,15 @@ def test_no_token_and_a_loss_beyond_exp_are_told_as_such():
     large = {"loss": jnp.float32(8000), "accuracy": jnp.zeros(()), "weight": jnp.float32(8)}
     found = with_perplexity(evaluate(lambda _: large, [1]))
     assert found == {"loss": 1000.0, "perplexity": math.inf, "accuracy": 0.0}
+
+
+def test_what_predicts_tokens_reports_a_perplexity():
+    """Control: an objective of images, or of pairs of responses, reports what it was given."""
+    means = {"loss": 1.0, "accuracy": 0.5}
+    reported = {name: [*kind.metrics(object.__new__(kind), means)] for name, kind in OBJECTIVES.items()}
+    with_it, without = ["loss", "perplexity", "accuracy"], [*means]
+    assert reported == dict.fromkeys(("causal", "masked", "span", "instruct"), with_it) | dict.fromkeys(
+        ("classify", "preferences"), without)
 
 
 TABLE = np.random.default_rng(5).normal(size=(256, 256)).astype(np.float32)
