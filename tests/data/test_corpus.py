@@ -124,6 +124,10 @@ def test_text_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", refuse)  # chmod does not stop root, who runs CI
     with pytest.raises(ValueError, match=r"text\.txt: cannot be read as bytes \(Permission denied"):
         corpus.read_text(text)
+    monkeypatch.setattr(text_sources, "open_regular", refuse)
+    for read in (corpus.read_text, text_sources.files_of):
+        with pytest.raises(ValueError, match=r"text\.txt cannot be read \(Permission denied\): change its permissions"):
+            read(str(tmp_path))
 
 
 # The held-out part

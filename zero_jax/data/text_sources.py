@@ -153,8 +153,7 @@ def check_file(path: Path, *, field: str = "text") -> None:
         raise UsageError(f"{path} is no text in UTF-8, since it has zero bytes: convert it (iconv -f utf-16 -t utf-8), "
                          "or name other files.")
     if kind == "text":
-        with open_regular(path) as file:
-            _decoded(file.read(HEAD_BYTES), path, final=False)
+        _decoded(_head(path, HEAD_BYTES), path, final=False)
     elif kind == "jsonl":
         for _ in itertools.islice(_jsonl(path, field), HEAD_LINES):
             pass
@@ -166,19 +165,23 @@ def check_file(path: Path, *, field: str = "text") -> None:
 
 def check_not_compressed(path: Path) -> None:
     """Raises ValueError for a compressed file, whose bytes would be taken for those of the text."""
-    try:
-        with open_regular(path) as file:
-            head = file.read(10)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}).") from error
-    if _COMPRESSED.match(head):
+    if _COMPRESSED.match(_head(path, 10)):
         raise UsageError(f"{path} is compressed: unpack it first (gzip -dk, zstd -dk, unzip).")
 
 
 def is_binary(path: Path) -> bool:
-    """Whether a file has a zero byte at its beginning."""
-    with open_regular(path) as file:
-        return b"\0" in file.read(HEAD_BYTES)
+    """Whether a file has a zero byte at its beginning. Raises ValueError where it cannot be read."""
+    return b"\0" in _head(path, HEAD_BYTES)
+
+
+def _head(path: Path, number: int) -> bytes:
+    """The first `number` bytes of a file. Raises ValueError where it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            return file.read(number)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}): change its permissions, or leave it out."
+                         ) from error
 
 
 def _text(path: Path, field: str) -> Iterator[str]:
