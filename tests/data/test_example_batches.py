@@ -109,6 +109,14 @@ def test_the_batches_of_any_devices_are_the_same_and_resume(spec, devices):
         assert array.sharding == NamedSharding(mesh, spec)
 
 
+def test_each_row_is_made_once_and_only_where_it_is_asked_for():
+    """Of all arrays, and of the devices that store the same rows; the first is made for the shapes of all, too."""
+    made = []
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "context"))
+    make(make=lambda row, key: made.append(key[1]) or row, sharding=NamedSharding(mesh, P("data")))[3]
+    assert made[0] == 0 and sorted(made[1:]) == [*range(24, 32)]
+
+
 @pytest.mark.parametrize("options, message", [
     ({"seed": 4}, "seed=3 saved but seed=4 now"), ({"batch_size": 4}, "batch_size=8 saved but batch_size=4"),
     ({"weights": (0.5, 0.5)}, "order="), ({"name": "other"}, "objective=")])
