@@ -253,4 +253,3 @@ def test_the_gradient_of_a_bias_that_all_examples_share_is_scattered():
     assert not plan_of("t5", 3, 64).communication.violations
     with partitioned():
         assert "all-reduce of f32[1, 4, 64, 64]" in plan_of("t5", 3, 64).communication.violations[0]
-

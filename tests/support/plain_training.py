@@ -17,9 +17,8 @@ from flax import nnx
 SOWN = ("intermediates", "losses")
 """Collections of Linen modules that every step starts anew, since `sow` would append to them for ever."""
 
-
 OVERWRITTEN = ("_overwrite_with_gradient",)
-"""Those whose gradient is their next value, such as Flax's scales of float8."""
+"""Collections whose gradient is their next value, such as Flax's scales of float8."""
 
 
 class Run(NamedTuple):

@@ -144,7 +144,7 @@ def _expand(name: str) -> list[tuple[str, Path]]:
     """The files that one name stands for, each with a label that does not depend on its absolute path."""
     path = Path(name).expanduser()
     if path.is_dir():
-        return [(file.relative_to(path).as_posix(), file) for file in files_below(path) if not is_binary(file)]
+        return [(file.relative_to(path).as_posix(), file) for file in sorted(files_below(path)) if not is_binary(file)]
     if path.is_file() and not path.stat().st_size:
         raise UsageError(f"{name}: the file is empty; leave it out or give one with text")
     if not (matches := matching(path)):
@@ -239,8 +239,8 @@ def _map_raw(path: Path, dtype: str | None) -> np.ndarray:
     in_name = Path(path.stem).suffix[1:]
     dtype = dtype or (in_name if in_name in RAW_DTYPES else "uint16")
     if dtype not in RAW_DTYPES:
-        raise UsageError(f"{path}: dtype={dtype!r}, but a .bin file holds uint16 or uint32; save other integers as .npy"
-                         )
+        raise UsageError(f"{path}: dtype={dtype!r}, but a .bin file holds uint16 or uint32; save other integers "
+                         "as .npy")
     size, width = path.stat().st_size, np.dtype(RAW_DTYPES[dtype]).itemsize
     if size % width:
         raise UsageError(f"{path}: {size} bytes are not a whole number of {dtype} tokens of {width} bytes; give the "
@@ -248,6 +248,6 @@ def _map_raw(path: Path, dtype: str | None) -> np.ndarray:
     tokens = np.memmap(path, RAW_DTYPES[dtype], mode="r")
     first = tokens[:4096]
     if dtype == "uint16" and len(first) > 64 and first[::2].any() and not first[1::2].any():
-        raise UsageError(f"{path}: every second uint16 token is 0, so it looks like uint32; open it with dtype='uint32'"
-                         )
+        raise UsageError(f"{path}: every second uint16 token is 0, so it looks like uint32; open it with "
+                         "dtype='uint32'")
     return tokens

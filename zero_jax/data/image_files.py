@@ -114,23 +114,25 @@ def class_folders(folder: Path) -> list[Path]:
 def picture_columns(path: Path | RemoteFile) -> tuple[str, str] | None:
     """(The column of pictures, that of labels) of Parquet as Hugging Face writes it; None where it has none."""
     if isinstance(path, RemoteFile):
-        return _columns_of(path)
+        return _columns_of_remote(path)
     if path.suffix != ".parquet" or not path.is_file() or not path.stat().st_size:
         return None
     try:
-        return _columns_of.__wrapped__(path)  # a file may become another one
+        return _columns_of(path)
     except UsageError:
         return None  # what reads it says so
 
 
-@functools.lru_cache(maxsize=64)
-def _columns_of(file: Any) -> tuple[str, str] | None:
+def _columns_of(file: Path | RemoteFile) -> tuple[str, str] | None:
     types, schema = extras.load("pyarrow.types", "Parquet"), open_parquet(file).schema_arrow
     images = [field.name for field in schema if types.is_struct(field.type)
               and any(field.type.field(at).name == "bytes" for at in range(field.type.num_fields))]
     labels = [field.name for field in schema if types.is_integer(field.type)]
     return (images[0], next((name for name in labels if name in ("label", "labels", "fine_label")), labels[0])
             ) if images and labels else None
+
+
+_columns_of_remote = functools.lru_cache(maxsize=64)(_columns_of)  # a file on this machine may become another one
 
 
 def load_folders(folder: Path, size: int, channels: int) -> PictureFiles:

@@ -20,8 +20,9 @@ class Images(abc.ABC):
     """Images with a class each, as examples {"inputs": float32 (height, width, channels), "targets": int32 ()}.
 
     Attributes:
-        num_examples: of them. shape: (height, width, channels) of each. num_classes: the largest label, and one, or of
-        the names. classes: names of classes, by label, where they have some. fingerprint: of all that they hold.
+        num_examples: the number of images. shape: (height, width, channels) of each. classes: the names of classes, by
+        label; empty where they have none. num_classes: the number of these names, else the largest label + 1.
+        fingerprint: of all that they hold.
     """
 
     num_examples: int

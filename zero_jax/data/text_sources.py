@@ -55,7 +55,7 @@ def files_of(name: str) -> list[Any]:
         raise UsageError(f"{path} has the splits {few(splits)} of a dataset: name one of them, as {path / splits[0]}, "
                          "and another one to evaluate on." if splits else f"{path} has no splits: write it again.")
     if path.is_dir():
-        files = [file for file in files_below(path) if format_of(file) != "text" or not is_binary(file)]
+        files = [file for file in sorted(files_below(path)) if format_of(file) != "text" or not is_binary(file)]
         if any(file.suffix.lower() == ".arrow" for file in files):
             files = [file for file in files if file.name not in _ABOUT_DATASETS]
     else:
@@ -79,10 +79,10 @@ def has_documents(name: str) -> bool:
     return format_of(path) != "text" or any(format_of(file) != "text" for file in matching(path))
 
 
-def files_below(folder: Path) -> list[Path]:
-    """The files that `folder` stands for, sorted: those below it that are neither hidden nor empty."""
-    return [file for file in sorted(folder.rglob("*")) if file.is_file() and file.stat().st_size > 0
-            and not any(part[0] == "." for part in file.relative_to(folder).parts)]
+def files_below(folder: Path) -> Iterator[Path]:
+    """The files that `folder` stands for, in no order: those below it that are neither hidden nor empty."""
+    return (file for file in folder.rglob("*") if file.is_file() and file.stat().st_size > 0
+            and not any(part[0] == "." for part in file.relative_to(folder).parts))
 
 
 def matching(path: Path) -> list[Path]:

@@ -221,8 +221,8 @@ class _Module:
 def _modules(lora: Lora, names: Names) -> list[_Module]:
     """The adapted kernels as modules of PyTorch."""
     if not isinstance(names, Names):
-        raise UsageError("names: give the rules of Hugging Face's names, as zero_jax.Names(**gpt2.huggingface(config))."
-                         )
+        raise UsageError("names: give the rules of Hugging Face's names, as "
+                         "zero_jax.Names(**gpt2.huggingface(config)).")
     modules = []
     for leaf, spec in lora.specs.items():
         parts = names.parts(leaf, spec.shape)
