@@ -35,13 +35,12 @@ class SavedModel:
     Raises ValueError for a checkpoint that is missing, damaged or was not saved by `train`, for a model that is not
     ours and was not given, and for an average that the run did not keep.
 
-    options: those of the run, as its manifest has them. run: those of a step that restores it. at: its number.
-    needs_state: whether more than its parameters is read: an average, or adapters. source: where the run had its
-    tokenizer; None for bytes, and for ids of a tokenizer that is not known.
+    config: `check`ed. options: those of the run, as its manifest has them. run: those of a step that restores it. at:
+    its number. needs_state: whether more than its parameters is read: an average, or adapters. source: where the run
+    had its tokenizer; None for bytes, and for ids of a tokenizer that is not known.
     """
 
     def __init__(self, config: SavedModelConfig):
-        config.check()
         self._checkpoints = Checkpoints(config.checkpoint, read_only=True)
         manifest = self._checkpoints.manifest(config.at)
         self.options: Any = manifest.config
