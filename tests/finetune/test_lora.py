@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from support.flat import flat_step
 from support.hand_lora import applied, by_path, merged_by_hand, nested, plain_lora
 from support.oracle import ADAMW, by_name, next_token, slow
@@ -329,6 +330,28 @@ class TestBadInput:
         arguments = {"rank": 4, "targets": "qkv"} | arguments
         with pytest.raises(zero_jax.UsageError, match=told):
             zero_jax.lora(gpt2.build(CONFIG), **arguments)
+
+    @pytest.mark.parametrize("overwritten", [True, False])
+    def test_a_kernel_that_the_model_overwrites_and_reads_again(self, overwritten):
+        """The control is the model that does not."""
+        class Net(nnx.Module):
+            def __init__(self, rngs):
+                self.layer = nnx.Linear(8, 8, rngs=rngs)
+
+            def __call__(self, x):
+                x = self.layer(x)
+                if overwritten:
+                    self.layer.kernel.set_value(jnp.ones((8, 8)))
+                return self.layer(x)
+
+        step = zero_jax.make_zero_train_step(
+            zero_jax.lora(lambda rngs: Net(rngs), 2, "kernel"), 3, loss=lambda model, batch: model(batch).mean())
+        batch = np.ones((8, 8), np.float32)
+        if not overwritten:
+            assert step.init(jax.random.key(0), batch).frozen
+            return
+        with pytest.raises(zero_jax.UsageError, match="layer/kernel .* which is not stored as such .* of the targets"):
+            step.init(jax.random.key(0), batch)
 
     def test_adapters_twice(self):
         with pytest.raises(zero_jax.UsageError, match="has adapters already"):

@@ -118,6 +118,17 @@ def test_what_changes_by_less_than_a_code_changes_on_average(bits):
         assert float(jnp.mean(rounded(kept * 0.999, 255, jnp.full(start.shape, 2**31, jnp.uint32)) / kept)) > 0.9985
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+def test_what_is_no_moment_may_be_a_plain_number(bits):
+    """Of an optimizer's own state; the control is the moment with it, which is narrowed."""
+    optimizer = optax.GradientTransformation(
+        lambda params: {"mu": params, "rate": 0.5}, lambda updates, state, params=None: (updates, state))
+    params = {"w": jnp.ones((256, 256))}
+    narrowed = zero_jax.narrow_moments(optimizer, bits)
+    _, state = narrowed.update(params, narrowed.init(params), params)
+    assert state.inner["rate"] == 0.5 and state.inner["mu"]["w"].dtype == {16: jnp.bfloat16, 8: jnp.uint8}[bits]
+
+
 @functools.cache
 def alone(bits):
     return oracle(gpt2.build(SMALL), batches=token_batches(8), optimizer=adamw(bits))

@@ -38,7 +38,9 @@ class OnRead:
 
     def __call__(self, variable: Any, value: Any) -> Any:
         """`value`, read through the use that fits its rank; what Flax prints in its place is no array."""
-        first = value[0] if isinstance(self.use, ComposedUse) and isinstance(value, tuple) else value
+        first = value
+        if isinstance(self.use, ComposedUse):
+            first = value[0] if isinstance(value, tuple) else None  # else overwritten, which is refused after the run
         array = first.stored if isinstance(first, Encoded) else first
         if not isinstance(array, (jax.Array, np.ndarray)):
             return value

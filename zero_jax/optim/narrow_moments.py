@@ -72,8 +72,9 @@ def narrow_moments(inner: optax.GradientTransformation, bits: Literal[8, 16]) ->
         def narrowed(name: str, leaf: Any, scales: Any) -> Any:
             if scales is not None:
                 return _codes(leaf, scales, _noise(leaf.shape, seeds[name]), _top(name))
-            noise = _noise(leaf.shape, seeds[name]) >> 16
-            return to_bfloat16(leaf, noise) if bits == 16 and is_moment(name, leaf) else leaf
+            if bits == 16 and is_moment(name, leaf):
+                return to_bfloat16(leaf, _noise(leaf.shape, seeds[name]) >> 16)
+            return leaf
 
         scales = map_named(scale, state)
         if not jax.tree.leaves(scales) and not (bits == 16 and any(is_moment(*each) for each in named_leaves(state))):
