@@ -13,6 +13,7 @@ from support.slices import INNER, MODELS, STREAMING, VOCABULARY, WIDTH, batches,
 from support.targets import mesh_of, simulated
 
 import zero_jax
+from models import gpt2
 from zero_jax.contract.verify import check
 from zero_jax.diloco.fragments import due
 from zero_jax.tree import map_named, named_leaves
@@ -291,8 +292,6 @@ def test_due_sends_each_fragment_once_in_every_so_many_steps():
 @pytest.mark.slow
 def test_attention_of_slices_attends_within_them():
     """With a kernel in a shard_map, as on TPUs. Control: one over all slices is refused in words."""
-    from models import gpt2
-
     tokens = np.random.default_rng(2).integers(0, 64, (2, 16, 129)).astype(np.int32)
     given = [{"inputs": each[:, :-1], "targets": each[:, 1:]} for each in tokens]
     with simulated("v5p:2x2x2"):

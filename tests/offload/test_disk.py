@@ -1,4 +1,4 @@
-"""States in files between the compiled chunks of a step: the bits of memory, resumed at the last step, or refused."""
+"""States in files between the compiled segments of a step: the bits of memory, resumed at the last step, or refused."""
 
 import os
 import resource

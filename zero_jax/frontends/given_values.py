@@ -8,6 +8,7 @@ from flax import nnx
 from flax.core import meta, unfreeze
 
 from zero_jax.errors import UsageError
+from zero_jax.frontends.composition import name_of
 from zero_jax.tree import named_leaves
 
 
@@ -49,7 +50,7 @@ def named_values(given: Any, variables: Any = None) -> dict[str, Any]:
     if isinstance(given, nnx.State):
         flat = [(path, variable) for path, variable in nnx.to_flat_state(given)
                 if not isinstance(variable, nnx.RngState)]
-        return {"/".join(map(str, path)): variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
+        return {name_of(path): variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
                 for path, variable in flat}
     if not isinstance(given, Mapping):
         raise UsageError(f"params is a {type(given).__name__}: give a tree of arrays, a bound Linen module, or an NNX "

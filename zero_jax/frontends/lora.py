@@ -306,7 +306,7 @@ def _nearest(pattern: str, names: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class StoredCodes:
-    """How one weight is stored as bytes: blocks of codes along `dim`, and their scales behind them.
+    """How one weight is stored as bytes: blocks of codes along `dim`, and after them their scales.
 
     shape: of the weight. stacked: its dims that loops run over. dim: one that products sum over.
     """
@@ -322,7 +322,7 @@ class StoredCodes:
         return jnp.moveaxis(message, -1, self.dim)
 
     def decode(self, codes: jax.Array, dtype: DType) -> jax.Array:
-        """The weight, whole or inside of the loops over its stacked dims."""
+        """The weight, or inside of the loops over its stacked dims a layer of it."""
         inside = codes.ndim < len(self.shape)
         dim = self.dim - sum(each < self.dim for each in self.stacked) if inside else self.dim
         values = self._format.decode(jnp.moveaxis(codes, dim, -1), self.shape[self.dim], dtype)
@@ -343,10 +343,10 @@ class StoredCodes:
         encode, kept = jax.jit(self.encode), dict[Any, np.ndarray]()
 
         def codes_of(index: tuple[slice, ...]) -> np.ndarray:
-            whole = tuple(slice(0, size) if dim == self.dim else way
-                          for dim, (way, size) in enumerate(zip(index, self.shape, strict=True)))
-            key, part = str(whole), index[self.dim]
-            codes = kept[key] if key in kept else np.asarray(encode(read(whole).astype(np.float32)))
+            needed = tuple(slice(0, size) if dim == self.dim else way
+                           for dim, (way, size) in enumerate(zip(index, self.shape, strict=True)))
+            key, part = str(needed), index[self.dim]
+            codes = kept[key] if key in kept else np.asarray(encode(read(needed).astype(np.float32)))
             if (part.start, part.stop) == (0, shape[self.dim]):
                 return codes
             kept[key] = codes

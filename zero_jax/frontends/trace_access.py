@@ -79,9 +79,10 @@ def trace_reads(run: Callable[..., Any], args: tuple[Any, ...], on_entry: frozen
         always_read = set(range(leaf.ndim)).intersection(*dims)
         stacked = tuple(d for d in range(leaf.ndim) if d not in always_read)
         uses = products.get(name, [None])
+        in_products_alone = all(use is not None and use.ndim == leaf.ndim - len(stacked) for use in uses)
         reads[name] = ParamAccess(
             stacked=stacked, contracted=_contracted_dims(uses, leaf.ndim, stacked),
-            products=len(uses) * all(use is not None and use.ndim == leaf.ndim - len(stacked) for use in uses),
+            products=len(uses) if in_products_alone else 0,
             checkpointed=any(use.checkpointed for use in uses if use is not None),
             count=sum(reader == name for reader, _ in seen), on_entry=name in on_entry,
             on_entry_if_padded=name in flow.summed | derived, written=name in flow.written, derived=name in derived)
@@ -89,17 +90,17 @@ def trace_reads(run: Callable[..., Any], args: tuple[Any, ...], on_entry: frozen
 
 
 def held(use: Any, value: Any, read: ParamAccess | None, cache: GatherCache) -> tuple[Any, Any]:
-    """(The use with which a model reads what it holds of the stored `value`, or None: as it is; what it holds).
+    """(use, value) that a model holds of the stored `value`: it reads its value through that use; None: as it is.
 
-    What cannot be intercepted is gathered already.
+    A parameter whose reads cannot be intercepted is gathered already.
     """
     if use is None:
         return None, value
-    value, on_entry = use.encoded(value, read.stacked if read else ()), False
-    if read is not None:
-        on_entry = read.on_entry or read.on_entry_if_padded and not (
-            isinstance(use, AccessRecorder) or use.stored_shape.is_identity)
-    return (None, cache(use, value)) if on_entry else (use, value)
+    encoded = use.encoded(value, read.stacked if read else ())
+    is_padded = not isinstance(use, AccessRecorder) and not use.stored_shape.is_identity
+    if read is not None and (read.on_entry or read.on_entry_if_padded and is_padded):
+        return None, cache(use, encoded)
+    return use, encoded
 
 
 def smallest_plain(works: Callable[[frozenset[str]], bool], names: list[str]) -> frozenset[str]:
